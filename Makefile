@@ -1,0 +1,63 @@
+# `make train` and `make test` set up everything they need in .venv, from Python >= 3.10 alone.
+# Another interpreter: make train PYTHON=python3.12
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+# Nothing here compiles torch's 10,000 files ahead of time: what is imported compiles itself.
+PIP    := $(PY) -m pip --disable-pip-version-check --no-input install $(if $(CI),--quiet) --no-compile
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help train test lint bench doctor wheel clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+train: $(VENV)/.installed ## Set up, then run the main job: make train ARGS="--n_heads 16"
+	$(PY) train.py $(ARGS)
+
+test: $(VENV)/.installed-dev ## Set up, then run the tests: make test ARGS="-k settings"
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## Check style, types and import floors
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+bench: $(VENV)/.installed ## Measure: digits over several seeds, as in the README
+	$(PY) -m benchmarks.digits $(ARGS)
+
+doctor: $(VENV)/.installed ## Check the installation and the numerics
+	$(PY) test_installation.py
+	$(PY) test_nan_issues.py
+
+wheel: $(VENV)/.installed-dev ## Build the wheel into dist/
+	rm -rf build dist
+	$(PY) -m build --wheel --outdir dist .
+
+clean: ## Remove .venv and build outputs; data and runs stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "No $(PYTHON) here. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "$(PYTHON) is $$("$(PYTHON)" -V 2>&1), but 3.10 or newer is needed: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed: pyproject.toml | $(PY)
+	@echo "Installing ssl_kd and what it needs into $(VENV): several GB, minutes, once."
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(PY)
+	@echo "Installing ssl_kd, what it needs and the test tools into $(VENV): several GB, minutes, once."
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

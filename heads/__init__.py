@@ -1,0 +1,1 @@
+"""Your own head modules: any `nn.Module` class here is a value for HEAD in `config.py`."""

@@ -1,0 +1,24 @@
+"""Self-supervised knowledge distillation: students learn from what a frozen teacher wrote down."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ssl_kd.estimator import MultiHeadClusterer
+
+__all__ = ["MultiHeadClusterer", "__version__"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    # Late, so that `ssl_kd --help` need not wait seconds for torch and scikit-learn.
+    if name == "MultiHeadClusterer":
+        from ssl_kd.estimator import MultiHeadClusterer
+
+        return MultiHeadClusterer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,351 @@
+"""The command line: settings in, a run folder and a screenful out, one line per known failure."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
+
+from ssl_kd import __version__
+from ssl_kd.settings import Settings, SettingsError, nearest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# Exit codes. What a signal ends is 128 + its number: 130 after Ctrl-C, 143 after SIGTERM.
+OK, FAILED, BAD_SETTING, GUARD_STOPPED = 0, 1, 2, 3
+
+_CODES = {
+    "SettingsError": BAD_SETTING,
+    "DatasetUnavailable": BAD_SETTING,  # DATASET names what is not there: misspelt, as a rule
+    "TooFewHealthyParts": GUARD_STOPPED,
+}
+
+S = TypeVar("S", bound=Settings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`ssl_kd train | doctor | install-check`: run one command and return its exit code.
+
+    Args:
+        argv: The words after the program's name; None: this process's own.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words.pop(0) if words else "--help"
+    if command in ("-h", "--help"):
+        lines = [f"  ssl_kd {name:<14} {does.__doc__}" for name, does in _COMMANDS.items()]
+        print("usage: ssl_kd COMMAND [flags]\n\n" + "\n".join(lines))
+        return OK
+    if command == "--version":
+        print(__version__)
+        return OK
+    if command not in _COMMANDS:
+        known = ", ".join(_COMMANDS)
+        _say(f"There is no command {command!r}, only {known}.{nearest(command, _COMMANDS)}")
+        return BAD_SETTING
+    return _COMMANDS[command](words)
+
+
+def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = "train.py") -> int:
+    """Embed, train, judge and report, as `config.py` and the flags say; return the exit code.
+
+    Args:
+        argv: The flags.
+        config: The settings file where no `--config` is given; it may be missing.
+        prog: What `--help` calls the program.
+    """
+    again = f"{'python ' if prog.endswith('.py') else ''}{prog} {shlex.join(argv)}".strip()
+    return _guarded(lambda: _train(argv, config, prog), again)
+
+
+def read_settings(cls: type[S], argv: Sequence[str], config: Path, *, prog: str) -> S:
+    """Resolve settings: defaults, then the file, then the flags.
+
+    Args:
+        cls: The settings class.
+        argv: The flags; `--learning_rate 1`, `--learning-rate 1` and `--learning_rate=1` are one.
+        config: The settings file where no `--config` is given; it may be missing.
+        prog: What `--help` calls the program.
+
+    Raises:
+        SettingsError: Names what is misspelt, mistyped or out of range, and what is allowed.
+        SystemExit: With code 0, after `--help`.
+    """
+    import tyro
+
+    def flag(name: str, kind: type, help: str, hint: str) -> Any:
+        # Words stay words here, any number of them: what they mean and what is allowed is decided
+        # by `Settings`, in one place for file and flags, and refused in one kind of message.
+        words = tyro.constructors.PrimitiveConstructorSpec(
+            nargs="*",
+            metavar=kind.__name__.upper(),
+            instance_from_str=list,
+            is_instance=lambda value: isinstance(value, list),
+            str_from_instance=list,
+        )
+        about = tyro.conf.arg(help=help.replace("%", "%%"), help_behavior_hint=hint)
+        return Annotated[bool, about] if kind is bool else Annotated[list, words, about]
+
+    flags = {"config": flag("config", str, "file of settings", f"(default: {config})")}
+    for name, (kind, _, rule) in cls.rules().items():
+        default = getattr(cls, name)
+        allowed = f"; {cls.allowed(name)}" if rule.bounded else ""
+        flags[name] = flag(name, kind, rule.help, f"(default: {default}{allowed})")
+    given: dict[str, Any]
+    given, unknown = tyro.cli(
+        TypedDict("Flags", flags, total=False),  # pyright: ignore
+        prog=prog,
+        description=f"Every setting of {config.name} as a flag; a flag beats the file.",
+        args=list(argv),
+        return_unknown_args=True,
+    )
+    if unknown:
+        raise SettingsError(_unknown(cls, unknown[0]))
+
+    values = {}
+    for name, words in given.items():
+        if isinstance(words, bool):
+            values[name] = words
+        elif len(words) != 1:
+            allowed = "a file" if name == "config" else cls.allowed(name)
+            came = f"{' '.join(words)!r}" if words else "nothing"
+            raise SettingsError(f"--{name} takes one value, {allowed}; {came} came after it.")
+        elif name != "config":
+            values[name] = cls.parse(name, words[0])
+    if "config" in given:
+        file = Path(given["config"][0])
+        if not file.is_file():
+            raise SettingsError(f"There is no settings file {file} (--config).")
+        return cls.from_file(file).replace(**values)
+    return (cls.from_file(config) if config.is_file() else cls()).replace(**values)
+
+
+def _unknown(cls: type[Settings], word: str) -> str:
+    if not word.startswith("-"):
+        return (
+            f"{word!r} belongs to no flag. A flag takes one value; one that is on or off takes"
+            " none: --resume, --no-resume."
+        )
+    name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
+    known = ["config", *cls.rules()]
+    known += [f"no_{flag}" for flag, (kind, *_) in cls.rules().items() if kind is bool]
+    if name in known:  # right but for its capitals, or a single dash
+        return f"There is no flag {word}. Did you mean --{name}?"
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean --{close[0]}?" if close else " --help lists all flags."
+    return f"There is no flag {word}.{hint}"
+
+
+def _train(argv: Sequence[str], config: Path, prog: str) -> int:
+    from ssl_kd.vision.settings import VisionSettings
+
+    settings = read_settings(VisionSettings, argv, config, prog=prog)
+
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    screen = Console(stderr=True)
+    handler = RichHandler(console=screen, show_path=False, show_time=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("ssl_kd").setLevel(logging.INFO)
+
+    from ssl_kd.report import write_report
+    from ssl_kd.vision.run import run
+
+    with Progress(screen) as progress:
+        done = run(settings, progress=progress)
+        progress("report", 0, 1, {})
+        report = write_report(done.path, images=done.images)
+        progress("report", 1, 1, {})
+    out = Console()
+    out.print(results_table(json.loads((done.path / "metrics.json").read_text(encoding="utf-8"))))
+    # soft_wrap: a path broken over two lines cannot be clicked or copied.
+    out.print(f"Report: {report}", soft_wrap=True, markup=False)
+    return OK
+
+
+def results_table(metrics: dict[str, Any]) -> Table:
+    """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Clusters against the labels, in percent" if metrics.get("table") else None)
+    table.add_column("answer")
+    table.add_column("split")
+    for score in ("ACC", "NMI", "ARI"):
+        table.add_column(score, justify="right")
+    table.add_column("note", overflow="fold")
+    for row in metrics.get("table", []):
+        scores = [row.get(score) for score in ("acc", "nmi", "ari")]
+        shown = ["-" if score is None else f"{100 * score:.1f}" for score in scores]
+        # Text: a name in square brackets is no markup.
+        cells = [row["name"], row.get("split", ""), *shown, row.get("note") or ""]
+        style = "bold" if row["name"] == "consensus" else None
+        table.add_row(*(Text(cell) for cell in cells), style=style)
+    return table
+
+
+class Progress:
+    """Draws the stages of a run: a live bar on a terminal, a line now and then elsewhere.
+
+    Call it with `(stage, done, total, info)`; use it as a context manager around the run.
+    """
+
+    quiet_seconds = 10.0  # between two lines where there is no terminal
+
+    def __init__(self, screen: Console) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._screen = screen
+        self._bars = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[info]}", markup=False),
+            console=screen,
+            disable=not screen.is_terminal,
+        )
+        self._tasks: dict[str, Any] = {}
+        self._spoken: dict[str, float] = {}
+
+    def __enter__(self) -> Progress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def __call__(self, stage: str, done: int, total: int, info: dict[str, Any]) -> None:
+        """Show that `done` of `total` units of a stage are done."""
+        words = "  ".join(f"{key} {_short(value)}" for key, value in info.items())
+        if not self._screen.is_terminal:
+            now = time.monotonic()
+            last = self._spoken.get(stage, -self.quiet_seconds)
+            if done >= total or now - last >= self.quiet_seconds:
+                self._spoken[stage] = now
+                line = f"{stage:<10} {done}/{total}  {words}".rstrip()
+                self._screen.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total, info=words)
+        self._bars.update(self._tasks[stage], completed=done, total=total, info=words)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    """Check model, losses, gradients and cache for NaN and infinity."""
+    return _check("nan_issues", argv)
+
+
+def _install_check(argv: Sequence[str]) -> int:
+    """Check versions, device, precision and folders."""
+    return _check("installation", argv)
+
+
+def _train_here(argv: Sequence[str]) -> int:
+    """Run the vision pipeline; --help lists all settings."""
+    return train(argv, prog="ssl_kd train")
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train_here,
+    "doctor": _doctor,
+    "install-check": _install_check,
+}
+
+
+def _check(name: str, argv: Sequence[str]) -> int:
+    if argv:
+        _say(f"This command takes no flags, but {' '.join(argv)} came.")
+        return BAD_SETTING
+
+    def check() -> int:
+        from ssl_kd import doctor
+
+        return getattr(doctor, name)()
+
+    return _guarded(check)
+
+
+def _guarded(work: Callable[[], int], again: str = "") -> int:
+    """Do the work; turn every failure that a user can act on into one line and an exit code.
+
+    `again` is the command that started it, which with `--resume` goes on.
+    """
+    try:
+        return work()
+    except BaseException as error:
+        code, line = _known(error, again)
+        if line is None:
+            raise
+        _say(line)
+        return code
+
+
+def _known(error: Any, again: str) -> tuple[int, str | None]:
+    """The exit code and line of a failure that a user can act on; no line for any other."""
+    interrupted = getattr(sys.modules.get("ssl_kd.vision.run"), "Interrupted", None)
+    if interrupted is not None and isinstance(error, interrupted):
+        stop, run_dir = signal.Signals(error.signal), Path(error.run_dir)
+        way = f"go on with: {again} --resume --run_name {shlex.quote(run_dir.name)}"
+        return 128 + stop, f"Stopped by {stop.name}; a checkpoint is in {run_dir}; {way}"
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "Stopped by SIGINT before the training began."
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ssl_kd"):
+        way = "`make train` sets up everything in .venv; then: .venv/bin/python train.py"
+        return FAILED, f"The module {error.name} is not installed for {sys.executable}: {way}"
+    if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)):
+        way = "lower BATCH_SIZE, N_HEADS or EXTRACT_BATCH_SIZE, or use --device cpu"
+        return FAILED, f"Out of memory: {way}. ({str(error).partition('.')[0]})"
+    if isinstance(error, OSError):  # no such data, disk full, folder not writable
+        return FAILED, str(error)
+    kinds = type(error).__mro__
+    for kind in kinds:
+        if kind.__name__ in _CODES:
+            return _CODES[kind.__name__], str(error)
+    if any(kind.__module__.startswith("ssl_kd.") for kind in kinds):
+        return FAILED, str(error)
+    # A ValueError that our own line raised is a considered answer to what was asked for; one from
+    # deep inside another library is a fault, and keeps its trace.
+    if isinstance(error, ValueError | ImportError) and _raised_in(error).startswith("ssl_kd."):
+        return BAD_SETTING, str(error)
+    return FAILED, None
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module whose line raised the error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+
+
+def _say(message: object) -> None:
+    # One line, whatever the message holds: scripts and eyes both count on it.
+    print("ssl_kd: " + " ".join(str(message).split()), file=sys.stderr)

@@ -1,0 +1,250 @@
+"""Settings: one declaration per field serves validation, error messages, `config.py` and flags.
+
+A mode declares a frozen dataclass of :func:`setting` fields on top of :class:`Settings`. Its values
+come from the defaults, a file of UPPER_CASE literals and the command line, the later ones winning.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+_WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+
+
+class SettingsError(ValueError):
+    """A setting that is misspelt, of the wrong type or out of range; the message says which."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What one setting may be, and one line on what it does."""
+
+    help: str
+    low: float | None = None
+    above: float | None = None  # like `low`, the border itself left out
+    high: float | None = None
+    below: float | None = None  # like `high`, the border itself left out
+    choices: tuple[str, ...] = ()
+    forms: tuple[tuple[str, str], ...] = ()  # further choices: as shown, and as an expression
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is more to say than the type."""
+        return bool(self.choices) or {self.low, self.above, self.high, self.below} != {None}
+
+
+def setting(default: Any, help: str, **rule: Any) -> Any:
+    """A dataclass field that carries its :class:`Rule`.
+
+    Args:
+        default: The value where neither file nor command line gives one.
+        help: One line: what it does, its unit, what None means.
+        **rule: `low`, `above`, `high`, `below`, `choices` and `forms` of :class:`Rule`.
+    """
+    return dataclasses.field(default=default, metadata={"rule": Rule(help, **rule)})
+
+
+@functools.cache
+def _fields(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
+    """Of each setting: its plain type, whether it may be None, and its rule."""
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        members = typing.get_args(hint) if union else (hint,)
+        (kind,) = (member for member in members if member is not types.NoneType)
+        found[field.name] = (kind, types.NoneType in members, field.metadata["rule"])
+    return types.MappingProxyType(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Base of a mode's settings: checks every field on construction.
+
+    Raises:
+        SettingsError: From construction and every method below; the message names the setting,
+            what came, what is allowed, and for an unknown name the nearest one.
+    """
+
+    def __post_init__(self) -> None:
+        """Check every field, then what holds between fields."""
+        for name in _fields(type(self)):
+            # Stored as `check` returns it: a whole number becomes a float where one is due.
+            object.__setattr__(self, name, self.check(name, getattr(self, name)))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raise SettingsError where settings that are fine alone do not fit together."""
+
+    @classmethod
+    def allowed(cls, name: str) -> str:
+        """What a setting may be, in words: ``"a finite number, at least 0.05, at most 100"``."""
+        kind, optional, rule = _fields(cls)[name]
+        words = [_WORDS[kind]]
+        if rule.choices:
+            shown = (*rule.choices, *(form for form, _ in rule.forms))
+            words = ["one of " + ", ".join(map(repr, shown))]
+        for word, border in (
+            ("at least", rule.low),
+            ("above", rule.above),
+            ("at most", rule.high),
+            ("below", rule.below),
+        ):
+            if border is not None:
+                words.append(f"{word} {border:g}" if abs(border) < 1e6 else f"{word} {border}")
+        return ", ".join(words) + (" (or None)" if optional else "")
+
+    @classmethod
+    def check(cls, name: str, value: Any) -> Any:
+        """Return `value` as the setting `name` holds it, or raise SettingsError."""
+        kind, optional, rule = _fields(cls)[name]
+        if optional and value is None:
+            return None
+        came, value = value, _widened(value, kind)
+        fits = type(value) is kind and (kind is not float or math.isfinite(value))
+        if fits and kind is str:
+            fits = bool(value.strip()) and (
+                not rule.choices
+                or value in rule.choices
+                or any(re.fullmatch(form, value) for _, form in rule.forms)
+            )
+        elif fits and kind is not bool:
+            fits = (
+                (rule.low is None or value >= rule.low)
+                and (rule.above is None or value > rule.above)
+                and (rule.high is None or value <= rule.high)
+                and (rule.below is None or value < rule.below)
+            )
+        if not fits:
+            near = nearest(value, rule.choices) if isinstance(value, str) else ""
+            raise SettingsError(
+                f"{name.upper()} is {came!r}, but must be {cls.allowed(name)}.{near}"
+            )
+        return value
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Any:
+        """Return the value that `text`, a word of the command line, means for a setting."""
+        kind, optional, _ = _fields(cls)[name]
+        if optional and text.lower() == "none":
+            return None
+        try:
+            # A word that cannot be read is handed on as it is: `check` then says what is allowed.
+            value = text if kind in (bool, str) else kind(text)
+        except ValueError:
+            value = text
+        return cls.check(name, value)
+
+    @classmethod
+    def named(cls, name: str) -> str:
+        """Return the field that `name` means in any case and with either dash, or raise."""
+        field = name.lower().replace("-", "_")
+        if field not in _fields(cls):
+            names = [known.upper() for known in _fields(cls)]
+            raise SettingsError(f"There is no setting {name}.{nearest(field.upper(), names)}")
+        return field
+
+    @classmethod
+    def rules(cls) -> Mapping[str, tuple[type, bool, Rule]]:
+        """Of each setting, in order: its plain type, whether it may be None, and its rule."""
+        return _fields(cls)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read a file of UPPER_CASE literals; names it leaves out keep their defaults.
+
+        The file is parsed, never executed.
+
+        Raises:
+            SettingsError: With file and line, for anything but `NAME = literal`.
+            FileNotFoundError: Where there is no such file.
+        """
+        values = {}
+        for name, (line, value) in _read_literals(Path(path)).items():
+            try:
+                field = cls.named(name)
+                values[field] = cls.check(field, value)
+            except SettingsError as error:
+                raise SettingsError(f"{path}, line {line}: {error}") from None
+        try:
+            return cls(**values)
+        except SettingsError as error:
+            raise SettingsError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of :meth:`to_dict`; names may be in either case."""
+        return cls(**{cls.named(name): value for name, value in values.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings under their UPPER_CASE names, ready for JSON."""
+        return {name.upper(): getattr(self, name) for name in _fields(type(self))}
+
+    def replace(self, **changes: Any) -> Self:
+        """A checked copy with some settings changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _widened(value: Any, kind: type) -> Any:
+    """A whole number as a float where one is asked for; anything else as it came."""
+    if kind is not float or type(value) is not int:
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """``" Did you mean X?"`` for the known word most like this one, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:
+    """The top-level assignments of a file: name to line and value."""
+    try:
+        body = ast.parse(path.read_bytes(), filename=str(path)).body
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, in some versions
+        line = getattr(error, "lineno", None) or 1
+        reason = getattr(error, "msg", None) or error
+        raise SettingsError(f"{path}, line {line}: this is not Python: {reason}.") from None
+    found: dict[str, tuple[int, Any]] = {}
+    for node in body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # the docstring
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            target, value = node.target, node.value
+        else:
+            target = value = None
+        if not isinstance(target, ast.Name) or value is None or not target.id.isupper():
+            raise SettingsError(
+                f"{path}, line {node.lineno}: only `NAME = literal`, NAME in UPPER_CASE, may stand"
+                " here."
+            )
+        where = f"{path}, line {node.lineno}: {target.id}"
+        if target.id in found:
+            raise SettingsError(f"{where} was set before, on line {found[target.id][0]}.")
+        try:
+            found[target.id] = (node.lineno, ast.literal_eval(value))
+        except ValueError:
+            raise SettingsError(
+                f"{where} must be a plain literal such as 0.1, 'text', True or None,"
+                f" not `{ast.unparse(value)}`: this file is read, not run."
+            ) from None
+    return found

@@ -1,0 +1,38 @@
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+# Tensors in tests are small: more threads than two only wait for each other.
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real images and models that lie beside the repository; not part of it."""
+    beside = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("SSL_KD_SHARED_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"no shared data in {folder}; SSL_KD_SHARED_DATA names another place")
+    return folder
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this machine cannot run, with the reason; `-m hub` asks for the network."""
+    asked = str(config.getoption("-m"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("hub") and "hub" not in asked:
+            item.add_marker(pytest.mark.skip(reason="needs the network: run with -m hub"))

@@ -1,0 +1,296 @@
+"""The command line: flags over file over defaults, one line and a code for each known failure."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import ssl_kd
+from ssl_kd import cli
+from ssl_kd.settings import SettingsError
+from ssl_kd.vision.settings import VisionSettings
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(argv, config):
+    return cli.read_settings(VisionSettings, argv, Path(config), prog="train.py")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text("LEARNING_RATE = 0.25\nSEED = 5\nRESUME = True\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--learning_rate", "0.5"],
+        ["--learning-rate", "0.5"],
+        ["--learning_rate=0.5"],
+        ["--learning-rate=.5"],
+    ],
+)
+def test_both_spellings_beat_the_file_which_beats_the_default(argv, config):
+    settings = read(argv, config)
+    assert settings == VisionSettings(learning_rate=0.5, seed=5, resume=True)
+
+
+def test_no_file_gives_the_defaults_and_config_names_another(tmp_path, config):
+    assert read([], tmp_path / "none.py") == VisionSettings()
+    assert read(["--config", str(config)], tmp_path / "none.py").seed == 5
+    with pytest.raises(SettingsError, match="There is no settings file"):
+        read(["--config", "none.py"], config)
+
+
+def test_switches_and_none(config):
+    settings = read(["--no-resume", "--force-recompute", "--clip_grad", "None"], config)
+    assert not settings.resume and settings.force_recompute and settings.clip_grad is None
+    assert read(["--no_resume"], config).resume is False
+
+
+@pytest.mark.parametrize("name", VisionSettings.rules())
+def test_every_setting_is_a_flag(name, config):
+    kind = VisionSettings.rules()[name][0]
+    value = getattr(VisionSettings(), name)
+    for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
+        argv = [flag] if kind is bool else [flag, str(value)]
+        assert getattr(read(argv, config), name) == (True if kind is bool else value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lerning_rate", "1"], "There is no flag --lerning_rate. Did you mean --learning_rate?"),
+        (["--n-head=3"], "There is no flag --n-head=3. Did you mean --n_heads?"),
+        (["--SEED", "1"], "There is no flag --SEED. Did you mean --seed?"),
+        (["-seed", "1"], "Did you mean --seed?"),
+        (["--no_resum"], "Did you mean --no_resume?"),
+        (["--qqqq", "1"], "There is no flag --qqqq. --help lists all flags."),
+        (["--seed", "x"], "SEED is 'x', but must be a whole number, at least 0"),
+        (["--seed", "1.5"], "SEED is '1.5', but must be a whole number"),
+        (["--seed"], "--seed takes one value, a whole number"),
+        (["--seed", "--resume"], "--seed takes one value, a whole number"),
+        (["--seed", "1", "2"], "'1 2' came after it"),
+        (["--resume", "True"], "'True' belongs to no flag"),
+        (["train"], "'train' belongs to no flag"),
+        (["--student_temp", "0.01"], "STUDENT_TEMP is 0.01, but must be a finite number, at least"),
+        (["--weight_decay", "-1"], "WEIGHT_DECAY is -1.0, but must be"),
+        (["--learning_rate", "nan"], "LEARNING_RATE is nan, but must be a finite number"),
+        (["--teacher", "dinov"], "'timm:NAME', 'torchvision:NAME'. Did you mean dinov2?"),
+        (["--loss", "temy"], "LOSS is 'temy', but must be one of 'temi', 'sharpened'."),
+        (["--config"], "--config takes one value, a file"),
+    ],
+)
+def test_a_bad_flag_is_one_message_and_code_2(argv, message, config, capfd):
+    assert cli.train(argv, config=config) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_fault_in_the_file_is_one_message_and_code_2(config, capfd):
+    config.write_text("SEED = 1\nLEARNIG_RATE = 0.1\n")
+    assert cli.train([], config=config) == 2
+    err = capfd.readouterr().err
+    assert f"{config}, line 2: There is no setting LEARNIG_RATE. Did you mean LEARNING_RATE?" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_help_lists_every_flag_with_default_and_range(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as exit:
+        cli.train(["--help"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    for name in VisionSettings.rules():
+        assert f"--{name.replace('_', '-')}" in text
+    assert "at least 0.05" in text and "default: 0.1" in text
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, ssl_kd.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: ssl_kd COMMAND" in done.stdout
+
+
+def test_train_py_reads_the_config_beside_it_from_any_folder(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--sed", "1"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "ssl_kd: There is no flag --sed. Did you mean --seed?\n"
+
+
+def test_main_names_its_commands(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == ssl_kd.__version__
+    assert cli.main([]) == 0
+    assert "train" in capsys.readouterr().out
+    assert cli.main(["trian"]) == 2
+    assert "Did you mean train?" in capsys.readouterr().err
+    assert cli.main(["doctor", "--fast"]) == 2
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {ssl_kd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# --- Known failures -----------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    def __init__(self, number, run_dir):
+        self.signal = number
+        self.run_dir = run_dir
+
+
+@pytest.fixture
+def run_that(monkeypatch, tmp_path):
+    """`cli.train` with a run of our own in place of the real one."""
+
+    def use(run, argv=()):
+        module = types.ModuleType("ssl_kd.vision.run")
+        module.run = run  # pyright: ignore[reportAttributeAccessIssue]
+        module.Interrupted = Interrupted  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "ssl_kd.vision.run", module)
+        return cli.train(argv, config=tmp_path / "none.py")
+
+    return use
+
+
+def raises(error):
+    def run(settings, *, progress):
+        raise error
+
+    return run
+
+
+def known_errors():
+    import torch
+
+    from ssl_kd.datasets import DatasetUnavailable
+    from ssl_kd.guard.files import CorruptFileError
+    from ssl_kd.guard.parts import TooFewHealthyParts
+    from ssl_kd.guard.precision import UnsupportedDevice
+    from ssl_kd.store import FingerprintMismatch, NonFiniteRow
+    from ssl_kd.teachers import TeacherUnavailable
+
+    return [
+        (SettingsError("EMBEDDING_DIM is 3"), 2),
+        (TeacherUnavailable("dinov2", "no network:\n no route"), 1),
+        (DatasetUnavailable("cifar10 is not in data: --download"), 2),
+        (FingerprintMismatch(Path("embeddings_train.pt"), ["teacher: a, not b"]), 1),
+        (NonFiniteRow("embeddings_train.pt", 3, 3, "a.jpg", float("nan")), 1),
+        (CorruptFileError("embeddings_train.pt"), 1),
+        (UnsupportedDevice("sm_37"), 1),
+        (TooFewHealthyParts("all heads are sick"), 3),
+        (torch.OutOfMemoryError("tried to allocate 2 GiB\nand more"), 1),
+        (FileNotFoundError(2, "No such file or directory", "my_images"), 1),
+        (PermissionError(13, "Permission denied", "runs"), 1),
+        (ModuleNotFoundError("No module named 'timm'", name="timm"), 1),
+        (KeyboardInterrupt(), 130),
+        (Interrupted(signal.SIGINT, Path("runs/a")), 130),
+        (Interrupted(signal.SIGTERM, Path("runs/a")), 143),
+    ]
+
+
+@pytest.mark.parametrize("which", range(15))
+def test_a_known_failure_is_one_line_and_a_code(which, run_that, capfd):
+    error, code = known_errors()[which]
+    assert run_that(raises(error)) == code
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1 and err.startswith("ssl_kd: ")
+    assert "Traceback" not in err
+
+
+def test_an_interrupted_run_says_how_to_go_on(run_that, capfd):
+    run_that(raises(Interrupted(signal.SIGTERM, Path("runs/fast"))), ["--dataset", "my images"])
+    way = "go on with: python train.py --dataset 'my images' --resume --run_name fast\n"
+    assert capfd.readouterr().err.endswith(way)
+
+
+def test_a_considered_value_error_is_a_line_and_one_from_elsewhere_keeps_its_trace(run_that, capfd):
+    from ssl_kd.heads import import_head
+
+    assert run_that(lambda settings, *, progress: import_head("heads.lost.Head")) == 2
+    assert "cannot be imported" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="not enough values"):
+        run_that(lambda settings, *, progress: _unpack())
+
+
+def _unpack():
+    one, two = json.loads("[]")
+    return one, two
+
+
+def test_a_failure_of_our_own_keeps_its_trace(run_that):
+    with pytest.raises(ZeroDivisionError):
+        run_that(raises(ZeroDivisionError()))
+    with pytest.raises(ModuleNotFoundError):
+        run_that(raises(ModuleNotFoundError("no", name="ssl_kd.vision.lost")))
+
+
+def test_a_run_shows_progress_table_and_report(run_that, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    row = {"name": "consensus", "split": "train", "acc": 0.9331, "nmi": 0.9, "ari": None}
+    (tmp_path / "metrics.json").write_text(json.dumps({"table": [row]}))
+    (tmp_path / "report.html").write_text("<html>")
+
+    def run(settings, *, progress):
+        assert settings == VisionSettings()
+        progress("train", 1, 2, {"loss": 0.123456})
+        progress("train", 2, 2, {"loss": 0.1})
+        return tmp_path
+
+    assert run_that(run) == 0
+    out, err = capfd.readouterr()
+    assert "consensus" in out and "93.3" in out and "90.0" in out and " - " in out
+    assert f"Report: {tmp_path / 'report.html'}\n" in out
+    assert "train      1/2  loss 0.1235\n" in err and "train      2/2" in err
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then():
+    screen = Console(file=io.StringIO(), width=200)
+    with cli.Progress(screen) as progress:
+        for done in range(1, 101):
+            progress("train", done, 100, {"loss": "[red]"})
+    assert isinstance(screen.file, io.StringIO)
+    lines = screen.file.getvalue().splitlines()
+    assert lines == ["train      1/100  loss [red]", "train      100/100  loss [red]"]
+
+
+def test_progress_on_a_terminal_is_a_bar():
+    screen = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with cli.Progress(screen) as progress:
+        progress("extract", 3, 10, {"images/s": 12.5})
+        progress("extract", 10, 10, {"images/s": 12.5})
+        progress("train", 1, 5, {})
+    assert isinstance(screen.file, io.StringIO)
+    text = screen.file.getvalue()
+    assert "10/10" in text and "1/5" in text and "images/s 12.5" in text
+
+
+def test_a_table_without_labels_shows_dashes_and_no_title():
+    screen = Console(file=io.StringIO(), width=120)
+    screen.print(cli.results_table({"table": [{"name": "[k]-means", "note": "no labels"}]}))
+    screen.print(cli.results_table({}))
+    assert isinstance(screen.file, io.StringIO)
+    assert "[k]-means" in screen.file.getvalue()

@@ -1,0 +1,149 @@
+"""The machinery of settings, on a small class of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssl_kd.settings import Settings, SettingsError, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Oven(Settings):
+    heat: float = setting(180.0, "degrees", low=50, high=300)
+    minutes: int = setting(40, "how long", above=0)
+    fan: bool = setting(False, "blow")
+    dish: str = setting("cake", "what", choices=("cake", "bread"))
+    note: str | None = setting(None, "free text")
+    share: float | None = setting(None, "of the tray", low=0, below=1)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("heat", 49.9, "at least 50, at most 300"),
+        ("heat", 300.1, "at least 50, at most 300"),
+        ("heat", float("nan"), "a finite number"),
+        ("heat", float("inf"), "a finite number"),
+        ("heat", 10**400, "a finite number"),
+        ("heat", "180", "a finite number"),
+        ("heat", True, "a finite number"),
+        ("heat", None, "a finite number"),
+        ("minutes", 0, "above 0"),
+        ("minutes", 40.0, "a whole number"),
+        ("minutes", True, "a whole number"),
+        ("fan", 1, "True or False"),
+        ("fan", "True", "True or False"),
+        ("dish", "pie", "one of 'cake', 'bread'"),
+        ("dish", "bred", "Did you mean bread?"),
+        ("note", " ", "text (or None)"),
+        ("share", 1.0, "at least 0, below 1 (or None)"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_name_value_and_what_is_allowed(
+    name, value, allowed
+):
+    with pytest.raises(SettingsError) as error:
+        Oven(**{name: value})
+    assert str(error.value).startswith(f"{name.upper()} is {value!r}, but must be ")
+    assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("heat", 50), ("heat", 300.0), ("minutes", 1), ("share", 0), ("share", None), ("note", "x")],
+)
+def test_the_edge_of_the_range_is_allowed(name, value):
+    assert getattr(Oven(**{name: value}), name) == value
+
+
+def test_a_whole_number_becomes_a_float_where_one_is_asked_for():
+    assert type(Oven(heat=200).heat) is float
+
+
+def test_settings_are_frozen_and_replace_checks():
+    oven = Oven()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        oven.heat = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+    assert oven.replace(fan=True).fan and not oven.fan
+    with pytest.raises(SettingsError, match="MINUTES is -1"):
+        oven.replace(minutes=-1)
+
+
+def test_the_file_is_read_and_never_executed(tmp_path):
+    path = write(tmp_path, '"""Oven."""\nHEAT = 1.2e2\nNOTE: str = "a"\nSHARE = None\nFAN = True\n')
+    assert Oven.from_file(path) == Oven(heat=120.0, note="a", fan=True)
+    marker = tmp_path / "ran"
+    with pytest.raises(SettingsError, match="plain literal"):
+        Oven.from_file(write(tmp_path, f"HEAT = open({str(marker)!r}, 'w').write('1')"))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nHEET = 100\n", "line 2: There is no setting HEET. Did you mean HEAT?"),
+        ("HEAT = 20\n", "line 1: HEAT is 20, but must be"),
+        ("HEAT = 2 * 100\n", "line 1: HEAT must be a plain literal such as"),
+        ("import os\n", "line 1: only `NAME = literal`"),
+        ("if True:\n    HEAT = 100\n", "line 1: only `NAME = literal`"),
+        ("heat = 100\n", "line 1: only `NAME = literal`"),
+        ("HEAT = FAN = 1\n", "line 1: only `NAME = literal`"),
+        ("HEAT = 100\nHEAT = 120\n", "line 2: HEAT was set before, on line 1"),
+        ("HEAT = 100\nDISH = 'cake\n", "line 2: this is not Python"),
+        ("HEAT = 100\0", "this is not Python"),
+    ],
+)
+def test_a_fault_in_the_file_is_named_with_its_line(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(SettingsError) as error:
+        Oven.from_file(path)
+    assert str(error.value).startswith(f"{path}")
+    assert message in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_bytes(b"\xff\xfe\x00H")
+    with pytest.raises(SettingsError, match="this is not Python"):
+        Oven.from_file(path)
+
+
+def test_words_of_the_command_line():
+    assert Oven.parse("heat", "1e2") == 100.0
+    assert Oven.parse("minutes", "5") == 5
+    assert Oven.parse("share", "None") is None
+    assert Oven.parse("note", "none") is None
+    assert Oven.parse("dish", "bread") == "bread"
+    for name, word in (("heat", "hot"), ("heat", "nan"), ("minutes", "1.5"), ("dish", "none")):
+        with pytest.raises(SettingsError, match=name.upper()):
+            Oven.parse(name, word)
+
+
+def test_names_are_found_in_either_case_and_with_either_dash():
+    assert Oven.named("HEAT") == "heat"
+    with pytest.raises(SettingsError, match="no setting minuts. Did you mean MINUTES?"):
+        Oven.named("minuts")
+
+
+@given(
+    heat=st.floats(50, 300),
+    minutes=st.integers(1, 10**9),
+    fan=st.booleans(),
+    note=st.none() | st.text(min_size=1).filter(str.strip),
+    share=st.none() | st.floats(0, 1, exclude_max=True),
+)
+def test_what_is_allowed_survives_json_and_back(heat, minutes, fan, note, share):
+    oven = Oven(heat=heat, minutes=minutes, fan=fan, note=note, share=share)
+    assert Oven.from_dict(json.loads(json.dumps(oven.to_dict()))) == oven
+    assert set(oven.to_dict()) == {"HEAT", "MINUTES", "FAN", "DISH", "NOTE", "SHARE"}

@@ -1,0 +1,105 @@
+"""The settings of the vision mode, and the file that a user edits."""
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from ssl_kd.vision.settings import SettingsError, VisionSettings
+
+CONFIG = Path(__file__).parents[2] / "config.py"
+
+
+def config_assignments():
+    body = ast.parse(CONFIG.read_text(encoding="utf-8")).body
+    return [node for node in body if isinstance(node, ast.Assign)]
+
+
+def test_config_file_and_dataclass_hold_the_same_names_and_defaults_in_the_same_order():
+    written = {}
+    for node in config_assignments():
+        (target,) = node.targets
+        assert isinstance(target, ast.Name)
+        written[target.id] = ast.literal_eval(node.value)
+    assert written == VisionSettings().to_dict()
+    assert list(written) == list(VisionSettings().to_dict())
+    assert VisionSettings.from_file(CONFIG) == VisionSettings()
+
+
+def test_every_setting_of_the_file_has_a_comment_above_it():
+    lines = CONFIG.read_text(encoding="utf-8").splitlines()
+    for node in config_assignments():
+        assert lines[node.lineno - 2].startswith("# "), f"line {node.lineno} has no comment"
+
+
+@pytest.mark.parametrize("name", VisionSettings.rules())
+def test_the_comment_names_the_range_that_the_code_checks(name):
+    text = CONFIG.read_text(encoding="utf-8")
+    comment = re.findall(rf"((?:^#.*\n)+){name.upper()} =", text, flags=re.M)[0]
+    rule = VisionSettings.rules()[name][2]
+    for border in (rule.low, rule.above, rule.high, rule.below):
+        # "from 1" is said for every count; 0 as the lower end of a size or a share goes unsaid.
+        if border not in (None, 0):
+            assert f"{border:g}" in comment or str(border) in comment, f"{name}: {border}"
+
+
+def test_every_field_says_what_it_does():
+    for field in dataclasses.fields(VisionSettings):
+        assert field.metadata["rule"].help, field.name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("student_temp", 0.049),
+        ("teacher_temp", 0.039),
+        ("beta", 0.0),
+        ("beta", 1.01),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("clip_grad", 0.0),
+        ("clip_grad", float("inf")),
+        ("batch_size", 0),
+        ("n_clusters", 1),
+        ("seed", -1),
+        ("ema_momentum", 1.0),
+        ("dinov2_model", "dinov2_vitx14"),
+        ("run_name", "../elsewhere"),
+        ("run_name", "latest"),
+        ("teacher", "dinov"),
+        ("teacher", "timm:"),
+        ("device", "cuda:x"),
+        ("head", "TEMIHead"),
+        ("head", "heads/mine.py"),
+    ],
+)
+def test_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(SettingsError, match=f"^{name.upper()} is "):
+        VisionSettings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("student_temp", 0.05),
+        ("teacher_temp", 0.04),
+        ("beta", 1.0),
+        ("clip_grad", None),
+        ("n_clusters", None),
+        ("learning_rate", 10.0),
+        ("dinov2_model", "dinov2_vitg14_reg"),
+        ("teacher", "timm:vit_small_patch14_dinov2.lvd142m"),
+        ("device", "cuda:1"),
+        ("head", "heads.cosine_head.CosineHead"),
+    ],
+)
+def test_the_edge_is_allowed(name, value):
+    assert getattr(VisionSettings(**{name: value}), name) == value
+
+
+def test_a_sharpened_teacher_may_not_be_softer_than_its_student():
+    with pytest.raises(SettingsError, match="TEACHER_TEMP is 0.2 and STUDENT_TEMP 0.1"):
+        VisionSettings(loss="sharpened", teacher_temp=0.2, student_temp=0.1)
+    VisionSettings(loss="temi", teacher_temp=0.2, student_temp=0.1)

@@ -1,0 +1,9 @@
+"""The main job: embed, train, judge, report. `python train.py --help` lists every setting."""
+
+import sys
+from pathlib import Path
+
+from ssl_kd.cli import train
+
+if __name__ == "__main__":
+    sys.exit(train(sys.argv[1:], config=Path(__file__).with_name("config.py")))
