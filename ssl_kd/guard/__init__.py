@@ -1,0 +1,17 @@
+"""The guard: precision per device, finite arithmetic, parts that fail alone, safe files."""
+
+from ssl_kd.guard.events import Event, EventLog
+from ssl_kd.guard.finite import safe_normalize, safe_normalize_weights
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import DeviceInfo, Precision, UnsupportedDevice
+
+__all__ = [
+    "DeviceInfo",
+    "Event",
+    "EventLog",
+    "Precision",
+    "TooFewHealthyParts",
+    "UnsupportedDevice",
+    "safe_normalize",
+    "safe_normalize_weights",
+]

@@ -1,0 +1,54 @@
+"""What the guard saw and did: one line of JSON per decision."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Event:
+    """One decision of the guard.
+
+    Attributes:
+        step: optimizer step, from 0.
+        part: which part, `head 3`; `batch` where the input itself was bad.
+        stage: `input`, `teacher`, `loss` or `gradient`: where it was found.
+        reason: what was seen, in words.
+        action: what was done, `skipped`.
+        value: the number that was seen; None where it is not finite or there is none.
+    """
+
+    step: int
+    part: str
+    stage: str
+    reason: str
+    action: str
+    value: float | None = None
+
+    def line(self) -> str:
+        """The event as one line of strict JSON."""
+        row = asdict(self)
+        if row["value"] is not None and not math.isfinite(row["value"]):
+            row["value"] = None
+        return json.dumps(row)
+
+
+class EventLog:
+    """Events of one run, kept in memory and appended to `events.jsonl` as they come."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.events: list[Event] = []
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def extend(self, events: list[Event]) -> None:
+        """Add events, and append them to the file in one write."""
+        self.events.extend(events)
+        if self.path is not None and events:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write("".join(event.line() + "\n" for event in events))

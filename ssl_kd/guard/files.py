@@ -1,0 +1,202 @@
+"""Files that are either the old one or the new one, never half of each; and one writer at a time.
+
+A plain `torch.save` that is killed leaves an unreadable file where a readable one was. Everything
+here writes beside the target, flushes to the disk, and only then takes the target's name.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+class CorruptFileError(RuntimeError):
+    """A file that exists does not hold what was once written there."""
+
+
+class LockHeld(RuntimeError):
+    """Another writer is at work on the same files."""
+
+
+def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file so that a crash at any moment leaves the old one or the new one.
+
+    Args:
+        path: the file; its folder is made if it is missing.
+        write: is called with the open temporary file, in the same folder (a rename does not
+            cross file systems). Whatever goes wrong in it, the temporary file is removed.
+
+    Raises:
+        OSError: the disk is full or failed; the message names `path`, which is as it was.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        # torch.save on a full disk raises an enforce error of its own; the cause is in its context.
+        cause: BaseException | None = error
+        while cause is not None and getattr(cause, "errno", None) not in _DISK_FAULTS:
+            cause = cause.__context__
+        if not isinstance(cause, OSError):
+            raise
+        reason = f"{cause.strerror} (nothing was left behind; a file already there is unchanged)"
+        raise OSError(cause.errno, reason, str(path)) from error
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: str | Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename in it outlives a power cut."""
+    if os.name != "nt":  # Windows cannot open a folder
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def atomic_write_bytes(path: str | Path, data: bytes) -> None:
+    """`atomic_write` of bytes."""
+    atomic_write(path, lambda file: file.write(data))
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """`atomic_write` of a string, as UTF-8."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def atomic_write_json(path: str | Path, value: Any) -> None:
+    """`atomic_write` of a value as JSON.
+
+    Raises:
+        ValueError: a NaN or an infinity, which JSON does not have (write `None` instead).
+    """
+    atomic_write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def sha256_file(path: str | Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal; the file is never in memory as a whole."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def save_tensors(path: str | Path, tensors: Any) -> None:
+    """`torch.save` through `atomic_write`."""
+    atomic_write(path, lambda file: torch.save(tensors, file))
+
+
+def load_tensors(path: str | Path, mmap: bool = False) -> Any:
+    """`torch.load` of tensors and plain containers, to the CPU; nothing in the file is executed.
+
+    Args:
+        path: a file by `save_tensors` or `torch.save`.
+        mmap: map the tensors instead of reading them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptFileError: empty, cut off, not a file of tensors, or a pickle that wants to run code.
+    """
+    try:
+        return torch.load(str(path), weights_only=True, map_location="cpu", mmap=mmap)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # each kind of damage has an exception of its own
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if "GLOBAL" in str(error):
+            reason = "it is a pickle that asks to run code, which was refused; nothing was executed"
+        raise CorruptFileError(
+            f"{path} cannot be read as a file of tensors: {reason}. "
+            "Expected what torch.save writes; delete the file or write it again."
+        ) from error
+
+
+class Lock:
+    """A lock between processes (and within one) that a killed holder cannot leave behind.
+
+    A context manager. The file at `path` holds the process id of the holder and stays when the
+    lock is released; only the lock on it counts. Where the system has no `flock`, the existence
+    of the file is the lock, and a killed holder's file has to be deleted by hand.
+
+    Raises:
+        LockHeld: on entering, at once, when another holder has it; the message names its process.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._handle: int | None = None
+
+    def __enter__(self) -> Lock:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if fcntl:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    os.close(handle)
+                    raise
+            else:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except (BlockingIOError, FileExistsError) as error:
+            holder = self.path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
+            way_out = "" if fcntl else f", or delete {self.path} if that process is gone"
+            raise LockHeld(
+                f"process {holder} holds {self.path}: one writer at a time. "
+                f"Wait until it has finished, or stop it{way_out}."
+            ) from error
+        os.ftruncate(handle, 0)
+        os.write(handle, str(os.getpid()).encode())
+        self._handle = handle
+        _held.add(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._handle is not None:
+            _held.discard(self)
+            if fcntl:
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
+            os.close(self._handle)
+            self._handle = None
+            if not fcntl:
+                self.path.unlink(missing_ok=True)
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    # A forked data-loading worker that outlives a killed parent must not keep the parent's lock.
+    for lock in list(_held):
+        if lock._handle is not None:
+            os.close(lock._handle)
+            lock._handle = None
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)

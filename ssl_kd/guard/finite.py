@@ -1,0 +1,77 @@
+"""Arithmetic that stays finite: floors from the dtype, safe normalisation, masked means."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that loss arithmetic on `x` runs in: float64 stays, everything else is float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def probability_floor(dtype: torch.dtype) -> float:
+    """Additive floor for a probability that is about to go through a logarithm.
+
+    `finfo(dtype).eps ** 2`: 1.4e-14 in float32. Next to a uniform share of 10,000 clusters it moves
+    the logarithm by 1.4e-10 nats, and an exact 0 becomes -31.9 instead of -inf.
+    """
+    return torch.finfo(dtype).eps ** 2
+
+
+def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:
+    """Scale vectors to unit L2 length; zero vectors stay zero, with a finite gradient.
+
+    Args:
+        x: any floating tensor. Half precision is upcast, so neither the sum of squares nor the
+            floor is lost (`F.normalize` of a zero float16 row is NaN, of a large one is 0).
+        dim: the axis that holds the vector.
+
+    Returns:
+        A tensor of the same shape; float64 for float64 input, float32 otherwise.
+    """
+    x = x.to(compute_dtype(x))
+    # Dividing by the largest entry first: squares of 1e20 overflow, squares of 1e-25 vanish.
+    largest = x.detach().abs().amax(dim=dim, keepdim=True)
+    nonzero = largest > 0
+    x = x / torch.where(nonzero, largest, 1)
+    squared = (x * x).sum(dim=dim, keepdim=True)
+    return x * torch.where(nonzero, squared, 1).rsqrt()
+
+
+def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:
+    """Turn weights into proportions that sum to one, whatever came in.
+
+    Entries that are NaN, infinite or negative count as 0 and the others keep their proportions;
+    where nothing positive is left the result is uniform.
+
+    Args:
+        weights: any floating tensor; float16 sums do not overflow.
+        dim: the axis that sums to one.
+
+    Returns:
+        A tensor of the same shape; float64 for float64 input, float32 otherwise.
+
+    >>> safe_normalize_weights(torch.tensor([1.0, float("nan"), 3.0]))
+    tensor([0.2500, 0.0000, 0.7500])
+    """
+    weights = weights.to(compute_dtype(weights))
+    weights = torch.where(torch.isfinite(weights) & (weights > 0), weights, 0)
+    largest = weights.amax(dim=dim, keepdim=True)
+    weights = weights / torch.where(largest > 0, largest, 1)  # so that the sum cannot overflow
+    total = weights.sum(dim=dim, keepdim=True)
+    uniform = 1.0 / weights.shape[dim] if weights.shape[dim] else 0.0
+    return torch.where(total > 0, weights / torch.where(total > 0, total, 1), uniform)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int = -1) -> Tensor:
+    """Mean of `values` where `mask`, 0 where nothing is left; masked entries may be NaN or inf.
+
+    Args:
+        values: any floating tensor.
+        mask: boolean, broadcastable to `values`.
+        dim: the axis that is averaged.
+    """
+    kept = torch.where(mask, values, 0).sum(dim)
+    return kept / mask.expand_as(values).sum(dim).clamp(min=1)

@@ -1,0 +1,122 @@
+"""The guarded update: many parts side by side, each judged, clipped and updated on its own.
+
+A *part* is the unit that may fail alone. Everything a part owns is one row of a matrix
+`[part, ...]`: its weights, both Adam moments, its EMA teacher, its step count. A part that is not
+`healthy` keeps its row to the last bit, and no operation mixes rows, so the others never notice.
+Nothing here waits for the device: decisions are tensors, not Python branches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class TooFewHealthyParts(RuntimeError):
+    """So few parts are healthy that going on would be a waste; the message says what was seen."""
+
+
+def _column(per_part: Tensor, like: Tensor) -> Tensor:
+    return per_part.view(-1, *[1] * (like.ndim - 1))
+
+
+def keep_unless_(healthy: Tensor, old: Tensor, new: Tensor) -> None:
+    """Overwrite `old` by `new` in the rows that are healthy; the other rows keep every bit.
+
+    Args:
+        healthy: boolean `[part]`.
+        old: `[part, ...]`, changed in place.
+        new: the same shape; may hold anything in rows that are not healthy.
+    """
+    torch.where(_column(healthy, old), new, old, out=old)
+
+
+def part_norms(gradients: Tensor) -> Tensor:
+    """L2 norm of each part's gradient `[part, parameter]` -> `[part]`, in float32.
+
+    A NaN or an infinity anywhere shows in the norm, and so do finite entries whose squares
+    overflow: one number per part is the whole check.
+    """
+    return torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float32)
+
+
+def clip_factors(norms: Tensor, max_norm: float | None) -> Tensor:
+    """The factor `[part]` that brings each part's norm down to `max_norm`; 1 without a limit."""
+    if max_norm is None:
+        return torch.ones_like(norms)
+    return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+@dataclass
+class AdamWState:
+    """Both moments `[part, parameter]` and the step count `[part]` of each part."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: Tensor
+
+    @classmethod
+    def zeros_like(cls, weights: Tensor) -> AdamWState:
+        """A fresh state for weights `[part, parameter]`."""
+        return cls(
+            torch.zeros_like(weights),
+            torch.zeros_like(weights),
+            torch.zeros(len(weights), device=weights.device),
+        )
+
+    def rows(self, rows: slice) -> AdamWState:
+        """The state of some parts, sharing memory with the whole."""
+        return AdamWState(self.exp_avg[rows], self.exp_avg_sq[rows], self.steps[rows])
+
+
+def adamw_(
+    weights: Tensor,
+    gradients: Tensor,
+    state: AdamWState,
+    healthy: Tensor,
+    *,
+    learning_rate: float,
+    weight_decay: Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> None:
+    """One AdamW step for the healthy parts; the others keep weights, moments and step count.
+
+    Zeroing a sick part's gradient would not do: momentum and decay still move its weights.
+
+    Args:
+        weights: `[part, parameter]` float32, changed in place.
+        gradients: the same shape, already clipped; anything in rows that are not healthy.
+        state: changed in place.
+        healthy: boolean `[part]`.
+        learning_rate: step size.
+        weight_decay: `[parameter]`, the decoupled decay of each parameter (0 for biases).
+        betas: decay rates of both moments.
+        eps: added to the root of the second moment.
+
+    References:
+        Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+    """
+    beta1, beta2 = betas
+    steps = state.steps + 1
+    exp_avg = torch.lerp(state.exp_avg, gradients, 1 - beta1)
+    exp_avg_sq = (state.exp_avg_sq * beta2).addcmul_(gradients, gradients, value=1 - beta2)
+    # Bias corrections are per part: a part that skipped steps is younger than the others. expm1,
+    # since 1 - 0.999 ** 1 has lost half its digits in float32.
+    correct1 = -torch.expm1(steps * math.log(beta1))
+    correct2 = -torch.expm1(steps * math.log(beta2))
+    root = (exp_avg_sq / _column(correct2, weights)).sqrt_().add_(eps)
+    update = (exp_avg / root).mul_(_column(learning_rate / correct1, weights))
+    new = (weights * (1 - learning_rate * weight_decay)).sub_(update)
+    keep_unless_(healthy, weights, new)
+    keep_unless_(healthy, state.exp_avg, exp_avg)
+    keep_unless_(healthy, state.exp_avg_sq, exp_avg_sq)
+    keep_unless_(healthy, state.steps, steps)
+
+
+def ema_(average: Tensor, latest: Tensor, healthy: Tensor, momentum: float) -> None:
+    """`average = momentum * average + (1 - momentum) * latest` in the healthy rows."""
+    keep_unless_(healthy, average, torch.lerp(average, latest, 1 - momentum))

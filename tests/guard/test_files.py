@@ -1,0 +1,269 @@
+"""Files are whole or absent, damage is named, nothing in them runs, and one writer writes."""
+
+import errno
+import io
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssl_kd.guard import files
+from ssl_kd.guard.files import (
+    CorruptFileError,
+    Lock,
+    LockHeld,
+    atomic_write,
+    atomic_write_bytes,
+    atomic_write_json,
+    atomic_write_text,
+    load_tensors,
+    save_tensors,
+    sha256_file,
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_writes_what_was_given(tmp_path):
+    atomic_write_bytes(tmp_path / "new" / "b", b"\x00\xff")
+    atomic_write_text(tmp_path / "t", "größer\n")
+    atomic_write_json(tmp_path / "j", {"a": [1, None]})
+    assert (tmp_path / "new" / "b").read_bytes() == b"\x00\xff"
+    assert (tmp_path / "t").read_text(encoding="utf-8") == "größer\n"
+    assert '"a"' in (tmp_path / "j").read_text()
+    assert names(tmp_path) == ["j", "new", "t"]
+
+
+def test_json_has_no_nan(tmp_path):
+    with pytest.raises(ValueError):
+        atomic_write_json(tmp_path / "j", {"loss": float("nan")})
+    assert names(tmp_path) == []
+
+
+def test_permissions_are_the_users_own(tmp_path):
+    (tmp_path / "plain").write_bytes(b"")
+    atomic_write_bytes(tmp_path / "atomic", b"")
+    assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, error):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def write(file):
+        file.write(b"half")
+        raise error
+
+    with pytest.raises(type(error)):
+        atomic_write(path, write)
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+
+
+class FullDisk(io.BytesIO):
+    """A file on a disk that is full after some bytes."""
+
+    def __init__(self, file, room):
+        super().__init__()
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def flush(self):
+        self.file.flush()
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    path = tmp_path / "x.pt"
+    save_tensors(path, {"x": torch.ones(3)})
+    with pytest.raises(OSError, match=r"No space left.*unchanged.*x\.pt") as caught:
+        # torch.save turns the OSError into an enforce error of its own
+        atomic_write(path, lambda file: torch.save({"x": torch.ones(9999)}, FullDisk(file, 1000)))
+    assert caught.value.errno == errno.ENOSPC
+    assert load_tensors(path)["x"].tolist() == [1, 1, 1]
+    assert names(tmp_path) == ["x.pt"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_really_full_device(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    (tmp_path / "full").symlink_to("/dev/full")
+
+    def write(file):
+        with open(tmp_path / "full", "wb", buffering=0) as full:
+            torch.save({"x": torch.ones(9999)}, full)
+
+    with pytest.raises(OSError) as caught:
+        atomic_write(path, write)
+    assert caught.value.errno == errno.ENOSPC
+    assert names(tmp_path) == ["full"]
+
+
+def test_the_data_is_on_the_disk_before_the_name_changes(tmp_path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(files.os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
+    monkeypatch.setattr(files.os, "replace", lambda a, b: (calls.append("name"), replace(a, b)))
+    atomic_write_bytes(tmp_path / "file", b"x")
+    assert calls[:2] == ["fsync", "name"]
+    assert calls[2:] == ([] if os.name == "nt" else ["fsync"])  # the folder's entry
+
+
+def test_sha256(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "file").startswith("ba7816bf8f01cfea")
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_tensors_come_back(tmp_path, mmap):
+    x = torch.randn(5, 3).half()
+    save_tensors(tmp_path / "x.pt", {"x": x, "names": ["a"]})
+    loaded = load_tensors(tmp_path / "x.pt", mmap=mmap)
+    assert torch.equal(loaded["x"], x) and loaded["names"] == ["a"]
+    assert torch.equal(torch.load(tmp_path / "x.pt", weights_only=True)["x"], x)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("damage", ["empty", "short", "random", "text"])
+def test_damage_is_named(tmp_path, damage, mmap):
+    path = tmp_path / "x.pt"
+    save_tensors(path, {"x": torch.randn(500)})
+    whole = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, (3000,), dtype=torch.uint8, generator=generator)
+    content = {"empty": b"", "short": whole[:1500], "random": bytes(noise), "text": b"hello"}
+    path.write_bytes(content[damage])
+    with pytest.raises(CorruptFileError, match=r"x\.pt cannot be read"):
+        load_tensors(path, mmap=mmap)
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+def test_code_in_a_pickle_is_refused(tmp_path, form, mmap):
+    path, trace = tmp_path / "x.pt", tmp_path / "executed"
+    if form == "pickle":
+        path.write_bytes(pickle.dumps({"x": Payload(trace)}))
+    else:
+        torch.save({"x": torch.ones(2), "y": Payload(trace)}, path)
+    with pytest.raises(CorruptFileError, match="x.pt"):
+        load_tensors(path, mmap=mmap)
+    assert not trace.exists()
+
+
+def test_a_missing_file_is_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_tensors(tmp_path / "x.pt")
+
+
+def test_one_holder_at_a_time_in_one_process(tmp_path):
+    with Lock(tmp_path / "lock"):
+        with pytest.raises(LockHeld, match=f"process {os.getpid()} holds .*lock"):
+            Lock(tmp_path / "lock").__enter__()
+    with Lock(tmp_path / "lock"):
+        pass
+
+
+def run(script: str, *arguments: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+HOLD = """
+import sys
+from ssl_kd.guard.files import Lock
+with Lock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path):
+    path = tmp_path / "lock"
+    with run(HOLD, path) as child:
+        assert child.stdout and child.stdout.readline() == b"held\n"
+        with pytest.raises(LockHeld, match=f"process {child.pid} "):
+            Lock(path).__enter__()
+        child.kill()
+        child.wait()
+        with Lock(path):
+            assert path.read_text() == str(os.getpid())
+
+
+HOLD_AND_FORK = """
+import os, sys, warnings
+from ssl_kd.guard.files import Lock
+warnings.simplefilter("ignore")  # fork next to threads
+with Lock(sys.argv[1]):
+    if os.fork() == 0:  # a data-loading worker
+        os.write(1, b"held\\n")
+        os.read(0, 1)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path):
+    path = tmp_path / "lock"
+    with run(HOLD_AND_FORK, path) as parent:
+        assert parent.stdout and parent.stdout.readline() == b"held\n"
+        with pytest.raises(LockHeld, match=f"process {parent.pid} "):
+            Lock(path).__enter__()
+        parent.kill()
+        parent.wait()
+        with Lock(path):  # its child still waits on standard input
+            pass
+
+
+def test_without_flock_the_file_is_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "fcntl", None)
+    with Lock(tmp_path / "lock"):
+        with pytest.raises(LockHeld, match="or delete .*lock if that process is gone"):
+            Lock(tmp_path / "lock").__enter__()
+    assert names(tmp_path) == []
+
+
+def test_many_threads_one_winner(tmp_path):
+    won, barrier, done = [], threading.Barrier(8), threading.Barrier(8)
+
+    def compete():
+        lock = Lock(tmp_path / "lock")
+        barrier.wait()
+        try:
+            lock.__enter__()
+            won.append(lock)
+        except LockHeld:
+            pass
+        done.wait()
+
+    threads = [threading.Thread(target=compete) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    won[0].__exit__()

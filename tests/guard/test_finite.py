@@ -1,0 +1,70 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssl_kd.guard.finite import masked_mean, safe_normalize, safe_normalize_weights
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-7, 1.0, 3e3])
+def test_safe_normalize_has_unit_length(dtype, scale):
+    x = (torch.randn(5, 768, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
+    x[x == 0] = scale
+    length = safe_normalize(x).double().norm(dim=-1)
+    torch.testing.assert_close(length, torch.ones(5, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_safe_normalize_neither_overflows_nor_underflows(scale):
+    x = torch.tensor([[3.0, 4.0]]) * scale
+    torch.testing.assert_close(safe_normalize(x), torch.tensor([[0.6, 0.8]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_rows_stay_zero_with_a_finite_gradient(dtype):
+    x = torch.zeros(2, 4, dtype=dtype, requires_grad=True)
+    y = safe_normalize(x)
+    assert torch.equal(y, torch.zeros_like(y))
+    y.sum().backward()
+    assert torch.isfinite(x.grad).all() and x.grad.abs().max() <= 1
+
+
+def test_safe_normalize_gradient():
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.autograd.gradcheck(safe_normalize, x.requires_grad_())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([0.0, 1e-7, 1.0, 3.0, 6e4, -1.0, float("nan"), float("inf")]),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from(DTYPES),
+)
+def test_weights_are_proportions_of_what_is_left(values, dtype):
+    w = torch.tensor(values, dtype=torch.float64).to(dtype)
+    out = safe_normalize_weights(w).double()
+    torch.testing.assert_close(out.sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-5, rtol=0)
+    good = torch.isfinite(w) & (w > 0)
+    if good.any():
+        expected = torch.where(good, w.double(), 0)
+        torch.testing.assert_close(out, expected / expected.sum(), atol=1e-6, rtol=1e-5)
+    else:
+        torch.testing.assert_close(out, torch.full_like(out, 1 / len(values)))
+
+
+def test_weights_along_another_axis():
+    w = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
+    expected = torch.tensor([[0.25, 0.5], [0.75, 0.5]])
+    torch.testing.assert_close(safe_normalize_weights(w, dim=0), expected)
+
+
+def test_masked_mean_ignores_what_is_masked():
+    x = torch.tensor([[1.0, float("nan"), 3.0], [float("inf"), 5.0, 5.0]])
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    assert masked_mean(x, mask).tolist() == [2.0, 0.0]
