@@ -1,0 +1,127 @@
+"""Many heads run as one: their weights are the rows of a matrix, their products are batched."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+
+class HeadBank:
+    """`n_heads` independent copies of one head, evaluated together.
+
+    Head `i` of the bank computes what it computes alone. The bank owns no weights: it says how a
+    row of `[head, parameter]` is read as one head, so that student, EMA teacher and optimizer can
+    each be one matrix. A head class may offer `stacked(parameters, x)`, its own batched forward
+    pass; any other head is batched by `torch.vmap`.
+
+    Args:
+        make_head: builds one head; called with the global random state forked, never touched.
+        n_heads: number of heads H.
+
+    Raises:
+        ValueError: a head with buffers (batch statistics would leak from one head into another) or
+            without parameters.
+    """
+
+    def __init__(self, make_head: Callable[[], nn.Module], n_heads: int) -> None:
+        self.make_head = make_head
+        self.n_heads = n_heads
+        with torch.random.fork_rng(devices=[]):
+            self._template = make_head().to("meta")
+        if any(True for _ in self._template.buffers()):
+            raise ValueError(
+                f"{type(self._template).__name__} has buffers (batch normalisation?); a head may "
+                "hold parameters only. Use LayerNorm or GroupNorm instead"
+            )
+        self._shapes = {name: p.shape for name, p in self._template.named_parameters()}
+        if not self._shapes:
+            raise ValueError(f"{type(self._template).__name__} has no parameters to train")
+        self.n_parameters = sum(math.prod(shape) for shape in self._shapes.values())
+        # Activations per sample, near enough to decide how many heads fit the cache at a time.
+        self.width = sum(shape[0] for shape in self._shapes.values() if len(shape) > 1)
+
+    def initial_weights(self, seed: int) -> Tensor:
+        """Fresh weights `[head, parameter]` float32; head `i` depends on `seed` and `i` alone."""
+        rows = []
+        with torch.random.fork_rng(devices=[]):
+            for i in range(self.n_heads):
+                torch.manual_seed(seed * 100_003 + i)
+                rows.append(self.flatten(self.make_head()))
+        return torch.stack(rows)
+
+    def flatten(self, head: nn.Module) -> Tensor:
+        """One head's parameters as a row `[parameter]` float32."""
+        return torch.cat([p.detach().float().flatten() for p in head.parameters()])
+
+    def head(self, weights: Tensor, i: int) -> nn.Module:
+        """Head `i` as a plain module of its own, with row `i` of `weights` `[head, parameter]`."""
+        with torch.random.fork_rng(devices=[]):
+            module = self.make_head()
+        parameters = self.unflatten(weights[i : i + 1].detach().cpu())
+        module.load_state_dict({name: value[0] for name, value in parameters.items()})
+        return module
+
+    def unflatten(self, weights: Tensor) -> dict[str, Tensor]:
+        """Rows `[head, parameter]` as named, stacked parameters `[head, ...]` (views)."""
+        sizes = [math.prod(shape) for shape in self._shapes.values()]
+        pieces = weights.split(sizes, dim=1)
+        named = zip(self._shapes.items(), pieces, strict=True)
+        return {name: piece.unflatten(1, shape) for (name, shape), piece in named}
+
+    def decay_mask(self) -> Tensor:
+        """`[parameter]`: 1 where weight decay applies (matrices), 0 for biases and scales."""
+        return torch.cat(
+            [torch.full((math.prod(s),), float(len(s) > 1)) for s in self._shapes.values()]
+        )
+
+    def __call__(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        """Stacked parameters `[head, ...]`, embeddings `[batch, dim]` -> `[head, batch, K]`."""
+        stacked = getattr(self._template, "stacked", None)
+        if stacked is not None:
+            return stacked(parameters, x)
+
+        def one(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(self._template, parameters, (x,))
+
+        return vmap(one, in_dims=(0, None), randomness="different")(parameters, x)
+
+
+def head_maker(path: str, in_dim: int, n_clusters: int, **options: int) -> Callable[[], nn.Module]:
+    """How to build one head of the class behind an import path.
+
+    Args:
+        path: as in `import_head`.
+        in_dim: width of the embeddings, the head's first argument.
+        n_clusters: number of clusters, its second.
+        **options: widths that are handed on if the head's signature names them.
+    """
+    head = import_head(path)
+    known = inspect.signature(head).parameters
+    return functools.partial(
+        head, in_dim, n_clusters, **{k: v for k, v in options.items() if k in known}
+    )
+
+
+def import_head(path: str) -> type[nn.Module]:
+    """The head class behind an import path, `heads.cosine_head.CosineHead`.
+
+    Raises:
+        ValueError: not a dotted path, not found, or not an `nn.Module` class.
+    """
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ValueError(f"head {path!r}: expected an import path such as heads.my_head.MyHead")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"head {path!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"head {path!r} is {found!r}, expected a subclass of torch.nn.Module")
+    return found

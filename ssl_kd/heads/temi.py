@@ -1,0 +1,58 @@
+"""The TEMI head: one student of a frozen embedding, as a plain module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ssl_kd.guard.finite import safe_normalize
+
+
+class TEMIHead(nn.Module):
+    """An MLP onto the unit sphere, then cosine similarity to one learned prototype per cluster.
+
+    `logits = normalize(W2 gelu(W1 x + b1) + b2) @ normalize(prototypes).T`, so logits lie in
+    [-1, 1] and the temperature alone sets how sharp the head can be. A zero row gives finite logits
+    and a finite gradient.
+
+    Args:
+        in_dim: width of the embeddings.
+        n_clusters: number of clusters K.
+        hidden_dim: width of the hidden layer.
+        bottleneck_dim: width of the sphere.
+
+    References:
+        Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
+        BMVC 2023, section 3; the head is DINO's (Caron et al., 2021, appendix C).
+    """
+
+    def __init__(
+        self, in_dim: int, n_clusters: int, hidden_dim: int = 512, bottleneck_dim: int = 256
+    ) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(in_dim, hidden_dim)
+        self.bottleneck = nn.Linear(hidden_dim, bottleneck_dim)
+        self.prototypes = nn.Parameter(torch.empty(n_clusters, bottleneck_dim))
+        for weight in (self.hidden.weight, self.bottleneck.weight, self.prototypes):
+            nn.init.trunc_normal_(weight, std=0.02)
+        nn.init.zeros_(self.hidden.bias)
+        nn.init.zeros_(self.bottleneck.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embeddings `[batch, in_dim]` -> logits `[batch, cluster]`."""
+        z = self.bottleneck(F.gelu(self.hidden(x)))
+        return F.linear(safe_normalize(z), safe_normalize(self.prototypes))
+
+    @staticmethod
+    def stacked(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        """`forward` of many heads: parameters `[head, ...]`, `x` as there -> `[head, batch, K]`.
+
+        The bank would get the same from `vmap`; written out as batched products it is a third
+        faster.
+        """
+        p = parameters
+        x = x.expand(len(p["prototypes"]), *x.shape)
+        z = torch.baddbmm(p["hidden.bias"].unsqueeze(1), x, p["hidden.weight"].mT)
+        z = torch.baddbmm(p["bottleneck.bias"].unsqueeze(1), F.gelu(z), p["bottleneck.weight"].mT)
+        return torch.bmm(safe_normalize(z), safe_normalize(p["prototypes"]).mT)

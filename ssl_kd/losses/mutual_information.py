@@ -1,0 +1,230 @@
+"""Beta-weighted mutual information between a student and a teacher, in log space."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ssl_kd.guard.finite import (
+    compute_dtype,
+    masked_mean,
+    probability_floor,
+    safe_normalize_weights,
+)
+
+TEMPERATURE_RANGE = (1e-4, 1e4)
+InstanceWeight = Literal["none", "own", "mean"]
+
+
+def check_temperature(name: str, value: float) -> None:
+    """Refuse a temperature that is not in [1e-4, 1e4].
+
+    Raises:
+        ValueError: names the argument, the value and the range.
+    """
+    low, high = TEMPERATURE_RANGE
+    if not low <= value <= high:  # also catches NaN
+        raise ValueError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
+
+
+def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """`log softmax(logits / temperature)` over the last axis, in float32 (float64 for float64).
+
+    Upcast before the division: float16 logits of 2,621 overflow at a temperature of 0.04.
+    """
+    return torch.log_softmax(logits.to(compute_dtype(logits)) / temperature, dim=-1)
+
+
+def log_marginal(marginal: Tensor) -> Tensor:
+    """`log(marginal + floor)` in float32 (float64 for float64); an exact 0 stays finite."""
+    marginal = marginal.detach().to(compute_dtype(marginal))
+    return (marginal + probability_floor(marginal.dtype)).log()
+
+
+class _BetaMI(torch.autograd.Function):
+    """-log sum_k (p_k q_k)^beta / pi_k, with its gradient in closed form.
+
+    With r = softmax_k of the summands' logs, d loss / d student_logits = beta / T (p - r): finite
+    wherever the logits are, never zero because something underflowed, and unaffected by `clip_min`.
+    Computed with the value, it also spares the backward pass three tensors of the logits' size.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        student_logits: Tensor,
+        teacher_log_probs: Tensor,
+        log_pi: Tensor,
+        beta: float,
+        temperature: float,
+        clip_min: float,
+    ) -> Tensor:
+        student_log_probs = log_probabilities(student_logits, temperature)
+        joint = (student_log_probs + teacher_log_probs).mul_(beta).sub_(log_pi)
+        pmi = torch.logsumexp(joint, dim=-1)
+        if ctx.needs_input_grad[0]:  # pyright: ignore[reportAttributeAccessIssue]
+            share = joint.sub_(pmi.unsqueeze(-1)).exp_()
+            gradient = student_log_probs.exp_().sub_(share).mul_(beta / temperature)
+            ctx.save_for_backward(gradient)
+            ctx.dtype = student_logits.dtype  # pyright: ignore[reportAttributeAccessIssue]
+        return -pmi.clamp(min=clip_min)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):  # noqa: ANN001  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_output.unsqueeze(-1)).to(ctx.dtype), None, None, None, None, None
+
+
+def _check(beta: float, student_temperature: float, clip_min: float) -> None:
+    if not 0 < beta <= 1:
+        raise ValueError(f"beta is {beta!r}, expected a number in (0, 1]")
+    check_temperature("student_temperature", student_temperature)
+    if not math.isfinite(clip_min):
+        raise ValueError(f"clip_min is {clip_min!r}, expected a finite number")
+
+
+def beta_mi(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    marginal: Tensor,
+    *,
+    beta: float = 0.6,
+    student_temperature: float = 0.1,
+    teacher_temperature: float = 0.1,
+    clip_min: float = -100.0,
+) -> Tensor:
+    r"""Negative beta-weighted pointwise mutual information of each sample.
+
+    $-\log \sum_k (p_k q_k)^\beta / \pi_k$, with student $p$, teacher $q$ and marginal $\pi$,
+    computed as `-logsumexp(beta * (log p + log q) - log pi)`.
+
+    Args:
+        student_logits: `[head, batch, cluster]`, any floating dtype.
+        teacher_logits: `[head, batch, cluster]`; no gradient flows into it.
+        marginal: `[head, cluster]`, how often each cluster is used, summing to one per head. An
+            exact 0 is smoothed; no gradient flows into it.
+        beta: exponent in (0, 1]; below 1 it keeps clusters from collapsing.
+        student_temperature: positive; below 0.05 gradients become very large.
+        teacher_temperature: positive; below 0.04 the teacher is nearly one-hot.
+        clip_min: the pointwise mutual information is held from below here; the gradient is the one
+            of the value before holding, so that a sample that is held still learns.
+
+    Returns:
+        `[head, batch]`, float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: names the argument that is out of range, or the shapes that do not fit.
+
+    References:
+        Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
+        BMVC 2023, equation 7.
+
+    >>> logits = torch.zeros(1, 1, 4)
+    >>> beta_mi(logits, logits, torch.full((1, 4), 0.25), beta=1.0)  # independent: log 1 = 0
+    tensor([[-0.]])
+    """
+    _check(beta, student_temperature, clip_min)
+    check_temperature("teacher_temperature", teacher_temperature)
+    heads, _, clusters = student_logits.shape
+    if teacher_logits.shape != student_logits.shape or marginal.shape != (heads, clusters):
+        raise ValueError(
+            f"student_logits {tuple(student_logits.shape)}, teacher_logits "
+            f"{tuple(teacher_logits.shape)} and marginal {tuple(marginal.shape)} do not fit: "
+            "expected [head, batch, cluster] twice and [head, cluster]"
+        )
+    teacher_log_probs = log_probabilities(teacher_logits.detach(), teacher_temperature)
+    log_pi = log_marginal(marginal).unsqueeze(1)
+    return _BetaMI.apply(
+        student_logits, teacher_log_probs, log_pi, beta, student_temperature, clip_min
+    )  # pyright: ignore[reportReturnType]
+
+
+def agreement(teacher_log_probs: Tensor) -> Tensor:
+    """How far a head's teacher puts both views of a sample into one cluster: `sum_k q1_k q2_k`.
+
+    Args:
+        teacher_log_probs: `[head, view, batch, cluster]`, two views or more.
+
+    Returns:
+        `[head, batch]` in [0, 1], the mean over unordered pairs of views.
+
+    References:
+        Adaloglou et al., BMVC 2023, equation 8.
+    """
+    probs = teacher_log_probs.exp()
+    views = probs.shape[1]
+    pairs = [(probs[:, v] * probs[:, w]).sum(-1) for v in range(views) for w in range(v)]
+    return torch.stack(pairs).mean(0)
+
+
+def instance_weights(agreements: Tensor, how: InstanceWeight) -> Tensor | None:
+    """Weights of the samples of a batch, from the teachers' agreement.
+
+    Args:
+        agreements: `[head, batch]`; a head with an entry that is not finite is left out.
+        how: `mean`: the mean over heads, as in the paper, one weight for all heads (it couples
+            them); `own`: each head's own; `none`: all samples count alike.
+
+    Returns:
+        `[1, batch]` for `mean`, `[head, batch]` for `own`, each row summing to one; None for
+        `none`.
+    """
+    if how == "none":
+        return None
+    if how == "mean":
+        healthy = torch.isfinite(agreements).all(-1, keepdim=True)
+        agreements = masked_mean(agreements, healthy, dim=0).unsqueeze(0)
+    return safe_normalize_weights(agreements)
+
+
+def temi(
+    student_logits: Tensor,
+    teacher_log_probs: Tensor,
+    marginal: Tensor,
+    weights: Tensor | None = None,
+    *,
+    beta: float = 0.6,
+    student_temperature: float = 0.1,
+    clip_min: float = -100.0,
+) -> Tensor:
+    """The TEMI objective of each head: `beta_mi` over samples and ordered pairs of views.
+
+    The student sees one view, the teacher another; a pair of the same view is left out.
+
+    Args:
+        student_logits: `[head, view, batch, cluster]`, two views or more.
+        teacher_log_probs: the same shape, from `log_probabilities`; no gradient.
+        marginal: `[head, cluster]`.
+        weights: `[1 or head, batch]`, each row summing to one (`instance_weights`); None for a
+            plain mean.
+        beta: as in `beta_mi`.
+        student_temperature: as in `beta_mi`.
+        clip_min: as in `beta_mi`.
+
+    Returns:
+        `[head]`, float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: names the argument that is out of range.
+
+    References:
+        Adaloglou et al., BMVC 2023, equations 7 to 9. Their weights are not normalised; ours sum
+        to one, so that the learning rate keeps its meaning while the teachers become surer.
+    """
+    _check(beta, student_temperature, clip_min)
+    views = student_logits.shape[1]
+    log_pi = log_marginal(marginal)[:, None, None]
+    total = torch.zeros((), device=student_logits.device)
+    for shift in range(1, views):
+        other = teacher_log_probs.roll(shift, dims=1)
+        loss = _BetaMI.apply(
+            student_logits, other, log_pi, beta, student_temperature, clip_min
+        )  # [head, view, batch]
+        loss = loss.mean(1)  # pyright: ignore[reportOptionalMemberAccess]
+        total = total + (loss.mean(-1) if weights is None else (weights * loss).sum(-1))
+    return total / (views - 1)

@@ -1,0 +1,97 @@
+import pytest
+import torch
+from torch import nn
+
+from heads.cosine_head import CosineHead
+from ssl_kd.heads import HeadBank, TEMIHead, import_head
+
+
+class Plain(nn.Module):
+    """A head without a batched form of its own: the bank uses vmap."""
+
+    def __init__(self, in_dim=6, n_clusters=4):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(in_dim, 5), nn.LayerNorm(5), nn.Linear(5, n_clusters))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+MAKERS = [lambda: TEMIHead(6, 4, 10, 5), Plain, lambda: CosineHead(6, 4)]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_head_i_in_the_bank_equals_head_i_alone(make):
+    bank = HeadBank(make, 5)
+    weights = bank.initial_weights(seed=3)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    together = bank(bank.unflatten(weights), x)
+    assert together.shape == (5, 8, 4)
+    for i in range(5):
+        torch.testing.assert_close(together[i], bank.head(weights, i)(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_gradients_in_the_bank_equal_those_alone(make):
+    bank = HeadBank(make, 3)
+    weights = bank.initial_weights(seed=1)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    p = {k: v.detach().requires_grad_() for k, v in bank.unflatten(weights).items()}
+    bank(p, x).square().sum().backward()
+    stacked = torch.cat([v.grad.flatten(1) for v in p.values()], 1)
+    for i in range(3):
+        head = bank.head(weights, i)
+        head(x).square().sum().backward()
+        alone = torch.cat([v.grad.flatten() for v in head.parameters()])
+        torch.testing.assert_close(stacked[i], alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_nan_in_one_head_stays_there(make):
+    bank = HeadBank(make, 4)
+    weights = bank.initial_weights(seed=0)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    clean = bank(bank.unflatten(weights), x)
+    weights[2, 0] = torch.nan
+    sick = bank(bank.unflatten(weights), x)
+    assert torch.equal(sick[[0, 1, 3]], clean[[0, 1, 3]]) and sick[2].isnan().any()
+
+
+def test_heads_differ_and_depend_on_seed_and_index_alone():
+    make = MAKERS[0]
+    few, many = HeadBank(make, 2).initial_weights(7), HeadBank(make, 5).initial_weights(7)
+    assert torch.equal(few, many[:2]) and not torch.equal(many[0], many[1])
+    assert not torch.equal(few, HeadBank(make, 2).initial_weights(8))
+
+
+def test_the_global_random_state_is_left_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    bank = HeadBank(MAKERS[0], 2)
+    bank.head(bank.initial_weights(0), 0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_temi_head_is_zero_row_safe_and_small_at_the_start():
+    head = TEMIHead(6, 4)
+    assert head.hidden.weight.std() <= 0.02 and head.prototypes.std() <= 0.025
+    x = torch.zeros(2, 6, requires_grad=True)
+    logits = head(x)
+    logits.sum().backward()
+    assert torch.isfinite(logits).all()
+    assert all(torch.isfinite(p.grad).all() for p in head.parameters())
+
+
+def test_bad_heads_are_refused():
+    with pytest.raises(ValueError, match="buffers"):
+        HeadBank(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), 2)
+    with pytest.raises(ValueError, match="no parameters"):
+        HeadBank(nn.Identity, 2)
+
+
+def test_import_path():
+    assert import_head("ssl_kd.heads.TEMIHead") is TEMIHead
+    for path in ("TEMIHead", "nowhere.Head", "ssl_kd.heads.Nothing", "math.pi"):
+        with pytest.raises(ValueError, match=path):
+            import_head(path)

@@ -1,0 +1,199 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssl_kd import losses
+from tests.oracles import objectives as oracle
+
+
+def _case(heads=3, batch=7, clusters=5, scale=0.3, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    student = torch.randn(heads, batch, clusters, generator=g, dtype=torch.float64) * scale
+    teacher = torch.randn(heads, batch, clusters, generator=g, dtype=torch.float64) * scale
+    marginal = torch.softmax(torch.randn(heads, clusters, generator=g, dtype=torch.float64), -1)
+    return student.to(dtype), teacher.to(dtype), marginal.to(dtype)
+
+
+@pytest.mark.parametrize("beta", [0.3, 0.6, 1.0])
+def test_value_and_gradient_equal_the_oracle(beta):
+    student, teacher, marginal = _case()
+    a, b = student.clone().requires_grad_(), student.clone().requires_grad_()
+    ours = losses.beta_mi(a, teacher, marginal, beta=beta)
+    reference = oracle.beta_mi(b, teacher, marginal, beta=beta)
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    weight = torch.linspace(0.5, 2.0, ours.numel(), dtype=torch.float64).view_as(ours)
+    (ours * weight).sum().backward()
+    (reference * weight).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_gradcheck():
+    student, teacher, marginal = _case(heads=2, batch=3, clusters=4)
+    student.requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: losses.beta_mi(s, teacher, marginal), student)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 100.0, 6e4])
+def test_low_precision_logits_stay_near_float64(dtype, scale):
+    student, teacher, marginal = _case(clusters=100, scale=1.0)
+    student, teacher = (student * scale).clamp(-6e4, 6e4), (teacher * scale).clamp(-6e4, 6e4)
+    low, high = student.to(dtype), student.to(dtype).double()
+    low.requires_grad_(), high.requires_grad_()
+    teacher = teacher.to(dtype)
+    clip = {"clip_min": -1e30}
+    ours = losses.beta_mi(low, teacher, marginal.float(), **clip)
+    reference = losses.beta_mi(high, teacher.double(), marginal, **clip)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), reference, rtol=2e-3, atol=2e-3)
+    ours.sum().backward()
+    reference.sum().backward()
+    assert low.grad.dtype == dtype
+    torch.testing.assert_close(low.grad.double(), high.grad, rtol=8e-3, atol=2e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4, 6e4]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    ts=st.sampled_from([1e-4, 0.05, 0.1, 1.0, 1e4]),
+    beta=st.sampled_from([1e-3, 0.6, 1.0]),
+    dead=st.booleans(),
+    seed=st.integers(0, 10),
+)
+def test_finite_and_alive_at_every_extreme(scale, dtype, ts, beta, dead, seed):
+    student, teacher, marginal = _case(scale=1.0, seed=seed)
+    student = (student * scale).clamp(-65504, 65504).to(dtype).requires_grad_()
+    if dead:
+        marginal[:, 0] = 0.0
+    loss = losses.beta_mi(
+        student,
+        teacher.mul(scale).clamp(-65504, 65504).to(dtype),
+        marginal,
+        beta=beta,
+        student_temperature=ts,
+        teacher_temperature=ts,
+    )
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and torch.isfinite(student.grad).all()
+    assert (loss <= 100.0).all()
+
+
+def test_disjoint_student_and_teacher_still_learn():
+    """Underflow of every product: the reference form has NaN gradients, a clamped one none."""
+    student = torch.tensor([[[60.0, 0.0, 0.0]]], requires_grad=True)
+    teacher = torch.tensor([[[0.0, 60.0, 0.0]]])
+    loss = losses.beta_mi(student, teacher, torch.full((1, 3), 1 / 3))
+    assert loss.item() == 100.0  # held at clip_min
+    loss.sum().backward()
+    assert student.grad[0, 0, 1] < 0 < student.grad[0, 0, 0]  # towards the teacher's cluster
+
+
+def test_holding_changes_the_value_and_not_the_gradient():
+    student, teacher, marginal = _case(scale=3.0)
+    held, free = student.clone().requires_grad_(), student.clone().requires_grad_()
+    a = losses.beta_mi(held, teacher, marginal, clip_min=5.0)
+    b = losses.beta_mi(free, teacher, marginal, clip_min=-1e9)
+    assert (a == -5.0).all() and (b > -5.0).all()
+    a.sum().backward(), b.sum().backward()
+    assert torch.equal(held.grad, free.grad) and held.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("clusters", [10, 10_000])
+def test_marginal_floor_moves_healthy_values_by_less_than_1e_4(clusters):
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 4, clusters, generator=g, dtype=torch.float64)
+    marginal = torch.full((1, clusters), 1 / clusters, dtype=torch.float64)
+    exact = oracle.beta_mi(logits, logits, marginal)
+    ours = losses.beta_mi(logits.float(), logits.float(), marginal.float())
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-4)
+
+
+def test_beta_one_and_uniform_marginal_reduce_to_the_log_dot_product():
+    student, teacher, _ = _case()
+    uniform = torch.full((3, 5), 0.2, dtype=torch.float64)
+    ours = losses.beta_mi(student, teacher, uniform, beta=1.0)
+    p, q = (student / 0.1).softmax(-1), (teacher / 0.1).softmax(-1)
+    torch.testing.assert_close(ours, -((p * q).sum(-1).log() + math.log(5)))
+
+
+def test_no_gradient_into_teacher_or_marginal():
+    student, teacher, marginal = _case()
+    student.requires_grad_(), teacher.requires_grad_(), marginal.requires_grad_()
+    losses.beta_mi(student, teacher, marginal).sum().backward()
+    assert student.grad is not None and teacher.grad is None and marginal.grad is None
+
+
+def test_a_nan_stays_where_it_is():
+    """Hiding a fault is not the loss's business; spreading it is not either."""
+    student, teacher, marginal = _case()
+    student[1, 2, 0] = torch.nan
+    loss = losses.beta_mi(student, teacher, marginal)
+    assert loss.isnan().sum() == 1 and loss[1, 2].isnan()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *[("beta", v) for v in (0.0, -0.1, 1.1, math.nan)],
+        *[("student_temperature", v) for v in (0.0, -1.0, 1e-9, 1e9, math.nan, math.inf)],
+        *[("teacher_temperature", v) for v in (0.0, -1.0, 1e-9, 1e9, math.nan, math.inf)],
+        *[("clip_min", v) for v in (math.inf, -math.inf, math.nan)],
+    ],
+)
+def test_bad_arguments_are_named(argument, value):
+    student, teacher, marginal = _case()
+    with pytest.raises(ValueError, match=argument):
+        losses.beta_mi(student, teacher, marginal, **{argument: value})
+
+
+def test_shapes_that_do_not_fit_are_named():
+    student, teacher, marginal = _case()
+    with pytest.raises(ValueError, match="do not fit"):
+        losses.beta_mi(student, teacher[:, :-1], marginal)
+    with pytest.raises(ValueError, match="do not fit"):
+        losses.beta_mi(student, teacher, marginal[:-1])
+
+
+@pytest.mark.parametrize("how", ["none", "own", "mean"])
+def test_temi_equals_the_oracle(how):
+    g = torch.Generator().manual_seed(1)
+    student = torch.randn(3, 2, 6, 4, generator=g, dtype=torch.float64)
+    teacher = torch.randn(3, 2, 6, 4, generator=g, dtype=torch.float64) * 0.2
+    marginal = torch.softmax(torch.randn(3, 4, generator=g, dtype=torch.float64), -1)
+    a = (student * 0.2).requires_grad_()
+    b = (student * 0.2).requires_grad_()
+    log_q = losses.log_probabilities(teacher, 0.1)
+    weights = losses.instance_weights(losses.agreement(log_q), how)
+    ours = losses.temi(a, log_q, marginal, weights)
+    reference = oracle.temi(b, teacher, marginal, how)
+    torch.testing.assert_close(ours, reference)
+    ours.sum().backward(), reference.sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_more_views_are_the_mean_over_ordered_pairs():
+    g = torch.Generator().manual_seed(2)
+    student = torch.randn(2, 3, 5, 4, generator=g, dtype=torch.float64) * 0.2
+    log_q = losses.log_probabilities(student + 0.1, 0.1)
+    marginal = torch.full((2, 4), 0.25, dtype=torch.float64)
+    pairs = [(v, w) for v in range(3) for w in range(3) if v != w]
+    by_hand = torch.stack(
+        [losses.temi(student[:, [v, w]], log_q[:, [v, w]], marginal) for v, w in pairs]
+    ).mean(0)
+    torch.testing.assert_close(losses.temi(student, log_q, marginal), by_hand)
+
+
+def test_mean_weights_leave_a_sick_head_out():
+    agreements = torch.tensor([[0.2, 0.4], [math.nan, 0.9], [0.6, 0.8]])
+    weights = losses.instance_weights(agreements, "mean")
+    torch.testing.assert_close(weights, torch.tensor([[0.4, 0.6]]))
+
+
+def test_own_weights_of_a_sick_head_leave_the_others_alone():
+    agreements = torch.tensor([[0.25, 0.75], [math.nan, math.nan]])
+    weights = losses.instance_weights(agreements, "own")
+    torch.testing.assert_close(weights, torch.tensor([[0.25, 0.75], [0.5, 0.5]]))

@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from ssl_kd import losses
+from tests.oracles import objectives as oracle
+
+
+def _case(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    student = torch.randn(3, 2, 6, 4, generator=g, dtype=torch.float64) * 0.2
+    teacher = torch.randn(3, 2, 6, 4, generator=g, dtype=torch.float64) * 0.2
+    center = torch.randn(3, 4, generator=g, dtype=torch.float64) * 0.1
+    return student, teacher, center
+
+
+def test_value_and_gradient_equal_the_oracle():
+    student, teacher, center = _case()
+    a, b = student.clone().requires_grad_(), student.clone().requires_grad_()
+    targets = losses.centred_targets(teacher, center, 0.04)
+    ours = losses.sharpened_cross_entropy(a, targets)
+    reference = oracle.sharpened(b, teacher, center)
+    torch.testing.assert_close(ours, reference)
+    ours.sum().backward(), reference.sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 10])
+def test_sinkhorn_equals_swav(iterations):
+    _, teacher, _ = _case()
+    ours = losses.sinkhorn_targets(teacher, 0.05, iterations)
+    torch.testing.assert_close(ours, oracle.sinkhorn(teacher, 0.05, iterations))
+
+
+def test_sinkhorn_balances_clusters_and_survives_what_swav_does_not():
+    logits = torch.randn(2, 2, 50, 5, generator=torch.Generator().manual_seed(3))
+    logits[..., 0] += 300.0  # exp(300 / 0.05) overflows in any dtype
+    targets = losses.sinkhorn_targets(logits, 0.05, 50)
+    assert torch.isfinite(targets).all()
+    torch.testing.assert_close(targets.sum(-1), torch.ones(2, 2, 50))
+    share = targets.flatten(1, 2).mean(1)
+    torch.testing.assert_close(share, torch.full_like(share, 0.2), atol=0.02, rtol=0)
+
+
+def test_a_sharper_teacher_is_sharper():
+    _, teacher, center = _case()
+
+    def entropy(t):
+        p = losses.centred_targets(teacher, center, t)
+        return -(p * p.log()).sum(-1).mean()
+
+    assert entropy(0.04) < entropy(0.1)
+
+
+def test_centring_stops_a_cluster_that_every_sample_prefers():
+    logits = torch.randn(1, 2, 20, 4, generator=torch.Generator().manual_seed(4)) * 0.05
+    logits[..., 2] += 5.0
+    center = logits.mean((1, 2))
+    shares = losses.centred_targets(logits, center, 0.05).mean((1, 2))
+    assert shares.max() < 0.5
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
+def test_bad_temperatures_are_named(bad):
+    student, teacher, center = _case()
+    with pytest.raises(ValueError, match="teacher_temperature"):
+        losses.centred_targets(teacher, center, bad)
+    with pytest.raises(ValueError, match="teacher_temperature"):
+        losses.sinkhorn_targets(teacher, bad)
+    with pytest.raises(ValueError, match="student_temperature"):
+        losses.sharpened_cross_entropy(student, teacher.softmax(-1), student_temperature=bad)
+    with pytest.raises(ValueError, match="iterations"):
+        losses.sinkhorn_targets(teacher, 0.05, 0)
