@@ -1,0 +1,215 @@
+"""Exact nearest neighbours, never the sample itself, in memory that does not grow with N².
+
+Both sides are cut into blocks. A pair of blocks gives candidates; the best k so far are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ssl_kd.guard.files import CorruptFileError, load_tensors, save_tensors
+from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.store.embeddings import EmbeddingStore
+
+logger = logging.getLogger(__name__)
+
+METRICS = ("cosine", "euclidean")
+BACKENDS = ("auto", "faiss", "torch")
+
+
+def nearest_neighbours(
+    embeddings: EmbeddingStore | Tensor,
+    k: int,
+    *,
+    metric: str = "cosine",
+    backend: str = "auto",
+    device: str | torch.device = "cpu",
+    block_rows: int = 4096,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """The k nearest other rows of every row, by comparing all pairs.
+
+    The row itself is left out by its number, so a duplicate of it is a neighbour like any other.
+    With `cosine` a row of zeros is equally far from everything.
+
+    Args:
+        embeddings: a store, or floating [n, D], finite.
+        k: how many, 1 ... n - 1.
+        metric: `cosine` or `euclidean`.
+        backend: `faiss` (CPU only), `torch`, or `auto`: FAISS on a Linux CPU when it is installed,
+            torch elsewhere (two OpenMP runtimes in one process end badly on macOS).
+        device: where torch computes.
+        block_rows: rows in a block on either side; memory grows with its square.
+        progress: called with (rows done, n) after each block.
+
+    Returns:
+        int64 [n, k] on the CPU, nearest first; among equals any order.
+
+    >>> nearest_neighbours(torch.tensor([[0.0], [1.0], [3.0]]), 1, metric="euclidean").tolist()
+    [[1], [0], [1]]
+    """
+    n = len(embeddings)
+    device = torch.device(device)
+    _check(k, n, metric)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+    if block_rows < 1:
+        raise ValueError(f"block_rows is {block_rows}; expected at least 1")
+    if backend == "faiss" and device.type != "cpu":
+        raise ValueError(f"backend 'faiss' computes on the CPU, device is {device}; use 'torch'")
+    if backend == "auto":
+        use_faiss = device.type == "cpu" and sys.platform == "linux"
+        backend = "faiss" if use_faiss and importlib.util.find_spec("faiss") else "torch"
+    search = _faiss_search() if backend == "faiss" else _torch_search
+
+    centre = _mean(embeddings, block_rows) if metric == "euclidean" else None
+
+    def prepared() -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Blocks (first row, as queries, as candidates): nearest has the largest dot product."""
+        for start, block in _blocks(embeddings, block_rows):
+            if centre is None:
+                block = safe_normalize(block.float()).to(device)
+                yield start, block, block
+            else:  # |q - c|² = |q|² - 2 (q·c - |c|²/2); centred, or the difference cancels
+                block = (block.double() - centre).float().to(device)
+                half = block.square().sum(1, keepdim=True) / -2
+                yield (
+                    start,
+                    torch.cat([block, torch.ones_like(half)], 1),
+                    torch.cat([block, half], 1),
+                )
+
+    candidates_kept: list[tuple[int, Tensor, Tensor]] | None = None
+    if device.type == "cuda":
+        width = _dim(embeddings) + 1
+        if 3 * n * width * 4 < torch.cuda.mem_get_info(device)[0]:
+            candidates_kept = list(prepared())
+
+    neighbours = torch.empty(n, k, dtype=torch.int64)
+    for first, queries, _ in candidates_kept or prepared():
+        if not (finite := queries.isfinite().all(1)).all():
+            row = first + int((~finite).nonzero()[0, 0])
+            raise ValueError(f"row {row} is not finite in float32; nearest to it has no meaning")
+        best = queries.new_empty(len(queries), 0)
+        found = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
+        itself = torch.arange(first, first + len(queries), device=device).unsqueeze(1)
+        for start, _, candidates in candidates_kept or prepared():
+            # One more than k: the row itself may be among them.
+            scores, columns = search(queries, candidates, min(k + 1, len(candidates)))
+            columns = columns + start
+            scores = scores.masked_fill(columns == itself, -torch.inf)
+            scores, columns = torch.cat([best, scores], 1), torch.cat([found, columns], 1)
+            best, order = scores.topk(min(k, scores.shape[1]))
+            found = columns.gather(1, order)
+        neighbours[first : first + len(queries)] = found.cpu()
+        if progress is not None:
+            progress(first + len(queries), n)
+    return neighbours
+
+
+def cached_neighbours(
+    store: EmbeddingStore,
+    k: int,
+    *,
+    metric: str = "cosine",
+    backend: str = "auto",
+    device: str | torch.device = "cpu",
+    block_rows: int = 4096,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """`nearest_neighbours` of a store, kept beside it in `neighbours_{split}.pt`.
+
+    What is kept counts only for the very same embeddings and metric, and serves any smaller k. A
+    file that is damaged or of something else is computed again.
+
+    Returns:
+        int64 [n, k], nearest first.
+    """
+    _check(k, store.n, metric)
+    path = store.folder / f"neighbours_{store.split}.pt"
+    key = f"{store.digest} {metric}"
+    try:
+        kept = load_tensors(path)
+        neighbours = kept["neighbours"]
+        if kept["checksum"] != _checksum(neighbours):
+            raise CorruptFileError(f"{path} has another checksum than when it was written")
+        if kept["key"] == key and neighbours.shape[1] >= k:
+            return neighbours[:, :k].long()
+    except FileNotFoundError:
+        pass
+    except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("neighbours are computed again: %s", error)
+    neighbours = nearest_neighbours(
+        store,
+        k,
+        metric=metric,
+        backend=backend,
+        device=device,
+        block_rows=block_rows,
+        progress=progress,
+    )
+    small = neighbours.int() if store.n < 2**31 else neighbours
+    try:
+        save_tensors(path, {"neighbours": small, "key": key, "checksum": _checksum(small)})
+    except OSError as error:
+        logger.warning("neighbours are not kept for the next run: %s", error)
+    return neighbours
+
+
+def _check(k: int, n: int, metric: str) -> None:
+    if metric not in METRICS:
+        raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
+    if not 1 <= k < n:
+        raise ValueError(
+            f"{k} neighbours asked for among {n} samples; each has {max(n - 1, 0)} others, "
+            "so expected 1 <= k < n"
+        )
+
+
+def _checksum(neighbours: Tensor) -> str:
+    return hashlib.sha256(neighbours.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _dim(embeddings: EmbeddingStore | Tensor) -> int:
+    return embeddings.dim if isinstance(embeddings, EmbeddingStore) else embeddings.shape[1]
+
+
+def _blocks(embeddings: EmbeddingStore | Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
+    if isinstance(embeddings, EmbeddingStore):
+        yield from embeddings.blocks(rows)
+    else:
+        for start in range(0, len(embeddings), rows):
+            yield start, embeddings[start : start + rows].detach()
+
+
+def _mean(embeddings: EmbeddingStore | Tensor, rows: int) -> Tensor:
+    total = sum(block.double().sum(0) for _, block in _blocks(embeddings, rows))
+    return torch.as_tensor(total) / len(embeddings)
+
+
+def _torch_search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return (queries @ candidates.T).topk(k)
+
+
+def _faiss_search() -> Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]:
+    with warnings.catch_warnings():  # its wrappers warn on import under Python 3.12
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import faiss
+
+    faiss.omp_set_num_threads(torch.get_num_threads())  # its OpenMP is not torch's
+
+    def search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        scores, columns = faiss.knn(
+            queries.numpy(), candidates.numpy(), k, metric=faiss.METRIC_INNER_PRODUCT
+        )
+        return torch.from_numpy(scores), torch.from_numpy(columns)
+
+    return search

@@ -1,0 +1,309 @@
+"""Neighbours: exact, never the row itself, whatever the blocks; kept beside the store."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssl_kd.store import (
+    EmbeddingStore,
+    EmbeddingWriter,
+    Fingerprint,
+    cached_neighbours,
+    nearest_neighbours,
+    neighbours,
+)
+
+METRICS = ["cosine", "euclidean"]
+BACKENDS = ["faiss", "torch"]
+FINGERPRINT = Fingerprint("pixels", "none", "28px", "float32", "digits")
+
+
+def distances(x: torch.Tensor, metric: str) -> torch.Tensor:
+    """All pairs in float64, by the textbook; infinite on the diagonal."""
+    x = x.double()
+    if metric == "cosine":
+        norms = x.norm(dim=1)
+        products = torch.outer(norms, norms)
+        d = 1 - (x @ x.T) / torch.where(products > 0, products, 1)
+    else:
+        d = (x[:, None, :] - x[None, :, :]).norm(dim=2)
+    return d.fill_diagonal_(torch.inf)
+
+
+def assert_exact(x, found, k, metric, atol=1e-6):
+    n = len(x)
+    assert found.shape == (n, k) and found.dtype == torch.int64
+    assert found.min() >= 0 and found.max() < n
+    assert not (found == torch.arange(n)[:, None]).any(), "a row is its own neighbour"
+    assert all(len(set(row)) == k for row in found.tolist()), "a neighbour twice"
+    d = distances(x, metric)
+    ours, best = d.gather(1, found), d.sort(dim=1).values[:, :k]
+    assert torch.allclose(ours, best, rtol=0, atol=atol)  # ties may swap rows, never distances
+
+
+def write(folder, x, shard_rows=30, fingerprint=FINGERPRINT, force=False) -> EmbeddingStore:
+    n, d = x.shape
+    with EmbeddingWriter(
+        folder, "train", fingerprint, n, d, ids=[str(i) for i in range(n)],
+        shard_rows=shard_rows, force=force,
+    ) as writer:  # fmt: skip
+        writer.append(x, torch.arange(n))
+        return writer.close()
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block_rows", [2, 16, 100, 101, 4096])
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_equals_brute_force_across_block_borders(metric, backend, block_rows, k):
+    x = torch.randn(101, 8)
+    found = nearest_neighbours(x, k, metric=metric, backend=backend, block_rows=block_rows)
+    assert_exact(x, found, k, metric)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block_rows", [1, 4, 7, 64])
+def test_more_duplicates_than_neighbours(metric, backend, block_rows):
+    """Dropping the first column instead of the row itself fails here."""
+    x = torch.randn(60, 5)
+    x[10:35] = x[3]  # 26 of one, over many blocks
+    x[50:52] = x[0]
+    k = 6
+    found = nearest_neighbours(x, k, metric=metric, backend=backend, block_rows=block_rows)
+    assert_exact(x, found, k, metric, atol=2e-3 if metric == "euclidean" else 1e-6)
+    same = {3, *range(10, 35)}
+    for row in same:
+        assert set(found[row].tolist()) <= same - {row}
+    assert set(found[0, :2].tolist()) == {50, 51}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("block_rows", [3, 64])
+def test_all_rows_alike_or_zero(metric, backend, block_rows):
+    for x in (torch.ones(20, 4), torch.zeros(20, 4)):
+        found = nearest_neighbours(x, 7, metric=metric, backend=backend, block_rows=block_rows)
+        assert_exact(x, found, 7, metric)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_rows_are_far_from_everything_not_nan(backend):
+    x = torch.randn(40, 6).abs()  # every true pair has a positive cosine
+    x[[4, 30]] = 0
+    found = nearest_neighbours(x, 5, backend=backend, block_rows=8)
+    assert_exact(x, found, 5, "cosine")
+    others = torch.tensor([row for row in range(40) if row not in (4, 30)])
+    assert not torch.isin(found[others], torch.tensor([4, 30])).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_fewest_samples(backend, k):
+    x = torch.tensor([[0.0, 1.0], [1.0, 1.0], [5.0, 1.0]])
+    found = nearest_neighbours(x, k, metric="euclidean", backend=backend, block_rows=2)
+    assert found.tolist() == [row[:k] for row in [[1, 2], [0, 2], [1, 0]]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_far_from_the_origin(backend):
+    """|q|² - 2 q·c + |c|² in float32 alone has no digit left at an offset of 1000."""
+    x = torch.randn(200, 16) * 0.1 + 1000
+    found = nearest_neighbours(x, 5, metric="euclidean", backend=backend, block_rows=64)
+    assert_exact(x, found, 5, "euclidean", atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0])
+def test_any_dtype_and_scale(dtype, scale):
+    x = (torch.randn(50, 8) * scale).to(dtype).requires_grad_()
+    found = nearest_neighbours(x, 3, block_rows=16)
+    assert_exact(x.detach(), found, 3, "cosine")
+
+
+@pytest.mark.parametrize("k, n", [(5, 5), (6, 5), (1, 1), (1, 0), (0, 5), (-1, 5)])
+def test_too_few_samples_says_both_numbers(k, n):
+    with pytest.raises(ValueError, match=f"{k} neighbours asked for among {n} samples"):
+        nearest_neighbours(torch.randn(n, 3), k)
+
+
+def test_bad_arguments():
+    x = torch.randn(5, 3)
+    for settings, message in [
+        ({"metric": "dot"}, "metric is 'dot'; expected one of cosine, euclidean"),
+        ({"backend": "annoy"}, "backend is 'annoy'; expected one of auto, faiss, torch"),
+        ({"backend": "faiss", "device": "cuda"}, "backend 'faiss' computes on the CPU"),
+        ({"block_rows": 0}, "block_rows is 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            nearest_neighbours(x, 2, **settings)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_row_is_named(metric, value):
+    x = torch.randn(30, 4)
+    x[17, 2] = value
+    with pytest.raises(ValueError, match="row" if metric == "euclidean" else "row 17 is not"):
+        nearest_neighbours(x, 3, metric=metric, block_rows=8)
+
+
+def test_without_faiss_torch_does_it(monkeypatch):
+    monkeypatch.setattr(neighbours, "_faiss_search", None)
+    monkeypatch.setattr(neighbours.importlib.util, "find_spec", lambda name: None)
+    x = torch.randn(30, 4)
+    assert_exact(x, nearest_neighbours(x, 3), 3, "cosine")
+
+
+def test_progress():
+    seen = []
+    nearest_neighbours(torch.randn(10, 3), 2, block_rows=4, progress=lambda *p: seen.append(p))
+    assert seen == [(4, 10), (8, 10), (10, 10)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("block_rows", [16, 4096])
+def test_on_the_gpu(metric, block_rows):
+    x = torch.randn(500, 32)
+    x[100:150] = x[3]
+    found = nearest_neighbours(x, 10, metric=metric, device="cuda", block_rows=block_rows)
+    assert_exact(x, found, 10, metric, atol=2e-3 if metric == "euclidean" else 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_from_a_store_over_shards(tmp_path, backend):
+    x = torch.randn(101, 8)
+    store = write(tmp_path, x)
+    found = nearest_neighbours(store, 4, backend=backend, block_rows=37)
+    assert_exact(x, found, 4, "cosine")
+
+
+@pytest.mark.parametrize("first", ["faiss", "torch"])
+def test_faiss_and_torch_in_one_process(first):
+    """Both bring an OpenMP runtime; either import order must work, with several threads."""
+    second = {"faiss": "torch", "torch": "faiss"}[first]
+    script = f"""
+import warnings
+warnings.simplefilter("ignore")
+import {first}, {second}
+import torch
+from ssl_kd.store import nearest_neighbours
+torch.set_num_threads(2)
+x = torch.randn(1500, 32)
+a = nearest_neighbours(x, 5, backend="faiss", block_rows=700)
+y = (x @ x.T).softmax(1).sum()
+b = nearest_neighbours(x, 5, backend="torch", block_rows=700)
+assert (a == b).float().mean() > 0.999
+import faiss
+assert torch.get_num_threads() == faiss.omp_get_max_threads() == 2
+print("fine")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert result.returncode == 0 and result.stdout == "fine\n", result.stderr
+
+
+# Kept beside the store
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts how often neighbours are really computed."""
+    calls, compute = [], neighbours.nearest_neighbours
+
+    def count(store, k, **settings):
+        calls.append(k)
+        return compute(store, k, **settings)
+
+    monkeypatch.setattr(neighbours, "nearest_neighbours", count)
+    return calls
+
+
+def test_kept_for_the_next_time(tmp_path, counted):
+    x = torch.randn(80, 8)
+    store = write(tmp_path, x)
+    first = cached_neighbours(store, 10)
+    assert (tmp_path / "neighbours_train.pt").exists()
+    again = EmbeddingStore.open(tmp_path, "train")
+    assert torch.equal(cached_neighbours(again, 10), first)
+    smaller = cached_neighbours(again, 4)
+    assert torch.equal(smaller, first[:, :4]) and smaller.dtype == torch.int64
+    assert counted == [10]
+    assert_exact(x, cached_neighbours(again, 12), 12, "cosine")
+    assert_exact(x, cached_neighbours(again, 12, metric="euclidean"), 12, "euclidean")
+    assert counted == [10, 12, 12]
+    with pytest.raises(ValueError, match="80 neighbours asked for among 80"):
+        cached_neighbours(again, 80)
+
+
+def test_other_embeddings_are_other_neighbours(tmp_path, counted):
+    x = torch.randn(80, 8)
+    cached_neighbours(write(tmp_path, x), 5)
+    other = Fingerprint("other", "none", "28px", "float32", "digits")
+    y = torch.randn(80, 8)
+    store = write(tmp_path, y, fingerprint=other, force=True)
+    assert_exact(y, cached_neighbours(store, 5), 5, "cosine")
+    # The same fingerprint, but a shard of other content (a teacher that is not deterministic).
+    (tmp_path / "embeddings_train_00001.pt").write_bytes(b"")
+    z = y + torch.randn(80, 8)
+    store = write(tmp_path, z, fingerprint=other, force=True)
+    assert_exact(store.tensor(), cached_neighbours(store, 5), 5, "cosine")
+    assert counted == [5, 5, 5]
+
+
+def test_a_left_out_row_is_no_neighbour(tmp_path, counted):
+    x = torch.randn(80, 8)
+    store = write(tmp_path, x)
+    cached_neighbours(store, 5)
+    store._kept = torch.arange(1, 80)  # what exclude_bad leaves
+    store.n = 79
+    del store.digest
+    assert_exact(x[1:], cached_neighbours(store, 5), 5, "cosine")
+    assert counted == [5, 5]
+
+
+@pytest.mark.parametrize("damage", ["bit", "empty", "random", "tensors", "list", "values"])
+def test_a_damaged_file_is_computed_again(tmp_path, counted, caplog, damage):
+    x = torch.randn(80, 8)
+    store = write(tmp_path, x)
+    first = cached_neighbours(store, 5)
+    path = tmp_path / "neighbours_train.pt"
+    data = bytearray(path.read_bytes())
+    if damage == "bit":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "random":
+        path.write_bytes(os.urandom(2000))
+    elif damage == "tensors":
+        torch.save({"neighbours": torch.zeros(80, 5)}, path)
+    elif damage == "list":
+        torch.save([1, 2], path)
+    else:
+        torch.save(torch.load(path, weights_only=True) | {"neighbours": first.int() * 0}, path)
+    assert torch.equal(cached_neighbours(store, 5), first)
+    assert counted == [5, 5] and "computed again" in caplog.text
+    assert torch.equal(cached_neighbours(store, 5), first)
+    assert counted == [5, 5]
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path, monkeypatch, caplog):
+    x = torch.randn(40, 4)
+    store = write(tmp_path, x)
+
+    def full(path, value):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(neighbours, "save_tensors", full)
+    assert_exact(x, cached_neighbours(store, 3), 3, "cosine")
+    assert "not kept for the next run" in caplog.text
