@@ -1,0 +1,114 @@
+"""The lines to beat: k-means and spectral clustering of the same embeddings."""
+
+import time
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans, MiniBatchKMeans, SpectralClustering
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.preprocessing import normalize
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Clusters found by a standard method.
+
+    Args:
+        name: What the method is called in tables.
+        clusters: `[n]` int64 cluster of each training sample; None where it was not run.
+        test_clusters: `[m]` int64 the same for held-out samples, where there are any.
+        note: One sentence on what was different, or why it was not run; None otherwise.
+        seconds: Time taken.
+    """
+
+    name: str
+    clusters: NDArray[np.int64] | None
+    test_clusters: NDArray[np.int64] | None = None
+    note: str | None = None
+    seconds: float = 0.0
+
+
+def kmeans(
+    x: NDArray,
+    n_clusters: int,
+    seed: int = 0,
+    n_init: int = 10,
+    *,
+    test_x: NDArray | None = None,
+    max_rows: int = 200_000,
+) -> Baseline:
+    """scikit-learn's k-means, the best of `n_init` starts by inertia.
+
+    Args:
+        x: `[n, d]` embeddings.
+        n_clusters: Number of clusters, at most n.
+        seed: Draws the starts.
+        n_init: Number of starts.
+        test_x: `[m, d]` held-out embeddings, given to the nearest centre.
+        max_rows: Beyond this many rows mini-batch k-means is used, and the note says so.
+
+    Returns:
+        A `Baseline`; always with clusters.
+    """
+    start = time.perf_counter()
+    x = np.asarray(x, np.float32)
+    large = len(x) > max_rows
+    method = MiniBatchKMeans if large else KMeans
+    model = method(n_clusters, random_state=seed).set_params(n_init=n_init)
+    clusters = np.asarray(model.fit_predict(x), np.int64)
+    held = None
+    if test_x is not None:
+        held = np.asarray(model.predict(np.asarray(test_x, np.float32)), np.int64)
+    note = f"mini-batches, because there are more than {max_rows} samples" if large else None
+    return Baseline("k-means", clusters, held, note, time.perf_counter() - start)
+
+
+def spectral(
+    x: NDArray,
+    n_clusters: int,
+    seed: int = 0,
+    n_neighbors: int = 20,
+    max_rows: int = 20_000,
+    *,
+    test_x: NDArray | None = None,
+) -> Baseline:
+    """Spectral clustering on the symmetrised graph of cosine nearest neighbours.
+
+    Args:
+        x: `[n, d]` embeddings.
+        n_clusters: Number of clusters, below n.
+        seed: Starts the eigensolver and the k-means that reads the eigenvectors.
+        n_neighbors: Neighbours per sample in the graph; as in scikit-learn, itself is the first.
+        max_rows: Beyond this many rows it is not run: `clusters` is None and the note says why.
+        test_x: `[m, d]` held-out embeddings; each gets the commonest cluster of its neighbours.
+
+    Returns:
+        A `Baseline`.
+
+    References:
+        von Luxburg, "A Tutorial on Spectral Clustering", 2007.
+    """
+    name = "spectral clustering"
+    if len(x) > max_rows:
+        note = f"not run: {len(x)} samples, and the eigenvectors take too long beyond {max_rows}"
+        return Baseline(name, None, note=note)
+    if n_clusters >= len(x):
+        return Baseline(name, None, note=f"not run: {n_clusters} clusters for {len(x)} samples")
+    start = time.perf_counter()
+    unit = np.asarray(normalize(np.asarray(x, np.float32)))
+    n_neighbors = min(n_neighbors, len(x))
+    model = SpectralClustering(
+        n_clusters, affinity="nearest_neighbors", n_neighbors=n_neighbors, random_state=seed
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        clusters = np.asarray(model.fit_predict(unit), np.int64)
+    broken = any("not fully connected" in str(w.message) for w in caught)
+    held = None
+    if test_x is not None:
+        voters = KNeighborsClassifier(n_neighbors).fit(unit, clusters)
+        held = np.asarray(voters.predict(normalize(np.asarray(test_x, np.float32))), np.int64)
+    note = "the neighbour graph has separate parts" if broken else None
+    return Baseline(name, clusters, held, note, time.perf_counter() - start)

@@ -1,0 +1,112 @@
+"""Linear probe: how much of the labels a linear classifier reads out of frozen embeddings."""
+
+import logging
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import StandardScaler
+
+from ssl_kd.evaluate.knn import labelled_sample
+
+logger = logging.getLogger(__name__)
+
+INVERSE_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+# Beyond this many numbers (rows x features x classes) the probe works on a sample of the rows, so
+# that the whole search stays within about a minute on one core.
+BUDGET = 10_000_000_000
+
+
+def linear_probe(
+    train_x: NDArray,
+    train_y: NDArray,
+    test_x: NDArray | None = None,
+    test_y: NDArray | None = None,
+    seed: int = 0,
+    *,
+    max_iter: int = 200,
+) -> dict[str, Any]:
+    """Accuracy of logistic regression on standardised embeddings.
+
+    The inverse penalty C is chosen from 1e-4 to 10 on a fifth of the training data, from strong to
+    weak, each fit starting at the one before; then the classifier is fitted on all of it. Held-out
+    data is only judged. Without held-out data a quarter of the training data is held out first.
+
+    Args:
+        train_x: `[n, d]` embeddings.
+        train_y: `[n]` integer labels, -1 where unknown (left out).
+        test_x: `[m, d]` held-out embeddings, or None.
+        test_y: `[m]` labels of those.
+        seed: Draws the splits, and the sample of a large set.
+        max_iter: Largest number of L-BFGS steps per fit.
+
+    Returns:
+        `accuracy` and `C` (None where fewer than two classes or ten samples are labelled),
+        `rows` fitted on, `converged`, and `note`: None, or one sentence on what was different.
+    """
+    if (test_x is None) != (test_y is None):
+        raise ValueError("give both test_x and test_y, or neither")
+    train_y = np.asarray(train_y)
+    classes = np.unique(train_y[train_y >= 0])
+    n_known = int((train_y >= 0).sum())
+    max_rows = max(2_000, BUDGET // (train_x.shape[1] * max(len(classes), 1)))
+    x, y = labelled_sample(train_x, train_y, max_rows, seed)
+    notes = [f"fitted on a random {len(y)} of {n_known} samples"] if len(y) < n_known else []
+    nothing = {"accuracy": None, "C": None, "rows": len(y), "converged": True}
+    if len(classes) < 2 or len(y) < 10:
+        note = f"{len(classes)} classes and {len(y)} labelled samples are too few for a probe"
+        return nothing | {"note": note}
+    if test_x is None or test_y is None:
+        x, held_x, y, held_y = _split(x, y, 0.25, seed)
+        notes.append("judged on a quarter of the training data, held out for this")
+    else:
+        held_x, held_y = labelled_sample(test_x, test_y, max_rows, seed)
+    if not len(held_y):
+        return nothing | {"note": "no held-out sample has a label"}
+
+    scaler = StandardScaler().fit(x)
+    x, held_x = np.asarray(scaler.transform(x)), np.asarray(scaler.transform(held_x))
+    fit_x, choose_x, fit_y, choose_y = _split(x, y, 0.2, seed)
+    classifier = LogisticRegression(
+        C=INVERSE_PENALTIES[0], tol=1e-3, max_iter=max_iter, warm_start=True
+    )
+    scores: list[float] = []
+    for penalty in INVERSE_PENALTIES:
+        classifier.set_params(C=penalty)
+        _fit(classifier, fit_x, fit_y)
+        scores.append(float(classifier.score(choose_x, choose_y)))
+        if len(scores) > 2 and max(scores[-2:]) < max(scores) - 0.002:
+            break  # weaker penalties only cost time from here
+    best = INVERSE_PENALTIES[int(np.argmax(scores))]
+    final = LogisticRegression(C=best, tol=1e-3, max_iter=max_iter)
+    converged = _fit(final, x, y)
+    if not converged:
+        notes.append(f"the last fit stopped at {max_iter} steps, short of full convergence")
+    return {
+        "accuracy": float(final.score(held_x, held_y)),
+        "C": best,
+        "rows": len(y),
+        "converged": converged,
+        "note": "; ".join(notes) or None,
+    }
+
+
+def _fit(classifier: LogisticRegression, x: NDArray, y: NDArray) -> bool:
+    """Fit, and say whether L-BFGS converged."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConvergenceWarning)
+        classifier.fit(x, y)
+    return not any(issubclass(w.category, ConvergenceWarning) for w in caught)
+
+
+def _split(x: NDArray, y: NDArray, share: float, seed: int) -> list[NDArray]:
+    """Random split, stratified by class where every class is large enough on both sides."""
+    _, inverse, counts = np.unique(y, return_inverse=True, return_counts=True)
+    smaller_side = int(np.ceil(share * len(y)))
+    stratify = inverse if counts.min() >= 2 and smaller_side >= len(counts) else None
+    parts = train_test_split(x, y, test_size=share, random_state=seed, stratify=stratify)
+    return [np.asarray(part) for part in parts]

@@ -1,0 +1,370 @@
+"""Pictures of the report, as SVG that takes its colours from the page (light or dark)."""
+
+import io
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import ArrayLike, NDArray
+
+from ssl_kd.evaluate import match
+
+# Ten colours that stay apart for colour-blind readers (Petroff, arXiv 2107.02270).
+PALETTE = (
+    "#3f90da",
+    "#ffa90e",
+    "#bd1f01",
+    "#94a4a2",
+    "#832db6",
+    "#a96b59",
+    "#e76300",
+    "#b9ac70",
+    "#717581",
+    "#92dadd",
+)
+ACCENT, WARNING = "#3f90da", "#e76300"
+# Stand-ins that become colours of the page, so that one picture serves both themes.
+INK, MUTED, GRID, CARD = "#010203", "#040506", "#070809", "#0a0b0c"
+PAGE_COLOURS = {
+    INK: "currentColor",
+    MUTED: "var(--muted)",
+    GRID: "var(--line)",
+    CARD: "var(--card)",
+}
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ssl_kd",
+    "text.parse_math": False,  # a class may be called "$x$"
+    "font.size": 11,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+}
+ACTIONS = {
+    "skip": ("skipped", "o"),
+    "restor": ("restored", "^"),
+    "reinit": ("re-initialised", "s"),
+    "stop": ("stopped", "X"),
+    "": ("other", "D"),
+}
+
+
+def training_curves(
+    steps: Sequence[dict[str, Any]], chosen: Sequence[int], events: Sequence[dict[str, Any]]
+) -> Markup | None:
+    """Loss of each head over the steps, chosen heads in colour, and below it the guard's events.
+
+    Args:
+        steps: Lines of `metrics.jsonl`.
+        chosen: Numbers of the heads that form the answer.
+        events: Lines of `events.jsonl`.
+
+    Returns:
+        SVG, or None where no loss was logged.
+    """
+    lines = [s for s in steps if isinstance(s.get("loss"), list) and s["loss"] and "step" in s]
+    if not lines:
+        return None
+    lines = lines[:: -(-len(lines) // 400)]  # more points than pixels only cost bytes
+    x = [line["step"] for line in lines]
+    loss = np.array([[np.nan if v is None else v for v in s["loss"]] for s in lines], float)
+    loss[~np.isfinite(loss)] = np.nan
+    counts = Counter(str(e.get("part")) for e in events)
+    parts = sorted((part for part, _ in counts.most_common(12)), key=_natural)
+
+    def draw(figure: Figure) -> None:
+        ratios = [5, max(0.6, 0.35 * len(parts))] if parts else [5]
+        axes = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)
+        top: Axes = axes[0, 0]
+        picked = [h for h in chosen if 0 <= h < loss.shape[1]]
+        others = [h for h in range(loss.shape[1]) if h not in picked]
+        top.plot(x, loss[:, others], color=MUTED, lw=0.7, alpha=0.35)
+        top.plot(x, loss[:, picked], color=ACCENT, lw=1.3, alpha=0.9)
+        if picked and others:
+            top.plot([], [], color=ACCENT, label=f"{len(picked)} chosen heads")
+            top.plot([], [], color=MUTED, alpha=0.5, label=f"{len(others)} others")
+            top.legend(loc="upper right", labelcolor=MUTED)
+        finite = loss[np.isfinite(loss)]
+        if finite.size:
+            low, high = finite.min(), np.percentile(finite, 99.5)
+            pad = 0.05 * (high - low) or 0.5
+            top.set_ylim(low - pad, high + pad)
+        top.set_ylabel("loss")
+        if parts:
+            below: Axes = axes[1, 0]
+            for action, (name, shape) in ACTIONS.items():
+                hits = [
+                    (e.get("step", 0), parts.index(str(e.get("part"))))
+                    for e in events
+                    if _action(e) == action and str(e.get("part")) in parts
+                ]
+                if hits:
+                    colour = PALETTE[2] if action == "stop" else WARNING
+                    where = zip(*hits, strict=True)
+                    below.scatter(*where, marker=shape, s=28, label=name, color=colour, lw=0)
+            below.set_yticks(range(len(parts)), [_short(p) for p in parts])
+            below.set_ylim(len(parts) - 0.4, -0.6)
+            if len(counts) > len(parts):
+                below.set_title(f"the {len(parts)} busiest of {len(counts)} parts", loc="left",
+                                color=MUTED, fontsize=10)  # fmt: skip
+            below.legend(loc="upper left", bbox_to_anchor=(0, -0.35 / ratios[1]), ncols=5,
+                         labelcolor=MUTED, handletextpad=0.1, borderaxespad=0)  # fmt: skip
+        axes[-1, 0].set_xlabel("step", loc="right")
+        axes[-1, 0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+    return _svg(draw, (5.6, 3.5 + 0.3 * len(parts)), "loss of each head over the training steps")
+
+
+def cluster_size_bars(sizes: ArrayLike) -> Markup | None:
+    """Sizes of the clusters, largest first, with the even share as a line.
+
+    Args:
+        sizes: `[n_clusters]` counts.
+
+    Returns:
+        SVG, or None without clusters.
+    """
+    counts = np.asarray(sizes)
+    if not counts.size:
+        return None
+    order = np.argsort(-counts, kind="stable")
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        place = np.arange(len(order))
+        axes.bar(place, counts[order], color=ACCENT, width=0.8 if len(order) <= 60 else 1.0)
+        empty = place[counts[order] == 0]
+        axes.plot(empty, 0 * empty, "X", color=PALETTE[2], ms=6, mew=0, clip_on=False)
+        axes.axhline(counts.mean(), color=MUTED, lw=1, ls=(0, (4, 3)))
+        axes.annotate("even share", (1, counts.mean()), (0, 3), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", ha="right", color=MUTED, fontsize=10)  # fmt: skip
+        if len(order) <= 25:
+            axes.set_xticks(place, [str(k) for k in order], fontsize=11 if len(order) <= 15 else 8)
+            axes.set_xlabel("cluster")
+        else:
+            axes.set_xlabel(f"{len(order)} clusters, largest first")
+        axes.grid(axis="x", visible=False)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.margins(x=0.02)
+
+    return _svg(draw, (5.2, 4.4), "number of samples in each cluster, largest first")
+
+
+def confusion_matrix(
+    table: ArrayLike, names: Sequence[str], clusters: Sequence[int] | None
+) -> Markup | None:
+    """Share of each class that fell into each cluster, matched pairs on the diagonal.
+
+    Args:
+        table: `[n_classes, n_clusters]` counts.
+        names: Name of each class.
+        clusters: Number of the cluster in each column, or None where not known.
+
+    Returns:
+        SVG, or None where the table is empty.
+    """
+    counts = np.asarray(table)
+    if counts.ndim != 2 or not counts.size:
+        return None
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    small = max(counts.shape) <= 12
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        picture = np.empty((*share.shape, 4))
+        picture[..., :3] = to_rgb(ACCENT)
+        picture[..., 3] = share**0.7  # zero is transparent, so the page shows through
+        oblong = max(share.shape) > 1.6 * min(share.shape)
+        axes.imshow(picture, aspect="auto" if oblong else "equal", interpolation="nearest")
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(True)
+        if small:
+            for (i, j), value in np.ndenumerate(share):
+                if value >= 0.005:
+                    axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", fontsize=9.5,
+                              color="white" if value > 0.55 else INK)  # fmt: skip
+        axes.set_xlabel("cluster")
+        axes.set_ylabel("class")
+        if len(names) == counts.shape[0] <= 30:
+            axes.set_yticks(range(len(names)), [_short(n) for n in names])
+        if clusters is not None and len(clusters) == counts.shape[1] <= 30:
+            axes.set_xticks(range(len(clusters)), [str(k) for k in clusters],
+                            fontsize=11 if len(clusters) <= 15 else 8)  # fmt: skip
+        axes.tick_params(length=0)
+
+    return _svg(draw, (5.2, 4.6), "share of each class in each cluster, in per cent")
+
+
+def cluster_colours(n_clusters: int, places: ArrayLike, clusters: ArrayLike) -> list[str]:
+    """A colour for each cluster; beyond ten they repeat, as far from each other as can be.
+
+    Args:
+        n_clusters: Number of clusters.
+        places: `[m, 2]` places on the map.
+        clusters: `[m]` cluster of each.
+
+    Returns:
+        `n_clusters` colours as hexadecimal text.
+    """
+    if n_clusters <= len(PALETTE):
+        return list(PALETTE[:n_clusters])
+    middle = _middles(n_clusters, np.asarray(places, float), np.asarray(clusters))
+    colours: list[int] = []
+    for k in range(n_clusters):
+        gap = np.full(len(PALETTE), np.inf)
+        for other, colour in enumerate(colours):
+            distance = float(np.hypot(*(middle[k] - middle[other])))
+            gap[colour] = min(gap[colour], distance if np.isfinite(distance) else 9.0)
+        uses = np.bincount(colours, minlength=len(PALETTE))
+        colours.append(int(np.lexsort((uses, -np.minimum(gap, 9.9)))[0]))
+    return [PALETTE[c] for c in colours]
+
+
+def embedding_scatter(
+    places: ArrayLike, groups: ArrayLike, colours: Sequence[str], names: Sequence[str], title: str
+) -> Markup | None:
+    """Points of the 2-D map coloured by group, with each group's name at its middle.
+
+    Args:
+        places: `[m, 2]` places.
+        groups: `[m]` group of each point, -1 where unknown (drawn faint).
+        colours: A colour for each group.
+        names: What to write at the middle of each group.
+        title: Description for those who cannot see the picture.
+
+    Returns:
+        SVG, or None where there is no point.
+    """
+    places, groups = np.asarray(places, float), np.asarray(groups)
+    if not len(places):
+        return None
+    largest_first = np.argsort(-np.bincount(groups[groups >= 0], minlength=len(names)))
+    width, height = np.ptp(places, axis=0) + 1e-12
+    shuffled = np.random.default_rng(0).permutation(len(places))  # no group lies on top of all
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        axes.set_axis_off()
+        axes.set_aspect("equal")
+        rgba = np.zeros((len(places), 4))
+        rgba[:] = (0.5, 0.5, 0.5, 0.25)
+        known = groups >= 0
+        rgba[known, :3] = np.array([to_rgb(c) for c in colours])[groups[known]]
+        rgba[known, 3] = 0.85
+        size = float(np.clip(14_000 / len(places), 4, 26))
+        axes.scatter(*places[shuffled].T, c=rgba[shuffled], s=size, lw=0, rasterized=True)
+        middles = _middles(len(names), places, groups)
+        named: list[tuple[float, float]] = []
+        for k in largest_first:
+            x, y = middles[k]
+            gap = 0.07 * max(width, height)  # a name that would cover a larger group's is left out
+            if np.isfinite(x) and all(math.hypot(x - a, y - b) > gap for a, b in named):
+                named.append((x, y))
+                axes.text(
+                    x,
+                    y,
+                    _short(names[int(k)], 14),
+                    ha="center",
+                    va="center",
+                    fontsize=10.5,
+                    weight="bold",
+                    bbox={"boxstyle": "round,pad=0.22", "fc": CARD, "ec": "none", "alpha": 0.82},
+                )
+        axes.margins(0.03)
+
+    return _svg(draw, (5.2, float(np.clip(5.2 * height / width, 3.4, 5.4))), title)
+
+
+def class_colours(
+    n_classes: int, colours: Sequence[str], labels: ArrayLike, clusters: ArrayLike
+) -> list[str]:
+    """Give each class the colour of the cluster it is matched with, grey where there is none.
+
+    Args:
+        n_classes: Number of classes.
+        colours: A colour for each cluster.
+        labels: `[m]` labels of the map's points, -1 where unknown.
+        clusters: `[m]` clusters of the same.
+
+    Returns:
+        `n_classes` colours.
+    """
+    picked = ["#808080"] * n_classes
+    for cluster, label in match(labels, clusters).items():
+        picked[label] = colours[cluster]
+    return picked
+
+
+def _middles(n: int, places: NDArray, groups: NDArray) -> NDArray:
+    """The point of each group nearest its coordinate-wise median; NaN where a group is empty."""
+    middles = np.full((n, 2), np.nan)
+    for k in range(n):
+        points = places[groups == k]
+        if len(points):
+            distance = np.square(points - np.median(points, axis=0)).sum(1)
+            middles[k] = points[distance.argmin()]
+    return middles
+
+
+def _svg(draw: Any, size: tuple[float, float], title: str) -> Markup:
+    """Draw on a fresh figure and return it as inline SVG, its ids made unique by the title."""
+    target = io.StringIO()
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has the glyph
+        figure = Figure(figsize=size, layout="constrained")
+        figure.patch.set_alpha(0)
+        draw(figure)
+        for axes in figure.axes:
+            axes.patch.set_alpha(0)
+        figure.savefig(target, format="svg", dpi=180, metadata={"Date": None, "Creator": None})
+    text = target.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    prefix = re.sub(r"\W+", "-", title) + "-"
+    text = re.sub(r'\bid="', f'id="{prefix}', text)
+    text = re.sub(r'(href="|url\()#', rf"\1#{prefix}", text)
+    text = re.sub(r"font: ([^;\"]*?) 'DejaVu Sans'[^;\"]*", r"font: \1 var(--font)", text)
+    for stand_in, colour in PAGE_COLOURS.items():
+        text = text.replace(stand_in, colour)
+    head = re.sub(r' (?:width|height)="[^"]*pt"', "", text[: text.index(">") + 1])
+    head = head.replace("<svg", f'<svg role="img" aria-label="{Markup.escape(title)}"', 1)
+    return Markup(head + text[text.index(">") + 1 :])
+
+
+def _short(text: str, length: int = 18) -> str:
+    text = "".join(c if c.isprintable() else "?" for c in str(text))
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _natural(part: str) -> tuple[str, int]:
+    """Sort key that puts `head 10` after `head 9`."""
+    digits = re.search(r"\d+", part)
+    return (part[: digits.start()], int(digits[0])) if digits else (part, -1)
+
+
+def _action(event: dict[str, Any]) -> str:
+    text = str(event.get("action", "")).lower().replace("-", "").replace("_", "")
+    return next(stem for stem in ACTIONS if stem in text)

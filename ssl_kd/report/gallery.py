@@ -1,0 +1,124 @@
+"""Small pictures of the most typical samples of each cluster."""
+
+import base64
+import io
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ssl_kd.report.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+Images = Callable[[list[int]], list[Image.Image]]
+MAX_CLUSTERS, MAX_PICTURES, DOUBTFUL = 100, 600, 14
+
+
+def gallery(
+    run: RunFolder,
+    images: Images | None,
+    sizes: Sequence[int],
+    colours: Sequence[str],
+    label_names: dict[str, str],
+) -> dict[str, Any]:
+    """Collect what the page shows of each cluster.
+
+    Args:
+        run: The run folder; `typical` of its arrays are row numbers of the training split.
+        images: Gives the pictures of training rows, or None.
+        sizes: Size of each cluster.
+        colours: Colour of each cluster.
+        label_names: Name of each label as written in `assignments.csv`.
+
+    Returns:
+        `clusters`, `hidden` (number of clusters left out), `doubtful`, and `missing`: the sentence
+        to show where there is no cluster.
+    """
+    nothing: dict[str, Any] = {"clusters": [], "hidden": 0, "doubtful": []}
+    typical = run.arrays.get("typical")
+    if images is None:
+        return nothing | {"missing": "There are no pictures: this data has features, not images."}
+    if typical is None or not typical.size:
+        return nothing | {"missing": "There are no pictures: arrays.npz does not name any."}
+    typical = typical[:, : max(1, min(12, MAX_PICTURES // min(len(typical), MAX_CLUSTERS)))]
+    train = [row for row in run.assignments if row.get("split", "train") == "train"]
+    counts = [int(sizes[k]) if k < len(sizes) else -1 for k in range(len(typical))]
+    shown = sorted(sorted(range(len(typical)), key=lambda k: -counts[k])[:MAX_CLUSTERS])
+    picked = {k: [int(r) for r in typical[k] if r >= 0] if counts[k] else [] for k in shown}
+    doubtful = _least_certain(train)
+    rows = [row for k in shown for row in picked[k]] + doubtful
+    try:
+        pictures = dict(zip(rows, map(_thumbnail, images(rows)), strict=True))
+    except Exception as error:  # the images may be gone by now; the rest of the page still stands
+        logger.warning("the report has no pictures: %s", error)
+        return nothing | {"missing": f"There are no pictures: {type(error).__name__}: {error}"}
+
+    def named(row: int, with_cluster: bool = False) -> dict[str, str]:
+        sample = train[row] if row < len(train) else {}
+        name = sample.get("file", f"row {row}")
+        if with_cluster:
+            name += f", cluster {sample.get('cluster')}, agreement {sample.get('confidence')}"
+        return pictures[row] | {"name": name}
+
+    members: dict[str, Counter[str]] = {}
+    for sample in train:
+        if label := label_names.get(sample.get("label", "")):
+            members.setdefault(sample["cluster"], Counter())[label] += 1
+    clusters = []
+    for k in shown:
+        size = counts[k]
+        about = f"{size:,} image{'s' if size != 1 else ''}" if size >= 0 else ""
+        title = f"Cluster {k}"
+        if common := members.get(str(k)):
+            (name, count), total = common.most_common(1)[0], common.total()
+            title += f" · {name}" if count >= 0.5 * total else " · mixed"
+            about += f", {100 * count / total:.0f} % of them {name}"
+            others = [n for n, c in common.most_common(3)[1:] if c >= 0.1 * total]
+            about += f"; also {', '.join(others)}" if others else ""
+        clusters.append(
+            {
+                "title": title,
+                "about": about,
+                "size": size,
+                "colour": colours[k] if k < len(colours) else "#808080",
+                "pictures": [named(row) for row in picked[k]],
+            }
+        )
+    hidden = len(typical) - len(shown)
+    return {
+        "clusters": clusters,
+        "hidden": hidden,
+        "columns": typical.shape[1] if typical.shape[1] <= 8 else -(-typical.shape[1] // 2),
+        "doubtful": [named(row, with_cluster=True) for row in doubtful],
+    }
+
+
+def _least_certain(train: Sequence[dict[str, str]]) -> list[int]:
+    """Rows with the lowest confidence, where it says anything at all."""
+    try:
+        confidence = np.array([float(row["confidence"]) for row in train])
+    except (KeyError, ValueError):
+        return []
+    if not len(confidence) or not np.nanmin(confidence) < np.nanmax(confidence):
+        return []
+    return [int(r) for r in np.argsort(confidence, kind="stable")[:DOUBTFUL]]
+
+
+def _thumbnail(image: Image.Image) -> dict[str, str]:
+    """The picture as a data URI of a few kilobytes."""
+    tiny = max(image.size) <= 32
+    small = image.convert("L" if image.mode in ("L", "1") else "RGB")
+    if not tiny:
+        small.thumbnail((96, 96))
+    target = io.BytesIO()
+    if tiny:
+        small.save(target, "PNG", optimize=True)
+    else:
+        small.save(target, "JPEG", quality=78)
+    kind = "png" if tiny else "jpeg"
+    data = base64.b64encode(target.getvalue()).decode()
+    return {"source": f"data:image/{kind};base64,{data}", "kind": "tiny" if tiny else "photo"}

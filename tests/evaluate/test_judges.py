@@ -1,0 +1,195 @@
+"""k-NN, linear probe, baselines and the map, on real digits and awkward input."""
+
+import logging
+import time
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from ssl_kd.evaluate import (
+    accuracy,
+    embedding_map,
+    kmeans,
+    knn_accuracy,
+    linear_probe,
+    spectral,
+)
+
+PIXELS, DIGITS = map(np.asarray, load_digits(return_X_y=True))
+X, Y, TEST_X, TEST_Y = PIXELS[:1437] / 16, DIGITS[:1437], PIXELS[1437:] / 16, DIGITS[1437:]
+
+
+def knn_oracle(x, y, query, k, temperature, skip_self=False):
+    """The DINO protocol written out, one query at a time, in float64."""
+    x, query = (z / np.linalg.norm(z, axis=1, keepdims=True) for z in (x, query))
+    answers = []
+    for i, q in enumerate(query):
+        similarity = x @ q
+        if skip_self:
+            similarity[i] = -np.inf
+        near = np.argsort(-similarity)[:k]
+        votes = np.zeros(y.max() + 1)
+        np.add.at(votes, y[near], np.exp(similarity[near] / temperature))
+        answers.append(votes.argmax())
+    return np.array(answers)
+
+
+@pytest.mark.parametrize(("k", "temperature"), [(1, 0.07), (20, 0.07), (200, 0.1)])
+def test_knn_follows_the_dino_protocol(k, temperature):
+    expected = (knn_oracle(X, Y, TEST_X, k, temperature) == TEST_Y).mean()
+    assert knn_accuracy(X, Y, TEST_X, TEST_Y, k, temperature) == pytest.approx(expected, abs=0.003)
+
+
+def test_knn_without_held_out_data_leaves_each_sample_out():
+    expected = (knn_oracle(X, Y, X, 20, 0.07, skip_self=True) == Y).mean()
+    assert knn_accuracy(X, Y) == pytest.approx(expected, abs=0.001)
+
+
+def test_knn_excludes_itself_among_duplicates():
+    # Each point has one exact duplicate of the other class: with itself excluded, all are wrong.
+    x = np.repeat(np.eye(4, dtype=np.float32), 2, axis=0)
+    assert knn_accuracy(x, np.array([0, 1] * 4), k=1) == 0.0
+
+
+def test_knn_ignores_unknown_labels_and_small_sets():
+    y = Y.copy()
+    y[::2] = -1
+    assert knn_accuracy(X, y) == knn_accuracy(X[1::2], Y[1::2])
+    assert knn_accuracy(X[:1], Y[:1]) is None
+    assert knn_accuracy(X, Y, TEST_X, np.full(len(TEST_X), -1)) is None
+    assert knn_accuracy(X[:5], np.zeros(5, int)) == 1.0  # k = 20 of five samples
+
+
+def test_knn_says_when_it_samples(caplog):
+    with caplog.at_level(logging.INFO):
+        value = knn_accuracy(X, Y, TEST_X, TEST_Y, max_train=500, max_test=100)
+    assert value is not None and value > 0.8
+    assert "500 of 1437" in caplog.text and "100 of 360" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [{"k": 0}, {"temperature": 0.0}, {"temperature": float("nan")}])
+def test_knn_refuses_bad_settings(bad):
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        knn_accuracy(X, Y, **bad)
+
+
+def test_zero_row_gives_a_finite_answer():
+    x = X.copy()
+    x[0] = 0
+    value = knn_accuracy(x, Y)
+    assert value is not None and value > 0.97
+
+
+def test_probe_reads_the_digits_fast():
+    start = time.process_time()
+    result = linear_probe(X, Y, TEST_X, TEST_Y)
+    assert time.process_time() - start < 5
+    assert result["accuracy"] > 0.88 and result["converged"] and result["rows"] == 1437
+    assert 1e-4 <= result["C"] <= 10 and result["note"] is None
+    assert result == linear_probe(X, Y, TEST_X, TEST_Y)
+
+
+def test_probe_never_sees_the_held_out_labels():
+    shuffled = np.random.default_rng(0).permutation(TEST_Y)
+    result = linear_probe(X, Y, TEST_X, shuffled)
+    assert result["C"] == linear_probe(X, Y, TEST_X, TEST_Y)["C"]
+    assert result["accuracy"] < 0.25
+
+
+def test_probe_chooses_a_strong_penalty_for_noise():
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 300)
+    x = rng.normal(size=(300, 200)) + 0.25 * y[:, None]
+    assert linear_probe(x, y)["C"] < 1
+
+
+def test_probe_without_held_out_data_says_so():
+    result = linear_probe(X, Y)
+    assert "a quarter of the training data" in result["note"] and result["accuracy"] > 0.93
+
+
+def test_probe_says_that_it_stopped_early():
+    result = linear_probe(X, Y, TEST_X, TEST_Y, max_iter=2)
+    assert not result["converged"] and "2 steps" in result["note"]
+
+
+@pytest.mark.parametrize("y", [np.zeros(50, int), np.full(50, -1), np.r_[0, 1, np.full(48, -1)]])
+def test_probe_with_too_few_labels_gives_a_reason(y):
+    result = linear_probe(X[:50], y)
+    assert result["accuracy"] is None and "too few" in result["note"]
+
+
+def test_probe_takes_classes_with_a_single_sample_and_constant_features():
+    x, y = X[:60].copy(), Y[:60].copy()
+    x[:, :5], y[0] = 3.0, 77
+    assert linear_probe(x, y, TEST_X, TEST_Y)["accuracy"] > 0.5
+
+
+def test_probe_samples_large_sets(monkeypatch):
+    monkeypatch.setattr("ssl_kd.evaluate.probe.BUDGET", 0)
+    x, y = np.concatenate([X, TEST_X, X]), np.concatenate([Y, TEST_Y, Y])
+    result = linear_probe(x, y, TEST_X, TEST_Y)
+    assert result["rows"] == 2000 and "random 2000 of 3234" in result["note"]
+
+
+def test_lines_to_beat_on_digits():
+    means, graph = kmeans(X, 10, test_x=TEST_X), spectral(X, 10, test_x=TEST_X)
+    for baseline, floor in ((means, 0.75), (graph, 0.80)):
+        assert baseline.clusters is not None and baseline.test_clusters is not None
+        assert baseline.clusters.dtype == baseline.test_clusters.dtype == np.int64
+        assert accuracy(Y, baseline.clusters) > floor
+        assert accuracy(TEST_Y, baseline.test_clusters) > floor - 0.1
+        assert baseline.note is None and baseline.seconds > 0
+    again = spectral(X, 10)
+    assert again.test_clusters is None and again.clusters is not None and graph.clusters is not None
+    assert np.array_equal(again.clusters, graph.clusters)
+
+
+def test_spectral_gives_a_reason_where_it_cannot_run():
+    result = spectral(X, 10, max_rows=1000)
+    assert result.clusters is None and result.note is not None and "1437" in result.note
+    few = spectral(X[:5], 5)
+    assert few.clusters is None and few.note is not None and "5 clusters" in few.note
+
+
+def test_spectral_with_separate_parts_runs_and_says_so():
+    far = np.concatenate([X[:100], np.zeros((100, 64))], 1)
+    other = np.concatenate([np.zeros((100, 64)), X[100:200]], 1)
+    result = spectral(np.concatenate([far, other]), 2)
+    assert result.note == "the neighbour graph has separate parts"
+    assert result.clusters is not None
+    assert accuracy(np.repeat([0, 1], 100), result.clusters) == 1.0
+
+
+def test_kmeans_of_large_sets_uses_mini_batches():
+    result = kmeans(X, 10, max_rows=1000)
+    assert result.clusters is not None
+    assert result.note is not None and "mini-batches" in result.note
+    assert accuracy(Y, result.clusters) > 0.6
+
+
+def test_map_keeps_digits_together_and_is_quick():
+    start = time.process_time()
+    rows, places = embedding_map(X, 0)
+    assert time.process_time() - start < 10
+    assert np.array_equal(rows, np.arange(1437))
+    assert places.shape == (1437, 2) and places.dtype == np.float32
+    assert np.abs(places).max() == pytest.approx(1)
+    distance = np.square(places[:, None] - places[None]).sum(-1) + 9 * np.eye(len(places))
+    assert (Y[distance.argmin(1)] == Y).mean() > 0.9
+
+
+def test_map_of_a_sample_names_its_rows():
+    rows, places = embedding_map(X, 3, max_points=100)
+    again = embedding_map(X, 3, max_points=100)
+    assert len(np.unique(rows)) == 100 and np.all(np.diff(rows) > 0)
+    assert np.array_equal(rows, again[0]) and np.array_equal(places, again[1])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("d", [1, 2, 64])
+def test_map_of_tiny_and_alike_sets_is_finite(n, d):
+    for x in (X[:n, 20 : 20 + d], np.ones((n, d))):
+        rows, places = embedding_map(x)
+        assert len(rows) == n and places.shape == (n, 2) and np.isfinite(places).all()

@@ -1,0 +1,349 @@
+"""The report's content, from run folders as a run writes them."""
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_kd.report import figures, write_report
+
+N, N_TEST, K, CLASSES = 60, 20, 4, ("cat", "dog", "frog", "owl")
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A finished run on 60 labelled training and 20 held-out images, four clusters, six heads."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "run-1"
+    folder.mkdir()
+    labels = np.arange(N + N_TEST) % K
+    clusters = (labels + 1) % K
+    clusters[:3] = 0
+    scores = {
+        "consensus": (0.933, 0.9),
+        "best head (unsupervised)": (0.81, 0.8),
+        "k-means": (0.782, 0.75),
+        "spectral clustering": (0.871, 0.86),
+        "best head with labels (upper bound)": (0.95, 0.9),
+    }
+    table = [
+        {"name": name, "split": split, "acc": acc, "nmi": 0.7, "ari": 0.6, "note": None}
+        for name, pair in scores.items()
+        for split, acc in zip(("train", "test"), pair, strict=True)
+    ]
+    heads = [
+        {"head": h, "criterion": -2 + h / 10, "loss": -1.5 + h / 8, "collapsed": h == 5,
+         "clusters_used": 1 if h == 5 else K, "chosen": h < 2, "acc": 0.9 - h / 20}
+        for h in range(6)
+    ]  # fmt: skip
+    put(folder, "metrics.json", {
+        "dataset": {"name": "pets", "n_train": N, "n_test": N_TEST, "n_classes": K,
+                    "labelled": True, "class_names": CLASSES},
+        "teacher": {"name": "dinov2_vits14"}, "table": table, "knn_accuracy": 0.961,
+        "linear_probe": {"accuracy": 0.974, "C": 0.1}, "heads": heads,
+        "cluster_sizes": np.bincount(clusters[:N], minlength=K).tolist(),
+        "seconds": {"extract": 3.0, "train": 41.6, "total": 47.2}, "steps": 1000,
+        "success_rate": 1.0})  # fmt: skip
+    put(folder, "config.json", {
+        "settings": {"LEARNING_RATE": 0.004, "SEED": 0}, "versions": {"torch": "2.15.0"},
+        "commit": "0123abc", "precision": "cpu: everything in fp32",
+        "command": "python train.py --dataset pets"})  # fmt: skip
+    lines = [
+        {"step": s, "loss": list(-s / 1000 + rng.normal(size=6) / 9)} for s in range(0, 1000, 50)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "events.jsonl").write_text("")
+    with open(folder / "assignments.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["file", "cluster", "confidence", "split", "label"])
+        for i in range(N + N_TEST):
+            split = "train" if i < N else "test"
+            writer.writerow(
+                [f"img{i:02}.jpg", clusters[i], 0.5 + i / 200, split, CLASSES[labels[i]]]
+            )
+    save_arrays(folder, clusters[:N], labels[:N])
+    return folder
+
+
+def put(folder: Path, name: str, value) -> None:
+    (folder / name).write_text(json.dumps(value))
+
+
+def change(folder: Path, name: str, **new) -> None:
+    put(folder, name, json.loads((folder / name).read_text()) | new)
+
+
+def save_arrays(folder: Path, clusters, labels, **more) -> None:
+    places = np.random.default_rng(0).normal(size=(N, 2)) + 5 * np.eye(K, 2)[clusters]
+    typical = np.stack([np.flatnonzero(clusters == k)[:3] for k in range(K)])
+    confusion = np.zeros((K, K), int)
+    np.add.at(confusion, (labels, (clusters - 1) % K), 1)
+    arrays = {"map": places, "map_cluster": clusters, "map_label": labels, "typical": typical,
+              "confusion": confusion, "confusion_clusters": np.array([1, 2, 3, 0])}  # fmt: skip
+    np.savez(folder / "arrays.npz", **(arrays | more))
+
+
+def pictures(rows):
+    return [Image.new("RGB", (40, 30), (4 * row, 0, 0)) for row in rows]
+
+
+class Reader(HTMLParser):
+    """Text, tags and attributes of a page; fails where tags do not pair."""
+
+    void = {"meta", "img", "br"}
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.ids, self.links, self.open, self.text = [], [], [], [], ""
+        self.feed(page)
+        assert not self.open, f"unclosed {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.ids += [value for key, value in attrs if key == "id"]
+        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href")]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.void:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.text += data
+
+
+def read(folder: Path, images=pictures) -> tuple[str, Reader]:
+    path = write_report(folder, images=images)
+    assert path == folder / "report.html"
+    page = path.read_text(encoding="utf-8")
+    return page, Reader(page)
+
+
+def test_headline_says_how_good_against_what_and_how_long(run):
+    _, page = read(run)
+    assert "93.3 % of 60 images in the right cluster, without a label" in page.text
+    assert "15.1 points ahead of k-means and 6.2 points ahead of spectral clustering" in page.text
+    assert "The whole run took 47 s." in page.text
+
+
+def test_headline_is_honest_when_behind(run):
+    table = json.loads((run / "metrics.json").read_text())["table"]
+    for row in table:
+        if row["name"] == "spectral clustering":
+            row["acc"] = 0.96
+    change(run, "metrics.json", table=table)
+    _, page = read(run)
+    assert "15.1 points ahead of k-means, but 2.7 points behind spectral clustering" in page.text
+
+
+def test_all_numbers_of_the_run_are_there(run):
+    _, page = read(run)
+    for expected in (
+        *("consensus", "k-means", "upper bound", "training data", "held-out data", "90.0"),
+        *("96.1", "97.4", "1,000 steps", "6 heads, 2 of them chosen", "1 of 6 heads collapsed"),
+        *("LEARNING_RATE", "0.004", "2.15.0", "0123abc", "cpu: everything in fp32"),
+        *("python train.py --dataset pets", "dinov2_vits14", "extract", "3.0 s", "42 s"),
+        *("From 14 to 18 samples", "Where the heads disagree most"),
+    ):
+        assert expected in page.text, expected
+    assert "missing" not in re.findall(r'<p class="(\w+)"', (run / "report.html").read_text())
+
+
+def test_page_is_one_file_that_loads_nothing(run):
+    source, page = read(run)
+    assert page.links and all(link.startswith(("data:image/", "#")) for link in page.links)
+    assert "script" not in page.tags and "link" not in page.tags and "iframe" not in page.tags
+    assert "default-src 'none'" in source and "prefers-color-scheme: dark" in source
+    assert not re.search(r"url\((?!#)|@import", source)
+    assert len(page.ids) == len(set(page.ids))
+    for anchor in re.findall(r'(?:href="|url\()#([^")]+)', source):
+        assert anchor in page.ids
+    assert page.tags.count("svg") == 5
+    assert len(source) < 5_000_000
+
+
+def test_pictures_take_their_colours_from_the_page(run):
+    source, _ = read(run)
+    assert "currentColor" in source and "var(--line)" in source
+    for stand_in in figures.PAGE_COLOURS:
+        assert stand_in not in source
+
+
+def test_typical_images_are_asked_for_by_row_and_named(run):
+    asked = []
+
+    def images(rows):
+        asked.extend(rows)
+        return pictures(rows)
+
+    source, page = read(run, images)
+    typical = np.load(run / "arrays.npz")["typical"]
+    assert asked[: typical.size] == typical.ravel().tolist()
+    assert asked[typical.size :] == list(range(14))  # the least confident training samples
+    assert source.count("<img") == len(asked)
+    assert 'alt="img00.jpg"' in source and "img03.jpg, cluster 0, agreement 0.515" in source
+    assert "Cluster 2 · dog" in page.text and "100 % of them dog" in page.text
+
+
+def test_user_text_is_inert(run):
+    evil = ("<script>alert(1)</script>", "$x^{$", '"><img src=x onerror=alert(2)>', "日本 & \x00")
+    metrics = json.loads((run / "metrics.json").read_text())
+    change(run, "metrics.json", dataset=metrics["dataset"] | {"name": evil[0], "class_names": evil})
+    change(run, "config.json", command=evil[2], settings={evil[0]: evil[2]}, precision=evil[0])
+    put(run, "event", {"step": 3, "part": evil[0], "reason": evil[2], "action": "skipped"})
+    (run / "event").rename(run / "events.jsonl")
+    rows = (run / "assignments.csv").read_text().replace("cat", evil[0]).replace("img", "<script>")
+    (run / "assignments.csv").write_text(rows)
+    source, page = read(run)
+    assert "script" not in page.tags and "onerror" not in re.sub(r"&#?\w+;", "", "".join(page.tags))
+    assert (
+        "<script" not in source and "<img src=x" not in source and 'onerror=alert(2)"' not in source
+    )
+    assert evil[0] in page.text and "$x^{$" in page.text
+
+
+def test_guard_events_are_drawn_and_listed(run):
+    quiet, page = read(run)
+    assert "Nothing happened" in page.text
+    events = [
+        {"step": 120, "part": "head 3", "stage": "gradient", "reason": "not finite",
+         "action": "skipped", "value": None},
+        {"step": 140, "part": "head 3", "stage": "weight", "reason": "not finite",
+         "action": "restored", "value": 1e30},
+    ]  # fmt: skip
+    (run / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    loud, page = read(run)
+    assert "The guard stepped in 2 times on 1 part: 1 skipped, 1 restored." in page.text
+    assert "Nothing happened" not in page.text and "1e+30" in page.text
+    assert loud.count(">head 3</text>") == 1 and quiet.count(">head 3</text>") == 0
+
+
+def test_thousands_of_events_stay_readable(run):
+    lines = [
+        json.dumps({"step": i, "part": f"head {i % 30}", "action": "skipped"}) for i in range(9000)
+    ]
+    (run / "events.jsonl").write_text("\n".join(lines))
+    source, page = read(run)
+    assert "9,000 times on 30 parts" in page.text and "first 200 of 9000" in page.text
+    assert "the 12 busiest of 30 parts" in source and len(source) < 2_000_000
+
+
+def test_collapse_and_empty_clusters_are_flagged(run):
+    change(run, "metrics.json", cluster_sizes=[58, 2, 0, 0])
+    _, page = read(run)
+    assert "Collapse: the samples are spread as if there were only 1.2 clusters of 4" in page.text
+    assert "2 of 4 clusters are empty: 2, 3." in page.text
+
+
+def test_run_without_labels(run):
+    metrics = json.loads((run / "metrics.json").read_text())
+    data = metrics["dataset"] | {"labelled": False, "name": "/home/me/holiday"}
+    heads = [head | {"acc": None} for head in metrics["heads"]]
+    change(run, "metrics.json", dataset=data, table=[], knn_accuracy=None, linear_probe=None,
+           heads=heads)  # fmt: skip
+    arrays = np.load(run / "arrays.npz")
+    np.savez(run / "arrays.npz", map=arrays["map"], map_cluster=arrays["map_cluster"],
+             map_label=np.full(N, -1), typical=arrays["typical"])  # fmt: skip
+    _, page = read(run)
+    assert "60 images sorted into 4 clusters, without a label" in page.text
+    assert "No label is known here" in page.text
+    assert "There is no confusion matrix: no label is known" in page.text
+    assert "no map of the true classes" in page.text
+    assert "upper bound" not in page.text and "Accuracy stands here" not in page.text
+
+
+def test_features_have_no_pictures(run):
+    _, page = read(run, images=None)
+    assert "60 samples in the right cluster" in page.text.replace("93.3 % of ", "")
+    assert "this data has features, not images" in page.text
+
+
+def test_lost_images_cost_only_the_pictures(run):
+    def gone(rows):
+        raise FileNotFoundError("img03.jpg was moved")
+
+    _, page = read(run, gone)
+    assert "There are no pictures: FileNotFoundError: img03.jpg was moved" in page.text
+    assert "93.3 % of 60 images" in page.text
+
+
+def test_empty_folder_gives_a_page_that_says_what_is_missing(tmp_path):
+    _, page = read(tmp_path, images=None)
+    for what in (
+        *("no table of scores", "no map", "no pictures", "no confusion matrix"),
+        *("no cluster sizes", "no loss curves", "no table of heads", "no settings"),
+    ):
+        assert what in page.text, what
+
+
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_killed_run_with_a_torn_last_line_and_sick_losses(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1000, "loss": [null, NaN, Infinity, 1.0, 2.0, 1e30]}\n{"step": 10')
+    source, page = read(run)
+    assert "no loss curves" not in page.text and page.tags.count("svg") == 5
+
+
+def test_many_clusters_and_photographs_stay_under_five_megabytes(run):
+    k, n = 300, 3000
+    rng = np.random.default_rng(0)
+    clusters = np.arange(n) % k
+    photo = Image.fromarray(rng.integers(0, 255, (80, 120, 3), dtype=np.uint8)).resize((480, 320))
+    np.savez(run / "arrays.npz", map=rng.normal(size=(n, 2)), map_cluster=clusters,
+             typical=np.argsort(clusters, kind="stable").reshape(k, -1))  # fmt: skip
+    change(run, "metrics.json", cluster_sizes=[10] * k)
+    source, page = read(run, lambda rows: [photo] * len(rows))
+    assert "the 100 largest of 300 clusters" in page.text
+    assert "Colours repeat beyond ten clusters" in page.text
+    assert len(source) < 5_000_000
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F"])
+def test_any_picture_mode_becomes_a_thumbnail(run, mode):
+    source, _ = read(run, lambda rows: [Image.new(mode, (50, 9))] * len(rows))
+    assert source.count('class="photo" src="data:image/jpeg;base64,') > 12
+
+
+def test_neighbouring_clusters_differ_in_colour():
+    angle = np.linspace(0, 2 * np.pi, 40, endpoint=False)
+    places = np.stack([np.cos(angle), np.sin(angle)], 1)
+    colours = figures.cluster_colours(40, places, np.arange(40))
+    assert all(a != b for a, b in zip(colours, [*colours[1:], colours[0]], strict=True))
+    assert set(colours) <= set(figures.PALETTE)
+    assert figures.cluster_colours(10, places, np.arange(40)) == list(figures.PALETTE)
+
+
+def test_classes_take_the_colour_of_their_cluster():
+    colours = figures.class_colours(3, ["#a", "#b"], [0, 0, 1, -1], [1, 1, 0, 0])
+    assert colours == ["#b", "#a", "#808080"]
+
+
+def test_same_files_give_the_same_page(run):
+    assert read(run)[0] == read(run)[0]
+
+
+def test_global_matplotlib_state_is_left_alone(run):
+    import sys
+
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    pyplot = "matplotlib.pyplot" in sys.modules
+    read(run)
+    assert dict(matplotlib.rcParams) == before
+    assert ("matplotlib.pyplot" in sys.modules) == pyplot
