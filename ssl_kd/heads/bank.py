@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+
+_RANDOM_STATE = threading.Lock()
+
+
+@contextlib.contextmanager
+def _global_random_state_kept() -> Iterator[None]:
+    """Give the global generator back as it was; one thread at a time, for there is only one."""
+    with _RANDOM_STATE:
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
 
 
 class HeadBank:
@@ -33,7 +48,7 @@ class HeadBank:
     def __init__(self, make_head: Callable[[], nn.Module], n_heads: int) -> None:
         self.make_head = make_head
         self.n_heads = n_heads
-        with torch.random.fork_rng(devices=[]):
+        with _global_random_state_kept():
             self._template = make_head().to("meta")
         if any(True for _ in self._template.buffers()):
             raise ValueError(
@@ -50,9 +65,9 @@ class HeadBank:
     def initial_weights(self, seed: int) -> Tensor:
         """Fresh weights `[head, parameter]` float32; head `i` depends on `seed` and `i` alone."""
         rows = []
-        with torch.random.fork_rng(devices=[]):
+        with _global_random_state_kept():
             for i in range(self.n_heads):
-                torch.manual_seed(seed * 100_003 + i)
+                torch.default_generator.manual_seed(seed * 100_003 + i)
                 rows.append(self.flatten(self.make_head()))
         return torch.stack(rows)
 
@@ -62,7 +77,7 @@ class HeadBank:
 
     def head(self, weights: Tensor, i: int) -> nn.Module:
         """Head `i` as a plain module of its own, with row `i` of `weights` `[head, parameter]`."""
-        with torch.random.fork_rng(devices=[]):
+        with _global_random_state_kept():
             module = self.make_head()
         parameters = self.unflatten(weights[i : i + 1].detach().cpu())
         module.load_state_dict({name: value[0] for name, value in parameters.items()})
@@ -81,8 +96,14 @@ class HeadBank:
             [torch.full((math.prod(s),), float(len(s) > 1)) for s in self._shapes.values()]
         )
 
-    def __call__(self, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        """Stacked parameters `[head, ...]`, embeddings `[batch, dim]` -> `[head, batch, K]`."""
+    def __call__(
+        self, parameters: dict[str, Tensor], x: Tensor, *, training: bool = False
+    ) -> Tensor:
+        """Stacked parameters `[head, ...]`, embeddings `[batch, dim]` -> `[head, batch, K]`.
+
+        With `training`, a head that has dropout uses it (drawn from torch's global generator).
+        """
+        self._template.train(training)
         stacked = getattr(self._template, "stacked", None)
         if stacked is not None:
             return stacked(parameters, x)

@@ -69,6 +69,9 @@ class VisionSettings(Settings):
     workers: int = setting(0, "processes that decode images ahead; 0: none", low=0, high=256)
 
     # Neighbours and heads
+    pca_dim: int | None = setting(
+        256, "rotate wider embeddings to this many principal components; None: never", low=1
+    )
     neighbours: int = setting(20, "nearest neighbours that a sample may be paired with", low=1)
     mutual_neighbours: bool = setting(True, "pair only samples that are each other's neighbours")
     n_clusters: int | None = setting(
@@ -101,7 +104,7 @@ class VisionSettings(Settings):
     marginal_momentum: float = setting(
         0.9, "momentum of the running marginal of the clusters", low=0, below=1
     )
-    ema_momentum: float = setting(0.99, "momentum of the EMA teachers' weights", low=0, below=1)
+    ema_momentum: float = setting(0.9, "momentum of the EMA teachers' weights", low=0, below=1)
 
     # Optimisation
     learning_rate: float = setting(4e-3, "peak learning rate of AdamW", above=0, high=100)
@@ -115,7 +118,9 @@ class VisionSettings(Settings):
     batch_size: int = setting(256, "pairs per step", low=1)
     epochs: int = setting(200, "most passes over the data", low=1)
     max_steps: int = setting(1000, "most steps; whichever of the two ends first", low=1)
-    consensus_heads: int = setting(12, "heads of lowest loss that form the consensus", low=1)
+    consensus_heads: int | None = setting(
+        None, "most heads that may vote; how many do is chosen without labels; None: all", low=1
+    )
 
     # Run
     log_every: int = setting(20, "steps between two lines of metrics.jsonl", low=1)

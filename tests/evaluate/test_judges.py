@@ -146,9 +146,14 @@ def test_lines_to_beat_on_digits():
     assert np.array_equal(again.clusters, graph.clusters)
 
 
-def test_spectral_gives_a_reason_where_it_cannot_run():
+def test_spectral_of_large_sets_clusters_a_sample_and_lets_it_vote():
     result = spectral(X, 10, max_rows=1000)
-    assert result.clusters is None and result.note is not None and "1437" in result.note
+    assert result.clusters is not None and len(result.clusters) == len(X)
+    assert result.note is not None and "1000 samples" in result.note
+    assert accuracy(Y, result.clusters) > 0.75
+
+
+def test_spectral_gives_a_reason_where_it_cannot_run():
     few = spectral(X[:5], 5)
     assert few.clusters is None and few.note is not None and "5 clusters" in few.note
 

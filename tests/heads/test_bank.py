@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -81,6 +83,22 @@ def test_temi_head_is_zero_row_safe_and_small_at_the_start():
     logits.sum().backward()
     assert torch.isfinite(logits).all()
     assert all(torch.isfinite(p.grad).all() for p in head.parameters())
+
+
+def test_dropout_is_used_in_training_only():
+    bank = HeadBank(lambda: nn.Sequential(nn.Linear(6, 20), nn.Dropout(0.5), nn.Linear(20, 4)), 2)
+    parameters, x = bank.unflatten(bank.initial_weights(0)), torch.ones(3, 6)
+    assert torch.equal(bank(parameters, x), bank(parameters, x))
+    assert not torch.equal(bank(parameters, x, training=True), bank(parameters, x, training=True))
+
+
+def test_threads_build_the_same_heads():
+    def build(_):
+        return HeadBank(MAKERS[0], 4).initial_weights(5)
+
+    with ThreadPoolExecutor(8) as pool:
+        built = list(pool.map(build, range(32)))
+    assert all(torch.equal(weights, built[0]) for weights in built)
 
 
 def test_bad_heads_are_refused():

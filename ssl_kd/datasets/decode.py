@@ -1,0 +1,84 @@
+"""From any image file to eight bits of grey or colour, the way a person sees it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from PIL import Image, ImageOps
+
+__all__ = ["UnreadableImage", "decode"]
+
+
+class UnreadableImage(ValueError):
+    """An image that cannot be decoded; `id` names it, `reason` says why in a few words."""
+
+    def __init__(self, id: str, reason: str) -> None:
+        super().__init__(f"{id}: {reason}")
+        self.id = id
+        self.reason = reason
+
+
+def _eight_bits(values: np.ndarray, full_scale: float | None) -> Image.Image:
+    """Grey values of more than eight bits as `L`.
+
+    A file without a declared scale (floats, 32-bit integers) has the smallest of 1 (floats only),
+    255 and 65535 that holds its values; beyond that, or below zero, it is stretched.
+    """
+    values = values.astype(np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError("NaN or infinity among the pixels")
+    low, high = 0.0, float(values.max())
+    if full_scale is None and values.min() >= 0 and high <= 65535:
+        full_scale = 255.0 if high <= 255 else 65535.0
+    if full_scale is None:
+        low = float(values.min())
+        full_scale = high - low or 1.0
+    return Image.fromarray(np.rint((values - low) * (255 / full_scale)).astype(np.uint8))
+
+
+def decode(source: str | os.PathLike[str], id: str | None = None) -> Image.Image:
+    """Read an image file as a person would see it.
+
+    The first frame counts, EXIF rotation is applied, transparency is laid on white, sixteen bits
+    become eight by scale (not by clipping), CMYK and palettes become RGB.
+
+    Args:
+        source: the file.
+        id: what to call it in errors; its path when left out.
+
+    Returns:
+        An image in mode `L` (grey, 1-bit and 16-bit sources) or `RGB`.
+
+    Raises:
+        UnreadableImage: for whatever cannot be decoded, oversized "bombs" included.
+    """
+    try:
+        with Image.open(source) as image:
+            return _as_seen(image)
+    except MemoryError:
+        raise
+    except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and more
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        name = os.fsdecode(source)
+        raise UnreadableImage(id or name, reason.replace(f" {name!r}", "")[:300]) from error
+
+
+def _as_seen(image: Image.Image) -> Image.Image:
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        return _eight_bits(np.asarray(image), 65535.0)
+    if image.mode == "F":
+        values = np.asarray(image)
+        unit = values.size and values.min() >= 0 and values.max() <= 1
+        return _eight_bits(values, 1.0 if unit else None)
+    if image.mode == "I":
+        return _eight_bits(np.asarray(image), None)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    if image.mode in ("1", "L"):
+        return image.convert("L")
+    return image.convert("RGB")

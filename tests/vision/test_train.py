@@ -1,0 +1,369 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from ssl_kd.guard import Precision, TooFewHealthyParts
+from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.vision import train as training
+from ssl_kd.vision.train import HeadTrainer, Objective, PairSampler, mutual_neighbours
+from tests.oracles import objectives as oracle
+
+CPU = Precision.for_device("cpu")
+HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
+
+
+def _trainer(**changes):
+    objective = Objective(batch_size=BATCH, **changes)
+    return HeadTrainer(
+        HeadBank(lambda: TEMIHead(DIM, CLUSTERS, 10, 5), HEADS), objective, CPU, CLUSTERS
+    )
+
+
+def _views(seed=0):
+    x = torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(seed))
+    return torch.stack([x, x + 0.1])
+
+
+@pytest.mark.parametrize("how", ["none", "own", "mean"])
+def test_one_step_equals_the_float64_oracle(how):
+    """Loss, clipped gradient, AdamW with bias correction, EMA and marginal, all by other means."""
+    trainer = _trainer(instance_weight=how, clip_grad=0.02, weight_decay=0.1)
+    start, views = trainer.state.student.clone(), _views()
+    heads = [trainer.bank.head(start, i).double() for i in range(HEADS)]
+    logits = torch.stack([h(views.double().flatten(0, 1)).view(2, BATCH, -1) for h in heads])
+    q = torch.softmax(logits / 0.1, -1).mean((1, 2)).detach()
+    marginal = 0.9 / CLUSTERS + 0.1 * q
+    expected = oracle.temi(logits, logits.detach(), marginal, how)
+
+    result = trainer.step(views, 1e-2)
+    torch.testing.assert_close(result.loss.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(trainer.state.marginal.double(), marginal)
+
+    for i, head in enumerate(heads):
+        gradients = torch.autograd.grad(expected[i], list(head.parameters()), retain_graph=True)
+        for p, g in zip(head.parameters(), gradients, strict=True):
+            p.grad = g
+        norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 0.02)
+        torch.testing.assert_close(result.grad_norm[i].double(), norm, rtol=1e-3, atol=1e-5)
+        decay = [p for p in head.parameters() if p.ndim > 1]
+        bias = [p for p in head.parameters() if p.ndim == 1]
+        groups = [{"params": decay}, {"params": bias, "weight_decay": 0.0}]
+        torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1).step()
+        updated = trainer.bank.flatten(head)
+        # Adam's first step is lr * sign(g): compare where float32 knows the sign.
+        known = torch.cat([g.abs().flatten() for g in gradients]) > 1e-5
+        torch.testing.assert_close(
+            trainer.state.student[i][known], updated[known], rtol=1e-4, atol=1e-5
+        )
+        ema = 0.99 * start[i] + 0.01 * trainer.state.student[i]
+        torch.testing.assert_close(trainer.state.teacher[i], ema)
+
+
+def test_sharpened_step_equals_the_oracle_loss():
+    trainer = _trainer(loss="sharpened", teacher_temp=0.05)
+    trainer.step(_views(0), 1e-2)  # so that the center is not zero
+    center = trainer.state.marginal.double()
+    student, teacher = trainer.state.student.clone(), trainer.state.teacher.clone()
+    views = _views(1).double().flatten(0, 1)
+
+    def logits(weights):
+        rows = [trainer.bank.head(weights, i).double()(views) for i in range(HEADS)]
+        return torch.stack(rows).view(HEADS, 2, BATCH, -1)
+
+    expected = oracle.sharpened(logits(student), logits(teacher), center, tt=0.05).detach()
+    result = trainer.step(_views(1), 1e-2)
+    torch.testing.assert_close(result.loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss": "sharpened", "teacher_temp": 0.05},
+        {"loss": "sharpened", "teacher_temp": 0.05, "centering": "sinkhorn"},
+    ],
+    ids=["temi", "sharpened, centred", "sharpened, sinkhorn"],
+)
+def test_every_loss_finds_clusters_that_are_there(changes):
+    g = torch.Generator().manual_seed(0)
+    blob = torch.arange(80) % CLUSTERS
+    x = torch.eye(DIM)[blob] + 0.1 * torch.randn(80, DIM, generator=g)
+    neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :5]
+    sampler = PairSampler(neighbours, torch.ones_like(neighbours).bool(), BATCH, 0)
+    trainer = _trainer(learning_rate=1e-2, ema_momentum=0.9, **changes)
+    training.train(trainer, sampler, x.__getitem__, 200)
+    with torch.no_grad():
+        found = trainer.bank(trainer.bank.unflatten(trainer.state.teacher), x)
+    purity = [
+        sum(torch.bincount(blob[c == k]).max() for k in c.unique()) / 80 for c in found.argmax(-1)
+    ]
+    assert max(purity) == 1.0
+
+
+def _struck(how, strike, steps=6, at=3):
+    """Train; before step `at` do `strike(trainer, views)`; return the trainer and that result."""
+    trainer = _trainer(instance_weight=how)
+    seen = None
+    for step in range(steps):
+        views = _views(step)
+        undo = strike(trainer, views) if step == at else None
+        result = trainer.step(views, 1e-2)
+        if step == at:
+            seen = result
+            if undo is not None:
+                undo()
+    return trainer, seen
+
+
+def _rows_equal(a, b, rows):
+    pairs = zip(a.state.tensors().items(), b.state.tensors().items(), strict=True)
+    return all(torch.equal(x[rows], y[rows]) for (_, x), (_, y) in pairs)
+
+
+def _poison_weight(matrix):
+    def strike(trainer, views):
+        getattr(trainer.state, matrix)[2, 7] = torch.nan
+
+    return strike
+
+
+def _poison_logits(value):
+    def strike(trainer, views):
+        bank = trainer.bank
+
+        def sick(parameters, x, training):
+            logits = bank(parameters, x)
+            if not logits.requires_grad:  # the teacher's pass
+                return logits
+            return logits.index_fill(0, torch.tensor([2]), value)
+
+        trainer.bank = _Stand(bank, sick)
+        return lambda: setattr(trainer, "bank", bank)
+
+    return strike
+
+
+class _Stand:
+    """A bank whose forward pass is replaced."""
+
+    def __init__(self, bank, forward):
+        self._bank, self._forward = bank, forward
+
+    def __getattr__(self, name):
+        return getattr(self._bank, name)
+
+    def __call__(self, parameters, x, training):
+        return self._forward(parameters, x, training)
+
+
+class _SickGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[2, 0, 0] = ctx.value
+        return grad, None
+
+
+def _poison_gradient(value):
+    def strike(trainer, views):
+        bank = trainer.bank
+        trainer.bank = _Stand(bank, lambda p, x, training: _SickGradient.apply(bank(p, x), value))
+        return lambda: setattr(trainer, "bank", bank)
+
+    return strike
+
+
+@pytest.mark.parametrize(
+    ("strike", "stage"),
+    [
+        (_poison_weight("student"), "loss"),
+        (_poison_weight("teacher"), "teacher"),
+        (_poison_logits(math.inf), "loss"),
+        (_poison_logits(math.nan), "loss"),
+        (_poison_gradient(math.nan), "gradient"),
+        (_poison_gradient(1e30), "gradient"),
+    ],
+    ids=["student weight", "teacher weight", "inf logits", "NaN logits", "NaN gradient", "1e30"],
+)
+@pytest.mark.parametrize("how", ["none", "own"])
+def test_a_sick_head_is_skipped_and_the_others_are_bit_identical(how, strike, stage):
+    clean, _ = _struck(how, lambda trainer, views: None)
+    sick, result = _struck(how, strike)
+    assert result.stage.tolist() == [0, 0, training.STAGES.index(stage), 0, 0]
+    assert _rows_equal(clean, sick, [0, 1, 3, 4])
+    assert sick.state.skipped[2] >= 1 and sick.state.skipped[[0, 1, 3, 4]].sum() == 0
+
+
+@pytest.mark.parametrize("strike", [_poison_logits(math.nan), _poison_gradient(math.nan)])
+def test_a_skipped_head_keeps_every_bit_of_that_step(strike):
+    trainer = _trainer()
+    for step in range(3):
+        trainer.step(_views(step), 1e-2)
+    before = {name: t[2].clone() for name, t in trainer.state.tensors().items()}
+    undo = strike(trainer, None)
+    trainer.step(_views(3), 1e-2)
+    undo()
+    for name, tensor in trainer.state.tensors().items():
+        if name not in ("skipped", "streak"):
+            assert torch.equal(tensor[2], before[name]), name
+    assert (trainer.state.skipped[2], trainer.state.streak[2]) == (1, 1)
+    trainer.step(_views(4), 1e-2)
+    assert (trainer.state.skipped[2], trainer.state.streak[2]) == (1, 0)
+
+
+def test_mean_weights_come_from_healthy_teachers_only():
+    """With `mean` the heads are coupled: the sick one must not reach the others' weights."""
+    sick, result = _struck("mean", _poison_weight("teacher"))
+    assert result.stage.tolist() == [0, 0, 1, 0, 0]
+    healthy = sick.state.student[[0, 1, 3, 4]]
+    assert torch.isfinite(healthy).all() and sick.state.skipped[[0, 1, 3, 4]].sum() == 0
+
+
+def test_a_bad_sample_is_left_out_and_named():
+    def strike(trainer, views):
+        views[1, 5, 0] = torch.nan
+
+    trainer, result = _struck("none", strike)
+    assert result.bad_rows.nonzero().flatten().tolist() == [5]
+    assert result.stage.sum() == 0 and torch.isfinite(trainer.state.student).all()
+
+    rows = torch.arange(100, 100 + BATCH)
+    (event,) = training._events(3, rows, result)
+    assert (event.part, event.stage, event.value) == ("batch", "input", 105.0)
+
+    # The rest of the batch trains as if the pair had weight zero: whatever it holds.
+    other, _ = _struck("none", lambda t, v: v.__setitem__((slice(None), 5), torch.nan))
+    assert torch.equal(trainer.state.student, other.state.student)
+
+
+def test_chunks_cover_the_heads_once_and_do_not_change_the_result(monkeypatch):
+    for heads, size in ((1, 1), (50, 10**7), (50, 10**6), (48, 2 * 10**5)):
+        chunks = training.head_chunks(heads, size, torch.device("cpu"))
+        assert [i for c in chunks for i in range(heads)[c]] == list(range(heads))
+    whole = _trainer(instance_weight="mean")
+    whole.step(_views(), 1e-2)
+    monkeypatch.setattr(
+        training, "head_chunks", lambda heads, size, device: [slice(0, 2), slice(2, 5)]
+    )
+    parts = _trainer(instance_weight="mean")
+    parts.step(_views(), 1e-2)
+    torch.testing.assert_close(whole.state.student, parts.state.student)
+
+
+def test_loss_scale_is_per_head_and_halves_for_the_one_that_overflows():
+    trainer = _trainer()
+    trainer.precision = dataclasses.replace(CPU, scale=True)
+    trainer.state.scale.fill_(1024.0)
+    plain = _trainer()
+    plain.step(_views(), 1e-2)
+    trainer.step(_views(), 1e-2)
+    assert torch.equal(trainer.state.student, plain.state.student)  # a power of two is exact
+    undo = _poison_gradient(math.inf)(trainer, None)
+    trainer.step(_views(1), 1e-2)
+    undo()
+    assert trainer.state.scale.tolist() == [1024.0, 1024.0, 512.0, 1024.0, 1024.0]
+
+
+def test_float16_products_train_like_float32():
+    half = dataclasses.replace(CPU, student=torch.float16, scale=True)
+    bank = HeadBank(lambda: TEMIHead(DIM, CLUSTERS, 10, 5), HEADS)
+    low = HeadTrainer(bank, Objective(batch_size=BATCH), half, CLUSTERS)
+    full = _trainer()
+    for step in range(20):
+        a, b = low.step(_views(step), 1e-3), full.step(_views(step), 1e-3)
+    assert low.state.skipped.sum() == 0 and low.state.student.dtype == torch.float32
+    torch.testing.assert_close(a.loss, b.loss, rtol=0.01, atol=0.01)
+
+
+def test_mutual_neighbours():
+    neighbours = torch.tensor([[1, 2], [0, 2], [3, 1], [2, 0], [0, 1]])
+    expected = [[True, False], [True, True], [True, True], [True, False], [True, False]]
+    assert mutual_neighbours(neighbours).tolist() == expected  # row 4: nobody's, keeps its nearest
+
+
+def test_sampler_draws_allowed_pairs_evenly_and_is_a_function_of_seed_and_step():
+    neighbours = torch.tensor([[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]])
+    allowed = torch.tensor([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1]]).bool()
+    sampler = PairSampler(neighbours, allowed, 2, seed=5)
+    assert sampler.steps_per_epoch == 2
+    pairs = []
+    for step in range(3000):
+        rows, partners = sampler(step)
+        pairs += zip(rows.tolist(), partners.tolist(), strict=True)
+    counts = {pair: pairs.count(pair) for pair in set(pairs)}
+    assert set(counts) == {(0, 1), (0, 2), (1, 2), (2, 0), (2, 1), (2, 3), (3, 2)}
+    shares = {(0, 1): 0.5, (0, 2): 0.5, (1, 2): 1.0, (2, 3): 1 / 3, (3, 2): 1.0}
+    assert all(abs(counts[pair] / 1500 - share) < 0.05 for pair, share in shares.items())
+    again = PairSampler(neighbours, allowed, 2, seed=5)
+    for step in (17, 4, 2999):
+        assert all(torch.equal(a, b) for a, b in zip(sampler(step), again(step), strict=True))
+    other = PairSampler(neighbours, allowed, 2, seed=6)
+    assert any(not torch.equal(other(s)[1], again(s)[1]) for s in range(20))
+
+
+def test_every_sample_is_seen_once_in_an_epoch():
+    neighbours = torch.arange(1, 13).remainder(12).unsqueeze(1)
+    sampler = PairSampler(neighbours, torch.ones(12, 1, dtype=torch.bool), 4, seed=0)
+    for epoch in range(3):
+        rows = torch.cat([sampler(epoch * 3 + i)[0] for i in range(3)])
+        assert sorted(rows.tolist()) == list(range(12))
+
+
+def test_learning_rate_warms_up_and_ends_near_zero():
+    rates = [training.learning_rate_at(s, 100, Objective(learning_rate=1.0)) for s in range(100)]
+    assert rates[0] == 0.1 and max(rates) == rates[9] == 1.0
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False)) and rates[-1] < 0.001
+
+
+def _problem(n=40):
+    x = torch.randn(n, DIM, generator=torch.Generator().manual_seed(9))
+    neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :4]
+    return x, PairSampler(neighbours, torch.ones_like(neighbours, dtype=torch.bool), BATCH, 0)
+
+
+def test_stopped_and_resumed_equals_uninterrupted():
+    x, sampler = _problem()
+    whole = _trainer()
+    training.train(whole, sampler, x.__getitem__, 12)
+
+    first, saved = _trainer(), {}
+
+    def save(step):
+        saved.update(step=step, state={k: v.clone() for k, v in first.state.tensors().items()})
+
+    asked = iter([False] * 5 + [True])
+    done = training.train(
+        first, sampler, x.__getitem__, 12, on_checkpoint=save, should_stop=lambda: next(asked)
+    )
+    assert done == 5 == saved["step"]
+    second = _trainer()
+    for name, tensor in second.state.tensors().items():
+        tensor.copy_(saved["state"][name])
+    _, fresh_sampler = _problem()
+    training.train(second, fresh_sampler, x.__getitem__, 12, start=5)
+    assert _rows_equal(whole, second, slice(None))
+
+
+def test_the_run_ends_when_no_head_is_healthy():
+    x, sampler = _problem()
+    trainer = _trainer()
+    trainer.state.student.fill_(torch.nan)
+    events = []
+    with pytest.raises(TooFewHealthyParts, match="LEARNING_RATE"):
+        training.train(
+            trainer,
+            sampler,
+            x.__getitem__,
+            50,
+            log_every=4,
+            on_log=lambda record, new: events.extend(new),
+        )
+    every = {(step, f"head {head}") for step in range(4) for head in range(HEADS)}
+    assert {(event.step, event.part) for event in events} == every
