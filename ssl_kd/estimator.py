@@ -1,0 +1,317 @@
+"""The vision mode as a scikit-learn estimator: an array of embeddings in, clusters out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import numbers
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import (
+    BaseEstimator,
+    ClassNamePrefixFeaturesOutMixin,
+    ClusterMixin,
+    TransformerMixin,
+)
+from sklearn.utils import Tags, check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+from typing_extensions import Self
+
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.precision import Precision
+from ssl_kd.store import nearest_neighbours
+from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
+from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import LogRecord, train
+
+logger = logging.getLogger(__name__)
+
+
+class MultiHeadClusterer(
+    ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator
+):
+    """Clusters embeddings by many self-distilled heads that vote.
+
+    Each head learns to give a sample and its nearest neighbours the same cluster; the answer is
+    what the best heads agree on, `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. No label is used:
+    `y` is there for pipelines and ignored. All the parameters but `n_clusters` and `random_state`
+    are settings of `config.py`, with their meaning, range and default. The same embeddings and
+    seed give the same answer as a run of `train.py`.
+
+    Inputs are `[n, n_features]`: NumPy arrays, data frames, or tensors of any dtype and device;
+    computed in float32. Outputs are NumPy arrays. The global random states are left as they were.
+
+    Args:
+        n_clusters: K, from 1 to the number of samples.
+        pca_dim: wider embeddings are rotated to this many principal components; None: never.
+        neighbours: nearest neighbours that a sample may be paired with; at most n - 1 are used.
+        mutual_neighbours: pair only samples that are each other's neighbours.
+        n_heads: heads trained side by side.
+        head: import path of the head's class.
+        hidden_dim: width of a head's hidden layer.
+        bottleneck_dim: width before a head's last layer.
+        loss: `temi` or `sharpened`.
+        beta: exponent of the pairwise mutual information, in (0, 1].
+        student_temp: temperature of the students' softmax, at least 0.05.
+        teacher_temp: temperature of the EMA teachers' softmax, at least 0.04.
+        instance_weight: `none`, `own` or `mean`, the weight of a pair.
+        centering: `center` or `sinkhorn`, of the sharpened loss.
+        marginal_momentum: of the running marginal, in [0, 1).
+        ema_momentum: of the EMA teachers' weights, in [0, 1).
+        learning_rate: peak of AdamW's.
+        warmup_fraction: share of the steps that warm up, in [0, 1).
+        weight_decay: decoupled, of AdamW.
+        clip_grad: largest gradient norm of a head; None: no clipping.
+        batch_size: pairs per step; at most n are used.
+        epochs: most passes over the data.
+        max_steps: most steps; whichever of the two ends first.
+        consensus_heads: most heads that may vote; None: all.
+        use_fp16: run the students in half precision where the device gains by it.
+        device: where to train, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the CPU.
+        random_state: an integer makes the result repeatable, a `RandomState` is drawn from once,
+            None takes fresh entropy (and leaves NumPy's global state alone).
+
+    Attributes:
+        labels_: `[n]` int64, the cluster of each training sample, equal to `predict` of them; after
+            `fit` only.
+        model_: the `ClusterModel` of the heads that vote, on the CPU.
+        settings_: the `VisionSettings` that it was trained with, its seed too.
+        n_features_in_: width of the embeddings.
+        feature_names_in_: their names, where they came in a data frame.
+
+    References:
+        Adaloglou et al., Exploring the Limits of Deep Image Clustering using Pretrained Models,
+        BMVC 2023.
+
+    >>> from sklearn.datasets import load_digits
+    >>> from ssl_kd import MultiHeadClusterer
+    >>> X, y = load_digits(n_class=3, return_X_y=True)
+    >>> clusterer = MultiHeadClusterer(n_clusters=3, n_heads=8, max_steps=200).fit(X[:400])
+    >>> clusters = clusterer.predict(X[400:])  # held out
+    >>> from sklearn.metrics import normalized_mutual_info_score
+    >>> bool(normalized_mutual_info_score(y[400:], clusters) > 0.8)
+    True
+    """
+
+    n_features_in_: int
+    feature_names_in_: NDArray[Any]
+
+    def __init__(
+        self,
+        n_clusters: int = 10,
+        *,
+        pca_dim: int | None = VisionSettings.pca_dim,
+        neighbours: int = VisionSettings.neighbours,
+        mutual_neighbours: bool = VisionSettings.mutual_neighbours,
+        n_heads: int = VisionSettings.n_heads,
+        head: str = VisionSettings.head,
+        hidden_dim: int = VisionSettings.hidden_dim,
+        bottleneck_dim: int = VisionSettings.bottleneck_dim,
+        loss: str = VisionSettings.loss,
+        beta: float = VisionSettings.beta,
+        student_temp: float = VisionSettings.student_temp,
+        teacher_temp: float = VisionSettings.teacher_temp,
+        instance_weight: str = VisionSettings.instance_weight,
+        centering: str = VisionSettings.centering,
+        marginal_momentum: float = VisionSettings.marginal_momentum,
+        ema_momentum: float = VisionSettings.ema_momentum,
+        learning_rate: float = VisionSettings.learning_rate,
+        warmup_fraction: float = VisionSettings.warmup_fraction,
+        weight_decay: float = VisionSettings.weight_decay,
+        clip_grad: float | None = VisionSettings.clip_grad,
+        batch_size: int = VisionSettings.batch_size,
+        epochs: int = VisionSettings.epochs,
+        max_steps: int = VisionSettings.max_steps,
+        consensus_heads: int | None = VisionSettings.consensus_heads,
+        use_fp16: bool = VisionSettings.use_fp16,
+        device: str = VisionSettings.device,
+        random_state: int | np.random.RandomState | None = VisionSettings.seed,
+    ) -> None:
+        self.n_clusters = n_clusters
+        self.pca_dim = pca_dim
+        self.neighbours = neighbours
+        self.mutual_neighbours = mutual_neighbours
+        self.n_heads = n_heads
+        self.head = head
+        self.hidden_dim = hidden_dim
+        self.bottleneck_dim = bottleneck_dim
+        self.loss = loss
+        self.beta = beta
+        self.student_temp = student_temp
+        self.teacher_temp = teacher_temp
+        self.instance_weight = instance_weight
+        self.centering = centering
+        self.marginal_momentum = marginal_momentum
+        self.ema_momentum = ema_momentum
+        self.learning_rate = learning_rate
+        self.warmup_fraction = warmup_fraction
+        self.weight_decay = weight_decay
+        self.clip_grad = clip_grad
+        self.batch_size = batch_size
+        self.epochs = epochs
+        self.max_steps = max_steps
+        self.consensus_heads = consensus_heads
+        self.use_fp16 = use_fp16
+        self.device = device
+        self.random_state = random_state
+
+    def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
+        """Train the heads and form their answer.
+
+        Args:
+            X: embeddings `[n, n_features]`, n at least 2 and at least `n_clusters`.
+            y: ignored.
+
+        Raises:
+            ValueError: of a parameter out of range, of too few samples, of values not finite.
+            TooFewHealthyParts: no head could be trained.
+        """
+        settings = self._settings()
+        x = self._embeddings(X, reset=True)
+        n = len(x)
+        n_clusters = settings.n_clusters or 1
+        if n < n_clusters:
+            raise ValueError(
+                f"n_samples={n} is less than n_clusters={n_clusters}: give more samples or ask for "
+                "fewer clusters"
+            )
+        precision = Precision.for_device(settings.device, settings.use_fp16)
+        projection = Projection.fit(x, settings.pca_dim)
+        projected = projection(x)
+        k = min(settings.neighbours, n - 1)
+        sampler, steps = make_sampler(settings, nearest_neighbours(x, k, device=precision.device))
+        trainer = make_trainer(settings, projection.dim, n_clusters, precision)
+        train(trainer, sampler, projected.__getitem__, steps, on_log=_log)
+        self.model_, _ = form_answer(settings, trainer, sampler, projected.__getitem__, projection)
+        self.settings_ = settings
+        self.labels_ = self.model_.predict(x).numpy()
+        return self
+
+    def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
+        """The cluster of each sample, `[n]` int64: the likeliest of `predict_proba`."""
+        return self.predict_proba(X).argmax(1)
+
+    def predict_proba(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
+        """The heads' mean vote, `[n, n_clusters]` float32, each row a distribution.
+
+        The largest entry of a row is the confidence: how far the heads agree on that sample.
+        """
+        check_is_fitted(self)
+        return self.model_.predict_proba(self._embeddings(X, reset=False)).numpy()
+
+    def transform(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
+        """The same `[n, n_clusters]` float32 as `predict_proba`, as features for a next step."""
+        return self.predict_proba(X)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `model.safetensors` and `config.json`, as a run folder has them."""
+        check_is_fitted(self)
+        settings = self.settings_.to_dict()
+        config: dict[str, Any] = {
+            **self.model_.options,
+            "settings": {name: settings[name] for name in map(_setting, self.get_params())},
+        }
+        if hasattr(self, "feature_names_in_"):
+            config["feature_names"] = list(self.feature_names_in_)
+        self.model_.save_pretrained(folder, config=config)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Self:
+        """Load what `save_pretrained` wrote, or a finished run folder; it predicts at once.
+
+        Parameters are those of the training. A run folder's model takes embeddings of the run's
+        teacher, not images.
+
+        Raises:
+            FileNotFoundError: the folder is not there or holds no trained model.
+        """
+        folder = Path(folder)
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(
+                    f"{folder} holds no {name}: expected a finished run's folder, or one that "
+                    "save_pretrained wrote"
+                )
+        model = ClusterModel.from_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        saved = config.get("settings", {}) | {
+            "N_CLUSTERS": model.n_clusters,
+            "TEACHER_TEMP": model.temperature,
+            **{name.upper(): model.options[name] for name in ("head", *_WIDTHS)},
+        }
+        names = cls().get_params()
+        loaded = cls(**{name: saved[_setting(name)] for name in names if _setting(name) in saved})
+        loaded.model_, loaded.settings_ = model, loaded._settings()
+        loaded.n_features_in_ = model.options["in_dim"]
+        if "feature_names" in config:
+            loaded.feature_names_in_ = np.array(config["feature_names"], dtype=object)
+        return loaded
+
+    def _settings(self) -> VisionSettings:
+        """The parameters, checked; `n_clusters` is None for a single cluster."""
+        if self.n_clusters is None:
+            raise ValueError("n_clusters is None, but an array declares no classes: give a number")
+        values = {_setting(name): _plain(value) for name, value in self.get_params().items()}
+        values["SEED"] = self._seed()
+        if values["N_CLUSTERS"] == 1:  # trivial, so no run may ask for it; scikit-learn's users may
+            values["N_CLUSTERS"] = None
+        return VisionSettings.from_dict(values)
+
+    def _seed(self) -> int:
+        if self.random_state is None:
+            return int(np.random.default_rng().integers(2**32))
+        if isinstance(self.random_state, numbers.Integral):
+            return int(self.random_state)
+        return int(check_random_state(self.random_state).randint(2**32, dtype=np.uint32))
+
+    def _embeddings(self, X: ArrayLike | Tensor, *, reset: bool) -> Tensor:
+        """Checked `[n, n_features]` float32 on the CPU; shares memory with X where it can."""
+        array: Any = X
+        if isinstance(X, Tensor):
+            if X.layout != torch.strided:
+                raise TypeError("Sparse tensors are not supported: pass X.to_dense()")
+            X = X.detach().cpu()
+            array = (X.float() if X.dtype == torch.bfloat16 else X).numpy()  # NumPy has no bfloat16
+        with np.errstate(over="ignore"):  # too large for float32: an error that says so follows
+            least = 2 if reset else 1
+            x = validate_data(
+                self, array, reset=reset, dtype=np.float32, order="C", ensure_min_samples=least
+            )
+        return torch.from_numpy(np.require(x, requirements=["C", "W"]))
+
+    @property
+    def _n_features_out(self) -> int:
+        return self.model_.n_clusters
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags.preserves_dtype = ["float32"]
+        return tags
+
+
+_WIDTHS = ("hidden_dim", "bottleneck_dim")
+
+
+def _setting(parameter: str) -> str:
+    """The setting that a parameter stands for."""
+    return "SEED" if parameter == "random_state" else parameter.upper()
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy number or a `torch.device`, which a grid search or a user may pass, as a setting."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, torch.device) else value
+
+
+def _log(record: LogRecord, events: list[Event]) -> None:
+    logger.debug("step %d: %d heads healthy", record.step, record.healthy)
+    for event in events:
+        logger.warning("step %d, %s: %s; %s", event.step, event.part, event.reason, event.action)

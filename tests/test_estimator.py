@@ -1,0 +1,358 @@
+"""The estimator: scikit-learn's own checks, and what they leave out."""
+
+import dataclasses
+import doctest
+import inspect
+import pickle
+import random
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+import torch
+from scipy.sparse import csr_array
+from sklearn.base import clone
+from sklearn.cluster import KMeans
+from sklearn.datasets import load_digits, make_blobs
+from sklearn.exceptions import NotFittedError
+from sklearn.metrics import adjusted_rand_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import ssl_kd.estimator
+from ssl_kd import MultiHeadClusterer
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.store import EmbeddingStore
+from ssl_kd.vision.run import run
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import Objective
+
+
+def k_means(n_clusters: int) -> KMeans:
+    options: dict[str, Any] = {"n_init": 10, "random_state": 0}
+    return KMeans(n_clusters, **options)
+
+
+def again(estimator: Any) -> Any:
+    """`clone`, whose type is a union of everything."""
+    return clone(estimator)
+
+
+def small(n_clusters: int = 3, **parameters) -> MultiHeadClusterer:
+    """Few, narrow heads, on the CPU: enough for blobs."""
+    few = {"n_heads": 8, "max_steps": 100, "batch_size": 64, "device": "cpu"}
+    few |= {"hidden_dim": 16, "bottleneck_dim": 8}
+    return MultiHeadClusterer(n_clusters, **(few | parameters))
+
+
+@pytest.fixture(scope="module")
+def blobs() -> tuple[np.ndarray, np.ndarray]:
+    found: Any = make_blobs(150, n_features=6, centers=3, cluster_std=0.5, random_state=0)
+    return found[0].astype(np.float32), found[1]
+
+
+@pytest.fixture(scope="module")
+def fitted(blobs) -> MultiHeadClusterer:
+    return small().fit(blobs[0])
+
+
+@parametrize_with_checks([small(n_heads=4, max_steps=60)])
+def test_scikit_learns_own_checks(estimator, check):
+    check(estimator)
+
+
+def test_parameters_are_the_settings_with_their_defaults():
+    parameters = inspect.signature(MultiHeadClusterer).parameters
+    defaults = {name: p.default for name, p in parameters.items()}
+    assert defaults.pop("n_clusters") == 10
+    assert defaults.pop("random_state") == VisionSettings.seed
+    assert defaults == {name: getattr(VisionSettings, name) for name in defaults}
+    # Whatever is trained for can be asked for.
+    assert {field.name for field in dataclasses.fields(Objective)} - {"seed"} <= set(defaults)
+    described = inspect.getdoc(MultiHeadClusterer) or ""
+    assert all(f"\n    {name}: " in described for name in parameters)
+
+
+def test_the_examples_in_the_docstring_run():
+    assert doctest.testmod(ssl_kd.estimator).failed == 0
+
+
+def test_finds_clusters_and_predicts_held_out_samples(blobs):
+    X, y = blobs
+    clusterer = small().fit(X[:100])
+    assert adjusted_rand_score(y[:100], clusterer.labels_) > 0.9
+    assert adjusted_rand_score(y[100:], clusterer.predict(X[100:])) > 0.9
+
+
+def test_as_good_as_k_means_on_digits():
+    X, y = load_digits(n_class=6, return_X_y=True)
+    clusters = MultiHeadClusterer(6, n_heads=8, max_steps=250).fit_predict(X)
+    lines = k_means(6).fit_predict(X)
+    assert adjusted_rand_score(y, clusters) > adjusted_rand_score(y, lines) - 0.02
+
+
+def test_training_data_is_predicted_as_labelled_and_probabilities_add_up(fitted, blobs):
+    X, _ = blobs
+    probabilities = fitted.predict_proba(X)
+    np.testing.assert_array_equal(fitted.predict(X), fitted.labels_)
+    assert fitted.labels_.dtype == np.int64 and fitted.labels_.shape == (150,)
+    assert probabilities.dtype == np.float32 and probabilities.shape == (150, 3)
+    np.testing.assert_array_equal(probabilities.argmax(1), fitted.labels_)
+    np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
+    np.testing.assert_array_equal(fitted.transform(X), probabilities)
+    assert fitted.n_features_in_ == 6 and not hasattr(fitted, "feature_names_in_")
+    assert list(fitted.get_feature_names_out()) == [f"multiheadclusterer{k}" for k in range(3)]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+)
+def test_tensors_and_arrays_give_the_same_answer(blobs, dtype):
+    x = torch.from_numpy(blobs[0]).mul(4).to(dtype)
+    from_tensor = small(max_steps=5).fit(x)
+    array = x.float().numpy() if dtype == torch.bfloat16 else x.numpy()
+    from_array = small(max_steps=5).fit(array)
+    np.testing.assert_array_equal(from_tensor.labels_, from_array.labels_)
+    np.testing.assert_array_equal(from_tensor.predict_proba(x), from_array.predict_proba(array))
+
+
+def test_awkward_arrays_are_read_and_never_changed(blobs, fitted):
+    X, _ = blobs
+    expected = fitted.predict_proba(X)
+    read_only = X.copy()
+    read_only.setflags(write=False)
+    strided = np.repeat(X, 2, axis=0)[::2]
+    with_gradient = torch.from_numpy(X.copy()).requires_grad_()
+    for same in (read_only, strided, np.asfortranarray(X), X.tolist(), with_gradient):
+        np.testing.assert_array_equal(fitted.predict_proba(same), expected)
+    small(max_steps=2).fit(read_only)
+
+
+def _numpy_state() -> str:
+    state: Any = np.random.get_state()
+    return repr((state[0], state[1].tolist(), state[2:]))
+
+
+def test_global_random_states_are_left_alone(blobs):
+    for random_state in (0, None, np.random.RandomState(3)):
+        before = random.getstate(), _numpy_state(), torch.get_rng_state()
+        small(max_steps=2, random_state=random_state).fit(blobs[0])
+        assert random.getstate() == before[0]
+        assert _numpy_state() == before[1]
+        assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_random_state_decides_the_seed(blobs):
+    def weights(random_state) -> torch.Tensor:
+        fitted = small(max_steps=2, consensus_heads=1, random_state=random_state).fit(blobs[0])
+        return fitted.model_.weights
+
+    assert torch.equal(weights(7), weights(np.int64(7)))
+    assert not torch.equal(weights(7), weights(8))
+    assert torch.equal(weights(np.random.RandomState(7)), weights(np.random.RandomState(7)))
+    assert not torch.equal(weights(None), weights(None))
+    shared = np.random.RandomState(7)
+    assert not torch.equal(weights(shared), weights(shared))
+    assert small(max_steps=2, random_state=7).fit(blobs[0]).settings_.seed == 7
+
+
+def test_in_a_pipeline_with_clone(blobs):
+    X, y = blobs
+    pipeline = make_pipeline(StandardScaler(), small())
+    assert adjusted_rand_score(y, pipeline.fit(X).predict(X)) > 0.9
+    copy = again(pipeline)
+    half = X.astype(np.float16)
+    np.testing.assert_array_equal(copy.fit_predict(half), copy.predict(half))
+    features = make_pipeline(StandardScaler(), small(), k_means(3))
+    assert adjusted_rand_score(y, features.fit_predict(X)) > 0.9
+    assert again(small(beta=0.7)).get_params() == small(beta=0.7).get_params()
+
+
+def test_set_output_names_the_columns(fitted, blobs):
+    pandas = pytest.importorskip("pandas")
+    X, _ = blobs
+    frame = again(fitted).set_output(transform="pandas").fit_transform(pandas.DataFrame(X))
+    assert list(frame.columns) == [f"multiheadclusterer{k}" for k in range(3)]
+    np.testing.assert_array_equal(frame.to_numpy(), fitted.transform(X))
+
+
+def test_joblib_and_pickle_keep_the_answer(fitted, blobs, tmp_path):
+    X, _ = blobs
+    joblib.dump(fitted, tmp_path / "clusterer.joblib")
+    for loaded in (joblib.load(tmp_path / "clusterer.joblib"), pickle.loads(pickle.dumps(fitted))):
+        np.testing.assert_array_equal(loaded.predict_proba(X), fitted.predict_proba(X))
+
+
+def test_in_other_processes_the_answer_is_the_same(blobs):
+    X, _ = blobs
+    clusterers = [small(max_steps=10, random_state=seed) for seed in range(2)]
+    found: Any = joblib.Parallel(n_jobs=2)(joblib.delayed(c.fit)(X) for c in clusterers)
+    for elsewhere, here in zip(found, clusterers, strict=True):
+        np.testing.assert_array_equal(elsewhere.predict_proba(X), here.fit(X).predict_proba(X))
+
+
+def test_saved_and_loaded_again(fitted, blobs, tmp_path):
+    X, _ = blobs
+    fitted.save_pretrained(tmp_path / "model")
+    loaded = MultiHeadClusterer.from_pretrained(str(tmp_path / "model"))
+    np.testing.assert_array_equal(loaded.predict_proba(X), fitted.predict_proba(X))
+    assert loaded.get_params() == fitted.get_params()
+    assert loaded.settings_ == fitted.settings_
+    assert loaded.n_features_in_ == 6 and not hasattr(loaded, "labels_")
+    with pytest.raises(ValueError, match="expecting 6 features"):
+        loaded.predict(X[:, :5])
+    np.testing.assert_array_equal(loaded.fit(X).labels_, fitted.labels_)
+    loaded.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        first, second = (tmp_path / folder / name for folder in ("model", "again"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_plain_model_loads_too(fitted, blobs, tmp_path):
+    fitted.model_.save_pretrained(tmp_path)
+    loaded = MultiHeadClusterer.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(loaded.predict(blobs[0]), fitted.labels_)
+    assert loaded.n_clusters == 3 and loaded.hidden_dim == 16
+
+
+def test_a_run_folder_loads_and_a_fit_on_its_embeddings_is_the_same(tmp_path):
+    settings = VisionSettings(
+        embeddings_dir=str(tmp_path / "embeddings"),
+        runs_dir=str(tmp_path / "runs"),
+        n_heads=4,
+        max_steps=20,
+        seed=3,
+        device="cpu",
+        probe=False,
+        baselines=False,
+        tensorboard=False,
+    )
+    loaded = MultiHeadClusterer.from_pretrained(run(settings).path)
+    assert (loaded.n_clusters, loaded.n_heads, loaded.random_state) == (10, 4, 3)
+    x = EmbeddingStore.open(tmp_path / "embeddings", "train").tensor()
+    fitted = again(loaded).fit(x)
+    np.testing.assert_array_equal(loaded.predict_proba(x), fitted.predict_proba(x))
+
+
+def test_feature_names_survive_saving(blobs, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(blobs[0], columns=list("abcdef"))
+    fitted = small(max_steps=2).fit(frame)
+    fitted.save_pretrained(tmp_path)
+    loaded = MultiHeadClusterer.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(loaded.predict(frame), fitted.labels_)
+    with pytest.raises(ValueError, match="feature names"):
+        loaded.predict(frame.rename(columns={"a": "z"}))
+
+
+def test_a_folder_without_a_model_says_what_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere holds no config.json"):
+        MultiHeadClusterer.from_pretrained(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="no model.safetensors.*finished run"):
+        MultiHeadClusterer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("n_clusters", [1, 2, 5])
+@pytest.mark.parametrize("n", [5, 8])
+def test_fewer_samples_than_batch_and_neighbours(n, n_clusters):
+    X = np.random.RandomState(0).normal(size=(n, 4))
+    clusterer = small(n_clusters, max_steps=10).fit(X)
+    assert set(clusterer.labels_) <= set(range(n_clusters))
+    np.testing.assert_array_equal(clusterer.predict(X), clusterer.labels_)
+    np.testing.assert_allclose(clusterer.predict_proba(X).sum(1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "X", [np.zeros((30, 3)), np.ones((30, 1)), np.eye(2)], ids=["zeros", "duplicates", "two"]
+)
+def test_samples_with_nothing_to_tell_apart_still_get_an_answer(X):
+    clusterer = small(2, max_steps=10).fit(X)
+    assert np.isfinite(clusterer.predict_proba(X)).all()
+
+
+def test_units_do_not_matter(blobs):
+    X, _ = blobs
+    labels = small(max_steps=10).fit_predict(X)
+    for unit in (2**-20, 2**40):  # powers of two: exact in any arithmetic
+        np.testing.assert_array_equal(small(max_steps=10).fit_predict(X * np.float32(unit)), labels)
+
+
+@pytest.mark.parametrize(
+    ("X", "error", "message"),
+    [
+        (np.zeros((1, 3)), ValueError, "minimum of 2"),
+        (np.zeros((2, 3)), ValueError, "n_samples=2 is less than n_clusters=3"),
+        (np.full((9, 3), np.nan), ValueError, "NaN"),
+        (np.full((9, 3), 1e300), ValueError, "too large for dtype"),
+        (csr_array(np.eye(9)), TypeError, "[Ss]parse"),
+        (torch.eye(9).to_sparse(), TypeError, "to_dense"),
+        (np.zeros((9, 3), dtype=complex), ValueError, "Complex"),
+        (np.zeros(9), ValueError, "2D array"),
+        ([["a", "b"]] * 9, ValueError, "convert string"),
+    ],
+    ids=lambda value: None,
+)
+def test_inputs_that_are_refused(X, error, message):
+    with pytest.raises(error, match=message):
+        small().fit(X)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"n_clusters": None}, "n_clusters is None"),
+        ({"n_clusters": 0}, "N_CLUSTERS is 0.*at least 2"),
+        ({"n_heads": 2.5}, "N_HEADS is 2.5.*whole number"),
+        ({"loss": "temy"}, "LOSS is 'temy'.*Did you mean temi"),
+        ({"random_state": -1}, "SEED is -1"),
+        ({"random_state": "seven"}, "cannot be used to seed"),
+        ({"device": "abacus"}, "DEVICE is 'abacus'"),
+    ],
+)
+def test_parameters_that_are_refused_when_fitted(parameters, message, blobs):
+    clusterer = small().set_params(**parameters)
+    with pytest.raises(ValueError, match=message):
+        clusterer.fit(blobs[0])
+
+
+def test_numpy_numbers_and_devices_are_parameters_too(blobs):
+    plain = small(n_heads=2, beta=0.7, max_steps=3)
+    fancy = small(
+        n_heads=np.int64(2), beta=np.float64(0.7), max_steps=3, device=torch.device("cpu")
+    )
+    np.testing.assert_array_equal(fancy.fit(blobs[0]).labels_, plain.fit(blobs[0]).labels_)
+
+
+def test_not_fitted_says_so(blobs, tmp_path):
+    with pytest.raises(NotFittedError):
+        small().predict(blobs[0])
+    with pytest.raises(NotFittedError):
+        small().save_pretrained(tmp_path)
+
+
+def test_sick_heads_are_logged(blobs, caplog):
+    with pytest.raises(TooFewHealthyParts, match="no head"):
+        small(head=f"{__name__}.Broken").fit(blobs[0])
+    assert "head 0" in caplog.text
+
+
+class Broken(torch.nn.Module):
+    """Logits that are never finite."""
+
+    def __init__(self, in_dim: int, n_clusters: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((n_clusters, in_dim), torch.nan))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+@pytest.mark.gpu
+def test_trains_on_a_gpu_and_predicts_on_the_cpu(blobs):
+    X, y = blobs
+    clusterer = small(device="cuda").fit(torch.from_numpy(X).cuda())
+    assert clusterer.model_.weights.device.type == "cpu"
+    assert adjusted_rand_score(y, clusterer.predict(X)) > 0.9
