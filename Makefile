@@ -29,7 +29,7 @@ lint: $(VENV)/.installed-dev ## Check style, types and import floors
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 bench: $(VENV)/.installed ## Measure: digits over several seeds, as in the README
-	$(PY) -m benchmarks.digits $(ARGS)
+	$(PY) -m benchmarks.quality $(ARGS)
 
 doctor: $(VENV)/.installed ## Check the installation and the numerics
 	$(PY) test_installation.py

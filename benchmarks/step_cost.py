@@ -1,0 +1,132 @@
+"""Seconds and memory of one training step, beside the official TEMI code in the same process.
+
+    python -m benchmarks.step_cost --official PATH_OF_A_CHECKOUT
+
+Both train the same number of full-size heads (512 -> 256) on the same batch. The two take turns,
+and the ratio is the median over pairs, so that a machine whose speed drifts does not matter. Memory
+is the growth of the peak resident set over one step, each side in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.official_temi import OfficialTEMI
+from ssl_kd.guard import Precision
+from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.vision.train import HeadTrainer, Objective
+
+SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]
+
+
+def ours(batch: int, dim: int, clusters: int, heads: int, half: bool, weight: str):
+    """A step of ours, as a function of views."""
+    trainer = HeadTrainer(
+        HeadBank(lambda: TEMIHead(dim, clusters, 512, 256), heads),
+        Objective(batch_size=batch, instance_weight=weight),
+        Precision.for_device("cpu", use_fp16=half),
+        clusters,
+    )
+    return lambda views: trainer.step(views, 1e-4)
+
+
+def official(batch: int, dim: int, clusters: int, heads: int, checkout: Path):
+    """A step of the official code, as a function of views."""
+    peer = OfficialTEMI(checkout, in_dim=dim, n_clusters=clusters, n_heads=heads, batch_size=batch)
+    return peer.step
+
+
+def paired(a, b, views, runs: int) -> tuple[float, float, float]:
+    """Median seconds of a, of b, and the median of b / a over alternating pairs."""
+    times: list[tuple[float, float]] = []
+    for run in range(runs + 1):
+        pair = []
+        for step in (a, b):
+            began = time.perf_counter()
+            step(views)
+            pair.append(time.perf_counter() - began)
+        if run:  # the first pair warms up
+            times.append((pair[0], pair[1]))
+    first, second = zip(*times, strict=True)
+    ratio = statistics.median(y / x for x, y in times)
+    return statistics.median(first), statistics.median(second), ratio
+
+
+def peak_growth(build, views) -> float:
+    """MiB by which the peak resident set grows in two steps."""
+    step = build()
+    before = peak_mib()
+    step(views), step(views)
+    return peak_mib() - before
+
+
+def peak_mib() -> float:
+    """Peak resident set of this process so far, in MiB (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status).group(1)) / 1024  # type: ignore[union-attr]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One step, beside the official TEMI code.")
+    parser.add_argument("--official", type=Path, required=True, help="checkout of the peer")
+    parser.add_argument("--runs", type=int, default=5, help="pairs per shape")
+    parser.add_argument("--weight", default="mean", choices=["none", "own", "mean"])
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--shape", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+    if args.memory_of:
+        shape = SHAPES[args.shape]
+        views = torch.randn(2, shape[0], shape[1])
+        build = {
+            "ours": lambda: ours(*shape, half=False, weight=args.weight),
+            "official": lambda: official(*shape, checkout=args.official),
+        }[args.memory_of]
+        print(peak_growth(build, views))
+        return
+
+    def memory(side: str, index: int) -> float:
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.step_cost",
+            "--official",
+            str(args.official),
+            "--memory-of",
+            side,
+        ]
+        words += ["--shape", str(index), "--weight", args.weight]
+        return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+    print(Precision.for_device("cpu", use_fp16=True))
+    print(f"{torch.get_num_threads()} threads, {args.runs} pairs, instance weight {args.weight!r}")
+    columns = ["batch, dim, K, heads", "official s", "ours s", "times faster", "ours half s"]
+    columns += ["times faster", "MiB official", "MiB ours"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for index, shape in enumerate(SHAPES):
+        views = torch.randn(2, shape[0], shape[1], generator=torch.Generator().manual_seed(0))
+        peer = official(*shape, checkout=args.official)
+        full, full_peer, ratio = paired(
+            ours(*shape, half=False, weight=args.weight), peer, views, args.runs
+        )
+        half, _, half_ratio = paired(
+            ours(*shape, half=True, weight=args.weight), peer, views, args.runs
+        )
+        print(
+            f"| {', '.join(map(str, shape))} | {full_peer:.2f} | {full:.2f} | {ratio:.2f} "
+            f"| {half:.2f} | {half_ratio:.2f} | {memory('official', index):.0f} "
+            f"| {memory('ours', index):.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
