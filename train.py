@@ -6,4 +6,4 @@ from pathlib import Path
 from ssl_kd.cli import train
 
 if __name__ == "__main__":
-    sys.exit(train(sys.argv[1:], config=Path(__file__).with_name("config.py")))
+    sys.exit(train(sys.argv[1:], config=Path(__file__).with_name("config.py"), prog=sys.argv[0]))

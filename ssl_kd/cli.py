@@ -63,8 +63,9 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
         config: The settings file where no `--config` is given; it may be missing.
         prog: What `--help` calls the program.
     """
-    again = f"{'python ' if prog.endswith('.py') else ''}{prog} {shlex.join(argv)}".strip()
-    return _guarded(lambda: _train(argv, config, prog), again)
+    # This very interpreter: another one named python may lack the packages.
+    program = [sys.orig_argv[0], prog] if prog.endswith(".py") else prog.split()
+    return _guarded(lambda: _train(argv, config, prog), shlex.join([*program, *argv]))
 
 
 def read_settings(cls: type[S], argv: Sequence[str], config: Path, *, prog: str) -> S:
@@ -175,16 +176,23 @@ def _train(argv: Sequence[str], config: Path, prog: str) -> int:
 
 def results_table(metrics: dict[str, Any]) -> Table:
     """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Clusters against the labels, in percent" if metrics.get("table") else None)
-    table.add_column("answer")
+    title = "Clusters against the labels, in percent" if metrics.get("table") else None
+    # 80 columns are enough for every name; only a long note takes a second line.
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("answer", no_wrap=True)
     table.add_column("split")
     for score in ("ACC", "NMI", "ARI"):
         table.add_column(score, justify="right")
     table.add_column("note", overflow="fold")
+    split = None
     for row in metrics.get("table", []):
+        if split not in (None, row.get("split")):
+            table.add_row()
+        split = row.get("split")
         scores = [row.get(score) for score in ("acc", "nmi", "ari")]
         shown = ["-" if score is None else f"{100 * score:.1f}" for score in scores]
         # Text: a name in square brackets is no markup.
@@ -312,8 +320,14 @@ def _known(error: Any, again: str) -> tuple[int, str | None]:
     """The exit code and line of a failure that a user can act on; no line for any other."""
     interrupted = getattr(sys.modules.get("ssl_kd.vision.run"), "Interrupted", None)
     if interrupted is not None and isinstance(error, interrupted):
-        stop, run_dir = signal.Signals(error.signal), Path(error.run_dir)
-        way = f"go on with: {again} --resume --run_name {shlex.quote(run_dir.name)}"
+        stop = signal.Signals(error.signal)
+        if error.run_dir is None:
+            return 128 + stop, f"Stopped by {stop.name} before the training began."
+        run_dir = Path(error.run_dir)
+        flags = {"--resume": "", "--run_name": f" {shlex.quote(run_dir.name)}"}
+        words = again.replace("--run-name", "--run_name")
+        more = [name + value for name, value in flags.items() if name not in words]
+        way = f"go on with: {' '.join([again, *more])}"
         return 128 + stop, f"Stopped by {stop.name}; a checkpoint is in {run_dir}; {way}"
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "Stopped by SIGINT before the training began."

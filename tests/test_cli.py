@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -223,7 +224,8 @@ def test_a_known_failure_is_one_line_and_a_code(which, run_that, capfd):
 
 def test_an_interrupted_run_says_how_to_go_on(run_that, capfd):
     run_that(raises(Interrupted(signal.SIGTERM, Path("runs/fast"))), ["--dataset", "my images"])
-    way = "go on with: python train.py --dataset 'my images' --resume --run_name fast\n"
+    python = shlex.quote(sys.orig_argv[0])
+    way = f"go on with: {python} train.py --dataset 'my images' --resume --run_name fast\n"
     assert capfd.readouterr().err.endswith(way)
 
 
@@ -258,7 +260,7 @@ def test_a_run_shows_progress_table_and_report(run_that, tmp_path, capfd, monkey
         assert settings == VisionSettings()
         progress("train", 1, 2, {"loss": 0.123456})
         progress("train", 2, 2, {"loss": 0.1})
-        return tmp_path
+        return types.SimpleNamespace(path=tmp_path, images=None)
 
     assert run_that(run) == 0
     out, err = capfd.readouterr()

@@ -177,13 +177,17 @@ def _embed(
     settings: VisionSettings, precision: Precision, tell: Progress
 ) -> tuple[Dataset, dict[str, EmbeddingStore], Teacher]:
     """Open the data, load the teacher, and fill or open the store of each split."""
-    where: dict[str, Any] = {"root": settings.data_dir, "download": settings.download}
-    train_set = open_dataset(settings.dataset, "train", **where)
+    root, download = settings.data_dir, settings.download
+    train_set = open_dataset(settings.dataset, "train", root=root, download=download)
     if settings.dataset_test is not None:
         names = train_set.class_names
-        test_set = open_dataset(settings.dataset_test, "test", class_names=names, **where)
+        test_set = open_dataset(
+            settings.dataset_test, "test", class_names=names, root=root, download=download
+        )
     else:
-        test_set = open_dataset(settings.dataset, "test", missing_ok=True, **where)
+        test_set = open_dataset(
+            settings.dataset, "test", missing_ok=True, root=root, download=download
+        )
 
     teacher = _teacher(settings, train_set, precision)
     if settings.embedding_dim not in (None, teacher.dim):
@@ -398,9 +402,9 @@ def _judge(
         def row(what: str, scores: dict[str, Any], note: str | None = None, name: str = name):
             table.append({"name": what, "split": name, **scores, "note": note})
 
-        note = f"vote of {len(chosen)} of {len(scores)} heads"
+        note = f"{len(chosen)} of {len(scores)} heads"
         row("consensus", evaluate.clustering_scores(split.all_labels, split.clusters), note)
-        row("best head (unsupervised)", scores[best], f"head {best}, of lowest loss")
+        row("best head (unsupervised)", scores[best], f"head {best}, by loss")
         mean = {k: np.mean([s[k] or 0.0 for s in scores]) for k in scores[0]} if known else {}
         row("mean over heads", {k: float(mean[k]) if known else None for k in scores[0]})
         for baseline in baselines:

@@ -1,0 +1,249 @@
+"""The run folder: never overwritten unasked, locked, resumed with the same settings only."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ssl_kd
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.files import LockHeld
+from ssl_kd.settings import SettingsError
+from ssl_kd.store import Fingerprint
+from ssl_kd.vision.folder import FREE_ON_RESUME, RunFolder, RunFolderError
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import LogRecord
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return lambda **changes: VisionSettings(runs_dir=str(tmp_path / "runs"), **changes)
+
+
+def record(step):
+    return LogRecord(step, 0.0, 0.1, [1.0, float("nan")], [float("inf"), 2.0], 1, 0.5, 10.0)
+
+
+def begun(settings, step=4):
+    """A folder in which a run was interrupted."""
+    with RunFolder(settings) as folder:
+        folder.write_config(settings, precision="cpu")
+        folder.save_checkpoint(step, {"x": torch.arange(3.0)})
+    return folder.path
+
+
+def test_without_a_name_each_run_gets_a_folder_of_its_own(settings):
+    folders = [RunFolder(settings()) for _ in range(4)]
+    assert len({folder.path for folder in folders}) == 4
+    with folders[0], folders[3]:
+        folders[0].become_latest()
+        folders[3].become_latest()
+    latest = folders[0].path.parent / "latest"
+    assert os.readlink(latest) == folders[3].path.name and latest.resolve() == folders[3].path
+
+
+def test_somebody_elses_latest_is_left_alone(settings, tmp_path):
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    with RunFolder(settings()) as folder:
+        folder.become_latest()
+    assert not (tmp_path / "runs" / "latest").is_symlink()
+
+
+def test_a_file_system_without_links_is_no_reason_to_stop(settings, monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with RunFolder(settings()) as folder:
+        folder.become_latest()
+    assert "does not point to this run" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["metrics.json", "config.json", "thesis.tex"])
+def test_a_finished_an_unfinished_and_a_foreign_folder_are_not_overwritten(
+    settings, tmp_path, file
+):
+    mine = tmp_path / "runs" / "a" / file
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(RunFolderError, match="already holds") as refused:
+        RunFolder(settings(run_name="a"))
+    assert "another --run_name" in str(refused.value)
+    assert mine.read_text() == "mine" and list(mine.parent.iterdir()) == [mine]
+
+
+def test_a_run_that_fails_before_it_trained_leaves_nothing(settings):
+    with pytest.raises(ZeroDivisionError), RunFolder(settings(run_name="a")) as folder:
+        folder.write_config(settings(), precision="cpu")
+        folder.rewind(0)
+        raise ZeroDivisionError
+    assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("what", ["a checkpoint", "a line of metrics"])
+def test_a_run_that_fails_later_keeps_what_it_has(settings, what):
+    with pytest.raises(ZeroDivisionError), RunFolder(settings(run_name="a")) as folder:
+        if what == "a checkpoint":
+            folder.save_checkpoint(1, {})
+        else:
+            folder.log(record(1), [])
+        raise ZeroDivisionError
+    assert folder.path.exists() and folder.trained
+
+
+def test_a_resumed_run_that_fails_at_once_is_kept(settings):
+    with RunFolder(settings(run_name="a")) as folder:
+        folder.write_config(settings(), precision="cpu")
+    with pytest.raises(ZeroDivisionError), RunFolder(settings(run_name="a", resume=True)):
+        raise ZeroDivisionError
+    assert (folder.path / "config.json").exists()
+
+
+def test_two_at_once_in_one_folder(settings):
+    with RunFolder(settings(run_name="a")) as folder:
+        folder.write_config(settings(), precision="cpu")
+        with pytest.raises(LockHeld, match=str(os.getpid())):
+            RunFolder(settings(run_name="a", resume=True)).__enter__()
+        code = f"""
+from ssl_kd.vision.folder import RunFolder
+from ssl_kd.vision.settings import VisionSettings
+RunFolder(VisionSettings(**{settings(run_name="a", resume=True).__dict__})).__enter__()
+"""
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert f"process {os.getpid()} holds" in other.stderr
+    begun(settings(run_name="b"))
+    with RunFolder(settings(run_name="b", resume=True)):
+        pass
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a user who can be refused")
+def test_a_folder_that_may_not_be_written(settings, tmp_path):
+    (tmp_path / "runs").mkdir(mode=0o500)
+    with pytest.raises(PermissionError, match="runs"):
+        RunFolder(settings())
+
+
+def test_a_place_where_no_folder_can_be_is_named(settings, tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    for name in (None, "a"):
+        with pytest.raises(OSError, match="runs"):
+            RunFolder(settings(run_name=name))
+
+
+def test_resume_takes_the_last_unfinished_run(settings):
+    paths = [begun(settings(run_name=name)) for name in ("c", "a", "b")]
+    for age, path in enumerate(paths):
+        os.utime(path / "config.json", (1e9 + age, 1e9 + age))
+    (paths[2] / "metrics.json").write_text("{}")
+    assert RunFolder(settings(resume=True)).path == paths[1]
+    assert RunFolder(settings(resume=True, run_name="c")).path == paths[0]
+    with pytest.raises(RunFolderError, match="b is finished; its report is .*report.html"):
+        RunFolder(settings(resume=True, run_name="b"))
+
+
+def test_nothing_to_resume_says_so(settings, tmp_path):
+    with pytest.raises(RunFolderError, match="no unfinished run in .*runs"):
+        RunFolder(settings(resume=True))
+    with pytest.raises(RunFolderError, match="holds no run to resume"):
+        RunFolder(settings(resume=True, run_name="a"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resume_with_other_settings_names_them(settings):
+    path = begun(settings(run_name="a"))
+    with pytest.raises(SettingsError) as refused:
+        RunFolder(settings(resume=True, n_heads=7, clip_grad=None))
+    message = str(refused.value)
+    assert (
+        "N_HEADS was 48 and is now 7" in message and "CLIP_GRAD was 1.0 and is now None" in message
+    )
+    assert "SEED" not in message and path.exists()
+
+
+def test_what_does_not_change_the_result_may_change(settings):
+    path = begun(settings(run_name="a"))
+    changes = {"checkpoint_every": 7, "log_every": 3, "workers": 2, "tensorboard": False}
+    assert set(changes) < FREE_ON_RESUME <= set(VisionSettings.rules())
+    assert RunFolder(settings(resume=True, **changes)).path == path
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": 3}'])
+def test_a_config_that_cannot_be_read_is_named(settings, tmp_path, text):
+    path = begun(settings(run_name="a"))
+    (path / "config.json").write_text(text)
+    with pytest.raises(RunFolderError, match="config.json cannot be read"):
+        RunFolder(settings(resume=True))
+
+
+def test_config_says_what_the_numbers_depend_on(settings, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py", "--seed", "3"])
+    with RunFolder(settings(seed=3)) as folder:
+        folder.write_config(settings(seed=3), precision="cpu: float32")
+        folder.update_json("config.json", n_heads=5)
+    config = json.loads((folder.path / "config.json").read_text())
+    assert config["settings"] == settings(seed=3).to_dict()
+    assert config["command"] == "train.py --seed 3" and config["precision"] == "cpu: float32"
+    assert config["versions"]["ssl_kd"] == ssl_kd.__version__ and config["n_heads"] == 5
+    assert config["commit"] is None or isinstance(config["commit"], str)
+
+
+def test_a_run_keeps_to_its_embeddings(settings):
+    one, other = (Fingerprint("pixels", "none", "8", "float32", data) for data in ("x", "y"))
+    with RunFolder(settings()) as folder:
+        folder.write_config(settings(), precision="cpu")
+        folder.keep_to(one)
+        folder.write_config(settings(), precision="cpu")  # as when resumed
+        folder.keep_to(one)
+        with pytest.raises(RunFolderError, match="start a new run without --resume"):
+            folder.keep_to(other)
+
+
+def test_logs_are_strict_json_and_can_be_rewound(settings):
+    with RunFolder(settings()) as folder:
+        folder.rewind(0)
+        for step in (5, 10, 15):
+            events = [Event(step - 1, "head 1", "loss", "not finite", "skipped", float("nan"))]
+            folder.log(record(step), events)
+        assert folder.count_events() == 3
+        with open(folder.path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 16, "lo')  # the half line of a run that was killed
+        folder.rewind(10)
+        lines = (folder.path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [5, 10]
+        assert json.loads(lines[0])["loss"] == [1.0, None]
+        assert json.loads(lines[0])["grad_norm"] == [None, 2.0]
+        assert folder.count_events() == 2
+        folder.rewind(0)
+        assert folder.count_events() == 0
+
+
+def test_the_last_two_checkpoints_are_kept(settings):
+    with RunFolder(settings()) as folder:
+        assert folder.load_checkpoint() == (0, {})
+        for step in (5, 10, 1000):
+            folder.save_checkpoint(step, {"x": torch.full((3,), float(step))})
+        names = {path.name for path in (folder.path / "checkpoint").iterdir()}
+        assert names == {f"step_{s:09d}.{e}" for s in (10, 1000) for e in ("pt", "sha256")}
+        step, tensors = folder.load_checkpoint()
+        assert step == 1000 and tensors["x"].tolist() == [1000.0] * 3
+
+
+def test_damage_falls_back_says_so_and_does_not_count_as_kept(settings, caplog):
+    with RunFolder(settings()) as folder:
+        for step in (5, 10):
+            folder.save_checkpoint(step, {"x": torch.arange(step)})
+        newest = folder.path / "checkpoint" / "step_000000010.pt"
+        newest.write_bytes(newest.read_bytes()[:-100])
+        with caplog.at_level(logging.WARNING):
+            step, tensors = folder.load_checkpoint()
+        assert step == 5 and len(tensors["x"]) == 5
+        assert "falling back to the checkpoint before step_000000010" in caplog.text
+        folder.save_checkpoint(7, {})
+        assert folder.load_checkpoint()[0] == 7
+        for path in (folder.path / "checkpoint").glob("*.pt"):
+            path.write_bytes(b"")
+        assert folder.load_checkpoint() == (0, {})

@@ -1,0 +1,149 @@
+"""The model that a run leaves: votes of heads, in blocks, saved and loaded again."""
+
+import json
+
+import pytest
+import torch
+
+from ssl_kd.guard.precision import Precision
+from ssl_kd.vision import fit
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import train
+
+DIM, K = 6, 4
+
+
+def make_model(**changes):
+    sizes = {"n_clusters": K, "n_heads": 3, "hidden_dim": 10, "bottleneck_dim": 5}
+    return ClusterModel(**{"in_dim": DIM, "head_dim": DIM, **sizes, **changes})
+
+
+@pytest.fixture(params=[DIM, 4], ids=["all directions", "rotated to fewer"])
+def model(request):
+    model = make_model(head_dim=request.param)
+    sample = torch.randn(50, DIM) * torch.arange(1.0, DIM + 1)
+    model.projection.load_state_dict(Projection.fit(sample, request.param).state_dict())
+    model.weights.copy_(model.bank.initial_weights(0) * 20)
+    model.votes.copy_(torch.rand(3, K, K).softmax(-1))
+    return model
+
+
+def test_forward_is_the_mean_vote_of_the_heads(model):
+    x = torch.randn(7, DIM)
+    expected = torch.zeros(7, K, dtype=torch.float64)
+    for i in range(3):
+        logits = model.bank.head(model.weights, i).double()(model.projection(x).double())
+        expected += torch.softmax(logits / 0.1, -1) @ model.votes[i].double() / 3
+    torch.testing.assert_close(model(x).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_probabilities_are_distributions_in_any_dtype_and_number_of_rows(model):
+    for n in (0, 1, 9):
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            found = model.predict_proba(torch.randn(n, DIM).to(dtype))
+            assert found.shape == (n, K) and found.dtype == torch.float32
+            torch.testing.assert_close(found.sum(1), torch.ones(n))
+            assert not found.requires_grad
+    assert model.predict(torch.randn(5, DIM)).dtype == torch.int64
+
+
+def test_blocks_do_not_change_the_answer(model):
+    x = torch.randn(ROWS_PER_BLOCK + 3, DIM)
+    found = model.predict_proba(x)
+    torch.testing.assert_close(found[-5:], model.predict_proba(x[-5:]))
+    assert len(found) == len(x)
+
+
+def test_saved_and_loaded_it_says_the_same(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    again = ClusterModel.from_pretrained(tmp_path)
+    x = torch.randn(20, DIM)
+    assert torch.equal(again.predict_proba(x), model.predict_proba(x))
+    assert again.options == model.options
+
+
+def test_a_run_folder_whose_config_says_more_loads_too(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    more = {"settings": {"N_HEADS": 9}, "versions": {}, "commit": None, "command": "train.py"}
+    (tmp_path / "config.json").write_text(json.dumps(more | model.options))
+    again = ClusterModel.from_pretrained(tmp_path)
+    assert torch.equal(again.weights, model.weights) and again.options == model.options
+
+
+def test_a_head_of_ones_own_loads_by_its_import_path(tmp_path):
+    model = make_model(head="heads.cosine_head.CosineHead")
+    model.weights.copy_(model.bank.initial_weights(1))
+    model.votes.fill_(1 / K)
+    model.save_pretrained(tmp_path)
+    again = ClusterModel.from_pretrained(tmp_path)
+    x = torch.randn(3, DIM)
+    assert torch.equal(again.head_probabilities(x), model.head_probabilities(x))
+
+
+def blobs(n=80):
+    blob = torch.arange(n) % K
+    return blob, torch.eye(DIM)[blob] * 3 + 0.3 * torch.randn(n, DIM)
+
+
+def trained(x, **changes):
+    settings = VisionSettings(
+        **{
+            "n_heads": 5,
+            "hidden_dim": 10,
+            "bottleneck_dim": 5,
+            "batch_size": 16,
+            "max_steps": 100,
+            "learning_rate": 0.01,
+            **changes,
+        }
+    )
+    projection = Projection.fit(x, settings.pca_dim)
+    neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :5]
+    trainer = fit.make_trainer(settings, projection.dim, K, Precision.for_device("cpu"))
+    sampler, steps = fit.make_sampler(settings, neighbours)
+    gather = projection(x).__getitem__
+    train(trainer, sampler, gather, steps)
+    return trainer, lambda: fit.form_answer(settings, trainer, sampler, gather, projection)
+
+
+@pytest.mark.parametrize("unit", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("pca_dim", [None, 4])
+def test_the_answer_finds_clusters_in_any_unit(unit, pca_dim):
+    blob, x = blobs()
+    _, form_answer = trained(x * unit, pca_dim=pca_dim)
+    model, chosen = form_answer()
+    found = model.predict(x * unit)
+    assert {len(found[blob == k].unique()) for k in range(K)} == {1} and len(found.unique()) == K
+    assert len(chosen) == model.options["n_heads"]
+    # Held-out samples go through the same function.
+    assert torch.equal(model.predict(x[:9] * unit), found[:9])
+
+
+def test_a_sick_or_collapsed_head_does_not_spoil_the_answer():
+    blob, x = blobs()
+    trainer, form_answer = trained(x)
+    state = trainer.state
+    healthy = state.loss.argsort()
+    state.teacher[healthy[0]] = torch.nan  # sick, though its loss was the lowest
+    state.streak[healthy[0]] = 3
+    state.teacher[healthy[1]] = 0.0  # collapsed: every sample in one cluster
+    model, chosen = form_answer()
+    assert healthy[0] not in chosen and torch.isfinite(model.weights).all()
+    found = model.predict(x)
+    assert {len(found[blob == k].unique()) for k in range(K)} == {1} and len(found.unique()) == K
+
+
+def test_forming_the_answer_repeats_itself_and_leaves_the_heads_as_they_are():
+    _, x = blobs()
+    trainer, form_answer = trained(x, max_steps=20)
+    before = {name: tensor.clone() for name, tensor in trainer.state.tensors().items()}
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first, _ = form_answer()
+    assert torch.equal(torch.get_rng_state(), state)
+    again, _ = form_answer()
+    assert torch.equal(first.votes, again.votes) and torch.equal(first.weights, again.weights)
+    for name, tensor in trainer.state.tensors().items():
+        assert torch.equal(tensor, before[name])

@@ -1,0 +1,563 @@
+"""The main job end to end on 64 real digits: what it leaves, resuming, awkward data, no labels."""
+
+import csv
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from ssl_kd.guard.files import CorruptFileError, load_tensors
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.settings import SettingsError
+from ssl_kd.store import EmbeddingStore, FingerprintMismatch
+from ssl_kd.vision import run as running
+from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.run import Interrupted, run
+from ssl_kd.vision.settings import VisionSettings
+
+ROOT = Path(__file__).parents[2]
+FAST = {
+    "n_heads": 4,
+    "hidden_dim": 16,
+    "bottleneck_dim": 8,
+    "batch_size": 32,
+    "neighbours": 5,
+    "epochs": 10_000,
+    "max_steps": 30,
+    "log_every": 5,
+    "checkpoint_every": 10,
+    "tensorboard": False,
+    "probe": False,
+    "baselines": False,
+}
+
+
+@pytest.fixture(scope="session")
+def digits():
+    data = load_digits()
+    images = (data.images[:96] * 15).astype(np.uint8)  # pyright: ignore
+    return images, data.target[:96]  # pyright: ignore
+
+
+@pytest.fixture
+def settings(tmp_path, digits):
+    """Settings of a fast run on 64 digits from a feature file, 32 more held out; with changes."""
+    images, labels = digits
+    flat = images.reshape(len(images), -1).astype(np.float32)
+    np.savez(tmp_path / "digits_train.npz", features=flat[:64], labels=labels[:64])
+    np.savez(tmp_path / "digits_test.npz", features=flat[64:], labels=labels[64:])
+
+    def change(**changes):
+        folders = {
+            "dataset": str(tmp_path / "digits_train.npz"),
+            "embeddings_dir": str(tmp_path / "embeddings"),
+            "runs_dir": str(tmp_path / "runs"),
+        }
+        return VisionSettings(**{**FAST, **folders, **changes})
+
+    return change
+
+
+def save_images(folder, images, name="{}.png"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(folder / name.format(f"{i:03}"))
+
+
+def save_features(path, x, **more):
+    np.savez(path, features=x, **more)
+    return str(path)
+
+
+def assignments(path):
+    with open(path / "assignments.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def metrics(path):
+    return json.loads((path / "metrics.json").read_text())
+
+
+def log_lines(path):
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    times = ("time", "samples_per_second")
+    return [{name: v for name, v in row.items() if name not in times} for row in rows]
+
+
+def weights(path):
+    return (path / "model.safetensors").read_bytes()
+
+
+# --- What a run leaves --------------------------------------------------------------------------
+
+
+def test_a_run_leaves_every_file_with_sense_in_it(settings):
+    stages = []
+    done = run(
+        settings(tensorboard=True, probe=True, baselines=True),
+        progress=lambda stage, at, total, info: stages.append((stage, at <= total)),
+    )
+    assert done.images is None  # a feature file has none
+    names = "config.json metrics.jsonl events.jsonl metrics.json model.safetensors assignments.csv"
+    names = {*names.split(), "arrays.npz", "checkpoint", "tensorboard", ".lock"}
+    assert {path.name for path in done.path.iterdir()} == names
+    assert os.readlink(done.path.parent / "latest") == done.path.name
+    assert all(ok for _, ok in stages)
+    assert [*dict.fromkeys(stage for stage, _ in stages)] == (
+        "extract neighbours train consensus judge".split()
+    )
+
+    config = json.loads((done.path / "config.json").read_text())
+    assert config["settings"]["N_HEADS"] == 4 and config["n_clusters"] == 10
+    assert {"python", "torch", "ssl_kd"} <= set(config["versions"])
+    assert "cpu" in config["precision"]
+    assert [row["step"] for row in log_lines(done.path)] == [5, 10, 15, 20, 25, 30]
+    assert all(len(row["loss"]) == 4 == row["healthy"] for row in log_lines(done.path))
+    assert (done.path / "events.jsonl").read_text() == ""
+    assert [p.name for p in sorted((done.path / "checkpoint").glob("*.pt"))] == [
+        "step_000000020.pt",
+        "step_000000030.pt",
+    ]
+
+    found = metrics(done.path)
+    assert (found["steps"], found["success_rate"], found["events"]) == (30, 1.0, 0)
+    about = found["dataset"]
+    assert (about["n_train"], about["n_test"], about["n_classes"]) == (64, 32, 10)
+    assert found["teacher"]["name"] == "features" and len(found["heads"]) == 4
+    assert sum(found["cluster_sizes"]) == 64
+    rows = {(row["name"], row["split"]): row for row in found["table"]}
+    for split in ("train", "test"):
+        for name in ("consensus", "best head (unsupervised)", "mean over heads", "k-means"):
+            assert 0 < rows[name, split]["acc"] <= 1
+        bound = rows["best head with labels (upper bound)", split]["acc"]
+        assert bound >= rows["best head (unsupervised)", split]["acc"]
+        assert ("spectral clustering", split) in rows
+    assert found["knn_accuracy"] > 0.5 and found["linear_probe"]["accuracy"] > 0.5
+    assert set(found["seconds"]) == {
+        *"extract neighbours train consensus judge total".split(),
+    }
+
+    lines = assignments(done.path)
+    assert [line["split"] for line in lines] == ["train"] * 64 + ["test"] * 32
+    arrays = np.load(done.path / "arrays.npz")
+    assert arrays["map"].shape == (64, 2) and arrays["confusion"].sum() == 64
+    clusters = np.array([int(line["cluster"]) for line in lines[:64]])
+    for k, rows_of_k in enumerate(arrays["typical"]):
+        assert (clusters[rows_of_k[rows_of_k >= 0]] == k).all()
+
+
+def test_the_saved_model_says_what_assignments_say_on_both_splits(settings):
+    path = run(settings()).path
+    model = ClusterModel.from_pretrained(path)
+    lines = assignments(path)
+    for split in ("train", "test"):
+        x = EmbeddingStore.open(path.parents[1] / "embeddings", split).tensor()
+        confidence, clusters = model.predict_proba(x).max(-1)
+        mine = [line for line in lines if line["split"] == split]
+        assert [int(line["cluster"]) for line in mine] == clusters.tolist()
+        said = torch.tensor([float(line["confidence"]) for line in mine])
+        torch.testing.assert_close(said, confidence, atol=1e-4, rtol=0)
+    assert not Path(path / "model.safetensors.tmp").exists()
+
+
+def test_the_same_settings_give_the_same_run_and_leave_the_global_generators_alone(settings):
+    torch.manual_seed(7)
+    np.random.seed(7)
+    first = run(settings())
+    state = torch.rand(3), np.random.rand(3)
+    torch.manual_seed(7)
+    np.random.seed(7)
+    assert torch.equal(state[0], torch.rand(3)) and (state[1] == np.random.rand(3)).all()
+    torch.manual_seed(8)
+    second = run(settings())
+    assert weights(first.path) == weights(second.path) and first.path != second.path
+    assert weights(run(settings(seed=1)).path) != weights(first.path)
+
+
+# --- Labels are for judging only ----------------------------------------------------------------
+
+
+def test_labels_change_nothing_but_the_scores(settings, tmp_path, digits):
+    images, labels = digits
+    flat = images[:64].reshape(64, -1).astype(np.float32)
+    shuffled = np.random.default_rng(0).permutation(labels[:64])
+    found = []
+    for name, more in (("a", {"labels": labels[:64]}), ("b", {"labels": shuffled}), ("c", {})):
+        data = save_features(tmp_path / f"{name}.npz", flat, **more)
+        embeddings = str(tmp_path / name)
+        path = run(
+            settings(dataset=data, embeddings_dir=embeddings, n_clusters=10, max_steps=60)
+        ).path
+        answer = [(row["cluster"], row["confidence"]) for row in assignments(path)]
+        heads = [(head["chosen"], head["loss"]) for head in metrics(path)["heads"]]
+        found.append((weights(path), answer, heads, metrics(path)["table"][0]["acc"]))
+    assert found[0][:3] == found[1][:3] == found[2][:3]
+    assert found[0][3] > found[1][3] and found[2][3] is None
+
+
+# --- Stopped and resumed ------------------------------------------------------------------------
+
+
+def stop_at(step, number=signal.SIGTERM):
+    def progress(stage, done, total, info):
+        if stage == "train" and done == step:
+            signal.raise_signal(number)
+
+    return progress
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_resumed_equals_uninterrupted(settings, number):
+    whole = run(settings(run_name="whole")).path
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted) as stopped:
+        run(settings(run_name="parts"), progress=stop_at(15, number))
+    parts = stopped.value.run_dir
+    assert parts is not None and stopped.value.signal == number
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert not (parts / "metrics.json").exists()
+    assert (parts / "checkpoint" / "step_000000015.pt").exists()
+
+    # The last unfinished one is taken; what only says where and how fast may differ.
+    assert run(settings(checkpoint_every=7, workers=2, resume=True)).path == parts
+    assert weights(parts) == weights(whole)
+    assert log_lines(parts) == log_lines(whole)
+    assert assignments(parts) == assignments(whole)
+
+
+def test_stopped_while_judging_goes_on_from_the_trained_heads(settings):
+    whole = run(settings(run_name="whole")).path
+
+    def progress(stage, done, total, info):
+        if stage == "judge":
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted) as stopped:
+        run(settings(run_name="parts"), progress=progress)
+    assert stopped.value.run_dir == whole.parent / "parts"
+    stages = []
+    parts = run(settings(resume=True), progress=lambda stage, *_: stages.append(stage)).path
+    assert "train" not in stages and weights(parts) == weights(whole)
+    assert log_lines(parts) == log_lines(whole)
+
+
+def test_stopped_before_training_leaves_no_folder(settings, tmp_path):
+    def progress(stage, done, total, info):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted) as stopped:
+        run(settings(run_name="a"), progress=progress)
+    assert stopped.value.run_dir is None and list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("harm", ["cut off", "bit flipped", "empty", "without a checksum"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(settings, caplog, harm):
+    whole = run(settings(run_name="whole")).path
+    with pytest.raises(Interrupted):
+        run(settings(run_name="parts"), progress=stop_at(25))
+    newest = whole.parent / "parts" / "checkpoint" / "step_000000025.pt"
+    content = bytearray(newest.read_bytes())
+    if harm == "without a checksum":
+        newest.with_suffix(".sha256").unlink()
+    else:
+        content[len(content) // 2] ^= 16
+        size = {"cut off": len(content) // 3, "bit flipped": len(content), "empty": 0}[harm]
+        newest.write_bytes(content[:size])
+    parts = run(settings(resume=True)).path
+    assert "falling back to the checkpoint before step_000000025" in caplog.text
+    assert weights(parts) == weights(whole) and log_lines(parts) == log_lines(whole)
+
+
+def test_other_data_under_the_same_name_are_not_resumed(settings, tmp_path):
+    with pytest.raises(Interrupted):
+        run(settings(run_name="a"), progress=stop_at(10))
+    save_features(tmp_path / "digits_train.npz", np.random.rand(64, 64), labels=np.arange(64) % 10)
+    before = load_tensors(tmp_path / "runs/a/checkpoint/step_000000010.pt")["step"]
+    with pytest.raises(RuntimeError, match="cannot be resumed: the data or the teacher"):
+        run(settings(resume=True, force_recompute=True))
+    assert before == 10 and not (tmp_path / "runs/a/metrics.json").exists()
+
+
+def command(settings):
+    changed = {k: v for k, v in settings.to_dict().items() if v != VisionSettings().to_dict()[k]}
+    words = [sys.executable, str(ROOT / "train.py")]
+    for name, value in changed.items():
+        flag = name.lower()
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else []
+        words += [] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words
+
+
+def wait_for(path, process, size=1):
+    while process.poll() is None and not (path.exists() and path.stat().st_size >= size):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_that_a_stopped_process_prints_finishes_the_run(settings, number, tmp_path):
+    long = settings(run_name="a run", max_steps=400)
+    process = subprocess.Popen(
+        command(long), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    wait_for(tmp_path / "runs/a run/metrics.jsonl", process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert "Traceback" not in err
+    last = err.splitlines()[-1]
+    said = re.fullmatch(
+        rf"ssl_kd: Stopped by {number.name}; a checkpoint is in (.*); go on with: (.*)", last
+    )
+    assert said is not None and said[1] == str(tmp_path / "runs/a run"), last
+    again = subprocess.run(shlex.split(said[2]), capture_output=True, text=True, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "report.html" in again.stdout and (tmp_path / "runs/a run/report.html").exists()
+    whole = run(settings(run_name="whole", max_steps=400)).path
+    assert weights(tmp_path / "runs/a run") == weights(whole)
+    assert log_lines(tmp_path / "runs/a run") == log_lines(whole)
+
+
+_KILLED_AGAIN_AND_AGAIN = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+import torch
+from ssl_kd.vision.run import run
+from ssl_kd.vision.settings import VisionSettings
+
+torch.set_num_threads(1)
+settings, kills = eval(sys.argv[1]), 0
+path, draw = Path(settings["runs_dir"]) / "a", random.Random(0)
+while True:
+    if path.exists() and not (path / "config.json").exists():
+        shutil.rmtree(path)
+    child = os.fork()  # before any thread was started here
+    if child == 0:
+        run(VisionSettings(run_name="a", resume=path.exists(), **settings))
+        os._exit(0)
+    if kills < 8:
+        time.sleep(draw.uniform(0.05, 0.5))
+        os.kill(child, signal.SIGKILL)
+    killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+    kills += killed
+    if not killed:
+        break
+print(kills)
+"""
+
+
+def test_killed_at_random_moments_the_weights_are_those_of_an_uninterrupted_run(settings):
+    long = {"max_steps": 600, "checkpoint_every": 30}
+    whole = run(settings(run_name="whole", **long)).path
+    words = {name.lower(): value for name, value in settings(**long).to_dict().items()}
+    del words["run_name"], words["resume"]
+    script = [sys.executable, "-c", _KILLED_AGAIN_AND_AGAIN, repr(words)]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3  # a faster machine finishes earlier
+    assert weights(whole.parent / "a") == weights(whole)
+    assert log_lines(whole.parent / "a") == log_lines(whole)
+    assert not list((whole.parent / "a" / "checkpoint").glob(".*"))
+
+
+# --- Awkward data -------------------------------------------------------------------------------
+
+
+def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
+    save_images(tmp_path / "pictures", digits[0][:64])
+    (tmp_path / "pictures" / "broken.png").write_bytes(b"no image")
+    plain = {"dataset": str(tmp_path / "pictures"), "image_size": 8}
+    with pytest.raises(SettingsError, match="declares none: give --n_clusters"):
+        run(settings(**plain))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+    done = run(settings(**plain, n_clusters=10, baselines=True, probe=True))
+    lines = assignments(done.path)
+    assert list(lines[0]) == ["file", "cluster", "confidence", "split"]
+    assert [line["file"] for line in lines] == [f"{i:03}.png" for i in range(64)]
+    assert all(0 <= int(line["cluster"]) < 10 for line in lines)
+    assert all(0.1 <= float(line["confidence"]) <= 1 for line in lines)
+    found = metrics(done.path)
+    assert not found["dataset"]["labelled"] and found["dataset"]["unreadable"] == 1
+    assert all(row["acc"] is None for row in found["table"])
+    assert found["knn_accuracy"] is None is found["linear_probe"]
+    assert done.images is not None
+    (picture,) = done.images([3])
+    assert np.array_equal(np.asarray(picture.convert("L")), digits[0][3])
+
+
+def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp_path, digits):
+    images, labels = digits
+    save_images(tmp_path / "pictures", images[:32])
+    for digit in range(10):
+        save_images(tmp_path / "pictures" / f"digit {digit}", images[32:][labels[32:] == digit])
+    done = run(settings(dataset=str(tmp_path / "pictures"), image_size=8, probe=True))
+    lines = assignments(done.path)
+    assert sum(line["label"] == "" for line in lines) == 32
+    assert {line["label"] for line in lines} == {"", *(f"digit {d}" for d in range(10))}
+    assert all(line["label"] in line["file"] for line in lines)
+    found = metrics(done.path)
+    assert found["dataset"]["n_classes"] == 10 and found["table"][0]["acc"] > 0
+    assert np.load(done.path / "arrays.npz")["confusion"].sum() == 64
+
+
+@pytest.mark.parametrize("kind", ["strings", "gaps"])
+def test_labels_that_are_strings_or_have_gaps(settings, tmp_path, digits, kind):
+    images, labels = digits
+    named = {
+        "strings": np.array([f"class {label}" for label in labels]),
+        "gaps": labels * 1000 + 7,
+    }[kind]
+    data = save_features(tmp_path / "x.npz", images.reshape(96, -1), labels=named)
+    path = run(settings(dataset=data, probe=True)).path
+    assert metrics(path)["dataset"]["n_clusters"] == 10
+    assert [line["label"] for line in assignments(path)] == [str(label) for label in named]
+
+
+@pytest.mark.parametrize(
+    ("n", "changes"),
+    [
+        (20, {"batch_size": 256}),
+        (5, {"neighbours": 20, "n_clusters": 3}),
+        (4, {"n_clusters": 4}),
+        (3, {"n_clusters": 2}),
+        (2, {"n_clusters": 2}),
+    ],
+)
+def test_few_samples(settings, tmp_path, digits, n, changes):
+    images, labels = digits
+    data = save_features(tmp_path / "x.npz", images[:n].reshape(n, -1), labels=labels[:n])
+    done = run(settings(dataset=data, probe=True, baselines=True, **changes))
+    assert len(assignments(done.path)) == n
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_fewer_samples_than_clusters_says_so(settings, tmp_path, n):
+    data = save_features(tmp_path / "x.npz", np.random.rand(n, 4))
+    with pytest.raises(SettingsError, match=rf"N_CLUSTERS is 6.* {n}\b"):
+        run(settings(dataset=data, n_clusters=6))
+
+
+def test_an_empty_folder_says_so(settings, tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(RuntimeError, match="no image in"):
+        run(settings(dataset=str(tmp_path / "none"), n_clusters=3))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("row", [np.linspace(0, 1, 8), np.zeros(8)], ids=["one image", "zeros"])
+def test_duplicates_of_one_image(settings, tmp_path, row):
+    data = save_features(tmp_path / "x.npz", np.tile(row, (40, 1)))
+    done = run(settings(dataset=data, n_clusters=4, baselines=True))
+    lines = assignments(done.path)
+    assert len({(line["cluster"], line["confidence"]) for line in lines}) == 1
+    tensors = safetensors.torch.load_file(done.path / "model.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+
+
+def test_some_duplicates_do_no_harm(settings, tmp_path, digits):
+    flat = digits[0].reshape(96, -1)
+    data = save_features(tmp_path / "x.npz", np.concatenate([flat[:1].repeat(40, 0), flat[1:41]]))
+    lines = assignments(run(settings(dataset=data, n_clusters=4)).path)
+    assert len({line["cluster"] for line in lines[:40]}) == 1
+
+
+# --- Settings that matter to the whole ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head": "heads.cosine_head.CosineHead"},
+        {"loss": "sharpened", "teacher_temp": 0.05, "centering": "center"},
+        {"loss": "sharpened", "teacher_temp": 0.05, "centering": "sinkhorn"},
+        {"instance_weight": "mean", "mutual_neighbours": False},
+        {"instance_weight": "own", "clip_grad": None, "consensus_heads": 1},
+        {"n_heads": 1},
+    ],
+    ids=["own head", "centred", "sinkhorn", "mean", "own", "one head"],
+)
+def test_every_way_to_train_runs_and_loads_again(settings, changes):
+    path = run(settings(**changes)).path
+    model = ClusterModel.from_pretrained(path)
+    x = EmbeddingStore.open(path.parents[1] / "embeddings", "train").tensor()
+    lines = [line for line in assignments(path) if line["split"] == "train"]
+    assert model.predict(x).tolist() == [int(line["cluster"]) for line in lines]
+
+
+def test_embedding_dim_that_disagrees_is_named_and_leaves_nothing(settings, tmp_path):
+    with pytest.raises(SettingsError, match="EMBEDDING_DIM is 63, but the teacher features gives"):
+        run(settings(embedding_dim=63, run_name="a"))
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert not list((tmp_path / "embeddings").glob("*.pt"))
+    assert run(settings(embedding_dim=64, run_name="a")).path.name == "a"
+
+
+def test_another_teacher_needs_another_cache(settings, tmp_path, digits):
+    save_images(tmp_path / "pictures", digits[0][:32])
+    plain = {"dataset": str(tmp_path / "pictures"), "n_clusters": 4}
+    run(settings(**plain, image_size=8))
+    with pytest.raises(FingerprintMismatch) as refused:
+        run(settings(**plain, image_size=6))
+    message = str(refused.value)
+    assert "transform: cache has" in message
+    assert "--force-recompute" in message and "--embeddings_dir" in message
+    run(settings(**plain, image_size=6, embeddings_dir=str(tmp_path / "other")))
+    run(settings(**plain, image_size=6, force_recompute=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": 10.0},
+        {"learning_rate": 100.0, "clip_grad": None},
+        {"learning_rate": 100.0, "clip_grad": None, "weight_decay": 10.0},
+        {"learning_rate": 100.0, "weight_decay": 10.0, "head": "heads.cosine_head.CosineHead"},
+    ],
+    ids=["10", "100", "100 and decay", "100 and decay, normalised weights"],
+)
+def test_a_wild_learning_rate_never_leaves_a_number_that_is_not_finite(settings, tmp_path, changes):
+    wild = settings(run_name="a", max_steps=60, **changes)
+    path = tmp_path / "runs" / "a"
+    try:
+        run(wild)
+    except TooFewHealthyParts as error:
+        assert "Lower LEARNING_RATE" in str(error)
+        assert (path / "events.jsonl").stat().st_size > 0
+    else:
+        tensors = safetensors.torch.load_file(path / "model.safetensors")
+        assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    for checkpoint in (path / "checkpoint").glob("*.pt"):
+        for name, tensor in load_tensors(checkpoint)["tensors"].items():
+            assert torch.isfinite(tensor).all(), (checkpoint.name, name)
+
+
+def test_embeddings_damaged_on_disk_are_never_used_silently(settings, tmp_path):
+    run(settings())
+    shard = tmp_path / "embeddings" / "embeddings_train.pt"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CorruptFileError, match="embeddings_train"):
+        run(settings())
+    run(settings(force_recompute=True))
+
+
+def test_samples_are_scored_on_a_sample_where_there_are_very_many(settings, monkeypatch):
+    monkeypatch.setattr(running, "JUDGED_ROWS", 40)
+    path = run(settings(baselines=True)).path
+    arrays = np.load(path / "arrays.npz")
+    lines = [line for line in assignments(path) if line["split"] == "train"]
+    assert len(lines) == 64 and len(arrays["map"]) == 40
+    assert sum(metrics(path)["cluster_sizes"]) == 64
