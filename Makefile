@@ -8,6 +8,9 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install $(if $(CI),--quiet) --no-compile
 ARGS   ?=
 
+# Threads that wait sleep instead of spinning: several times faster on a shared machine.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

@@ -102,9 +102,8 @@ BATCH_SIZE = 256
 # Most passes over the data, from 1 ...
 EPOCHS = 200
 # ... and most steps, from 1: whichever ends first.
-MAX_STEPS = 1000
-# Most heads that may vote on the answer, from 1; None: all. How many do, best first, is chosen
-# without labels.
+MAX_STEPS = 800
+# Heads that vote on the answer, best first by a criterion without labels, from 1; None: half.
 CONSENSUS_HEADS = None
 
 # --- Run ----------------------------------------------------------------------------------------

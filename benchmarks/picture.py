@@ -1,6 +1,8 @@
-"""The picture at the top of the README, from a finished run: `make train`, then
+"""The picture at the top of the README, from a finished run.
 
-    python -m benchmarks.picture runs/latest docs/digits.png
+`make train`, then
+
+python -m benchmarks.picture runs/latest docs/digits.png
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ssl_kd.report.figures import PALETTE
 
 
 def picture(run: Path) -> Figure:
-    """Left the embeddings in the plane, coloured by cluster; right each cluster's typical images."""
+    """The embeddings in the plane, coloured by cluster; beside it each cluster's typical images."""
     with np.load(run / "arrays.npz") as file:
         places, clusters, typical = file["map"], file["map_cluster"], file["typical"]
     metrics = json.loads((run / "metrics.json").read_text(encoding="utf-8"))

@@ -186,10 +186,13 @@ class MultiHeadClusterer(
         projection = Projection.fit(x, settings.pca_dim)
         projected = projection(x)
         k = min(settings.neighbours, n - 1)
-        sampler, steps = make_sampler(settings, nearest_neighbours(x, k, device=precision.device))
+        neighbours = nearest_neighbours(x, k, device=precision.device)
+        sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
         train(trainer, sampler, projected.__getitem__, steps, on_log=_log)
-        self.model_, _ = form_answer(settings, trainer, sampler, projected.__getitem__, projection)
+        self.model_, _, _ = form_answer(
+            settings, trainer, neighbours, projected.__getitem__, projection
+        )
         self.settings_ = settings
         self.labels_ = self.model_.predict(x).numpy()
         return self

@@ -7,9 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, head_maker
-from ssl_kd.vision.consensus import candidates, healthy_heads_by_loss, sizes_to_try
+from ssl_kd.vision.consensus import judging_pairs, neighbour_information, vote_tables
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
@@ -48,44 +49,47 @@ def make_sampler(settings: VisionSettings, neighbours: Tensor) -> tuple[PairSamp
 def form_answer(
     settings: VisionSettings,
     trainer: HeadTrainer,
-    sampler: PairSampler,
+    neighbours: Tensor,
     gather: Gather,
     projection: Projection,
-) -> tuple[ClusterModel, Tensor]:
-    """Form the answer of the best heads, as many as tell most about neighbours; no label is read.
+) -> tuple[ClusterModel, Tensor, Tensor]:
+    """Rank the heads by what they tell about neighbours, and let the better half vote.
+
+    The best head names the clusters; no label is read.
 
     Args:
         settings: `consensus_heads`, `seed` and the heads' shape.
         trainer: after training.
-        sampler: pairs of neighbours; some are drawn to judge by.
+        neighbours: `[n, k]` integer, nearest first.
         gather: reads embeddings as the heads see them, projected.
         projection: how they come to be so; becomes part of the model.
 
     Returns:
-        The model, on the CPU, and the numbers of the heads that vote, best first.
-    """
-    state = trainer.state
-    order = healthy_heads_by_loss(state.loss.cpu(), state.streak.cpu() == 0)
+        The model, on the CPU; the numbers of the heads that vote, best first; and of every head,
+        `[head]`, its neighbour information in nats (NaN for one that is not healthy).
 
-    drawn = [sampler(step) for step in range(-(-CONSENSUS_PAIRS // sampler.batch_size))]
-    pairs = torch.cat([torch.stack(pair) for pair in drawn], dim=1)
-    rows, positions = pairs.unique(return_inverse=True)
-    clusters = head_clusters(trainer, gather, rows)[order]
-    best = max(
-        candidates(
-            clusters,
-            *positions,
-            trainer.n_clusters,
-            settings.seed,
-            sizes_to_try(len(order), settings.consensus_heads),
-        ),
-        key=lambda candidate: candidate.information,
+    Raises:
+        TooFewHealthyParts: no head is healthy.
+    """
+    state, n_clusters = trainer.state, trainer.n_clusters
+    rows, pairs = judging_pairs(neighbours, settings.seed, CONSENSUS_PAIRS).unique(
+        return_inverse=True
     )
-    chosen = order[: best.n_heads]
+    clusters = head_clusters(trainer, gather, rows)
+    healthy = (torch.isfinite(state.loss) & (state.streak == 0)).cpu()
+    information = torch.full((len(clusters),), torch.nan)
+    for head in healthy.nonzero().flatten().tolist():
+        first, second = clusters[head][pairs]
+        information[head] = neighbour_information(first, second, n_clusters)
+    order = information.nan_to_num(-1.0).argsort(descending=True)[: int(healthy.sum())]
+    if not len(order):
+        raise TooFewHealthyParts("no head is healthy, so there is no answer to form")
+
+    chosen = order[: settings.consensus_heads or -(-len(order) // 2)]
     model = ClusterModel(
         in_dim=projection.in_dim,
         head_dim=projection.dim,
-        n_clusters=trainer.n_clusters,
+        n_clusters=n_clusters,
         n_heads=len(chosen),
         head=settings.head,
         hidden_dim=settings.hidden_dim,
@@ -93,9 +97,9 @@ def form_answer(
         temperature=settings.teacher_temp,
     )
     model.weights.copy_(state.teacher.cpu()[chosen])
-    model.votes.copy_(best.votes)
+    model.votes.copy_(vote_tables(clusters[chosen], clusters[order[0]], n_clusters))
     model.projection.load_state_dict(projection.state_dict())
-    return model, chosen
+    return model, chosen, information
 
 
 @torch.inference_mode()

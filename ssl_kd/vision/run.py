@@ -117,12 +117,14 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
 
         tell("consensus", 0, 1, {})
         with clock("consensus"):
-            model, chosen = form_answer(settings, trainer, sampler, source, source.projection)
+            model, chosen, information = form_answer(
+                settings, trainer, neighbours, source, source.projection
+            )
             _save(model, folder)
         tell("consensus", 1, 1, {"heads": len(chosen)})
 
         with clock("judge"):
-            metrics = _judge(settings, folder, stores, trainer, model, chosen, n_clusters, tell)
+            metrics = _judge(settings, folder, stores, trainer, model, chosen, information, tell)
         metrics |= {
             "dataset": _about(train_set, stores, n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
@@ -371,14 +373,14 @@ def _judge(
     trainer: HeadTrainer,
     model: ClusterModel,
     chosen: Tensor,
-    n_clusters: int,
+    information: Tensor,
     tell: Progress,
 ) -> dict[str, Any]:
     """Score everything, write `assignments.csv` and `arrays.npz`; the content of `metrics.json`.
 
     Labels are read here for the first time, after the answer has been formed.
     """
-    stages = len(stores) + 2
+    stages, n_clusters = len(stores) + 2, model.n_clusters
     tell("judge", 0, stages, {})
     splits = {}
     for done, (name, store) in enumerate(stores.items(), 1):
@@ -404,7 +406,7 @@ def _judge(
 
         note = f"{len(chosen)} of {len(scores)} heads"
         row("consensus", evaluate.clustering_scores(split.all_labels, split.clusters), note)
-        row("best head (unsupervised)", scores[best], f"head {best}, by loss")
+        row("best head (unsupervised)", scores[best], f"head {best}")
         mean = {k: np.mean([s[k] or 0.0 for s in scores]) for k in scores[0]} if known else {}
         row("mean over heads", {k: float(mean[k]) if known else None for k in scores[0]})
         for baseline in baselines:
@@ -424,6 +426,7 @@ def _judge(
         {
             "head": i,
             "loss": loss[i] if abs(loss[i]) < float("inf") else None,
+            "criterion": None if information[i].isnan() else float(information[i]),
             "collapsed": bool(evaluate.collapsed(sizes[i])),
             "clusters_used": int((sizes[i] > 0).sum()),
             "chosen": i in chosen.tolist(),
@@ -432,8 +435,6 @@ def _judge(
         }
         for i in range(len(loss))
     ]
-    for head in heads:
-        head["criterion"] = head["loss"]
 
     metrics: dict[str, Any] = {
         "table": table,

@@ -117,9 +117,9 @@ class VisionSettings(Settings):
     )
     batch_size: int = setting(256, "pairs per step", low=1)
     epochs: int = setting(200, "most passes over the data", low=1)
-    max_steps: int = setting(1000, "most steps; whichever of the two ends first", low=1)
+    max_steps: int = setting(800, "most steps; whichever of the two ends first", low=1)
     consensus_heads: int | None = setting(
-        None, "most heads that may vote; how many do is chosen without labels; None: all", low=1
+        None, "heads that vote on the answer, the best ones; None: the better half", low=1
     )
 
     # Run
