@@ -88,7 +88,7 @@ class LeakyHead(torch.nn.Linear):
 
 
 def test_a_leaky_head_is_found(config, capsys, monkeypatch):
-    monkeypatch.setattr("ssl_kd.heads.import_head", lambda path: LeakyHead)
+    monkeypatch.setattr("ssl_kd.heads.bank.import_head", lambda path: LeakyHead)
     assert doctor.nan_issues(config) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert "FAULT forward: all-zero rows" in text

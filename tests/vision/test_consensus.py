@@ -31,80 +31,6 @@ def score(partition):
     return accuracy(TRUTH.numpy(), partition.numpy())
 
 
-# --- Which heads --------------------------------------------------------------------------------
-
-
-def test_healthy_heads_come_in_the_order_of_their_loss():
-    loss = torch.tensor([0.5, float("nan"), -2.0, 0.1, -9.0, float("-inf")])
-    healthy = torch.tensor([True, True, True, True, False, True])
-    assert consensus.healthy_heads_by_loss(loss, healthy).tolist() == [2, 3, 0]
-    assert loss[2] == -2.0
-
-
-@pytest.mark.parametrize(
-    ("loss", "healthy"),
-    [([1.0, 2.0], [False, False]), ([float("nan"), float("inf")], [True, True])],
-)
-def test_no_healthy_head_is_an_error(loss, healthy):
-    with pytest.raises(ValueError, match="no head is healthy"):
-        consensus.healthy_heads_by_loss(torch.tensor(loss), torch.tensor(healthy))
-
-
-# --- What they agree on -------------------------------------------------------------------------
-
-
-def test_many_poor_heads_make_a_good_answer():
-    heads = noisy_heads(12)
-    assert max(score(head) for head in heads) < 0.85
-    assert score(consensus.consensus_partition(heads, K, 0)) > 0.97
-
-
-def test_one_collapsed_head_does_no_harm():
-    heads = torch.cat([torch.zeros(1, len(TRUTH), dtype=torch.int64), noisy_heads(11)])
-    assert score(consensus.consensus_partition(heads, K, 0)) > 0.97
-
-
-@pytest.mark.parametrize("n_heads", [1, 2, 7])
-def test_unanimous_heads_are_repeated(n_heads):
-    heads = noisy_heads(n_heads, wrong=0.0)
-    assert score(consensus.consensus_partition(heads, K, 0)) == 1.0
-
-
-def test_clusters_that_no_head_uses_are_no_fault():
-    """Fewer distinct opinions than clusters: what all heads hold apart stays apart."""
-    heads = (TRUTH % 2).repeat(3, 1)
-    found = consensus.consensus_partition(heads, K, 0)
-    assert found.shape == TRUTH.shape and 0 <= found.min() and found.max() < K
-    votes = consensus.vote_tables(heads, found, K)[0].argmax(-1)
-    assert votes[0] != votes[1]
-
-
-@pytest.mark.parametrize("n", [K, K + 1, 8])
-def test_few_samples(n):
-    found = consensus.consensus_partition(noisy_heads(4)[:, :n], K, 0)
-    assert found.shape == (n,) and found.dtype == torch.int64
-
-
-def test_the_seed_decides_and_the_global_generators_are_left_alone():
-    heads = noisy_heads(3, wrong=0.7)
-    torch.manual_seed(1)
-    np.random.seed(1)
-    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # pyright: ignore
-    first = consensus.consensus_partition(heads, K, 4)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1] == states[1]).all()  # pyright: ignore
-    np.random.seed(2)
-    assert torch.equal(first, consensus.consensus_partition(heads, K, 4))
-
-
-def test_the_order_and_the_names_of_the_heads_clusters_do_not_matter():
-    heads = noisy_heads(9)
-    renamed = torch.stack([torch.randperm(K)[head] for head in heads]).flip(0)
-    first = consensus.consensus_partition(heads, K, 0)
-    again = consensus.consensus_partition(renamed, K, 0)
-    assert accuracy(first.numpy(), again.numpy()) > 0.99
-
-
 # --- Votes --------------------------------------------------------------------------------------
 
 
@@ -142,36 +68,70 @@ def test_neighbour_information_of_known_cases():
     )
 
 
-def test_the_candidate_that_tells_most_is_the_better_one():
-    """The best heads first, then ones that know nothing: neighbours tell where to stop."""
-    heads = torch.cat([noisy_heads(6, 0.25), torch.randint(K, (18, len(TRUTH)))])
-    first = torch.arange(len(TRUTH) - K)
-    found = consensus.candidates(heads, first, first + K, K, 0, [1, 3, 6, 24])
-    assert [candidate.n_heads for candidate in found] == [1, 3, 6, 24]
-    assert [len(candidate.votes) for candidate in found] == [1, 3, 6, 24]
-    best = max(found, key=lambda candidate: candidate.information)
-
-    def answer(candidate):
-        heads_of_it = torch.arange(candidate.n_heads).unsqueeze(1)
-        return candidate.votes[heads_of_it, heads[: candidate.n_heads]].mean(0).argmax(-1)
-
-    assert score(answer(best)) >= max(score(answer(candidate)) for candidate in found) - 0.02
-    assert score(answer(found[0])) == score(heads[0])  # of one head: its own clusters
+def test_neighbour_information_ranks_heads_as_labels_would():
+    heads = torch.cat([noisy_heads(1, wrong) for wrong in (0.6, 0.1, 0.0, 0.3)])
+    pairs = torch.arange(len(TRUTH) - K)
+    found = [consensus.neighbour_information(h[pairs], h[pairs + K], K) for h in heads]
+    assert np.argsort(found).tolist() == np.argsort([score(h) for h in heads]).tolist()
 
 
-@pytest.mark.parametrize(
-    ("n_heads", "most", "sizes"),
-    [
-        (48, None, [1, 3, 6, 12, 24, 48]),
-        (48, 12, [1, 3, 6, 12]),
-        (50, None, [1, 3, 6, 12, 24, 48, 50]),
-        (2, None, [1, 2]),
-        (1, None, [1]),
-        (9, 1, [1]),
-    ],
-)
-def test_sizes_to_try(n_heads, most, sizes):
-    assert consensus.sizes_to_try(n_heads, most) == sizes
+def test_a_cluster_that_is_split_and_two_that_are_merged_tell_less():
+    pairs = torch.arange(len(TRUTH) - K)
+    wrong = torch.where(TRUTH == 1, 0, TRUTH)  # 0 and 1 merged, 2 split by halves
+    wrong = torch.where((TRUTH == 2) & (torch.arange(300) % 10 < 5), 1, wrong)
+    right, less = (
+        consensus.neighbour_information(h[pairs], h[pairs + K], K) for h in (TRUTH, wrong)
+    )
+    assert less < right - 0.1
+
+
+# --- The answer ---------------------------------------------------------------------------------
+
+
+def answer(heads, anchor=0):
+    votes = consensus.vote_tables(heads, heads[anchor], K)
+    return votes[torch.arange(len(heads)).unsqueeze(1), heads].mean(0).argmax(-1)
+
+
+def test_the_vote_is_better_than_the_best_head():
+    heads = noisy_heads(12)
+    assert max(score(head) for head in heads) < 0.85
+    assert score(answer(heads)) > 0.97
+
+
+def test_collapsed_heads_do_no_harm():
+    heads = torch.cat([noisy_heads(8), torch.zeros(3, len(TRUTH), dtype=torch.int64)])
+    assert score(answer(heads)) > 0.95
+
+
+@pytest.mark.parametrize("n_heads", [1, 2, 7])
+def test_unanimous_heads_are_repeated(n_heads):
+    heads = noisy_heads(n_heads, wrong=0.0)
+    assert torch.equal(answer(heads), heads[0])
+
+
+def test_the_names_of_the_heads_clusters_do_not_matter():
+    heads = noisy_heads(9)
+    renamed = torch.stack([heads[0], *(torch.randperm(K)[head] for head in heads[1:])])
+    assert torch.equal(answer(heads), answer(renamed))
+
+
+# --- Pairs to judge by --------------------------------------------------------------------------
+
+
+def test_judging_pairs_are_the_nearest_quarter_or_a_repeatable_sample_of_it():
+    neighbours = torch.arange(1, 9).repeat(10, 1) + 10 * torch.arange(10).unsqueeze(1)
+    pairs = consensus.judging_pairs(neighbours, 0, most=100)
+    assert pairs.shape == (2, 20) and set(pairs[1].tolist()) == {
+        10 * row + near for row in range(10) for near in (1, 2)
+    }
+    assert (pairs[1] // 10 == pairs[0]).all()
+    some = consensus.judging_pairs(neighbours, 3, most=15)
+    assert some.shape == (2, 15) and {tuple(p) for p in some.T.tolist()} <= {
+        tuple(p) for p in pairs.T.tolist()
+    }
+    assert torch.equal(some, consensus.judging_pairs(neighbours, 3, most=15))
+    assert consensus.judging_pairs(torch.tensor([[1], [0]]), 0, 9).tolist() == [[0, 1], [1, 0]]
 
 
 def test_sample_rows_are_all_or_a_repeatable_sample_in_order():

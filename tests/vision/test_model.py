@@ -105,7 +105,7 @@ def trained(x, **changes):
     sampler, steps = fit.make_sampler(settings, neighbours)
     gather = projection(x).__getitem__
     train(trainer, sampler, gather, steps)
-    return trainer, lambda: fit.form_answer(settings, trainer, sampler, gather, projection)
+    return trainer, lambda: fit.form_answer(settings, trainer, neighbours, gather, projection)
 
 
 @pytest.mark.parametrize("unit", [1e-4, 1.0, 1e4])
@@ -113,7 +113,7 @@ def trained(x, **changes):
 def test_the_answer_finds_clusters_in_any_unit(unit, pca_dim):
     blob, x = blobs()
     _, form_answer = trained(x * unit, pca_dim=pca_dim)
-    model, chosen = form_answer()
+    model, chosen, _ = form_answer()
     found = model.predict(x * unit)
     assert {len(found[blob == k].unique()) for k in range(K)} == {1} and len(found.unique()) == K
     assert len(chosen) == model.options["n_heads"]
@@ -124,13 +124,15 @@ def test_the_answer_finds_clusters_in_any_unit(unit, pca_dim):
 def test_a_sick_or_collapsed_head_does_not_spoil_the_answer():
     blob, x = blobs()
     trainer, form_answer = trained(x)
+    _, usual, _ = form_answer()
     state = trainer.state
-    healthy = state.loss.argsort()
-    state.teacher[healthy[0]] = torch.nan  # sick, though its loss was the lowest
-    state.streak[healthy[0]] = 3
-    state.teacher[healthy[1]] = 0.0  # collapsed: every sample in one cluster
-    model, chosen = form_answer()
-    assert healthy[0] not in chosen and torch.isfinite(model.weights).all()
+    sick, collapsed = usual[1], usual[2]
+    state.teacher[sick] = torch.nan
+    state.streak[sick] = 3
+    state.teacher[collapsed] = 0.0  # every sample in one cluster
+    model, chosen, information = form_answer()
+    assert sick not in chosen and information[sick].isnan() and information[collapsed] == 0
+    assert torch.isfinite(model.weights).all()
     found = model.predict(x)
     assert {len(found[blob == k].unique()) for k in range(K)} == {1} and len(found.unique()) == K
 
@@ -141,9 +143,9 @@ def test_forming_the_answer_repeats_itself_and_leaves_the_heads_as_they_are():
     before = {name: tensor.clone() for name, tensor in trainer.state.tensors().items()}
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    first, _ = form_answer()
+    first, *_ = form_answer()
     assert torch.equal(torch.get_rng_state(), state)
-    again, _ = form_answer()
+    again, *_ = form_answer()
     assert torch.equal(first.votes, again.votes) and torch.equal(first.weights, again.weights)
     for name, tensor in trainer.state.tensors().items():
         assert torch.equal(tensor, before[name])
