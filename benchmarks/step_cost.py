@@ -22,12 +22,13 @@ import torch
 from benchmarks.official_temi import OfficialTEMI
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.losses import InstanceWeight
 from ssl_kd.vision.train import HeadTrainer, Objective
 
 SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]
 
 
-def ours(batch: int, dim: int, clusters: int, heads: int, half: bool, weight: str):
+def ours(batch: int, dim: int, clusters: int, heads: int, half: bool, weight: InstanceWeight):
     """A step of ours, as a function of views."""
     trainer = HeadTrainer(
         HeadBank(lambda: TEMIHead(dim, clusters, 512, 256), heads),
@@ -64,7 +65,8 @@ def peak_growth(build, views) -> float:
     """MiB by which the peak resident set grows in two steps."""
     step = build()
     before = peak_mib()
-    step(views), step(views)
+    step(views)
+    step(views)
     return peak_mib() - before
 
 

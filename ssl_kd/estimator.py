@@ -29,7 +29,7 @@ from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import LogRecord, train
+from ssl_kd.vision.train import train
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class MultiHeadClusterer(
         neighbours = nearest_neighbours(x, k, device=precision.device)
         sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        train(trainer, sampler, projected.__getitem__, steps, on_log=_log)
+        train(trainer, sampler, projected.__getitem__, steps, on_events=_warn)
         self.model_, _, _ = form_answer(
             settings, trainer, neighbours, projected.__getitem__, projection
         )
@@ -314,7 +314,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, torch.device) else value
 
 
-def _log(record: LogRecord, events: list[Event]) -> None:
-    logger.debug("step %d: %d heads healthy", record.step, record.healthy)
+def _warn(events: list[Event]) -> None:
     for event in events:
         logger.warning("step %d, %s: %s; %s", event.step, event.part, event.reason, event.action)

@@ -2,6 +2,7 @@
 
 from ssl_kd.guard.finite import safe_normalize_weights
 from ssl_kd.losses.mutual_information import (
+    InstanceWeight,
     agreement,
     beta_mi,
     instance_weights,
@@ -15,6 +16,7 @@ from ssl_kd.losses.self_distillation import (
 )
 
 __all__ = [
+    "InstanceWeight",
     "agreement",
     "beta_mi",
     "centred_targets",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd import __version__
-from ssl_kd.guard.events import Event, EventLog
+from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.files import (
     CorruptFileError,
     Lock,
@@ -137,14 +137,13 @@ class RunFolder:
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         atomic_write_json(path, known | values)
 
-    def log(self, record: LogRecord, events: list[Event]) -> None:
-        """Append a line to `metrics.jsonl`, and the guard's events to `events.jsonl`."""
+    def log(self, record: LogRecord) -> None:
+        """Append a line to `metrics.jsonl`."""
         row = asdict(record)
         for name in ("loss", "grad_norm"):  # JSON has no NaN
             row[name] = [v if abs(v) < float("inf") else None for v in row[name]]
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        self.events.extend(events)
 
     def count_events(self) -> int:
         """How many events the guard has logged, before a resume too."""

@@ -48,8 +48,8 @@ class Projection(nn.Module):
             directions = torch.linalg.eigh(centred.T @ centred).eigenvectors
             projection.basis.copy_(directions[:, -dim:].flip(1))
             centred = centred @ projection.basis.double()
-        root_mean_square = centred.square().mean().sqrt()
-        projection.scale.copy_(1 / root_mean_square if root_mean_square > 0 else 1.0)
+        root_mean_square = float(centred.square().mean().sqrt())
+        projection.scale.fill_(1 / root_mean_square if root_mean_square > 0 else 1.0)
         return projection
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ssl_kd import evaluate
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
-from ssl_kd.guard.events import Event
 from ssl_kd.guard.files import atomic_write, atomic_write_bytes, atomic_write_text
 from ssl_kd.guard.precision import Precision
 from ssl_kd.settings import SettingsError
@@ -271,8 +270,8 @@ def _train(
 
     with _Board(folder.path, settings.tensorboard) as board:
 
-        def on_log(record: LogRecord, events: list[Event]) -> None:
-            folder.log(record, events)
+        def on_log(record: LogRecord) -> None:
+            folder.log(record)
             board.log(record)
             finite = [v for v in record.loss if abs(v) < float("inf")]
             mean = sum(finite) / len(finite) if finite else float("nan")
@@ -288,6 +287,7 @@ def _train(
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
             on_log=on_log,
+            on_events=folder.events.extend,
             on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.state.tensors()),
             should_stop=lambda: bool(signals.caught),
         )

@@ -381,7 +381,8 @@ def train(
     start: int = 0,
     log_every: int = 20,
     checkpoint_every: int = 200,
-    on_log: Callable[[LogRecord, list[Event]], None] = lambda record, events: None,
+    on_log: Callable[[LogRecord], None] = lambda record: None,
+    on_events: Callable[[list[Event]], None] = lambda events: None,
     on_checkpoint: Callable[[int], None] = lambda step: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -395,7 +396,8 @@ def train(
         start: first step, the number of steps already done.
         log_every: the device is asked for its numbers this often, in steps.
         checkpoint_every: `on_checkpoint(steps done)` is called this often, and at the end.
-        on_log: gets the record and the guard's events since the last one.
+        on_log: gets each record.
+        on_events: gets the guard's events, before each record and each checkpoint.
         on_checkpoint: saves.
         should_stop: asked before every step; true saves and returns.
 
@@ -405,9 +407,20 @@ def train(
     Raises:
         TooFewHealthyParts: no head was healthy in a whole interval of `log_every` steps.
     """
-    began, seen, pending = time.perf_counter(), 0, []
+    began, seen, results, unread = time.perf_counter(), 0, [], []
+    last_reason = "unknown"
+
+    def read_events() -> None:
+        nonlocal last_reason
+        events = [event for entry in unread for event in _events(*entry)]
+        unread.clear()
+        if events:
+            last_reason = events[-1].reason
+            on_events(events)
+
     for step in range(start, steps):
         if should_stop():
+            read_events()
             on_checkpoint(step)
             return step
 
@@ -415,14 +428,15 @@ def train(
         views = gather(torch.cat([rows, partners])).unflatten(0, (2, len(rows)))
         learning_rate = learning_rate_at(step, steps, trainer.objective)
         result = trainer.step(views, learning_rate)
-        pending.append((step, rows, result))
+        results.append(result)
+        unread.append((step, rows, result))
         seen += len(rows)
 
         done = step + 1
         if done % log_every == 0 or done == steps:
-            events = [event for entry in pending for event in _events(*entry)]
+            read_events()
             now = time.perf_counter()
-            healthy = torch.stack([r.stage == 0 for _, _, r in pending])
+            healthy = torch.stack([result.stage == 0 for result in results])
             record = LogRecord(
                 step=done,
                 time=time.time(),
@@ -433,16 +447,17 @@ def train(
                 success_rate=float(healthy.float().mean()),
                 samples_per_second=seen / max(now - began, 1e-9),
             )
-            began, seen, pending = now, 0, []
-            on_log(record, events)
+            began, seen, results = now, 0, []
+            on_log(record)
             if not healthy.any():
                 raise TooFewHealthyParts(
                     f"no head was healthy in the {len(healthy)} steps up to {done}: "
-                    f"{events[-1].reason if events else 'unknown'}. Lower LEARNING_RATE (now "
+                    f"{last_reason}. Lower LEARNING_RATE (now "
                     f"{trainer.objective.learning_rate:g}) or look at the embeddings with "
                     "`python test_nan_issues.py`; the last good checkpoint is kept"
                 )
         if done % checkpoint_every == 0 or done == steps:
+            read_events()
             on_checkpoint(done)
     return steps
 

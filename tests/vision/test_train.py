@@ -351,6 +351,21 @@ def test_stopped_and_resumed_equals_uninterrupted():
     assert _rows_equal(whole, second, slice(None))
 
 
+def test_events_before_a_stop_are_not_lost():
+    x, sampler = _problem()
+    trainer, events, asked = _trainer(), [], iter([False] * 3 + [True])
+    trainer.state.student[1, 0] = torch.nan
+    training.train(
+        trainer,
+        sampler,
+        x.__getitem__,
+        50,
+        on_events=events.extend,
+        should_stop=lambda: next(asked),
+    )
+    assert [(event.step, event.part) for event in events] == [(s, "head 1") for s in range(3)]
+
+
 def test_the_run_ends_when_no_head_is_healthy():
     x, sampler = _problem()
     trainer = _trainer()
@@ -363,7 +378,7 @@ def test_the_run_ends_when_no_head_is_healthy():
             x.__getitem__,
             50,
             log_every=4,
-            on_log=lambda record, new: events.extend(new),
+            on_events=events.extend,
         )
     every = {(step, f"head {head}") for step in range(4) for head in range(HEADS)}
     assert {(event.step, event.part) for event in events} == every
