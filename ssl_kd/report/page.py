@@ -188,8 +188,8 @@ alike; distances between far groups mean little.{{ ' Colours repeat beyond ten c
 <section id="heads">
 <h2>Heads</h2>
 {% if heads %}<p class="about">{{ heads_text }}</p>
-<details class="card"{{ ' open' if heads | length <= 16 }}><summary>All {{ heads | length }} heads, best criterion first</summary>
-<div class="scroll"><table><thead><tr><th class="n">head</th><th class="n">criterion</th><th class="n">loss</th><th class="n">clusters used</th>
+<details class="card"{{ ' open' if heads | length <= 16 }}><summary>All {{ heads | length }} heads, best first</summary>
+<div class="scroll"><table><thead><tr><th class="n">head</th><th class="n">neighbour information, nats</th><th class="n">loss</th><th class="n">clusters used</th>
 {% if heads_judged %}<th class="n">ACC</th>{% endif %}<th></th></tr></thead><tbody>
 {% for h in heads %}<tr><td class="n">{{ h.head }}</td><td class="n">{{ h.criterion }}</td><td class="n">{{ h.loss }}</td><td class="n">{{ h.used }}</td>
 {% if heads_judged %}<td class="n">{{ h.acc }}</td>{% endif %}<td>{% if h.chosen %}<span class="tag">chosen</span> {% endif %}{% if h.collapsed %}<span class="tag bad">collapsed</span>{% endif %}</td></tr>{% endfor %}

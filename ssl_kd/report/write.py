@@ -295,7 +295,7 @@ def _heads_text(heads: list[dict[str, Any]], chosen: list[int]) -> str:
     fallen = sum(bool(h.get("collapsed")) for h in heads)
     text = "No head collapsed" if not fallen else f"{fallen} of {len(heads)} heads collapsed"
     if chosen:
-        text += f"; {len(chosen)} were chosen by the criterion, which needs no labels"
+        text += f"; {len(chosen)} were chosen by what they tell about neighbours, without labels"
     if any(_finite(h.get("acc")) for h in heads):
         text += ". Accuracy stands here for information: it chose nothing"
     return text + "."
@@ -343,7 +343,7 @@ def _finite(value: Any) -> TypeGuard[float]:
 
 
 def _order(value: Any) -> float:
-    return value if _finite(value) else math.inf
+    return -value if _finite(value) else math.inf
 
 
 def _percent(value: float) -> str:

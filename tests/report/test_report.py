@@ -37,7 +37,7 @@ def run(tmp_path) -> Path:
         for split, acc in zip(("train", "test"), pair, strict=True)
     ]
     heads = [
-        {"head": h, "criterion": -2 + h / 10, "loss": -1.5 + h / 8, "collapsed": h == 5,
+        {"head": h, "criterion": 2 - h / 10, "loss": -1.5 + h / 8, "collapsed": h == 5,
          "clusters_used": 1 if h == 5 else K, "chosen": h < 2, "acc": 0.9 - h / 20}
         for h in range(6)
     ]  # fmt: skip
