@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.official_temi import OfficialTEMI
 from ssl_kd import evaluate
-from ssl_kd.datasets import open_dataset
+from ssl_kd.datasets import ArrayDataset, open_dataset
 from ssl_kd.guard import Precision
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
@@ -85,6 +85,8 @@ def main() -> None:
     args = parser.parse_args()
 
     dataset = open_dataset("digits", "train")
+    assert isinstance(dataset, ArrayDataset)
+    assert dataset.arrays is not None and dataset.labels is not None
     x = torch.from_numpy(dataset.arrays).flatten(1).float() / 255
     labels = dataset.labels
     goal = evaluate.accuracy(labels, evaluate.kmeans(x.numpy(), 10).clusters) + 0.05
