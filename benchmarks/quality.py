@@ -40,12 +40,15 @@ def one_run(folder: Path, seed: int, flags: list[str]) -> tuple[dict, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="ACC over seeds, beside the lines to beat.")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        description="ACC over seeds, beside the lines to beat.", allow_abbrev=False
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--first_seed", type=int, default=0)
     args, flags = parser.parse_known_args()
     runs, times = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             metrics, seconds = one_run(Path(folder), seed, flags)
             runs.append(metrics)
             times.append(seconds)
