@@ -42,7 +42,8 @@ TOKEN = "class"
 EMBEDDING_DIM = None
 # Images per forward pass of the teacher, from 1; halved by itself when memory runs out.
 EXTRACT_BATCH_SIZE = 64
-# Processes that decode images ahead, 0 to 256. Raise it where the progress bar waits for the disk.
+# Threads that decode images, 0 to 256: ahead of a GPU's teacher, between the batches of a CPU's.
+# 0: as many as fit the device. Raise it where the progress bar waits for the disk.
 WORKERS = 0
 
 # --- Neighbours and heads -----------------------------------------------------------------------
@@ -106,6 +107,19 @@ MAX_STEPS = 800
 # Heads that vote on the answer, best first by a criterion without labels, from 1; None: half.
 CONSENSUS_HEADS = None
 
+# --- Guard --------------------------------------------------------------------------------------
+
+# A head is left out of a step in which its gradient norm is this many times its running median,
+# above 1.
+SPIKE_FACTOR = 100.0
+# Steps of exactly zero gradient before a head is reported as dead, from 1.
+DEAD_AFTER = 100
+# Bad steps in a row before a head goes back to its last good state, from 1; as many again before it
+# is re-initialised, and again before it is retired.
+RESTORE_AFTER = 10
+# Fewer heads than this left stop the run, from 1; None: a quarter of them.
+MIN_HEADS = None
+
 # --- Run ----------------------------------------------------------------------------------------
 
 # Steps between two lines of metrics.jsonl, from 1.
@@ -121,7 +135,7 @@ USE_FP16 = False
 DEVICE = "auto"
 # Seed of everything random, 0 to 4294967295. On the CPU the same seed gives the same run.
 SEED = 0
-# Rebuild the cached embeddings even where they fit.
+# Rebuild cached embeddings that are damaged or of something else; verified shards are kept.
 FORCE_RECOMPUTE = False
 # Go on with the last unfinished run, or with the one that RUN_NAME names.
 RESUME = False

@@ -189,7 +189,7 @@ class MultiHeadClusterer(
         neighbours = nearest_neighbours(x, k, device=precision.device)
         sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        train(trainer, sampler, projected.__getitem__, steps, on_events=_warn)
+        train(trainer, sampler, projected.__getitem__, steps, on_events=_Warnings())
         self.model_, _, _ = form_answer(
             settings, trainer, neighbours, projected.__getitem__, projection
         )
@@ -314,6 +314,16 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, torch.device) else value
 
 
-def _warn(events: list[Event]) -> None:
-    for event in events:
-        logger.warning("step %d, %s: %s; %s", event.step, event.part, event.reason, event.action)
+class _Warnings:
+    """Logs the guard's events: the first of each kind as a warning, the others for debugging."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
+
+    def __call__(self, events: list[Event]) -> None:
+        for event in events:
+            kind = (event.part, event.action)
+            level = logging.DEBUG if kind in self._told else logging.WARNING
+            self._told.add(kind)
+            words = (event.step, event.part, event.reason, event.action)
+            logger.log(level, "step %d, %s: %s; %s", *words)

@@ -117,6 +117,26 @@ def adamw_(
     keep_unless_(healthy, state.steps, steps)
 
 
+def rescale_(
+    scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor, *, grow_every: int = 500
+) -> None:
+    """Halve the loss scale of the parts that overflowed, double it after many good steps.
+
+    One part's overflow moves no other part's scale, and 1 is the floor: a part that is NaN on every
+    step cannot drive it to where healthy gradients underflow.
+
+    Args:
+        scale: `[part]`, changed in place; stays in [1, 65536].
+        healthy: boolean `[part]`.
+        overflow: boolean `[part]`: the gradient was not finite.
+        steps: `[part]`, how many updates each part has had.
+        grow_every: updates between two doublings.
+    """
+    grown = torch.where(steps % grow_every == grow_every - 1, scale * 2, scale)
+    kept = torch.where(healthy, grown, scale)
+    scale.copy_(torch.where(overflow, scale / 2, kept).clamp(1.0, 2.0**16))
+
+
 def ema_(average: Tensor, latest: Tensor, healthy: Tensor, momentum: float) -> None:
     """`average = momentum * average + (1 - momentum) * latest` in the healthy rows."""
     keep_unless_(healthy, average, torch.lerp(average, latest, 1 - momentum))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.modules.dropout import _DropoutNd
 
 _RANDOM_STATE = threading.Lock()
 
@@ -59,17 +60,39 @@ class HeadBank:
         if not self._shapes:
             raise ValueError(f"{type(self._template).__name__} has no parameters to train")
         self.n_parameters = sum(math.prod(shape) for shape in self._shapes.values())
+        self._draws = any(isinstance(m, _DropoutNd) for m in self._template.modules())
         # Activations per sample, near enough to decide how many heads fit the cache at a time.
         self.width = sum(shape[0] for shape in self._shapes.values() if len(shape) > 1)
 
-    def initial_weights(self, seed: int) -> Tensor:
-        """Fresh weights `[head, parameter]` float32; head `i` depends on `seed` and `i` alone."""
+    def initial_weights(self, seed: int, only: int | None = None) -> Tensor:
+        """Fresh weights `[head, parameter]` float32; head `i` depends on `seed` and `i` alone.
+
+        With `only`, those of that head: `[1, parameter]`.
+
+        Raises:
+            ValueError: the head's own initialisation is not finite.
+        """
         rows = []
         with _global_random_state_kept():
-            for i in range(self.n_heads):
+            for i in range(self.n_heads) if only is None else [only]:
                 torch.default_generator.manual_seed(seed * 100_003 + i)
                 rows.append(self.flatten(self.make_head()))
-        return torch.stack(rows)
+        weights = torch.stack(rows)
+        if not torch.isfinite(weights).all():
+            name = type(self._template).__name__
+            raise ValueError(f"{name} begins with weights that are not finite: initialise them")
+        return weights
+
+    @contextlib.contextmanager
+    def draws_seeded(self, seed: int) -> Iterator[None]:
+        """Let heads that have dropout draw by `seed` inside, and nothing change outside."""
+        if not self._draws:
+            yield
+            return
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with _RANDOM_STATE, torch.random.fork_rng(devices):
+            torch.manual_seed(seed & (2**63 - 1))
+            yield
 
     def flatten(self, head: nn.Module) -> Tensor:
         """One head's parameters as a row `[parameter]` float32."""

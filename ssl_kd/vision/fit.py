@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ssl_kd.guard.health import Thresholds
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, head_maker
@@ -34,7 +35,14 @@ def make_trainer(
         hidden_dim=settings.hidden_dim,
         bottleneck_dim=settings.bottleneck_dim,
     )
-    return HeadTrainer(HeadBank(make, settings.n_heads), objective, precision, n_clusters)
+    thresholds = Thresholds(
+        spike_factor=settings.spike_factor,
+        dead_after=settings.dead_after,
+        restore_after=settings.restore_after,
+        min_parts=min(settings.min_heads or -(-settings.n_heads // 4), settings.n_heads),
+    )
+    bank = HeadBank(make, settings.n_heads)
+    return HeadTrainer(bank, objective, precision, n_clusters, thresholds)
 
 
 def make_sampler(settings: VisionSettings, neighbours: Tensor) -> tuple[PairSampler, int]:
@@ -76,7 +84,8 @@ def form_answer(
         return_inverse=True
     )
     clusters = head_clusters(trainer, gather, rows)
-    healthy = (torch.isfinite(state.loss) & (state.streak == 0)).cpu()
+    sound = (state.health.streak == 0) & ~state.health.retired
+    healthy = (torch.isfinite(state.loss) & sound).cpu()
     information = torch.full((len(clusters),), torch.nan)
     for head in healthy.nonzero().flatten().tolist():
         first, second = clusters[head][pairs]

@@ -128,7 +128,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             "dataset": _about(train_set, stores, n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
             "steps": steps,
-            "success_rate": 1 - float(trainer.state.skipped.mean()) / max(steps, 1),
+            "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
             "events": folder.count_events(),
             "seconds": clock.seconds,
         }
@@ -263,8 +263,7 @@ def _train(
 ) -> None:
     """Train all heads, from the last checkpoint if there is one."""
     start, tensors = folder.load_checkpoint()
-    for name, tensor in tensors.items():
-        getattr(trainer.state, name).copy_(tensor)
+    trainer.load(tensors)
     folder.rewind(start)
     folder.become_latest()
 
@@ -288,7 +287,7 @@ def _train(
             checkpoint_every=settings.checkpoint_every,
             on_log=on_log,
             on_events=folder.events.extend,
-            on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.state.tensors()),
+            on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors()),
             should_stop=lambda: bool(signals.caught),
         )
 
@@ -421,7 +420,7 @@ def _judge(
             accuracies = [s["acc"] for s in scores]
 
     sizes = evaluate.cluster_sizes(train.heads, n_clusters)
-    loss = trainer.state.loss.tolist()
+    loss, health = trainer.state.loss.tolist(), trainer.state.health
     heads = [
         {
             "head": i,
@@ -430,7 +429,8 @@ def _judge(
             "collapsed": bool(evaluate.collapsed(sizes[i])),
             "clusters_used": int((sizes[i] > 0).sum()),
             "chosen": i in chosen.tolist(),
-            "skipped": int(trainer.state.skipped[i]),
+            "skipped": int(health.skipped[i]),
+            "retired": bool(health.retired[i]),
             "acc": accuracies[i],
         }
         for i in range(len(loss))

@@ -66,7 +66,9 @@ class VisionSettings(Settings):
     extract_batch_size: int = setting(
         64, "images per forward pass of the teacher; halved when memory runs out", low=1
     )
-    workers: int = setting(0, "processes that decode images ahead; 0: none", low=0, high=256)
+    workers: int = setting(
+        0, "threads that decode images; 0: as many as fit the device", low=0, high=256
+    )
 
     # Neighbours and heads
     pca_dim: int | None = setting(
@@ -122,6 +124,23 @@ class VisionSettings(Settings):
         None, "heads that vote on the answer, the best ones; None: the better half", low=1
     )
 
+    # Guard
+    spike_factor: float = setting(
+        100.0, "a head whose gradient norm is this many times its median is skipped", above=1
+    )
+    dead_after: int = setting(
+        100, "steps of exactly zero gradient before a head is reported as dead", low=1
+    )
+    restore_after: int = setting(
+        10,
+        "bad steps in a row before a head goes back to its last good state; as many again before it"
+        " is re-initialised, and again before it is retired",
+        low=1,
+    )
+    min_heads: int | None = setting(
+        None, "fewer heads than this left stop the run; None: a quarter of them", low=1
+    )
+
     # Run
     log_every: int = setting(20, "steps between two lines of metrics.jsonl", low=1)
     checkpoint_every: int = setting(200, "steps between two checkpoints", low=1)
@@ -138,7 +157,10 @@ class VisionSettings(Settings):
         forms=(("cuda:N", r"cuda:\d+"),),
     )
     seed: int = setting(0, "seed of everything random", low=0, high=2**32 - 1)
-    force_recompute: bool = setting(False, "rebuild the cached embeddings")
+    force_recompute: bool = setting(
+        False,
+        "rebuild cached embeddings that are damaged or of something else; verified shards are kept",
+    )
     resume: bool = setting(
         False, "go on with the last unfinished run, or the one named by run_name"
     )

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ssl_kd import losses
 from ssl_kd.guard.events import Event
+from ssl_kd.guard.health import REASONS, Health, Stage, Thresholds, is_healthy
 from ssl_kd.guard.parts import (
     AdamWState,
     TooFewHealthyParts,
@@ -23,6 +23,7 @@ from ssl_kd.guard.parts import (
     ema_,
     keep_unless_,
     part_norms,
+    rescale_,
 )
 from ssl_kd.guard.precision import Precision
 from ssl_kd.heads.bank import HeadBank
@@ -32,12 +33,10 @@ logger = logging.getLogger(__name__)
 Gather = Callable[[Tensor], Tensor]
 """Row numbers `[batch]` -> embeddings `[batch, dim]` float32."""
 
-STAGES = ("healthy", "teacher", "loss", "gradient")
-_REASONS = {
-    "teacher": "the EMA teacher's probabilities are not finite",
-    "loss": "the loss is not finite",
-    "gradient": "the gradient's norm is not finite: a NaN, or too large to square",
-}
+# Steps between two looks at what the guard found. On a CPU looking is free; elsewhere it waits for
+# the device.
+LOOK_EVERY = {True: 1, False: 10}
+KEEP_GOOD_EVERY = 50
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class HeadsState:
             (the center) for the sharpened loss.
         loss: `[head]`, running mean of the loss over healthy steps.
         scale: `[head]`, the factor its loss is scaled by (1 unless products run in float16).
-        skipped: `[head]`, how many steps the head was left out of.
-        streak: `[head]`, how many of those were the last ones in a row.
+        health: what the guard remembers of each head.
     """
 
     student: Tensor
@@ -86,16 +84,15 @@ class HeadsState:
     marginal: Tensor
     loss: Tensor
     scale: Tensor
-    skipped: Tensor
-    streak: Tensor
+    health: Health
 
     @classmethod
     def fresh(
-        cls, bank: HeadBank, n_clusters: int, objective: Objective, precision: Precision
+        cls, student: Tensor, n_clusters: int, objective: Objective, precision: Precision
     ) -> HeadsState:
-        """A state before the first step."""
-        student = bank.initial_weights(objective.seed).to(precision.device)
-        heads = torch.zeros(bank.n_heads, device=student.device)
+        """A state before the first step, of students `[head, parameter]`."""
+        student = student.to(precision.device)
+        heads = torch.zeros(len(student), device=student.device)
         start = 1 / n_clusters if objective.loss == "temi" else 0.0
         return cls(
             student=student,
@@ -103,20 +100,25 @@ class HeadsState:
             exp_avg=torch.zeros_like(student),
             exp_avg_sq=torch.zeros_like(student),
             updates=heads.clone(),
-            marginal=torch.full((bank.n_heads, n_clusters), start, device=student.device),
+            marginal=torch.full((len(student), n_clusters), start, device=student.device),
             loss=heads.clone(),
             scale=torch.full_like(heads, 16.0 if precision.scale else 1.0),
-            skipped=heads.clone(),
-            streak=heads.clone(),
+            health=Health.fresh(len(student), student.device),
         )
+
+    def owned(self) -> dict[str, Tensor]:
+        """Name -> tensor of what a head learns: all but the guard's memory."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "health"}
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor, for a checkpoint."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        health = {f"health.{name}": value for name, value in self.health.tensors().items()}
+        return self.owned() | health
 
     def rows(self, rows: slice) -> HeadsState:
         """Some heads' state, sharing memory with the whole."""
-        return HeadsState(**{name: tensor[rows] for name, tensor in self.tensors().items()})
+        owned = {name: tensor[rows] for name, tensor in self.owned().items()}
+        return HeadsState(**owned, health=self.health.rows(rows))
 
 
 class PairSampler:
@@ -192,17 +194,20 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
     """Split the heads so that one chunk's tensors stay in the cache (CPU) or in memory (GPU).
 
     Fifty full-size heads as one batch are a third slower on a CPU than two at a time, and need 25
-    times the memory; tiny heads are best run by the dozen.
+    times the memory; tiny heads are best run by the dozen. A batched product hands each thread
+    whole heads, so a chunk holds as many for one thread as for another: three heads on two threads
+    take as long as four.
     """
-    budget = 2**31 if device.type == "cuda" else 12 * 2**20
-    chunks = min(n_heads, math.ceil(n_heads * bytes_per_head / budget))
-    edges = [round(i * n_heads / chunks) for i in range(chunks + 1)]
-    return [slice(a, b) for a, b in pairwise(edges)]
+    if device.type == "cuda":
+        size = max(1, 2**31 // bytes_per_head)
+    else:
+        size = torch.get_num_threads() * max(1, 6 * 2**20 // bytes_per_head)
+    return [slice(start, min(start + size, n_heads)) for start in range(0, n_heads, size)]
 
 
 @dataclass
 class StepResult:
-    """What a step saw, per head: loss, gradient norm, and the index into STAGES of its fault."""
+    """What a step saw, per head: loss, gradient norm, and the `Stage` of its fault."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -218,15 +223,99 @@ class HeadTrainer:
         objective: what is trained for.
         precision: dtypes and device.
         n_clusters: K.
+        thresholds: when the guard acts.
+
+    Attributes:
+        state: everything the heads own.
+        good: each head's last good state, as `owned`; what a sick head is restored from.
+        good_step: `[head]`, the number of steps done when it was kept.
     """
 
     def __init__(
-        self, bank: HeadBank, objective: Objective, precision: Precision, n_clusters: int
+        self,
+        bank: HeadBank,
+        objective: Objective,
+        precision: Precision,
+        n_clusters: int,
+        thresholds: Thresholds | None = None,
     ) -> None:
         self.bank, self.objective, self.precision = bank, objective, precision
-        self.n_clusters = n_clusters
+        self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.decay = bank.decay_mask().to(precision.device) * objective.weight_decay
-        self.state = HeadsState.fresh(bank, n_clusters, objective, precision)
+        self.state = self._fresh(bank.initial_weights(objective.seed))
+        self.good = {name: tensor.clone() for name, tensor in self.state.owned().items()}
+        self.good_step = torch.zeros_like(self.state.health.seen)
+
+    def _fresh(self, students: Tensor) -> HeadsState:
+        return HeadsState.fresh(students, self.n_clusters, self.objective, self.precision)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name -> tensor of all that a resumed run needs, sharing memory with the trainer."""
+        good = {f"good.{name}": tensor for name, tensor in self.good.items()}
+        return self.state.tensors() | good | {"good_step": self.good_step}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `tensors` gave; a checkpoint without a last good state is one itself."""
+        older = {f"health.{name}": tensors.get(name) for name in ("skipped", "streak")}
+        for name, mine in self.tensors().items():
+            saved = tensors.get(name, older.get(name, tensors.get(name.removeprefix("good."))))
+            if saved is not None:
+                mine.copy_(saved)
+
+    def keep_good(self, step: int) -> None:
+        """Remember the heads that are well as their last good state, after `step` steps."""
+        state = self.state
+        well = (state.health.streak == 0) & self._finite()
+        for name, tensor in state.owned().items():
+            keep_unless_(well, self.good[name], tensor)
+        keep_unless_(well, self.good_step, torch.full_like(self.good_step, step))
+
+    def _finite(self) -> Tensor:
+        """Which heads hold only finite numbers: `[head]`."""
+        owned = self.state.owned().values()
+        return torch.stack([torch.isfinite(t.view(len(t), -1)).all(1) for t in owned]).all(0)
+
+    def restore(self, head: int) -> str:
+        """Put one head back to its last good state; what was done, in words."""
+        for name, tensor in self.state.owned().items():
+            tensor[head].copy_(self.good[name][head])
+        return f"restored to its state after step {int(self.good_step[head])}"
+
+    def heal(self, step: int) -> list[Event]:
+        """Restore the heads that hold numbers that are not finite, before a checkpoint is written.
+
+        A head whose weights were hit from outside the step is not updated any more, but its rows
+        would carry the damage into the file.
+        """
+        sick = (~self._finite()).nonzero().flatten().tolist()
+        reason = "its weights or moments are not finite"
+        return [Event(step, f"head {i}", "weight", reason, self.restore(i)) for i in sick]
+
+    def escalate(self, step: int) -> list[Event]:
+        """Restore, re-initialise or retire the heads that stay sick; asks the device.
+
+        Raises:
+            TooFewHealthyParts: it is no use to go on.
+        """
+        events = []
+        for head, action in self.state.health.escalate(self.thresholds).items():
+            if action == "restore":
+                done = self.restore(head)
+            elif action == "reinitialise":
+                # Not the weights that it began with: those led here.
+                seed = self.objective.seed + 1
+                fresh = self._fresh(self.bank.initial_weights(seed, only=head))
+                for name, tensor in self.state.owned().items():
+                    tensor[head].copy_(getattr(fresh, name)[0])
+                    self.good[name][head].copy_(tensor[head])
+                self.good_step[head] = step + 1
+                done = "re-initialised"
+            else:
+                self.restore(head)  # so that its rows are finite, whatever becomes of them
+                done = "retired"
+            reason = f"{self.thresholds.restore_after} bad steps in a row"
+            events.append(Event(step, f"head {head}", "escalation", reason, done))
+        return events
 
     def step(self, views: Tensor, learning_rate: float) -> StepResult:
         """One guarded step of every head.
@@ -316,12 +405,9 @@ class HeadTrainer:
         with torch.no_grad():
             gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
             norm = part_norms(gradient) / state.scale
-            stage = torch.zeros_like(norm, dtype=torch.int8)
-            # Later lines overrule earlier ones: the earliest stage that is not finite is the cause.
-            stage[~torch.isfinite(norm)] = STAGES.index("gradient")
-            stage[~torch.isfinite(loss)] = STAGES.index("loss")
-            stage[~torch.isfinite(marginal).all(1)] = STAGES.index("teacher")
-            healthy = stage == 0
+            sound = torch.isfinite(marginal).all(1)
+            stage = state.health.judge(loss, norm, self.thresholds, sound)
+            healthy = is_healthy(stage)
 
             gradient.mul_((clip_factors(norm, o.clip_grad) / state.scale).unsqueeze(1))
             adamw_(
@@ -336,26 +422,21 @@ class HeadTrainer:
             keep_unless_(healthy, state.marginal, marginal)
             memory = torch.where(state.updates > 1, 0.98, 0.0)
             keep_unless_(healthy, state.loss, memory * state.loss + (1 - memory) * loss)
-            state.skipped.add_(~healthy)
-            state.streak.add_(1).mul_(~healthy)
+            state.health.record_(stage, norm, self.thresholds)
             if self.precision.scale:
-                overflow = stage == STAGES.index("gradient")
-                grown = torch.where(state.updates % 500 == 499, state.scale * 2, state.scale)
-                kept = torch.where(healthy, grown, state.scale)
-                scale = torch.where(overflow, state.scale / 2, kept)
-                state.scale.copy_(scale.clamp(1.0, 2.0**16))
+                rescale_(state.scale, healthy, stage == int(Stage.GRADIENT), state.updates)
         return loss.detach(), norm, stage
 
 
 def _without(bad_rows: Tensor, weights: Tensor | None) -> Tensor | None:
     """Instance weights `[1 or head, batch]` with the bad samples' set to 0."""
     if weights is None:
-        good = (~bad_rows).float().unsqueeze(0)
+        weights = torch.ones(1, len(bad_rows), device=bad_rows.device)
         # A plain mean is a pass cheaper and the usual case; on a GPU the check would wait for it.
         if bad_rows.device.type == "cpu" and not bad_rows.any():
             return None
-        return losses.safe_normalize_weights(good)
-    return losses.safe_normalize_weights(torch.where(bad_rows, 0, weights))
+    weights = losses.safe_normalize_weights(torch.where(bad_rows, 0, weights))
+    return weights.masked_fill(bad_rows.all(), torch.nan)  # nothing to learn from: skip the step
 
 
 @dataclass(frozen=True)
@@ -367,6 +448,8 @@ class LogRecord:
     learning_rate: float
     loss: list[float]
     grad_norm: list[float]
+    skipped: list[int]
+    streak: list[int]
     healthy: int
     success_rate: float
     samples_per_second: float
@@ -394,7 +477,7 @@ def train(
         gather: reads embeddings.
         steps: last step, exclusive.
         start: first step, the number of steps already done.
-        log_every: the device is asked for its numbers this often, in steps.
+        log_every: a record is made this often, in steps.
         checkpoint_every: `on_checkpoint(steps done)` is called this often, and at the end.
         on_log: gets each record.
         on_events: gets the guard's events, before each record and each checkpoint.
@@ -405,61 +488,93 @@ def train(
         The number of steps done; less than `steps` if it was told to stop.
 
     Raises:
-        TooFewHealthyParts: no head was healthy in a whole interval of `log_every` steps.
+        TooFewHealthyParts: going on would be a waste; a checkpoint of the last good state of every
+            head was saved before.
     """
-    began, seen, results, unread = time.perf_counter(), 0, [], []
-    last_reason = "unknown"
+    began, seen, results = time.perf_counter(), 0, []
+    watch = _Watch(trainer, on_events)
 
-    def read_events() -> None:
-        nonlocal last_reason
-        events = [event for entry in unread for event in _events(*entry)]
-        unread.clear()
-        if events:
-            last_reason = events[-1].reason
-            on_events(events)
+    def checkpoint(done: int) -> None:
+        watch.look(done)
+        on_events(trainer.heal(done - 1))
+        on_checkpoint(done)
 
     for step in range(start, steps):
         if should_stop():
-            read_events()
-            on_checkpoint(step)
+            checkpoint(step)
             return step
 
         rows, partners = sampler(step)
         views = gather(torch.cat([rows, partners])).unflatten(0, (2, len(rows)))
         learning_rate = learning_rate_at(step, steps, trainer.objective)
-        result = trainer.step(views, learning_rate)
+        with trainer.bank.draws_seeded(hash((trainer.objective.seed, step))):
+            result = trainer.step(views, learning_rate)
         results.append(result)
-        unread.append((step, rows, result))
+        watch.unread.append((step, rows, result))
         seen += len(rows)
 
         done = step + 1
+        if done % LOOK_EVERY[trainer.precision.device.type == "cpu"] == 0:
+            try:
+                watch.look(done)
+            except TooFewHealthyParts:
+                on_events(trainer.heal(done - 1))
+                on_checkpoint(done)
+                raise
+        if done % KEEP_GOOD_EVERY == 0:
+            trainer.keep_good(done)
         if done % log_every == 0 or done == steps:
-            read_events()
             now = time.perf_counter()
-            healthy = torch.stack([result.stage == 0 for result in results])
+            healthy = is_healthy(torch.stack([result.stage for result in results]))
             record = LogRecord(
                 step=done,
                 time=time.time(),
                 learning_rate=learning_rate,
                 loss=result.loss.tolist(),
                 grad_norm=result.grad_norm.tolist(),
+                skipped=trainer.state.health.skipped.tolist(),
+                streak=trainer.state.health.streak.tolist(),
                 healthy=int(healthy[-1].sum()),
                 success_rate=float(healthy.float().mean()),
                 samples_per_second=seen / max(now - began, 1e-9),
             )
             began, seen, results = now, 0, []
             on_log(record)
-            if not healthy.any():
-                raise TooFewHealthyParts(
-                    f"no head was healthy in the {len(healthy)} steps up to {done}: "
-                    f"{last_reason}. Lower LEARNING_RATE (now "
-                    f"{trainer.objective.learning_rate:g}) or look at the embeddings with "
-                    "`python test_nan_issues.py`; the last good checkpoint is kept"
-                )
         if done % checkpoint_every == 0 or done == steps:
-            read_events()
-            on_checkpoint(done)
+            checkpoint(done)
     return steps
+
+
+class _Watch:
+    """Reads the guard's findings back from the device and acts on heads that stay sick."""
+
+    def __init__(self, trainer: HeadTrainer, on_events: Callable[[list[Event]], None]) -> None:
+        self.trainer, self.on_events = trainer, on_events
+        self.unread: list[tuple[int, Tensor, StepResult]] = []
+        self._last = Event(0, "head", "loss", "nothing was seen", "")
+
+    def look(self, done: int) -> None:
+        """Report the faults of the unread steps, then restore, re-initialise or retire.
+
+        Raises:
+            TooFewHealthyParts: with what was seen and what to change.
+        """
+        events = [event for entry in self.unread for event in _events(*entry)]
+        self.unread.clear()
+        if not events:
+            return
+        self._last = next(event for event in events if event.step == events[-1].step)
+        self.on_events(events)
+        try:
+            self.on_events(self.trainer.escalate(done - 1))
+        except TooFewHealthyParts as error:
+            rate = self.trainer.objective.learning_rate
+            reason = f"{error}. Last seen, {self._last.part}: {self._last.reason}"
+            self.on_events([Event(done - 1, "run", "escalation", reason, "stopped")])
+            raise TooFewHealthyParts(
+                f"step {done}: {reason}. Lower LEARNING_RATE (now {rate:g}) or look at the "
+                "embeddings with `python test_nan_issues.py`; each head's last good state is saved"
+            ) from error
 
 
 def _events(step: int, rows: Tensor, result: StepResult) -> Iterator[Event]:
@@ -467,7 +582,10 @@ def _events(step: int, rows: Tensor, result: StepResult) -> Iterator[Event]:
     for position in result.bad_rows.nonzero().flatten().tolist():
         reason = f"the embedding of row {int(rows[position])} or of its neighbour is not finite"
         yield Event(step, "batch", "input", reason, "left out of the batch", float(rows[position]))
-    for head in result.stage.nonzero().flatten().tolist():
-        stage = STAGES[int(result.stage[head])]
-        value = float((result.grad_norm if stage == "gradient" else result.loss)[head])
-        yield Event(step, f"head {head}", stage, _REASONS[stage], "skipped", value)
+    for head, stage in enumerate(map(Stage, result.stage.tolist())):
+        if stage in (Stage.HEALTHY, Stage.RETIRED):
+            continue
+        seen = result.loss if stage in (Stage.LOSS, Stage.TEACHER) else result.grad_norm
+        done = "reported" if stage == Stage.DEAD else "skipped"
+        name = stage.name.lower()
+        yield Event(step, f"head {head}", name, REASONS[stage], done, float(seen[head]))

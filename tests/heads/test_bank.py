@@ -113,3 +113,14 @@ def test_import_path():
     for path in ("TEMIHead", "nowhere.Head", "ssl_kd.heads.Nothing", "math.pi"):
         with pytest.raises(ValueError, match=path):
             import_head(path)
+
+
+class _Unset(torch.nn.Module):
+    def __init__(self, in_dim, n_clusters):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((n_clusters, in_dim), torch.nan))
+
+
+def test_a_head_that_begins_with_nan_is_refused_by_name():
+    with pytest.raises(ValueError, match="_Unset begins with weights that are not finite"):
+        HeadBank(lambda: _Unset(3, 2), 2).initial_weights(0)

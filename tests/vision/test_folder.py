@@ -25,7 +25,9 @@ def settings(tmp_path):
 
 
 def record(step):
-    return LogRecord(step, 0.0, 0.1, [1.0, float("nan")], [float("inf"), 2.0], 1, 0.5, 10.0)
+    return LogRecord(
+        step, 0.0, 0.1, [1.0, float("nan")], [float("inf"), 2.0], [0, 1], [0, 1], 1, 0.5, 10.0
+    )
 
 
 def begun(settings, step=4):

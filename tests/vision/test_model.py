@@ -128,7 +128,7 @@ def test_a_sick_or_collapsed_head_does_not_spoil_the_answer():
     state = trainer.state
     sick, collapsed = usual[1], usual[2]
     state.teacher[sick] = torch.nan
-    state.streak[sick] = 3
+    state.health.streak[sick] = 3
     state.teacher[collapsed] = 0.0  # every sample in one cluster
     model, chosen, information = form_answer()
     assert sick not in chosen and information[sick].isnan() and information[collapsed] == 0

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ssl_kd.guard import Precision, TooFewHealthyParts
+from ssl_kd.guard.health import Stage, Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.vision import train as training
 from ssl_kd.vision.train import HeadTrainer, Objective, PairSampler, mutual_neighbours
@@ -154,7 +155,7 @@ class _Stand:
     def __getattr__(self, name):
         return getattr(self._bank, name)
 
-    def __call__(self, parameters, x, training):
+    def __call__(self, parameters, x, training=False):
         return self._forward(parameters, x, training)
 
 
@@ -196,9 +197,9 @@ def _poison_gradient(value):
 def test_a_sick_head_is_skipped_and_the_others_are_bit_identical(how, strike, stage):
     clean, _ = _struck(how, lambda trainer, views: None)
     sick, result = _struck(how, strike)
-    assert result.stage.tolist() == [0, 0, training.STAGES.index(stage), 0, 0]
+    assert result.stage.tolist() == [0, 0, Stage[stage.upper()], 0, 0]
     assert _rows_equal(clean, sick, [0, 1, 3, 4])
-    assert sick.state.skipped[2] >= 1 and sick.state.skipped[[0, 1, 3, 4]].sum() == 0
+    assert sick.state.health.skipped[2] >= 1 and sick.state.health.skipped[[0, 1, 3, 4]].sum() == 0
 
 
 @pytest.mark.parametrize("strike", [_poison_logits(math.nan), _poison_gradient(math.nan)])
@@ -211,11 +212,11 @@ def test_a_skipped_head_keeps_every_bit_of_that_step(strike):
     trainer.step(_views(3), 1e-2)
     undo()
     for name, tensor in trainer.state.tensors().items():
-        if name not in ("skipped", "streak"):
+        if not name.startswith("health."):
             assert torch.equal(tensor[2], before[name]), name
-    assert (trainer.state.skipped[2], trainer.state.streak[2]) == (1, 1)
+    assert (trainer.state.health.skipped[2], trainer.state.health.streak[2]) == (1, 1)
     trainer.step(_views(4), 1e-2)
-    assert (trainer.state.skipped[2], trainer.state.streak[2]) == (1, 0)
+    assert (trainer.state.health.skipped[2], trainer.state.health.streak[2]) == (1, 0)
 
 
 def test_mean_weights_come_from_healthy_teachers_only():
@@ -223,7 +224,7 @@ def test_mean_weights_come_from_healthy_teachers_only():
     sick, result = _struck("mean", _poison_weight("teacher"))
     assert result.stage.tolist() == [0, 0, 1, 0, 0]
     healthy = sick.state.student[[0, 1, 3, 4]]
-    assert torch.isfinite(healthy).all() and sick.state.skipped[[0, 1, 3, 4]].sum() == 0
+    assert torch.isfinite(healthy).all() and sick.state.health.skipped[[0, 1, 3, 4]].sum() == 0
 
 
 def test_a_bad_sample_is_left_out_and_named():
@@ -278,7 +279,7 @@ def test_float16_products_train_like_float32():
     full = _trainer()
     for step in range(20):
         a, b = low.step(_views(step), 1e-3), full.step(_views(step), 1e-3)
-    assert low.state.skipped.sum() == 0 and low.state.student.dtype == torch.float32
+    assert low.state.health.skipped.sum() == 0 and low.state.student.dtype == torch.float32
     torch.testing.assert_close(a.loss, b.loss, rtol=0.01, atol=0.01)
 
 
@@ -363,22 +364,176 @@ def test_events_before_a_stop_are_not_lost():
         on_events=events.extend,
         should_stop=lambda: next(asked),
     )
-    assert [(event.step, event.part) for event in events] == [(s, "head 1") for s in range(3)]
+    seen = [(event.step, event.part, event.action) for event in events]
+    assert seen[:-1] == [(step, "head 1", "skipped") for step in range(3)]
+    assert seen[-1] == (2, "head 1", "restored to its state after step 0")
 
 
-def test_the_run_ends_when_no_head_is_healthy():
+def _always(strike):
+    """A trainer with `strike` at work from the first step to the last."""
+    trainer = _trainer(learning_rate=1e-2)
+    strike(trainer, None)
+    return trainer
+
+
+def test_a_poisoned_head_is_restored_alone_and_goes_on():
     x, sampler = _problem()
-    trainer = _trainer()
-    trainer.state.student.fill_(torch.nan)
-    events = []
-    with pytest.raises(TooFewHealthyParts, match="LEARNING_RATE"):
+    clean, sick, events = _trainer(), _trainer(), []
+    training.train(clean, sampler, x.__getitem__, 60)
+    training.train(sick, sampler, x.__getitem__, 60)
+    sick.state.student[1, 0] = torch.nan
+    for trainer in (clean, sick):
+        on_events = events.extend if trainer is sick else lambda events: None
+        training.train(trainer, sampler, x.__getitem__, 90, start=60, on_events=on_events)
+    restored = [event for event in events if event.stage == "escalation"]
+    assert [(e.step, e.part, e.action) for e in restored] == [
+        (69, "head 1", "restored to its state after step 50")
+    ]
+    assert len(events) == 11 and _rows_equal(clean, sick, [0, 2, 3, 4])
+    health = sick.state.health
+    assert (health.skipped[1], health.streak[1], health.run[1]) == (10, 0, 20)
+    assert bool(health.restored[1]) and torch.isfinite(sick.state.student).all()
+
+
+def test_a_head_that_stays_sick_is_reinitialised_once_and_then_retired():
+    x, sampler = _problem()
+    trainer, events, saved = _always(_poison_logits(math.nan)), [], {}
+    training.train(
+        trainer,
+        sampler,
+        x.__getitem__,
+        60,
+        checkpoint_every=20,
+        on_events=events.extend,
+        on_checkpoint=lambda step: saved.update({step: trainer.state.student.clone()}),
+    )
+    steps = [(e.step, e.part, e.action) for e in events if e.stage == "escalation"]
+    assert steps == [
+        (9, "head 2", "restored to its state after step 0"),
+        (19, "head 2", "re-initialised"),
+        (29, "head 2", "retired"),
+    ]
+    assert all(torch.isfinite(weights).all() for weights in saved.values())
+    assert not torch.equal(saved[20][2], trainer.bank.initial_weights(0)[2])
+    assert max(e.step for e in events) == 29  # it is not spoken of any more
+    assert trainer.state.health.retired.tolist() == [False, False, True, False, False]
+
+
+def test_the_run_stops_when_no_head_is_healthy_after_a_restore():
+    x, sampler = _problem()
+    trainer, events, saved = _trainer(), [], []
+    with pytest.raises(TooFewHealthyParts, match=r"row .* is not finite.*LEARNING_RATE"):
         training.train(
             trainer,
             sampler,
-            x.__getitem__,
+            lambda rows: x[rows] * torch.nan,
             50,
-            log_every=4,
             on_events=events.extend,
+            on_checkpoint=saved.append,
         )
-    every = {(step, f"head {head}") for step in range(4) for head in range(HEADS)}
-    assert {(event.step, event.part) for event in events} == every
+    assert saved == [20] and events[-1].action == "stopped" and events[-1].step == 19
+    assert trainer.state.health.skipped.tolist() == [20] * HEADS
+    fresh = _trainer()
+    assert all(torch.equal(t, fresh.state.owned()[n]) for n, t in trainer.state.owned().items())
+
+
+def test_too_few_heads_left_stop_the_run():
+    x, sampler = _problem()
+    trainer = _always(_poison_logits(math.nan))
+    trainer.thresholds = Thresholds(restore_after=2, min_parts=5)
+    with pytest.raises(TooFewHealthyParts, match="only 4 of 5 parts are left"):
+        training.train(trainer, sampler, x.__getitem__, 50)
+
+
+def test_a_spike_is_skipped_and_does_not_move_the_median():
+    clean, _ = _struck("none", lambda trainer, views: None, steps=30, at=25)
+    sick, result = _struck("none", _poison_gradient(1e4), steps=26, at=25)
+    assert result.stage.tolist() == [0, 0, Stage.SPIKE, 0, 0]
+    level = clean.state.health.level[2] - sick.state.health.level[2]
+    assert abs(float(level)) < 0.5
+
+
+def test_zero_gradients_are_reported_as_dead_and_the_head_goes_on():
+    x, sampler = _problem()
+    events, trainer = [], _trainer()
+    bank, first = trainer.bank, torch.arange(HEADS).view(-1, 1, 1) == 1
+    cut = lambda p, x, training: torch.where(first, bank(p, x).detach(), bank(p, x))  # noqa: E731
+    trainer.bank = _Stand(bank, cut)
+    training.train(trainer, sampler, x.__getitem__, 120, on_events=events.extend)
+    assert [(e.step, e.part, e.stage, e.action) for e in events] == [
+        (99, "head 1", "dead", "reported")
+    ]
+    assert trainer.state.health.skipped.sum() == 0
+
+
+def _interrupted(make, steps, at):
+    """The trainer of a run of `steps` steps, and of one that was stopped and resumed on the way."""
+    x, sampler = _problem()
+    whole, first, second = make(), make(), make()
+    training.train(whole, sampler, x.__getitem__, steps)
+    asked = iter([False] * at + [True])
+    training.train(first, sampler, x.__getitem__, steps, should_stop=lambda: next(asked))
+    torch.rand(7)
+    second.load({name: tensor.clone() for name, tensor in first.tensors().items()})
+    training.train(second, sampler, x.__getitem__, steps, start=at)
+    return whole, second
+
+
+def _all_equal(a, b):
+    return all(torch.equal(tensor, b.tensors()[name]) for name, tensor in a.tensors().items())
+
+
+def test_a_resumed_run_restores_from_the_same_state():
+    def make():
+        trainer = _trainer()
+        bank = trainer.bank
+
+        def sick(parameters, x, training):
+            logits = bank(parameters, x)
+            run = trainer.state.health.run  # of its neighbour, which counts the steps
+            return logits.index_fill(0, torch.tensor([2]), torch.nan) if run[1] >= 60 else logits
+
+        trainer.bank = _Stand(bank, sick)
+        return trainer
+
+    whole, resumed = _interrupted(make, 80, at=67)
+    assert _all_equal(whole, resumed)
+    health = whole.state.health
+    assert bool(health.reinitialised[2]) and whole.good_step.tolist() == [50, 50, 80, 50, 50]
+
+
+def test_a_checkpoint_from_before_the_guard_remembered_loads():
+    x, sampler = _problem()
+    old = _trainer()
+    training.train(old, sampler, x.__getitem__, 7)
+    tensors = old.state.owned() | {"skipped": torch.ones(HEADS), "streak": torch.zeros(HEADS)}
+    new = _trainer()
+    new.load(tensors)
+    assert torch.equal(new.good["student"], old.state.student)
+    assert new.state.health.skipped.tolist() == [1] * HEADS
+
+
+class _Forgetful(TEMIHead):
+    stacked = None
+
+    def __init__(self, in_dim, n_clusters):
+        super().__init__(in_dim, n_clusters, 10, 5)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        return super().forward(self.dropout(x))
+
+
+def test_heads_with_dropout_resume_with_the_same_draws():
+    def fresh():
+        bank = HeadBank(lambda: _Forgetful(DIM, CLUSTERS), HEADS)
+        return HeadTrainer(bank, Objective(batch_size=BATCH), CPU, CLUSTERS)
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    whole, resumed = _interrupted(fresh, 6, at=3)
+    assert _all_equal(whole, resumed)
+    torch.set_rng_state(before)
+    x, sampler = _problem()
+    training.train(fresh(), sampler, x.__getitem__, 3)
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,154 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssl_kd.guard import TooFewHealthyParts
+from ssl_kd.guard.health import Health, Stage, Thresholds, is_healthy
+from ssl_kd.guard.parts import rescale_
+
+DEFAULT = Thresholds()
+
+
+def feed(health, norms, losses=None, thresholds=DEFAULT):
+    """The stages of some steps of one part."""
+    losses = [1.0] * len(norms) if losses is None else losses
+    seen = []
+    for norm, loss in zip(norms, losses, strict=True):
+        norm, loss = torch.tensor([float(norm)]), torch.tensor([float(loss)])
+        stage = health.judge(loss, norm, thresholds)
+        health.record_(stage, norm, thresholds)
+        seen.append(Stage(int(stage)))
+    return seen
+
+
+BAD = st.sampled_from([math.nan, math.inf, 1e30, 0.0, 1e6])
+
+
+@given(
+    struck=st.dictionaries(st.integers(30, 199), BAD, max_size=60),
+    scale=st.sampled_from([1e-12, 1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_fault_pollutes_the_median(struck, scale, seed):
+    """Whatever comes between, a healthy norm passes and a spike of 1000 does not."""
+    g = torch.Generator().manual_seed(seed)
+    norms = (scale * (torch.randn(200, generator=g) * 0.3).exp()).tolist()
+    for at, value in struck.items():
+        # Runs of spikes are another matter: they are a new level after a while.
+        if not any(at - i in struck for i in range(1, 5)):
+            norms[at] = value * (scale if value == 1e6 else 1)
+    health = Health.fresh(1)
+    stages = feed(health, norms)
+    healthy = [s for i, s in enumerate(stages) if i not in struck]
+    assert set(healthy) == {Stage.HEALTHY}
+    assert abs(float(health.level) - math.log(scale)) < 1.0
+    assert feed(health, [1000 * scale]) == [Stage.SPIKE]
+
+
+def test_the_earliest_stage_is_the_cause():
+    health = Health.fresh(5)
+    loss = torch.tensor([1.0, math.nan, 1.0, math.inf, 1.0])
+    norm = torch.tensor([1.0, math.nan, math.inf, 1.0, 1.0])
+    teacher = torch.tensor([True, True, True, False, True])
+    stage = health.judge(loss, norm, DEFAULT, teacher)
+    assert stage.tolist() == [0, Stage.LOSS, Stage.GRADIENT, Stage.TEACHER, 0]
+    health.retired[4] = True
+    assert health.judge(loss, norm, DEFAULT, teacher)[4] == Stage.RETIRED
+    assert is_healthy(stage).tolist() == [True, False, False, False, True]
+
+
+def test_spikes_that_do_not_end_become_the_new_level():
+    health = Health.fresh(1)
+    assert set(feed(health, [1.0] * 40)) == {Stage.HEALTHY}
+    stages = feed(health, [5000.0] * 8)
+    assert stages == [Stage.SPIKE] * 5 + [Stage.HEALTHY] * 3
+    assert health.skipped.item() == 5 and health.streak.item() == 0
+
+
+def test_a_large_first_norm_is_left_behind():
+    health = Health.fresh(1)
+    feed(health, [1e4] + [1.0] * 200)
+    assert abs(float(health.level)) < 0.2
+
+
+def test_zero_gradients_are_reported_once_and_only_in_a_row():
+    health = Health.fresh(1)
+    few = Thresholds(dead_after=3)
+    stages = feed(health, [0, 0, 1, 0, 0, 0, 0, 0, 1], thresholds=few)
+    assert [i for i, s in enumerate(stages) if s == Stage.DEAD] == [5]
+    assert health.skipped.item() == 0 and health.run.item() == 9
+
+
+def test_a_part_climbs_the_ladder_and_is_forgiven_after_a_while():
+    few = Thresholds(restore_after=2, forgive_after=4)
+    health = Health.fresh(3)
+    sick = torch.tensor([0, int(Stage.LOSS), 0], dtype=torch.int8)
+    well, norm = torch.zeros(3, dtype=torch.int8), torch.ones(3)
+
+    def bad(n=2):
+        for _ in range(n):
+            health.record_(sick, norm, few)
+        return health.escalate(few)
+
+    assert bad(1) == {} and bad(1) == {1: "restore"}
+    assert bad() == {1: "reinitialise"}
+    for _ in range(4):
+        health.record_(well, norm, few)
+    assert bad() == {1: "restore"}  # forgiven: it begins again at the lowest rung
+    assert bad() == {1: "retire"}  # but is re-initialised only once
+    assert health.retired.tolist() == [False, True, False]
+    retired = torch.tensor([0, int(Stage.RETIRED), 0], dtype=torch.int8)
+    skipped = int(health.skipped[1])
+    health.record_(retired, norm, few)
+    assert health.escalate(few) == {} and int(health.skipped[1]) == skipped
+
+
+def test_all_sick_at_once_are_restored_once_and_then_the_run_stops():
+    health, few = Health.fresh(4), Thresholds(restore_after=3)
+    sick = torch.full((4,), int(Stage.GRADIENT), dtype=torch.int8)
+    for _ in range(3):
+        health.record_(sick, torch.ones(4), few)
+    assert health.escalate(few) == dict.fromkeys(range(4), "restore")
+    for _ in range(3):
+        health.record_(sick, torch.ones(4), few)
+    with pytest.raises(TooFewHealthyParts, match="no part had a healthy step in the last 3"):
+        health.escalate(few)
+
+
+def test_rows_share_memory_and_tensors_name_everything():
+    health = Health.fresh(4)
+    health.rows(slice(1, 3)).skipped.add_(1)
+    assert health.skipped.tolist() == [0, 1, 1, 0]
+    assert len(health.tensors()) == 10
+
+
+def test_the_step_compiles_without_a_break():
+    """Nothing in it asks the device for a number: one graph, no break."""
+    health, norm = Health.fresh(3), torch.tensor([1.0, math.nan, 2.0])
+
+    def step(loss, norm):
+        stage = health.judge(loss, norm, DEFAULT)
+        health.record_(stage, norm, DEFAULT)
+        return stage
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3), norm).tolist() == [0, Stage.GRADIENT, 0]
+    assert health.streak.tolist() == [0, 1, 0]
+
+
+@given(st.lists(st.booleans(), min_size=50, max_size=50), st.integers(0, 49))
+@settings(max_examples=30, deadline=None)
+def test_one_parts_overflows_move_no_other_scale(overflows, until):
+    """Part 0 overflows at every step, part 1 as told, part 2 never."""
+    scale, alone = torch.full((3,), 1024.0), torch.full((1,), 1024.0)
+    steps = torch.arange(0, 50)
+    for at in range(until):
+        overflow = torch.tensor([True, overflows[at], False])
+        count = steps[at : at + 1].float()
+        rescale_(scale, ~overflow, overflow, count.expand(3), grow_every=10)
+        rescale_(alone, ~overflow[2:], overflow[2:], count, grow_every=10)
+    assert scale[2] == alone[0] and scale[0] >= 1.0 and torch.isfinite(scale).all()
