@@ -8,7 +8,9 @@ Nothing here waits for the device: decisions are tensors, not Python branches.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,30 @@ def keep_unless_(healthy: Tensor, old: Tensor, new: Tensor) -> None:
         new: the same shape; may hold anything in rows that are not healthy.
     """
     torch.where(_column(healthy, old), new, old, out=old)
+
+
+@contextlib.contextmanager
+def only_healthy(healthy: Tensor, *tensors: Tensor) -> Iterator[None]:
+    """Whatever happens to `tensors` inside, rows that are not healthy keep every bit.
+
+    On a CPU, where asking is free, a step in which all are healthy costs nothing; elsewhere nothing
+    waits for the device, at the price of a copy.
+
+    Args:
+        healthy: boolean `[part]`.
+        *tensors: `[part, ...]` each; changed in place inside, row by row.
+    """
+    if healthy.device.type == "cpu" and not torch.compiler.is_compiling():
+        sick = (~healthy).nonzero().flatten()
+        kept = [tensor[sick] for tensor in tensors] if len(sick) else []
+        yield
+        for tensor, rows in zip(tensors, kept, strict=False):
+            tensor[sick] = rows
+    else:
+        before = [tensor.clone() for tensor in tensors]
+        yield
+        for tensor, old in zip(tensors, before, strict=True):
+            torch.where(_column(healthy, tensor), tensor, old, out=tensor)
 
 
 def part_norms(gradients: Tensor) -> Tensor:
@@ -76,22 +102,20 @@ def adamw_(
     weights: Tensor,
     gradients: Tensor,
     state: AdamWState,
-    healthy: Tensor,
     *,
     learning_rate: float,
     weight_decay: Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> None:
-    """One AdamW step for the healthy parts; the others keep weights, moments and step count.
+    """One AdamW step for every part, each with its own step count; for use in `only_healthy`.
 
     Zeroing a sick part's gradient would not do: momentum and decay still move its weights.
 
     Args:
         weights: `[part, parameter]` float32, changed in place.
-        gradients: the same shape, already clipped; anything in rows that are not healthy.
+        gradients: the same shape, already clipped.
         state: changed in place.
-        healthy: boolean `[part]`.
         learning_rate: step size.
         weight_decay: `[parameter]`, the decoupled decay of each parameter (0 for biases).
         betas: decay rates of both moments.
@@ -101,20 +125,18 @@ def adamw_(
         Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
     """
     beta1, beta2 = betas
-    steps = state.steps + 1
-    exp_avg = torch.lerp(state.exp_avg, gradients, 1 - beta1)
-    exp_avg_sq = (state.exp_avg_sq * beta2).addcmul_(gradients, gradients, value=1 - beta2)
+    state.steps.add_(1)
+    state.exp_avg.lerp_(gradients, 1 - beta1)
+    state.exp_avg_sq.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
     # Bias corrections are per part: a part that skipped steps is younger than the others. expm1,
     # since 1 - 0.999 ** 1 has lost half its digits in float32.
-    correct1 = -torch.expm1(steps * math.log(beta1))
-    correct2 = -torch.expm1(steps * math.log(beta2))
-    root = (exp_avg_sq / _column(correct2, weights)).sqrt_().add_(eps)
-    update = (exp_avg / root).mul_(_column(learning_rate / correct1, weights))
-    new = (weights * (1 - learning_rate * weight_decay)).sub_(update)
-    keep_unless_(healthy, weights, new)
-    keep_unless_(healthy, state.exp_avg, exp_avg)
-    keep_unless_(healthy, state.exp_avg_sq, exp_avg_sq)
-    keep_unless_(healthy, state.steps, steps)
+    correct1 = _column(-torch.expm1(state.steps * math.log(beta1)), weights)
+    correct2 = _column(-torch.expm1(state.steps * math.log(beta2)), weights)
+    update = state.exp_avg_sq.sqrt()
+    torch.addcmul(correct2.new_full((), eps), update, correct2.rsqrt(), out=update)
+    torch.div(state.exp_avg, update, out=update)
+    weights.mul_(1 - learning_rate * weight_decay)
+    weights.addcmul_(update, learning_rate / correct1, value=-1)
 
 
 def rescale_(
@@ -135,8 +157,3 @@ def rescale_(
     grown = torch.where(steps % grow_every == grow_every - 1, scale * 2, scale)
     kept = torch.where(healthy, grown, scale)
     scale.copy_(torch.where(overflow, scale / 2, kept).clamp(1.0, 2.0**16))
-
-
-def ema_(average: Tensor, latest: Tensor, healthy: Tensor, momentum: float) -> None:
-    """`average = momentum * average + (1 - momentum) * latest` in the healthy rows."""
-    keep_unless_(healthy, average, torch.lerp(average, latest, 1 - momentum))

@@ -20,8 +20,8 @@ from ssl_kd.guard.parts import (
     TooFewHealthyParts,
     adamw_,
     clip_factors,
-    ema_,
     keep_unless_,
+    only_healthy,
     part_norms,
     rescale_,
 )
@@ -330,8 +330,9 @@ class HeadTrainer:
         """
         # A sample that is not finite is taken out of every view before any product sees it.
         views = views.to(self.precision.device, non_blocking=True)
-        bad_rows = ~torch.isfinite(views).all(-1).all(0)
-        views = torch.where(bad_rows.unsqueeze(-1), 0, views)
+        bad_rows = bad_samples(views)
+        if bad_rows.device.type != "cpu" or bad_rows.any():
+            views = torch.where(bad_rows.unsqueeze(-1), 0, views)
 
         n_views, batch, _ = views.shape
         floats = n_views * batch * self.bank.width + self.bank.n_parameters
@@ -340,7 +341,9 @@ class HeadTrainer:
         shared = None
         if self.objective.instance_weight == "mean":  # needs every teacher before any student
             teachers = list(teachers)
-            shared = losses.instance_weights(torch.cat([t[2] for t in teachers]), "mean")
+            agreements = torch.cat([t[2] for t in teachers])
+            agreements.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
+            shared = losses.instance_weights(agreements, "mean")
 
         results = []
         for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):
@@ -350,6 +353,7 @@ class HeadTrainer:
             weights = _without(bad_rows, weights)
             results.append(self._learn(rows, views, targets, marginal, weights, learning_rate))
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
+        self.state.health.record_(stage, norm, self.thresholds)
         return StepResult(loss, norm, stage, bad_rows)
 
     def _logits(self, parameters: dict[str, Tensor], views: Tensor, training: bool) -> Tensor:
@@ -410,22 +414,28 @@ class HeadTrainer:
             healthy = is_healthy(stage)
 
             gradient.mul_((clip_factors(norm, o.clip_grad) / state.scale).unsqueeze(1))
-            adamw_(
-                state.student,
-                gradient,
-                AdamWState(state.exp_avg, state.exp_avg_sq, state.updates),
-                healthy,
-                learning_rate=learning_rate,
-                weight_decay=self.decay,
-            )
-            ema_(state.teacher, state.student, healthy, o.ema_momentum)
-            keep_unless_(healthy, state.marginal, marginal)
-            memory = torch.where(state.updates > 1, 0.98, 0.0)
-            keep_unless_(healthy, state.loss, memory * state.loss + (1 - memory) * loss)
-            state.health.record_(stage, norm, self.thresholds)
+            owned = state.owned()
+            del owned["scale"]  # the one thing of its own that a fault changes
+            with only_healthy(healthy, *owned.values()):
+                adamw_(
+                    state.student,
+                    gradient,
+                    AdamWState(state.exp_avg, state.exp_avg_sq, state.updates),
+                    learning_rate=learning_rate,
+                    weight_decay=self.decay,
+                )
+                state.teacher.lerp_(state.student, 1 - o.ema_momentum)
+                state.marginal.copy_(marginal)
+                memory = torch.where(state.updates > 1, 0.98, 0.0)
+                state.loss.copy_(torch.lerp(loss, state.loss, memory))
             if self.precision.scale:
                 rescale_(state.scale, healthy, stage == int(Stage.GRADIENT), state.updates)
         return loss.detach(), norm, stage
+
+
+def bad_samples(views: Tensor) -> Tensor:
+    """Which samples of `[view, batch, dim]` are not finite in any view: boolean `[batch]`."""
+    return ~torch.isfinite(views).all(-1).all(0)
 
 
 def _without(bad_rows: Tensor, weights: Tensor | None) -> Tensor | None:

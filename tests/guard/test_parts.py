@@ -5,8 +5,8 @@ from ssl_kd.guard.parts import (
     AdamWState,
     adamw_,
     clip_factors,
-    ema_,
     keep_unless_,
+    only_healthy,
     part_norms,
 )
 
@@ -20,7 +20,8 @@ def _run(steps, healthy_at, seed=0):
         gradient = torch.randn(3, 8, generator=g)
         healthy = torch.tensor(healthy_at(step))
         gradient[~healthy] = float("nan")
-        adamw_(weights, gradient, state, healthy, learning_rate=0.01, weight_decay=decay)
+        with only_healthy(healthy, weights, state.exp_avg, state.exp_avg_sq, state.steps):
+            adamw_(weights, gradient, state, learning_rate=0.01, weight_decay=decay)
     return weights, state
 
 
@@ -68,11 +69,38 @@ def test_clipping_is_per_part():
     assert clip_factors(norms, None).tolist() == [1.0] * 4
 
 
-def test_ema_and_keep_unless_leave_sick_rows():
-    average, latest = torch.zeros(2, 3), torch.tensor([[1.0] * 3, [float("nan")] * 3])
-    healthy = torch.tensor([True, False])
-    ema_(average, latest, healthy, 0.75)
-    assert average.tolist() == [[0.25] * 3, [0.0] * 3]
+def test_keep_unless_leaves_sick_rows():
     counts = torch.tensor([1.0, 1.0])
-    keep_unless_(healthy, counts, counts + 1)
+    keep_unless_(torch.tensor([True, False]), counts, torch.tensor([2.0, float("nan")]))
     assert counts.tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "elsewhere"])
+def test_only_healthy_keeps_every_bit_of_the_others(device, monkeypatch):
+    """Both ways: by rows where asking is free, by copies where it is not."""
+    if device == "elsewhere":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for healthy in ([True, False, True], [True] * 3, [False] * 3):
+        matrix, vector = torch.tensor([[-0.0, 1.0]] * 3), torch.tensor([-0.0] * 3)
+        with only_healthy(torch.tensor(healthy), matrix, vector):
+            matrix.fill_(float("nan"))
+            vector.add_(5)
+        for row, well in enumerate(healthy):
+            assert torch.isnan(matrix[row]).all() if well else matrix[row].tolist() == [0.0, 1.0]
+            assert vector[row] == 5 if well else bool(torch.signbit(vector[row]))
+
+
+def test_the_update_compiles_without_a_break():
+    weights, state = torch.randn(3, 8), AdamWState.zeros_like(torch.zeros(3, 8))
+    before = weights.clone()
+
+    def update(gradients, healthy):
+        with only_healthy(healthy, weights, state.exp_avg, state.exp_avg_sq, state.steps):
+            adamw_(weights, gradients, state, learning_rate=0.1, weight_decay=torch.zeros(8))
+
+    compiled = torch.compile(update, backend="eager", fullgraph=True)
+    compiled(torch.full((3, 8), float("nan")), torch.tensor([False] * 3))
+    assert torch.equal(weights, before) and state.steps.tolist() == [0, 0, 0]
+    compiled(torch.ones(3, 8), torch.tensor([True, False, True]))
+    assert torch.equal(weights[1], before[1])
+    torch.testing.assert_close(weights[0], before[0] - 0.1)

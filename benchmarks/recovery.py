@@ -1,0 +1,274 @@
+"""What becomes of the healthy heads when others are struck: the guard beside three common ways.
+
+    python -m benchmarks.recovery                          # the table: 2,000 steps on digits
+    python -m benchmarks.recovery --picture docs/guard.png # one NaN at step 300, four curves
+
+Fifty heads train on digits. Every 50 steps one of the first ten is struck: NaN in a weight, an
+infinite logit, a NaN or a 1e30 in its gradient. The other forty are looked at:
+
+- guard: this library's step. Without coupling between heads they must equal, bit for bit, the run
+  in which nothing happened; with the paper's instance weight, which couples them, the run in which
+  the struck head was left out of that step by hand.
+- no guard: one global gradient clip over all heads, as training loops have it.
+- skip the step: nothing is updated in a step in which anything is not finite.
+- nan_to_num: the gradient's NaN become 0, its infinities large, then the global clip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.guard_cost import without_guard
+from ssl_kd import evaluate
+from ssl_kd.datasets import ArrayDataset, open_dataset
+from ssl_kd.guard import Precision, TooFewHealthyParts
+from ssl_kd.guard.health import Health, Stage
+from ssl_kd.guard.parts import part_norms
+from ssl_kd.heads import HeadBank
+from ssl_kd.store import nearest_neighbours
+from ssl_kd.vision import train
+from ssl_kd.vision.fit import head_clusters, make_sampler, make_trainer
+from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import HeadTrainer
+
+HEADS, STRUCK, EVERY = 50, 10, 50
+Strike = tuple[int, str]  # which head, how
+
+
+class _Sick(torch.autograd.Function):
+    """Lets logits pass and puts a value into one head's gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, head: int, value: float) -> Tensor:  # noqa: ANN001
+        ctx.head, ctx.value = head, value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # noqa: ANN001, ANN205  # type: ignore[override]
+        grad = grad.clone()
+        grad[ctx.head] = ctx.value
+        return grad, None, None
+
+
+class StruckBank(HeadBank):
+    """A bank one head of which can be struck in the step to come."""
+
+    strike: Strike | None = None
+
+    def __call__(self, parameters: dict[str, Tensor], x: Tensor, *, training: bool = False):
+        logits = super().__call__(parameters, x, training=training)
+        head, how = self.strike or (0, "nothing")
+        if how == "infinite logit":
+            return logits.index_fill(0, torch.tensor([head]), torch.inf)
+        if training and how in ("NaN gradient", "1e30 gradient"):
+            return _Sick.apply(logits, head, torch.nan if how == "NaN gradient" else 1e30)
+        return logits
+
+
+def strikes(steps: int, kinds: list[str], seed: int = 0) -> dict[int, Strike]:
+    """Step -> which head is struck, and how."""
+    draw = random.Random(seed)
+    return {s: (draw.randrange(STRUCK), draw.choice(kinds)) for s in range(EVERY, steps, EVERY)}
+
+
+@contextlib.contextmanager
+def unguarded(norm: Callable[[Tensor], Tensor]):
+    """The loop without the guard, all heads in one chunk and clipped by one norm."""
+    with without_guard(), patch.object(train, "part_norms", norm):
+        yield
+
+
+def global_norm(gradients: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradients).expand(len(gradients))
+
+
+def cleaned_norm(gradients: Tensor) -> Tensor:
+    torch.nan_to_num_(gradients)
+    return global_norm(gradients)
+
+
+@contextlib.contextmanager
+def skip_the_step():
+    judge = Health.judge
+
+    def all_or_none(self: Health, *args):  # noqa: ANN202
+        stage = judge(self, *args)
+        bad = (stage != 0).any()
+        return torch.where(bad, int(Stage.GRADIENT), 0).to(torch.int8).expand(len(stage)).clone()
+
+    with (
+        patch.object(Health, "judge", all_or_none),
+        patch.object(Health, "escalate", lambda self, thresholds: {}),
+        patch.object(train, "part_norms", lambda g: torch.where(
+            torch.isfinite(part_norms(g)).all(), global_norm(g), torch.nan)),
+    ):  # fmt: skip
+        yield
+
+
+WAYS = {
+    "guard": contextlib.nullcontext,
+    "no guard": lambda: unguarded(global_norm),
+    "skip the step": skip_the_step,
+    "nan_to_num": lambda: unguarded(cleaned_norm),
+}
+
+
+class Digits:
+    """Digits as pixels, projected, with neighbours; and a run of fifty heads on them."""
+
+    def __init__(self) -> None:
+        dataset = open_dataset("digits", "train")
+        assert isinstance(dataset, ArrayDataset)
+        assert dataset.labels is not None
+        x = torch.from_numpy(dataset.arrays).flatten(1).float() / 16
+        self.labels = dataset.labels
+        self.neighbours = nearest_neighbours(x, 20)
+        projection = Projection.fit(x, None)
+        self.x, self.dim = projection(x), projection.dim
+
+    def run(
+        self,
+        steps: int,
+        struck: dict[int, Strike],
+        way: str = "guard",
+        *,
+        seed: int = 0,
+        weight: str = "none",
+        by_hand: bool = False,
+        look_every: int | None = None,
+    ) -> tuple[HeadTrainer, list[tuple[int, list[float]]]]:
+        """Train; the trainer, and the accuracy of every head after some steps."""
+        settings = VisionSettings(
+            n_clusters=10, n_heads=HEADS, max_steps=steps, epochs=steps, seed=seed,
+            instance_weight=weight, min_heads=1,
+        )  # fmt: skip
+        trainer = make_trainer(settings, self.dim, 10, Precision.for_device("cpu"))
+        bank = StruckBank(trainer.bank.make_head, HEADS)
+        trainer.bank = bank
+        sampler, _ = make_sampler(settings, self.neighbours)
+        looks: list[tuple[int, list[float]]] = []
+        retired = trainer.state.health.retired
+
+        def gather(rows: Tensor) -> Tensor:
+            step = gather.step
+            gather.step += 1
+            if look_every and step % look_every == 0:
+                looks.append((step, self.accuracies(trainer)))
+            bank.strike = None
+            if by_hand:
+                retired.zero_()
+            if step in struck:
+                head, how = struck[step]
+                if by_hand:
+                    retired[head] = True
+                elif how == "NaN weight":
+                    trainer.state.student[head, 0] = torch.nan
+                    trainer.state.teacher[head, 0] = torch.nan
+                else:
+                    bank.strike = struck[step]
+            return self.x[rows]
+
+        gather.step = 0
+        one_chunk = patch.object(train, "head_chunks", lambda n, size, device: [slice(0, n)])
+        with one_chunk, WAYS[way](), contextlib.suppress(TooFewHealthyParts):
+            train.train(trainer, sampler, gather, steps, checkpoint_every=steps)
+        bank.strike = None
+        looks.append((steps, self.accuracies(trainer)))
+        return trainer, looks
+
+    def accuracies(self, trainer: HeadTrainer) -> list[float]:
+        """Of every head, by the labels; one that is not finite puts all into cluster 0."""
+        bank = trainer.bank
+        assert isinstance(bank, StruckBank)
+        bank.strike = None
+        clusters = head_clusters(trainer, self.x.__getitem__, torch.arange(len(self.x)))
+        return [100 * (evaluate.accuracy(self.labels, c) or 0.0) for c in clusters.numpy()]
+
+
+def table(steps: int, seeds: int) -> None:
+    """The forty heads that were not struck, after all the strikes on the other ten."""
+    digits = Digits()
+    kinds = ["NaN weight", "infinite logit", "NaN gradient", "1e30 gradient"]
+    struck = strikes(steps, kinds)
+    others = slice(STRUCK, HEADS)
+
+    def equal(a: HeadTrainer, b: HeadTrainer) -> int:
+        pairs = zip(a.state.owned().values(), b.state.owned().values(), strict=True)
+        same = [torch.stack([(x[i] == y[i]).all() for i in range(HEADS)]) for x, y in pairs]
+        return int(torch.stack(same).all(0)[others].sum())
+
+    clean, spread = None, []
+    for seed in range(seeds):
+        trainer, looks = digits.run(steps, {}, seed=seed)
+        clean = clean or trainer
+        spread.append(float(np.mean(looks[-1][1][others])))
+    assert clean is not None
+    print(f"{len(struck)} strikes in {steps} steps on heads 0 to {STRUCK - 1} of {HEADS}\n")
+    print("| way | ACC of the other forty | of them bit-identical to the fault-free run |")
+    print("|---|---|---|")
+    low, high = min(spread), max(spread)
+    what = f"nothing happens, {seeds} seeds"
+    print(f"| {what} | {spread[0]:.1f} ({low:.1f} to {high:.1f}) | |", flush=True)
+    for way in WAYS:
+        trainer, looks = digits.run(steps, struck, way)
+        acc = np.mean(looks[-1][1][others])
+        print(f"| {way} | {acc:.1f} | {equal(clean, trainer)} of 40 |", flush=True)
+
+    # Coupled by the paper's instance weight, the honest twin is the run without the struck head.
+    struck = strikes(steps, ["infinite logit"])
+    guarded, _ = digits.run(steps, struck, weight="mean")
+    twin, _ = digits.run(steps, struck, weight="mean", by_hand=True)
+    print(
+        f"\ncoupled by instance weights: {equal(guarded, twin)} of 40 bit-identical to the run in"
+    )
+    print("which each struck head was left out of its step by hand")
+
+
+def picture(path: Path, steps: int, at: int) -> None:
+    """One NaN in one weight of one head at step `at`; the other 49 heads' accuracy, four ways."""
+    from matplotlib.figure import Figure
+
+    digits = Digits()
+    figure = Figure(figsize=(8, 3.6), layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    colours = {"guard": "#0072b2", "no guard": "#d55e00", "skip the step": "#e69f00",
+               "nan_to_num": "#009e73"}  # fmt: skip
+    for way in reversed(WAYS):
+        _, looks = digits.run(steps, {at: (0, "NaN weight")}, way, look_every=20)
+        curve = [(step, np.mean(accs[1:])) for step, accs in looks]
+        axes.plot(*zip(*curve, strict=True), label=way, color=colours[way],
+                  linewidth=2.4 if way == "guard" else 1.6)  # fmt: skip
+        print(f"{way}: {curve[-1][1]:.1f} after step {curve[-1][0]}", flush=True)
+    axes.axvline(at, color="#999999", linewidth=1, linestyle=":")
+    axes.annotate("one NaN in one weight of one head", (at, 14), (8, 0), textcoords="offset points")
+    axes.set(xlabel="step", ylabel="mean ACC of the other 49 heads", ylim=(0, 100))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The healthy heads, when others are struck.")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--at", type=int, default=300)
+    args = parser.parse_args()
+    if args.picture:
+        picture(args.picture, args.steps or 800, args.at)
+    else:
+        table(args.steps or 2000, args.seeds)
+
+
+if __name__ == "__main__":
+    main()
