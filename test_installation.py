@@ -1,4 +1,4 @@
-"""Is everything here, and does it compute? `python test_installation.py` says, 0 or 1."""
+"""Is everything here, does it compute? `python test_installation.py [--verbose]` says, 0 or 1."""
 
 import sys
 
@@ -10,4 +10,4 @@ def test_installation():
 
 
 if __name__ == "__main__":
-    sys.exit(main(["install-check"]))
+    sys.exit(main(["install-check", *sys.argv[1:]]))

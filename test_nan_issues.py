@@ -1,4 +1,4 @@
-"""The doctor: are model, losses, gradients and cache free of NaN? 0 healthy, 1 not."""
+"""Will this run stay finite? `python test_nan_issues.py [--verbose]`: 0 healthy, 1 a problem."""
 
 import sys
 
@@ -10,4 +10,4 @@ def test_nan_issues():
 
 
 if __name__ == "__main__":
-    sys.exit(main(["doctor"]))
+    sys.exit(main(["doctor", *sys.argv[1:]]))

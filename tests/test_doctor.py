@@ -1,13 +1,24 @@
 """The doctor finds what is planted, names the way out, and is at ease where nothing is wrong."""
 
 import importlib
+import importlib.metadata
 import runpy
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from ssl_kd import cli, doctor
+from ssl_kd.doctor import own_data
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.files import sha256_file
+from ssl_kd.guard.precision import DeviceInfo, Precision
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, cached_neighbours
+from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
+from ssl_kd.vision.settings import VisionSettings
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,11 +52,11 @@ def test_torchvision_of_another_build_is_named(config, capsys, monkeypatch):
     assert doctor.installation(config) == 1
     text = capsys.readouterr().out
     assert "torchvision was built for another torch" in " ".join(text.split())
-    assert "1 faults" in text
+    assert "1 fault." in text
 
 
 def test_a_missing_module_names_the_way(config, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "_NEEDED", ["torch", "not_here_at_all"])
+    monkeypatch.setattr(doctor.machine, "_NEEDED", ["torch", "not_here_at_all"])
     assert doctor.installation(config) == 1
     assert "make train" in capsys.readouterr().out
 
@@ -101,26 +112,332 @@ def test_a_check_that_cannot_run_is_a_fault(config, capsys, monkeypatch):
     assert "FAULT losses TypeError" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_damaged_cache_is_found(config, capsys, tmp_path):
-    from ssl_kd.store import EmbeddingWriter, Fingerprint
+# --- The user's own numbers ---------------------------------------------------------------------
 
-    fingerprint = Fingerprint("pixels", "none", "none", "float32", "digits")
-    folder = tmp_path / "embeddings"
-    ids = [str(i) for i in range(8)]
-    with EmbeddingWriter(
-        folder, "train", fingerprint, 8, 4, labels=None, ids=ids, class_names=None
-    ) as writer:
-        writer.append(torch.randn(8, 4), torch.arange(8))
-    assert doctor.nan_issues(config) == 0
-    assert "8 rows of 4" in capsys.readouterr().out
+CLASSES = ("round", "flat")
 
-    shard = folder / "embeddings_train.pt"
+
+@pytest.fixture
+def cache(config, tmp_path):
+    """Makes a cache of two shards, sample `s<i>` in row i, and settings that suit its size."""
+    config.write_text(
+        f"EMBEDDINGS_DIR = {str(tmp_path / 'embeddings')!r}\n"
+        "N_HEADS = 3\nBATCH_SIZE = 16\nNEIGHBOURS = 3\nHIDDEN_DIM = 8\nBOTTLENECK_DIM = 4\n"
+    )
+
+    def make(x):
+        n, dim = x.shape
+        with EmbeddingWriter(
+            tmp_path / "embeddings",
+            "train",
+            Fingerprint("pixels", "none", "none", "float32", "digits"),
+            n,
+            dim,
+            labels=torch.arange(n) % len(CLASSES),
+            ids=[f"s{i}" for i in range(n)],
+            class_names=CLASSES,
+            shard_rows=-(-n // 2),
+        ) as writer:
+            writer.append(x, torch.arange(n))
+        return tmp_path / "embeddings"
+
+    return make
+
+
+def plant(folder, shard, change):
+    """Change the embeddings of one shard as if they had always been so: checksums fit."""
+    path = manifest_path(folder, "train")
+    manifest = read_manifest(path)
+    entry = manifest["shards"][shard]
+    content = torch.load(folder / entry["file"], weights_only=True)
+    change(content["embeddings"])
+    torch.save(content, folder / entry["file"])
+    entry["sha256"] = sha256_file(folder / entry["file"])
+    entry["bytes"] = (folder / entry["file"]).stat().st_size
+    write_manifest(path, manifest)
+
+
+def ask(config, capsys, **options):
+    """Exit code and the words that the doctor says."""
+    code = doctor.nan_issues(config, **options)
+    return code, " ".join(capsys.readouterr().out.split())
+
+
+def test_a_healthy_cache_is_used_for_real_steps(cache, config, capsys):
+    folder = cache(torch.randn(40, 6))
+    before = sorted(folder.iterdir())
+    code, text = ask(config, capsys)
+    assert code == 0 and "FAULT" not in text
+    assert "40 rows of 6, checksums fit" in text
+    assert "0 zero rows, 0 constant columns, 0 exact duplicates" in text
+    assert "3 steps of 3 heads, 2 clusters: loss" in text
+    assert sorted(folder.iterdir()) == before  # it only looks
+
+
+def test_without_a_cache_it_says_what_was_not_checked(config, capsys):
+    code, text = ask(config, capsys)
+    assert code == 0
+    assert "note cache: train none in" in text and "python train.py makes it" in text
+    assert "note run: first batches not checked: there is no usable cache" in text
+
+
+def test_a_damaged_cache_is_found(cache, config, capsys):
+    folder = cache(torch.randn(40, 6))
+    shard = folder / "embeddings_train_00001.pt"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert doctor.nan_issues(config) == 1
+    code, text = ask(config, capsys)
+    assert code == 1
+    assert "FAULT cache: train CorruptFileError" in text and "--force-recompute" in text
+    assert "embeddings_train_00001.pt" in text and "not checked" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(float("nan"), "NaN"), (float("-inf"), "inf"), (1e30, "out of range")]
+)
+def test_bad_rows_are_counted_and_the_first_is_named(cache, config, capsys, value, kind):
+    folder = cache(torch.randn(40, 6))
+
+    def spoil(x):
+        x[3, 1] = x[7, 0] = value
+
+    plant(folder, 1, spoil)
+    code, text = ask(config, capsys)
+    assert code == 1
+    assert f"FAULT embeddings: train, {kind} 2 rows, the first: embeddings_train_00001.pt" in text
+    assert "row 3, sample 's23'" in text and "1 fault" in text
+    assert "3 steps of 3 heads" in text  # of the other rows
+
+
+def test_odd_rows_are_notes(cache, config, capsys):
+    x = torch.randn(40, 6)
+    x[:, 2:] = 0.5
+    x[5] = 0
+    x[31] = x[11]
+    x[12, 0], x[33] = 0.0, x[12]
+    x[33, 0] = -0.0  # the same number in other bytes
+    cache(x)
+    code, text = ask(config, capsys)
+    assert code == 0
+    assert "1 zero row, 0 constant columns, 2 exact duplicates" in text
+    assert "note embeddings: train, zero 1 row, the first: embeddings_train_00000.pt, row 5" in text
+    assert "5% of the rows repeat another" in text
+    assert "00000.pt, row 11, sample 's11' and embeddings_train_00001.pt, row 11, sample" in text
+    assert "'s31'" in text
+
+
+def test_columns_that_never_change(cache, config, capsys):
+    x = torch.randn(40, 6)
+    x[:, 2:] = 0.5
+    cache(x)
+    code, text = ask(config, capsys)
+    assert code == 0 and "note embeddings: train, columns 4 of 6 columns never change" in text
+
+
+def test_rows_that_are_all_the_same_are_a_fault(cache, config, capsys):
+    cache(torch.ones(40, 6))
+    code, text = ask(config, capsys)
+    assert code == 1 and "every row is the same" in text
+
+
+def test_an_offset_that_eats_the_digits_is_a_note(cache, config, capsys):
+    cache(1e6 + torch.randn(40, 6))
+    code, text = ask(config, capsys)
+    assert code == 0 and "note embeddings: train, offset rows differ by" in text
+
+
+def test_duplicates_of_a_large_set_are_estimated(cache, monkeypatch):
+    monkeypatch.setattr(own_data, "_MANY_ROWS", 500)
+    monkeypatch.setattr(own_data, "_BLOCK_ROWS", 300)
+    x = torch.randn(2000, 3)
+    x[1000:] = x[:1000]
+    store = EmbeddingStore.open(cache(x), "train")
+    scan = own_data.scan_rows(store)
+    assert scan.sampled and 600 < scan.duplicates < 1400
+    a, b = scan.pair or (0, 0)
+    assert torch.equal(x[a], x[b]) and b == a + 1000
+    assert scan.mean == pytest.approx(x.mean().item(), abs=1e-6)
+    assert scan.std == pytest.approx(x.std(correction=0).item(), rel=1e-5)
+
+
+def test_few_rows_are_enough_where_neighbours_are_not_kept(cache, config, capsys, monkeypatch):
+    monkeypatch.setattr(own_data, "_PAIRED_ROWS", 20)
+    folder = cache(torch.randn(40, 6))
+    assert "paired among 20 of 40 rows" in ask(config, capsys)[1]
+    cached_neighbours(EmbeddingStore.open(folder, "train"), 3)
+    assert "paired among" not in ask(config, capsys)[1]
+    (folder / "neighbours_train.pt").write_bytes(b"none")
+    assert "paired among 20 of 40 rows" in ask(config, capsys)[1]
+
+
+class SickHead(nn.Linear):
+    """NaN for any sample whose first number is negative."""
+
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x) + x[:, :1].clamp(max=0).sqrt() * 0
+
+
+class ClampedHead(nn.Linear):
+    """Looks healthy and learns nothing: nothing gets through its clamp."""
+
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x).clamp(9, 10)
+
+
+def test_a_fault_of_the_first_batches_names_head_and_step(cache, config, capsys, monkeypatch):
+    monkeypatch.setattr("ssl_kd.heads.bank.import_head", lambda path: SickHead)
+    cache(torch.randn(40, 6))
+    code, text = ask(config, capsys)
+    assert code == 1
+    assert "FAULT run: head 0," in text and "FAULT run: head 2," in text
+    assert "not finite, at step 0, 1, 2" in text
+
+
+def test_a_head_that_gets_no_gradient_is_a_fault(cache, config, capsys, monkeypatch):
+    monkeypatch.setattr("ssl_kd.heads.bank.import_head", lambda path: ClampedHead)
+    cache(torch.randn(40, 6))
+    code, text = ask(config, capsys)
+    assert code == 1
+    assert "FAULT run: dead heads head 0, 1, 2: the gradient is exactly zero" in text
+
+
+@pytest.mark.parametrize(("steps", "status"), [(2, "note"), (3, "FAULT")])
+def test_a_loss_scale_may_settle_in_the_first_steps(cache, steps, status):
+    store = EmbeddingStore.open(cache(torch.randn(8, 3)), "train")
+    t4 = Precision.for_device(DeviceInfo("cuda", "T4", (7, 5)), use_fp16=True)
+    events = [Event(step, "head 4", "gradient", "too large", "skipped") for step in range(steps)]
+    (finding,) = own_data.faults_of(events, store, torch.arange(8), t4)
+    assert finding.status == status and "USE_FP16 = False" in finding.change
+    assert finding.tried == "run: head 4, gradient" and "at step 0, 1" in finding.seen
+
+
+def test_faults_beyond_a_handful_are_counted(cache):
+    store = EmbeddingStore.open(cache(torch.randn(8, 3)), "train")
+    events = [Event(0, f"head {i}", "loss", "not finite", "skipped") for i in range(48)]
+    findings = list(own_data.faults_of(events, store, torch.arange(8), Precision.for_device("cpu")))
+    assert len(findings) == 6 and "43 further parts" in findings[-1].seen
+    assert {finding.status for finding in findings} == {"FAULT"}
+
+
+def test_a_row_that_goes_bad_at_run_time_is_named(cache, config, capsys, monkeypatch):
+    folder = cache(torch.randn(40, 6))
+    real = EmbeddingStore.gather
+
+    def gather(store, rows):
+        x = real(store, rows)
+        if len(rows) == 2 * 16:  # the two views of a batch
+            x[rows == 23] = float("nan")
+        return x
+
+    monkeypatch.setattr(EmbeddingStore, "gather", gather)
+    config.write_text(config.read_text() + "MAX_STEPS = 40\n")
+    monkeypatch.setattr(own_data, "_STEPS", 5)  # so that row 23 has its turn
+    code, text = ask(config, capsys)
+    assert code == 1 and folder.is_dir()
+    assert "FAULT run: batch, input the embedding of row" in text and "sample 's" in text
+
+
+def test_what_the_run_itself_would_refuse_is_a_fault(cache, config, capsys):
+    cache(torch.randn(40, 6))
+    config.write_text(config.read_text() + "N_CLUSTERS = 50\n")
+    code, text = ask(config, capsys)
+    assert code == 1 and "FAULT run: first batches N_CLUSTERS is 50" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"student_temp": 0.05}, "STUDENT_TEMP is 0.05: clusters harden"),
+        ({"teacher_temp": 0.04}, "TEACHER_TEMP is 0.04: clusters harden"),
+        ({"student_temp": 2.0, "n_clusters": 10}, "at most 23% sure"),
+        ({"beta": 1.0}, "BETA is 1: nothing holds"),
+        ({"beta": 0.1}, "BETA is 0.1: sure and unsure"),
+        ({"n_clusters": 1000}, "BATCH_SIZE is 256: fewer samples than the 1000 clusters"),
+        ({"n_clusters": 1000}, "rests on 5.1 samples for each of 1000 clusters -> try 0.949"),
+        ({"marginal_momentum": 0.0, "n_clusters": 100}, "MARGINAL_MOMENTUM is 0: the running"),
+        ({"ema_momentum": 0.0}, "EMA_MOMENTUM is 0: the teacher is the student"),
+        ({"ema_momentum": 0.9999}, "more than the 800 steps"),
+        ({"learning_rate": 1.0}, "LEARNING_RATE is 1: AdamW"),
+        ({"learning_rate": 1.0, "weight_decay": 0.5}, "takes 50% off every weight"),
+        ({"clip_grad": None, "use_fp16": True}, "CLIP_GRAD is None: with USE_FP16"),
+        ({"spike_factor": 2.0}, "SPIKE_FACTOR is 2: ordinary steps"),
+        ({"min_heads": 48}, "MIN_HEADS is 48: the first head"),
+    ],
+)
+def test_dangerous_settings_are_notes(settings, said):
+    findings = list(own_data.risks(VisionSettings(**settings), {}))
+    assert all(finding.status == "note" and finding.change for finding in findings)
+    assert said in " ".join(f"{finding.seen} -> {finding.change}" for finding in findings)
+
+
+def test_neighbours_are_compared_with_the_size_of_a_cluster(cache, config, capsys):
+    cache(torch.randn(40, 6))
+    config.write_text(config.read_text().replace("NEIGHBOURS = 3", "NEIGHBOURS = 25"))
+    code, text = ask(config, capsys)
+    assert code == 0 and "NEIGHBOURS is 25: about as many as the 20 samples" in text
+
+
+def test_the_defaults_are_not_risky():
+    assert [f.status for f in own_data.risks(VisionSettings(), {})] == ["ok"]
+
+
+def test_asked_for_half_and_got_none(config, capsys, monkeypatch):
+    monkeypatch.setattr("ssl_kd.guard.precision._cpu_has_bf16_products", lambda: False)
+    config.write_text("USE_FP16 = True\nDEVICE = 'cpu'\n")
+    code, text = ask(config, capsys)
+    assert code == 0
+    assert "note precision cpu:" in text and "fp16 was asked for, fp32 instead" in text
+
+
+# --- How it is said -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["installation", "nan_issues"])
+def test_each_warning_is_counted_and_printed_once_if_asked_for(
+    config, capsys, monkeypatch, command
+):
+    def noisy(settings):
+        for _ in range(500):
+            warnings.warn("the moon is full", stacklevel=1)
+        warnings.warn("once", UserWarning, stacklevel=1)
+        yield doctor.Finding("moon", "seen")
+
+    monkeypatch.setattr(doctor.machine, "device", noisy)
+    monkeypatch.setattr(doctor.numerics, "forward", noisy)
+    assert getattr(doctor, command)(config) == 0
+    text = capsys.readouterr().out
+    assert "moon is full" not in text and "501 warnings (--verbose lists them)" in text
+    assert getattr(doctor, command)(config, verbose=True) == 0
+    text = capsys.readouterr().out
+    assert text.count("the moon is full") == 1
+    assert "  500 x UserWarning: the moon is full\n  1 x UserWarning: once" in text
+
+
+def test_versions_that_do_not_fit_are_named(config, capsys, monkeypatch):
+    real = importlib.metadata.requires
+
+    def requires(name):
+        return ["numpy<1", "not-here-at-all>=2"] if name == "timm" else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert doctor.installation(config) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert "FAULT cache: train" in text and "--force-recompute" in text
+    assert (
+        "FAULT versions timm needs not-here-at-all >=2, here is nothing; timm needs numpy <1"
+        in (text)
+    )
+
+
+def test_torch_and_torchvision_of_two_builds_are_a_note(config, capsys, monkeypatch):
+    import torchvision
+
+    monkeypatch.setattr(torch, "__version__", "2.9.0+cu128")
+    monkeypatch.setattr(torchvision, "__version__", "0.24.0+cpu")
+    assert doctor.installation(config) == 0
+    assert "note torchvision build torch is 2.9.0+cu128" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,11 +445,16 @@ def test_a_damaged_cache_is_found(config, capsys, tmp_path):
     [("test_installation", "installation"), ("test_nan_issues", "nan_issues")],
 )
 def test_the_scripts_pass_on_the_exit_code(script, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
     for code in (0, 1):
-        monkeypatch.setattr(doctor, command, lambda code=code: code)
+        monkeypatch.setattr(doctor, command, lambda code=code, **options: code)
         with pytest.raises(SystemExit) as exit:
             runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
         assert exit.value.code == code
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--fast"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+    assert exit.value.code == 2
 
 
 def test_a_bad_config_is_said_in_one_line(config, capsys):

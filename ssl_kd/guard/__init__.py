@@ -3,7 +3,13 @@
 from ssl_kd.guard.events import Event, EventLog
 from ssl_kd.guard.finite import safe_normalize, safe_normalize_weights
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import DeviceInfo, Precision, UnsupportedDevice
+from ssl_kd.guard.precision import (
+    DeviceInfo,
+    Precision,
+    UnsupportedDevice,
+    precision_table,
+    promote_to_fp32,
+)
 
 __all__ = [
     "DeviceInfo",
@@ -12,6 +18,8 @@ __all__ = [
     "Precision",
     "TooFewHealthyParts",
     "UnsupportedDevice",
+    "precision_table",
+    "promote_to_fp32",
     "safe_normalize",
     "safe_normalize_weights",
 ]

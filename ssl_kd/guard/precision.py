@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-__all__ = ["DeviceInfo", "Precision", "UnsupportedDevice"]
+__all__ = ["DeviceInfo", "Precision", "UnsupportedDevice", "precision_table", "promote_to_fp32"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+_BUILT = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
+_BUILT_CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 
 
 class UnsupportedDevice(RuntimeError):
-    """The installed torch has no kernels for this GPU."""
+    """The installed torch has no kernels for this GPU, or its driver cannot run them."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +51,46 @@ class DeviceInfo:
         return cls(device.type, device.type.upper())
 
     def has_kernels(self) -> bool:
-        """Whether the torch build holds kernels for this capability.
+        """Whether the torch build holds kernels for this capability, as far as it says.
 
-        Binary code of one major version runs on later minor versions of it; `compute_XY` is
-        portable code that newer GPUs compile for themselves.
+        Binary code of one major version runs on later minor versions of it (`sm_90a` on 9.0 alone);
+        `compute_XY` is portable code that newer GPUs compile for themselves.
         """
-        if self.capability is None or not self.arch_list:
+        built = [arch.partition("_") for arch in self.arch_list if "_" in arch]
+        if self.capability is None or not built:  # AMD's names, gfx90a, say nothing here
             return True
-        major, minor = self.capability
-        for arch in self.arch_list:
-            kind, _, digits = arch.partition("_")
-            digits = digits.rstrip("abcdefghijklmnopqrstuvwxyz")
-            built = (int(digits[:-1]), int(digits[-1]))
-            if kind == "sm" and built[0] == major and built[1] <= minor:
-                return True
-            if kind == "compute" and built <= (major, minor):
+        for kind, _, digits in built:
+            number = digits.rstrip("abcdefghijklmnopqrstuvwxyz")
+            made_for = (int(number[:-1]), int(number[-1]))
+            if digits.endswith("a"):
+                runs = made_for == self.capability
+            elif kind == "sm":
+                runs = made_for[0] == self.capability[0] and made_for <= self.capability
+            else:
+                runs = made_for <= self.capability
+            if runs:
                 return True
         return False
+
+    def halves(self) -> tuple[tuple[torch.dtype, ...], str]:
+        """The half precisions whose matrix products this device is fast in, best first; and why."""
+        if self.type == "cpu":
+            if self.bf16_products:
+                return (torch.bfloat16,), "it multiplies bf16 in hardware"
+            return (), "without bf16 products (avx512_bf16, amx) half is 2 to 4 times slower"
+        if self.type != "cuda":
+            return (), "half precision was never measured here"
+        capability = self.capability or (0, 0)
+        if capability >= (8, 0):
+            return (torch.bfloat16, torch.float16), "bf16 in hardware, and it does not overflow"
+        if capability >= (7, 0):
+            return (torch.float16,), "fp16 tensor cores, bf16 only emulated"
+        return (), "no bf16, and fp16 saves memory but no time"
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.name or self.type.upper()
+        return f"{self.name or self.type.upper()} (sm_{self.capability[0]}{self.capability[1]})"
 
 
 def _cpu_has_bf16_products() -> bool:
@@ -82,7 +110,7 @@ class Precision:
         weights: dtype of trainable weights; always float32.
         losses: dtype of loss arithmetic; always float32.
         scale: whether losses are scaled before the backward pass (float16 products only).
-        why: the reason, in a sentence.
+        why: the reason, in a sentence; where something else was asked for, what and what instead.
     """
 
     device: torch.device
@@ -95,47 +123,51 @@ class Precision:
 
     @classmethod
     def for_device(
-        cls, device: str | torch.device | DeviceInfo = "auto", use_fp16: bool = False
+        cls,
+        device: str | torch.device | DeviceInfo = "auto",
+        use_fp16: bool | torch.dtype = False,
     ) -> Precision:
-        """Decide the dtypes.
+        """Decide the dtypes; on a CUDA device of this machine, after real kernels ran there.
 
         Args:
             device: "auto", "cpu", "cuda", "cuda:1", a `torch.device` or a described device.
-            use_fp16: run the students' products in the fastest half precision the device has.
-                The frozen teacher uses it on a GPU in any case.
+            use_fp16: run the students' products in the best half precision that the device is fast
+                in; `torch.float16` or `torch.bfloat16`: in this one, if it is one of those. The
+                frozen teacher uses half precision on a GPU in any case.
 
         Raises:
-            ValueError: the device is not there.
+            ValueError: the device is not there; `use_fp16` is another dtype.
             UnsupportedDevice: the installed torch has no kernels for this GPU.
+
+        >>> print(Precision.for_device(DeviceInfo("cuda", "V100", (7, 0)), use_fp16=True).student)
+        torch.float16
         """
-        if isinstance(device, DeviceInfo):
-            info, place = device, torch.device(device.type)
-        else:
-            place = _resolve(device)
-            info = DeviceInfo.of(place)
-
-        full, half, bf16 = torch.float32, torch.float16, torch.bfloat16
-        if info.type == "cpu":
-            if not use_fp16:
-                return cls(place, full, full, False, "CPU: fp32 throughout")
-            if info.bf16_products:
-                return cls(place, bf16, bf16, False, "CPU with bf16 products: half means bf16")
-            why = "CPU without bf16 products: half precision would be slower, so fp32"
-            return cls(place, full, full, False, why)
-        if info.type != "cuda":
-            return cls(place, full, full, False, f"{info.name}: fp32 throughout")
-
+        if not isinstance(use_fp16, bool) and use_fp16 not in _HALVES:
+            raise ValueError(
+                f"use_fp16 is {use_fp16}; expected True, False, torch.float16 or torch.bfloat16"
+            )
+        described = isinstance(device, DeviceInfo)
+        place = torch.device(device.type) if described else _resolve(device)
+        info = device if described else DeviceInfo.of(place)
         if not info.has_kernels():
             raise UnsupportedDevice(_no_kernels(info))
-        capability = info.capability or (0, 0)
-        what = f"{info.name} (sm_{capability[0]}{capability[1]})"
-        if capability >= (8, 0):
-            return cls(place, bf16, bf16 if use_fp16 else full, False, f"{what}: bf16 in hardware")
-        if capability >= (7, 0):
-            why = f"{what}: fp16 tensor cores, no bf16"
-            return cls(place, half, half if use_fp16 else full, use_fp16, why)
-        why = f"{what}: fp16 saves memory but no time, so the students stay in fp32"
-        return cls(place, half, full, False, why)
+
+        full = torch.float32
+        halves, why = info.halves()
+        student = full
+        if use_fp16 is not False and halves:
+            student = use_fp16 if use_fp16 in halves else halves[0]
+        teacher = student
+        if info.type == "cuda":  # frozen weights in half the memory, whether faster or not
+            teacher = halves[0] if halves else torch.float16
+        reason = f"{info}: {why}" if info.type == "cuda" or use_fp16 else f"{info}: fp32 throughout"
+        asked = torch.float16 if use_fp16 is True else use_fp16
+        if asked and asked != student:
+            reason = f"{_short(asked)} was asked for, {_short(student)} instead; {reason}"
+        if info.type == "cuda" and not described:
+            for dtype in dict.fromkeys((full, teacher, student)):
+                _try_kernels(place, dtype, info)
+        return cls(place, teacher, student, student == torch.float16, reason)
 
     def autocast(self) -> torch.autocast:
         """The context that the students' forward passes run in."""
@@ -144,16 +176,96 @@ class Precision:
         )
 
     def __str__(self) -> str:
-        """One line: `cpu: teacher float32, students float32, ... (CPU: fp32 throughout)`."""
-
-        def short(dtype: torch.dtype) -> str:
-            return str(dtype).removeprefix("torch.")
-
-        scale = "loss scaled per head" if self.scale else "no loss scale"
+        """One line: `cpu: teacher fp32, students fp32, ... (CPU: fp32 throughout)`."""
+        scale = "loss scaled per part" if self.scale else "no loss scale"
         return (
-            f"{self.device}: teacher {short(self.teacher)}, students {short(self.student)}, "
-            f"weights and losses {short(self.weights)}, {scale} ({self.why})"
+            f"{self.device}: teacher {_short(self.teacher)}, students {_short(self.student)}, "
+            f"weights and losses {_short(self.weights)}, {scale} ({self.why})"
         )
+
+
+def precision_table() -> str:
+    """The policy as a markdown table, one row for each kind of device.
+
+    `python -c "from ssl_kd.guard import precision; print(precision.precision_table())"`
+    """
+    devices = (
+        DeviceInfo("cuda", "P100", (6, 0), _BUILT_CU126),
+        DeviceInfo("cuda", "V100", (7, 0), _BUILT_CU126),
+        DeviceInfo("cuda", "T4", (7, 5), _BUILT),
+        DeviceInfo("cuda", "A100", (8, 0), _BUILT),
+        DeviceInfo("cuda", "H100", (9, 0), _BUILT),
+        DeviceInfo("cpu", "CPU with bf16 products", bf16_products=True),
+        DeviceInfo("cpu", "other CPUs"),
+        DeviceInfo("mps", "Apple GPU"),
+    )
+    columns = (
+        "device",
+        "frozen teacher",
+        "students by default",
+        "students with `--use_fp16`",
+        "loss scale",
+        "why",
+    )
+    rows = [columns, ("---",) * len(columns)]
+    for info in devices:
+        plain, half = Precision.for_device(info), Precision.for_device(info, use_fp16=True)
+        teacher = _short(plain.teacher)
+        if half.teacher != plain.teacher:
+            teacher += f" ({_short(half.teacher)} with `--use_fp16`)"
+        scale = "per part" if half.scale else "none"
+        students = (_short(plain.student), _short(half.student))
+        rows.append((str(info), teacher, *students, scale, info.halves()[1]))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def promote_to_fp32(model: nn.Module) -> str | None:
+    """Turn half-precision trainable parameters into float32 masters, in place.
+
+    Half-precision weights lose every update below their spacing, and a loss scaler refuses them
+    ("Attempting to unscale FP16 gradients"). The parameters stay the same objects, so an optimizer
+    that holds them goes on, provided that it has not made its state yet; run the model under
+    autocast from here on. Frozen parameters and buffers are left alone, and a NaN or an infinity is
+    carried over as it is.
+
+    Args:
+        model: any module.
+
+    Returns:
+        One line that says which parameters, and whether they are finite; None if there were none.
+
+    >>> promote_to_fp32(nn.Linear(2, 1))
+    """
+    promoted: list[str] = []
+    poisoned: list[str] = []
+    dtypes = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter.dtype not in _HALVES:
+            continue
+        dtypes.add(_short(parameter.dtype))
+        gradient, parameter.grad = parameter.grad, None  # of another dtype than its parameter
+        parameter.data = parameter.data.float()
+        if gradient is not None:
+            parameter.grad = gradient.float()
+        promoted.append(name)
+        if not torch.isfinite(parameter.detach()).all():
+            poisoned.append(name)
+    if not promoted:
+        return None
+    line = (
+        f"{len(promoted)} trainable parameters were {' and '.join(sorted(dtypes))} and are fp32 "
+        f"masters now: {_listed(promoted)}; run the model under autocast"
+    )
+    return f"{line}; NOT FINITE: {_listed(poisoned)}" if poisoned else line
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def _resolve(device: str | torch.device) -> torch.device:
@@ -162,24 +274,50 @@ def _resolve(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {device!r}: expected auto, cpu, cuda or cuda:N") from error
+        raise ValueError(f"device {device!r}: expected auto, cpu, cuda, cuda:N or mps") from error
     if place.type == "cuda":
         count = torch.cuda.device_count()
         if (place.index or 0) >= count:
             raise ValueError(f"device {device!r} asked for, but torch sees {count} CUDA devices")
+    if place.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device {device!r} asked for, but torch sees no Apple GPU")
     return place
 
 
-def _no_kernels(info: DeviceInfo) -> str:
-    major, minor = info.capability or (0, 0)
-    if major < 7 or (major, minor) == (7, 0):
+def _run_kernels(place: torch.device, dtype: torch.dtype) -> None:
+    """A matrix product and a softmax in one dtype, waited for: a launch alone fails silently."""
+    x = torch.ones(32, 32, device=place, dtype=dtype)
+    torch.softmax((x @ x).float(), dim=-1)
+    torch.cuda.synchronize(place)
+
+
+def _try_kernels(place: torch.device, dtype: torch.dtype, info: DeviceInfo) -> None:
+    """Run real kernels; what torch says of its architectures is not always what it can do."""
+    try:
+        _run_kernels(place, dtype)
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[0]
+        if any(word in said for word in ("no kernel image", "invalid device function", "ARCH_MIS")):
+            raise UnsupportedDevice(_no_kernels(info, said)) from error
+        if "toolchain" in said or "driver version is insufficient" in said:
+            raise UnsupportedDevice(
+                f"{info}: {said}. Its driver is older than the CUDA {torch.version.cuda} that the "
+                "installed torch was built with: update the driver, or install a build for an "
+                "older CUDA"
+            ) from error
+        raise
+
+
+def _no_kernels(info: DeviceInfo, said: str = "") -> str:
+    if info.capability is not None and info.capability < (7, 5):
         way = (
             "install a build against CUDA 12.6 (torch 2.6 to 2.14 have one): pip install "
             "'torch<2.15' torchvision --index-url https://download.pytorch.org/whl/cu126"
         )
     else:
-        way = "install the newest torch, or run with --device cpu"
+        way = "install the newest torch"
+    seen = f", and a first kernel fails with {said!r}" if said else " only"
     return (
-        f"{info.name} is sm_{major}{minor}, and the installed torch has kernels for "
-        f"{', '.join(info.arch_list)} only: {way}"
+        f"{info}: the installed torch has kernels for {', '.join(info.arch_list) or 'no GPU'}"
+        f"{seen}. {way[0].upper()}{way[1:]}, or run with --device cpu"
     )

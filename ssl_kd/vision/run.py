@@ -96,7 +96,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             train_set, stores, teacher = _embed(settings, precision, tell)
         store = stores["train"]
         folder.keep_to(store.fingerprint)
-        n_clusters = _n_clusters(settings, store)
+        n_clusters = n_clusters_of(settings, store)
         source = _Source(store, settings)
 
         with clock("neighbours"):
@@ -235,7 +235,12 @@ def _teacher(settings: VisionSettings, dataset: Dataset, precision: Precision) -
     )
 
 
-def _n_clusters(settings: VisionSettings, store: EmbeddingStore) -> int:
+def n_clusters_of(settings: VisionSettings, store: EmbeddingStore) -> int:
+    """K: what the settings say, else the number of classes that the data set declares.
+
+    Raises:
+        SettingsError: neither says it, or it does not fit the number of samples.
+    """
     n_clusters = settings.n_clusters
     if n_clusters is None:
         if store.class_names is None:

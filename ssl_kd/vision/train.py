@@ -273,7 +273,8 @@ class HeadTrainer:
     def _finite(self) -> Tensor:
         """Which heads hold only finite numbers: `[head]`."""
         owned = self.state.owned().values()
-        return torch.stack([torch.isfinite(t.view(len(t), -1)).all(1) for t in owned]).all(0)
+        largest = [torch.linalg.vector_norm(t.view(len(t), -1), torch.inf, 1) for t in owned]
+        return torch.isfinite(torch.stack(largest)).all(0)
 
     def restore(self, head: int) -> str:
         """Put one head back to its last good state; what was done, in words."""

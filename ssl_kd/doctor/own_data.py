@@ -1,0 +1,395 @@
+"""The user's own numbers: cache, embeddings, settings, and the first real steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ssl_kd.doctor import machine
+from ssl_kd.doctor.finding import Finding, count
+from ssl_kd.settings import SettingsError
+from ssl_kd.vision.settings import VisionSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssl_kd.guard.events import Event
+    from ssl_kd.guard.precision import Precision
+    from ssl_kd.store import EmbeddingStore
+    from ssl_kd.vision.train import LogRecord
+
+_BLOCK_ROWS = 8192
+_MANY_ROWS = 200_000  # of more, duplicates and kept neighbours are looked at in a sample
+_PAIRED_ROWS = 4096  # that sample, and where no neighbours are kept
+_STEPS, _SECONDS = 3, 10.0
+_SHOWN = 5  # faults of the first batches, before the rest is only counted
+
+
+def cache(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
+    """The cache opens; fills `stores` with the splits that do."""
+    from ssl_kd.store import EmbeddingStore, NonFiniteRow
+
+    folder = settings.embeddings_dir
+    for split in ("train", "test"):
+        name = f"cache: {split}"
+        try:
+            try:
+                store = EmbeddingStore.open(folder, split)
+                seen = "checksums fit"
+            except NonFiniteRow:
+                store = EmbeddingStore.open(folder, split, exclude_bad=True)
+                seen = "checksums fit, some rows are bad: see below"
+        except FileNotFoundError:
+            way = "" if split == "test" else "python train.py makes it; then come back"
+            yield Finding(name, f"none in {folder} yet: not checked", way, note=True)
+        except (ValueError, RuntimeError, OSError) as error:
+            change = "rebuild it: python train.py --force-recompute"
+            yield Finding(name, f"{type(error).__name__}: {error}", change)
+        else:
+            stores[split] = store
+            rows = sum(entry["rows"] for entry in store.manifest["shards"])
+            seen = f"{count(rows, 'row')} of {store.dim}, {seen}"
+            yield Finding(name, f"{seen}; teacher {store.fingerprint.teacher}")
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one pass over all rows of a split, bad ones included, found.
+
+    Attributes:
+        bad: kind -> rows of that kind, int64.
+        zero: rows of zeros, int64.
+        largest: absolute value, over the rows that are not bad; so are the following.
+        mean: over all numbers.
+        std: the same.
+        constant: columns that never change.
+        spread: standard deviation within columns over the largest column mean; inf if that is 0.
+        duplicates: rows that equal an earlier one, estimated where `sampled`.
+        pair: two rows that are equal, if any are.
+        sampled: only some of the rows were compared.
+    """
+
+    bad: dict[str, Tensor]
+    zero: Tensor
+    largest: float
+    mean: float
+    std: float
+    constant: int
+    spread: float
+    duplicates: int
+    pair: tuple[int, int] | None
+    sampled: bool
+
+
+def scan_rows(store: EmbeddingStore) -> Scan:
+    """Go through a store opened without verification, block by block."""
+    import torch
+
+    from ssl_kd.store.embeddings import LARGEST, is_bad, row_peaks
+
+    every = -(-store.n // _MANY_ROWS)
+    first: dict[int, int] = {}
+    pair, duplicates, good_rows = None, 0, 0
+    total, squares = torch.zeros(2, store.dim, dtype=torch.float64)
+    low, high = torch.full((store.dim,), math.inf), torch.full((store.dim,), -math.inf)
+    all_peaks = []
+    for start, block in store.blocks(_BLOCK_ROWS):
+        peaks = row_peaks(block)
+        all_peaks.append(peaks)
+        good = (peaks <= LARGEST).nonzero().squeeze(1)
+        if not len(good):
+            continue
+        block = block[good] + 0.0  # -0 and 0 are equal, their bytes are not
+        good_rows += len(block)
+        total += block.double().sum(0)
+        squares += block.double().square_().sum(0)
+        low, high = torch.minimum(low, block.amin(0)), torch.maximum(high, block.amax(0))
+        for row, values in zip((good + start).tolist(), block.numpy(), strict=True):
+            key = hash(values.tobytes())
+            if key % every:  # equal rows have equal keys: a sample by key keeps them together
+                continue
+            before = first.setdefault(key, row)
+            if before != row:
+                duplicates += 1
+                pair = pair or (before, row)
+
+    peaks = torch.cat(all_peaks)
+    shards = peaks.split([entry["rows"] for entry in store.manifest["shards"]])
+    bad = torch.cat([is_bad(shard) for shard in shards])  # shard by shard, as opening judges
+    kinds = {
+        "NaN": peaks.isnan(),
+        "inf": peaks.isinf(),
+        "out of range": bad & peaks.isfinite(),
+    }
+    n = max(good_rows, 1)
+    mean, columns = float(total.sum() / (n * store.dim)), total / n
+    within = float((squares / n - columns.square()).clamp(min=0).mean().sqrt())
+    offset = float(columns.abs().max())
+    return Scan(
+        bad={kind: rows.nonzero().squeeze(1) for kind, rows in kinds.items()},
+        zero=(peaks == 0).nonzero().squeeze(1),
+        largest=float(torch.where(bad, 0, peaks).max()),
+        mean=mean,
+        std=math.sqrt(max(float(squares.sum() / (n * store.dim)) - mean**2, 0.0)),
+        constant=int((low == high).sum()),
+        spread=within / offset if offset else math.inf,
+        duplicates=duplicates * every,
+        pair=pair,
+        sampled=every > 1,
+    )
+
+
+def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
+    """The embeddings themselves: bad rows by file, row and sample, and what is merely odd."""
+    from ssl_kd.store import EmbeddingStore
+
+    for split, opened in stores.items():
+        name = f"embeddings: {split}"
+        store = EmbeddingStore.open(opened.folder, split, verify=False)
+        scan = scan_rows(store)
+        for kind, rows in scan.bad.items():
+            if len(rows):
+                yield Finding(
+                    f"{name}, {kind}",
+                    f"{count(len(rows), 'row')}, the first: {_where(store, int(rows[0]))}",
+                    "python train.py --force-recompute; if it comes back, look at that sample and"
+                    " take it out of the data",
+                )
+        about = "about " if scan.sampled else ""
+        yield Finding(
+            name,
+            f"mean {scan.mean:.3g}, std {scan.std:.3g}, largest {scan.largest:.3g}; "
+            f"{count(len(scan.zero), 'zero row')}, {count(scan.constant, 'constant column')}, "
+            f"{about}{count(scan.duplicates, 'exact duplicate')}",
+        )
+        if scan.constant == store.dim:
+            yield Finding(
+                f"{name}, all rows",
+                "every row is the same, so there is nothing to tell apart",
+                "look at TEACHER, TEACHER_WEIGHTS and a few of the images",
+            )
+        elif scan.constant > store.dim / 2:
+            seen = f"{scan.constant} of {store.dim} columns never change"
+            way = "fine for pixels with an empty border; else look at TEACHER and TOKEN"
+            yield Finding(f"{name}, columns", seen, way, note=True)
+        if len(scan.zero):
+            seen = f"{count(len(scan.zero), 'row')}, the first: {_where(store, int(scan.zero[0]))}"
+            way = "nothing is known of such a sample: is its image blank?"
+            yield Finding(f"{name}, zero", seen, way, note=True)
+        if scan.spread < 1e-4 and scan.constant < store.dim:
+            seen = f"rows differ by {scan.spread:.1g} of their size: float32 keeps few digits of it"
+            way = "subtract the mean of each column before the features are saved"
+            yield Finding(f"{name}, offset", seen, way, note=True)
+        if scan.pair is not None and scan.duplicates > store.n / 100:
+            pair = " and ".join(_where(store, row) for row in scan.pair)
+            seen = f"{about}{scan.duplicates / store.n:.0%} of the rows repeat another: {pair}"
+            way = "copies are each other's neighbours and teach nothing: take them out"
+            yield Finding(f"{name}, duplicates", seen, way, note=True)
+
+
+def _where(store: EmbeddingStore, row: int) -> str:
+    """File, row in it and sample; rows as in a store opened without verification."""
+    sample = store.ids[row]
+    for entry in store.manifest["shards"]:
+        if row < entry["rows"]:
+            return f"{entry['file']}, row {row}, sample {sample!r}"
+        row -= entry["rows"]
+    raise IndexError(row)
+
+
+def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
+    """Values that are allowed and often meant well, and what they do to a run."""
+    s, store = settings, stores.get("train")
+    known = None if store is None or store.class_names is None else len(store.class_names)
+    k = s.n_clusters or known or 2
+    found = []
+
+    def risk(name: str, why: str, change: str) -> None:
+        value = getattr(s, name)
+        shown = f"{value:g}" if isinstance(value, float) else value
+        seen = f"{name.upper()} is {shown}: {why}"
+        found.append(Finding(f"setting: {name.upper()}", seen, change, note=True))
+
+    for name, edge in (("student_temp", 0.06), ("teacher_temp", 0.05)):
+        temperature = getattr(s, name)
+        if temperature <= edge:
+            why = "clusters harden before they are found, and sure samples have no gradient"
+            risk(name, why, "try 0.1")
+        elif temperature > 1:
+            sure = 1 / (1 + (k - 1) * math.exp(-2 / temperature))
+            why = f"a head of cosines, such as TEMIHead, is at most {sure:.0%} sure of any cluster"
+            risk(name, why, "try 0.1")
+    if s.loss == "temi" and s.beta == 1:
+        risk("beta", "nothing holds the clusters to similar sizes, some stay empty", "try 0.6")
+    if s.loss == "temi" and s.beta < 0.2:
+        risk("beta", "sure and unsure pairs weigh nearly the same", "try 0.6")
+    if s.batch_size < k:
+        why = f"fewer samples than the {k} clusters, whose shares are then mostly noise"
+        risk("batch_size", why, f"try {4 * k}, or raise MARGINAL_MOMENTUM")
+    per_cluster = 2 * s.batch_size / ((1 - s.marginal_momentum) * k)
+    if s.loss == "temi" and per_cluster < 10:
+        enough = math.ceil(1000 * (1 - 2 * s.batch_size / (10 * k))) / 1000
+        why = f"the running marginal rests on {per_cluster:.1f} samples for each of {k} clusters"
+        risk("marginal_momentum", why, f"try {enough:g}, or a larger BATCH_SIZE")
+    if s.ema_momentum == 0:
+        why = "the teacher is the student itself, which follows its own last step"
+        risk("ema_momentum", why, "try 0.9")
+    elif 1 / (1 - s.ema_momentum) > s.max_steps:
+        why = f"the teacher averages over more than the {s.max_steps} steps of the run"
+        risk("ema_momentum", why, "try 0.9")
+    if s.learning_rate > 0.05:
+        why = "AdamW then moves every weight by more than its size in a few steps"
+        risk("learning_rate", why, "try 0.004")
+    if s.learning_rate * s.weight_decay > 0.1:
+        share = s.learning_rate * s.weight_decay
+        risk("weight_decay", f"each step takes {share:.0%} off every weight", "try 1e-4")
+    if s.clip_grad is None and s.use_fp16:
+        why = "with USE_FP16 one large gradient goes into the weights as it is"
+        risk("clip_grad", why, "try 1.0")
+    if s.spike_factor < 5:
+        risk("spike_factor", "ordinary steps are skipped as spikes", "try 100")
+    if s.min_heads is not None and s.min_heads >= s.n_heads > 1:
+        risk("min_heads", "the first head that is retired ends the run", f"try {s.n_heads // 2}")
+    if store is not None and s.neighbours >= store.n / k:
+        why = f"about as many as the {store.n / k:.0f} samples a cluster has"
+        risk("neighbours", why, f"try {max(1, store.n // (4 * k))}")
+    yield from found or [Finding("settings", "none of the values is known to be risky")]
+
+
+def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
+    """The first real steps of the configured run, by a trainer that is thrown away."""
+    name = "run: first batches"
+    precision = yield from machine.policy(settings)
+    store = stores.get("train")
+    if precision is None or store is None:
+        what = "device" if precision is None else "cache"
+        yield Finding(name, f"not checked: there is no usable {what}, see above", note=True)
+        return
+
+    import torch
+
+    from ssl_kd.guard.parts import TooFewHealthyParts
+    from ssl_kd.store import nearest_neighbours
+    from ssl_kd.vision.consensus import sample_rows
+    from ssl_kd.vision.fit import make_sampler, make_trainer
+    from ssl_kd.vision.projection import Projection
+    from ssl_kd.vision.run import PROJECTION_ROWS, n_clusters_of
+    from ssl_kd.vision.train import train
+
+    try:
+        n_clusters = n_clusters_of(settings, store)
+    except SettingsError as error:
+        yield Finding(name, str(error), "as said there")
+        return
+    k = min(settings.neighbours, store.n - 1)
+    rows, neighbours = torch.arange(store.n), _kept_neighbours(store, k)
+    if neighbours is None:
+        rows = sample_rows(store.n, settings.seed, _PAIRED_ROWS)
+        neighbours = nearest_neighbours(store.gather(rows), min(k, len(rows) - 1))
+    sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
+    projection = Projection.fit(sample, settings.pca_dim)
+    trainer = make_trainer(settings, projection.dim, n_clusters, precision)
+    sampler, steps = make_sampler(settings, neighbours)
+
+    records: list[LogRecord] = []
+    events: list[Event] = []
+    began = time.perf_counter()
+
+    def enough() -> bool:
+        return len(records) == _STEPS or time.perf_counter() - began > _SECONDS
+
+    stopped = None
+    try:
+        train(
+            trainer,
+            sampler,
+            lambda batch: projection(store.gather(rows[batch])),
+            steps,
+            log_every=1,
+            on_log=records.append,
+            on_events=events.extend,
+            should_stop=enough,
+        )
+    except TooFewHealthyParts as error:
+        stopped = str(error)
+    seconds = (time.perf_counter() - began) / max(len(records), 1)
+
+    loss = _range([value for record in records for value in record.loss])
+    norm = _range([value for record in records for value in record.grad_norm])
+    pairs = "" if len(rows) == store.n else f", paired among {len(rows):,} of {store.n:,} rows"
+    yield Finding(
+        name,
+        f"{count(len(records), 'step')} of {count(settings.n_heads, 'head')}, {n_clusters} "
+        f"clusters{pairs}: loss {loss}, gradient norm {norm}, {seconds:.2g} s a step",
+    )
+    if stopped:
+        yield Finding("run: stopped", stopped, "as said there, after the faults below")
+    yield from faults_of(events, store, rows, precision)
+    dead = [
+        head
+        for head, norms in enumerate(zip(*(record.grad_norm for record in records), strict=True))
+        if not any(norms)
+    ]
+    if dead:
+        shown = ", ".join(map(str, dead[:_SHOWN])) + (", ..." if len(dead) > _SHOWN else "")
+        yield Finding(
+            "run: dead heads",
+            f"head {shown}: the gradient is exactly zero at every step",
+            "raise STUDENT_TEMP and TEACHER_TEMP to 0.1; with a HEAD of your own, look for a clamp"
+            " or a detach in it",
+        )
+
+
+def faults_of(
+    events: Iterable[Event], store: EmbeddingStore, rows: Tensor, precision: Precision
+) -> Iterator[Finding]:
+    """The guard's events, one finding for each part, stage and reason."""
+    changes = {
+        "input": "python train.py --force-recompute, or take that sample out of the data",
+        "teacher": "raise TEACHER_TEMP; with a HEAD of your own, look for a division or log in it",
+        "loss": "raise STUDENT_TEMP; with a HEAD of your own, look for a division or log in it",
+        "gradient": "with a HEAD of your own, look for a square root, norm or log in it that"
+        " reaches zero",
+    }
+    if precision.scale:
+        changes["gradient"] = f"set USE_FP16 = False; {changes['gradient']}"
+    seen: dict[tuple[str, str, str], list[Event]] = {}
+    for event in events:
+        if event.stage in changes:
+            seen.setdefault((event.part, event.stage, event.reason), []).append(event)
+    for (part, stage, reason), same in list(seen.items())[:_SHOWN]:
+        text = f"{reason}, at step {', '.join(str(event.step) for event in same)}"
+        if stage == "input" and same[0].value is not None:
+            text += f"; sample {store.ids[int(rows[int(same[0].value)])]!r}"
+        # The loss scale is still finding its place: that is what the first steps are for.
+        settling = stage == "gradient" and precision.scale and len(same) < _STEPS
+        yield Finding(f"run: {part}, {stage}", text, changes[stage], note=settling)
+    if len(seen) > _SHOWN:
+        more = f"{count(len(seen) - _SHOWN, 'further part')} of the same kinds"
+        yield Finding("run: and", more, "as above")
+
+
+def _kept_neighbours(store: EmbeddingStore, k: int) -> Tensor | None:
+    """The neighbours that a run would find kept, `[n, k]`; computing all may take hours."""
+    from ssl_kd.guard.files import CorruptFileError, load_tensors
+
+    if store.n > _MANY_ROWS:
+        return None
+    try:
+        kept = load_tensors(store.folder / f"neighbours_{store.split}.pt")
+        fits = kept["key"] == f"{store.digest} cosine" and kept["neighbours"].shape[1] >= k
+        return kept["neighbours"][:, :k].long() if fits else None
+    except (FileNotFoundError, CorruptFileError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _range(values: list[float]) -> str:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "never finite"
+    text = f"{min(finite):.3g} to {max(finite):.3g}"
+    lost = len(values) - len(finite)
+    return f"{text} ({lost} of {len(values)} not finite)" if lost else text
