@@ -39,7 +39,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`ssl_kd train | doctor | install-check`: run one command and return its exit code.
+    """`ssl_kd train | doctor | install-check | replay`: run one command and return its exit code.
 
     Args:
         argv: The words after the program's name; None: this process's own.
@@ -160,22 +160,42 @@ def _train(argv: Sequence[str], config: Path, prog: str) -> int:
     from rich.logging import RichHandler
 
     screen = Console(stderr=True)
-    handler = RichHandler(console=screen, show_path=False, show_time=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    if screen.is_terminal:
+        handler = RichHandler(console=screen, show_path=False, show_time=False)
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    else:  # a file of the output: no line is broken
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)-8s %(message)s")
     logging.getLogger("ssl_kd").setLevel(logging.INFO)
 
-    from ssl_kd.report import write_report
-    from ssl_kd.vision.run import run
+    from ssl_kd.report import run_images, write_report
+    from ssl_kd.vision.folder import RunFinished
+    from ssl_kd.vision.run import Interrupted, run
 
     with Progress(screen) as progress:
-        done = run(settings, progress=progress)
+        try:
+            done = run(settings, progress=progress)
+            path, images = done.path, done.images
+        except RunFinished as ended:  # all but the report, perhaps
+            if (ended.path / "report.html").exists():
+                raise
+            path, images = ended.path, run_images(ended.path)
         progress("report", 0, 1, {})
-        report = write_report(done.path, images=done.images)
+        try:
+            report = write_report(path, images=images)
+        except KeyboardInterrupt:
+            raise Interrupted(signal.SIGINT, path) from None
         progress("report", 1, 1, {})
     out = Console()
-    out.print(results_table(json.loads((done.path / "metrics.json").read_text(encoding="utf-8"))))
+    metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
+    if any(row.get("acc") is not None for row in metrics["table"]):
+        out.print(results_table(metrics))
+    else:
+        sizes = metrics["cluster_sizes"]
+        found = f"{len(sizes)} clusters of {min(sizes)} to {max(sizes)} samples"
+        out.print(f"{found}; no label is known, so there is nothing to score.")
     # soft_wrap: a path broken over two lines cannot be clicked or copied.
-    out.print(f"Report: {report}", soft_wrap=True, markup=False)
+    for name, file in (("Clusters", path / "assignments.csv"), ("Report", report)):
+        out.print(f"{name}: {file}", soft_wrap=True, markup=False)
     return OK
 
 
@@ -286,22 +306,40 @@ def _train_here(argv: Sequence[str]) -> int:
     return train(argv, prog="ssl_kd train")
 
 
+def _replay(argv: Sequence[str]) -> int:
+    """Run the recorded step of a sick head again, and name the cause."""
+    if len(argv) != 1:
+        _say("replay takes one file, a bundle that a run saved: ssl_kd replay BUNDLE")
+        return BAD_SETTING
+
+    def work() -> int:
+        from ssl_kd.vision.replay import replay
+
+        report = replay(argv[0])
+        print(report)
+        return OK if report.reproduced else FAILED
+
+    return _guarded(work)
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train_here,
     "doctor": _doctor,
     "install-check": _install_check,
+    "replay": _replay,
 }
 
 
 def _check(name: str, argv: Sequence[str]) -> int:
-    if argv:
-        _say(f"This command takes no flags, but {' '.join(argv)} came.")
+    unknown = [word for word in argv if word != "--verbose"]
+    if unknown:
+        _say(f"There is no flag {unknown[0]}; this command takes --verbose only.")
         return BAD_SETTING
 
     def check() -> int:
         from ssl_kd import doctor
 
-        return getattr(doctor, name)()
+        return getattr(doctor, name)(verbose="--verbose" in argv)
 
     return _guarded(check)
 

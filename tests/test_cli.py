@@ -16,6 +16,7 @@ from rich.console import Console
 import ssl_kd
 from ssl_kd import cli
 from ssl_kd.settings import SettingsError
+from ssl_kd.vision.folder import RunFinished
 from ssl_kd.vision.settings import VisionSettings
 
 ROOT = Path(__file__).parents[1]
@@ -149,6 +150,18 @@ def test_main_names_its_commands(capsys):
     assert cli.main(["doctor", "--fast"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "name"), [("doctor", "nan_issues"), ("install-check", "installation")]
+)
+def test_the_doctor_takes_verbose(command, name, monkeypatch):
+    from ssl_kd import doctor
+
+    monkeypatch.setattr(doctor, name, lambda verbose: 7 + verbose)
+    assert cli.main([command]) == 7
+    assert cli.main([command, "--verbose"]) == 8
+    assert cli.main([command, "--verbose", "--loud"]) == 2
+
+
 def test_the_citation_names_this_version():
     assert f"\nversion: {ssl_kd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
@@ -267,6 +280,66 @@ def test_a_run_shows_progress_table_and_report(run_that, tmp_path, capfd, monkey
     assert "consensus" in out and "93.3" in out and "90.0" in out and " - " in out
     assert f"Report: {tmp_path / 'report.html'}\n" in out
     assert "train      1/2  loss 0.1235\n" in err and "train      2/2" in err
+
+
+def test_a_run_that_ended_before_its_report_gets_it_on_resume(run_that, tmp_path, capfd):
+    path = tmp_path / "runs" / "a"
+    path.mkdir(parents=True)
+    metrics = {"teacher": {"name": "features"}, "table": [{"name": "k-means", "acc": 0.5}]}
+    (path / "metrics.json").write_text(json.dumps(metrics))
+    run = raises(RunFinished(path))
+    assert run_that(run, ["--resume"]) == 0
+    out, _ = capfd.readouterr()
+    assert "50.0" in out and f"Report: {path / 'report.html'}\n" in out
+    page = (path / "report.html").read_text()
+    assert "k-means" in page
+
+    assert run_that(run, ["--resume"]) == 1  # nothing is left to do
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert (path / "report.html").read_text() == page
+
+
+def test_ctrl_c_while_the_report_is_written_says_how_to_go_on(
+    run_that, tmp_path, capfd, monkeypatch
+):
+    def stop(path, images):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ssl_kd.report.write_report", stop)
+    done = types.SimpleNamespace(path=tmp_path / "a", images=None)
+    assert run_that(lambda settings, *, progress: done) == 130
+    assert capfd.readouterr().err.endswith(" train.py --resume --run_name a\n")
+
+
+def test_without_labels_there_is_a_line_in_place_of_the_table(run_that, tmp_path, capfd):
+    metrics = {"table": [{"name": "consensus", "acc": None}], "cluster_sizes": [14, 0, 26]}
+    (tmp_path / "metrics.json").write_text(json.dumps(metrics))
+    done = types.SimpleNamespace(path=tmp_path, images=None)
+    assert run_that(lambda settings, *, progress: done) == 0
+    first, *files = capfd.readouterr().out.splitlines()
+    assert first.startswith("3 clusters of 0 to 26 samples; no label is known")
+    assert files == [
+        f"Clusters: {tmp_path / 'assignments.csv'}",
+        f"Report: {tmp_path / 'report.html'}",
+    ]
+
+
+def test_a_message_in_a_file_of_the_output_is_one_line():
+    code = """
+import logging, sys, types
+from ssl_kd import cli
+
+def run(settings, *, progress):
+    logging.getLogger("ssl_kd.x").warning("left out: [b] " + "long " * 99)
+    raise OSError("enough")
+
+sys.modules["ssl_kd.vision.run"] = types.SimpleNamespace(run=run, Interrupted=SystemExit)
+cli.main(["train"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    first, last = done.stderr.splitlines()
+    assert first == "WARNING  left out: [b] " + "long " * 99 and last == "ssl_kd: enough"
 
 
 def test_progress_off_a_terminal_is_a_line_now_and_then():

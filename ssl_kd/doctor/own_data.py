@@ -280,7 +280,7 @@ def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -
     from ssl_kd.vision.train import train
 
     try:
-        n_clusters = n_clusters_of(settings, store)
+        n_clusters = n_clusters_of(settings, store.class_names, store.n)
     except SettingsError as error:
         yield Finding(name, str(error), "as said there")
         return

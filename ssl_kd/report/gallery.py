@@ -5,17 +5,47 @@ import io
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from ssl_kd.datasets import ImageDataset, open_dataset
 from ssl_kd.report.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 Images = Callable[[list[int]], list[Image.Image]]
 MAX_CLUSTERS, MAX_PICTURES, DOUBTFUL = 100, 600, 14
+
+
+def run_images(run_dir: Path) -> Images | None:
+    """The pictures of a finished run's training rows, for `write_report` later than the run.
+
+    Args:
+        run_dir: The run folder; its settings say where the data set lies.
+
+    Returns:
+        Opens the data set when it is asked, and raises what that raises; None where the run
+        learned from features.
+    """
+    run = RunFolder.read(Path(run_dir))
+    if run.metrics.get("teacher", {}).get("name") == "features":
+        return None
+
+    def images(rows: list[int]) -> list[Image.Image]:
+        settings = run.config["settings"]
+        dataset = open_dataset(settings["DATASET"], "train", root=settings["DATA_DIR"])
+        assert isinstance(dataset, ImageDataset)
+        number = {name: i for i, name in enumerate(dataset.ids)}
+        files = [row["file"] for row in run.assignments if row["split"] == "train"]
+        for row in rows:
+            if files[row] not in number:
+                raise FileNotFoundError(f"{files[row]} is no longer in {settings['DATASET']}")
+        return [dataset.image(number[files[row]]) for row in rows]
+
+    return images
 
 
 def gallery(

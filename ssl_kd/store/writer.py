@@ -79,7 +79,8 @@ class EmbeddingWriter:
         exclude_bad: skip an embedding that is NaN, infinite or out of range instead of raising.
 
     Raises:
-        FingerprintMismatch: there is a cache of something else, and not `force`.
+        FingerprintMismatch: there is a cache of something else, or an interrupted writer's
+            complete shards of it, and not `force`.
         CorruptFileError: the cache that is there is damaged, and not `force`.
         NonFiniteRow: it holds a bad row, and not `force`.
         LockHeld: another process is writing here.
@@ -250,7 +251,8 @@ class EmbeddingWriter:
                 logger.warning("%s Starting over.", error)
                 continue
             if differences := self._differences(manifest):
-                mismatch = mismatch or FingerprintMismatch(path, differences)
+                if place == self.folder or manifest["shards"]:  # else nothing would be lost
+                    mismatch = mismatch or FingerprintMismatch(path, differences)
             else:
                 same[place] = manifest
         if mismatch and not same and not force:

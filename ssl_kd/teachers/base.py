@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import shorten
+
 import numpy as np
 import torch
 from PIL import Image
@@ -14,7 +16,7 @@ class TeacherUnavailable(RuntimeError):
     """The teacher's weights cannot be reached; one line, with the ways to go on."""
 
     def __init__(self, name: str, reason: object) -> None:
-        self.reason = " ".join(str(reason).split())[:160]
+        self.reason = shorten(str(reason), 260, placeholder=" …", break_on_hyphens=False)
         super().__init__(
             f"teacher {name!r} is out of reach ({self.reason}); go on with "
             "another --teacher_source (hub, timm), --teacher_weights FILE, `pip install "

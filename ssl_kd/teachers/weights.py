@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
         else:
             state = load_tensors(path)
     except Exception as error:  # both libraries have exceptions of their own
-        reason = " ".join(str(error).split())[:200]
+        reason = shorten(str(error), 200, placeholder=" …", break_on_hyphens=False)
         raise ValueError(f"{path} is not a readable weights file: {reason}") from error
     for wrapping in ("state_dict_ema", "model_ema", "state_dict", "model", "teacher"):
         inner = state.get(wrapping) if isinstance(state, Mapping) else None

@@ -37,6 +37,7 @@ from ssl_kd.vision.train import LogRecord
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS_KEPT = 2
+CHECKPOINT_FORMAT = 1
 # Settings that may differ between a run and its continuation: they do not change the result.
 FREE_ON_RESUME = {
     "checkpoint_every",
@@ -56,6 +57,17 @@ FREE_ON_RESUME = {
 
 class RunFolderError(RuntimeError):
     """A run folder that cannot be used; the message says why and what to do."""
+
+
+class RunFinished(RunFolderError):
+    """The run that is to be resumed has ended; `path` is its folder."""
+
+    def __init__(self, path: Path) -> None:
+        report = path / "report.html"
+        lost = "its report was never written: ssl_kd.report.write_report makes one"
+        what = f"its report is {report}" if report.exists() else lost
+        super().__init__(f"{path} is finished; {what}")
+        self.path = path
 
 
 class RunFolder:
@@ -153,14 +165,21 @@ class RunFolder:
     def save_checkpoint(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Write `checkpoint/step_N.pt` and its checksum; the previous one is kept."""
         path = self._checkpoints / f"step_{step:09d}.pt"
-        save_tensors(path, {"step": step, "tensors": tensors})
+        about = {"format": CHECKPOINT_FORMAT, "version": __version__, "step": step}
+        save_tensors(path, about | {"tensors": tensors})
         atomic_write_text(path.with_suffix(".sha256"), sha256_file(path))
         for old in sorted(self._checkpoints.glob("step_*.pt"))[:-CHECKPOINTS_KEPT]:
             old.unlink()
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
     def load_checkpoint(self) -> tuple[int, dict[str, Tensor]]:
-        """The newest checkpoint that is whole; step 0 and nothing where there is none."""
+        """The newest checkpoint that is whole; step 0 and nothing where there is none.
+
+        The tensors are as they were written, under whatever names that version gave them.
+
+        Raises:
+            RunFolderError: a newer version of the library wrote it, in a form unknown to this one.
+        """
         for half in self._checkpoints.glob(".*.tmp"):  # of a run that was killed while writing
             half.unlink()
         for path in sorted(self._checkpoints.glob("step_*.pt"), reverse=True):
@@ -168,10 +187,16 @@ class RunFolder:
                 if path.with_suffix(".sha256").read_text() != sha256_file(path):
                     raise CorruptFileError(f"{path} has another checksum than when it was written")
                 content = load_tensors(path)
-                return content["step"], content["tensors"]
             except (CorruptFileError, FileNotFoundError) as error:
                 logger.warning("falling back to the checkpoint before %s: %s", path.stem, error)
                 path.unlink()  # or it would count as one of the good ones that are kept
+                continue
+            if content.get("format", 0) > CHECKPOINT_FORMAT:
+                raise RunFolderError(
+                    f"{path} was written by ssl_kd {content['version']}, in a form that "
+                    f"{__version__} does not know: resume with {content['version']} or newer"
+                )
+            return content["step"], content["tensors"]
         return 0, {}
 
     def rewind(self, step: int) -> None:
@@ -226,16 +251,18 @@ def _to_resume(runs: Path, settings: VisionSettings) -> Path:
         if not (path / "config.json").exists():
             raise RunFolderError(f"{path} holds no run to resume")
         if _finished(path):
-            raise RunFolderError(f"{path} is finished; its report is {path / 'report.html'}")
+            raise RunFinished(path)
         return path
-    unfinished = [
-        config.parent
-        for config in runs.glob("*/config.json")
-        if not config.parent.is_symlink() and not _finished(config.parent)
-    ]
-    if not unfinished:
+    paths = [path.parent for path in runs.glob("*/config.json") if not path.parent.is_symlink()]
+    unfinished = [path for path in paths if not _finished(path)]
+    # A run that was stopped before its report was written comes last: little of it is left to do.
+    candidates = unfinished or [path for path in paths if not (path / "report.html").exists()]
+    if not candidates:
         raise RunFolderError(f"there is no unfinished run in {runs} to resume")
-    return max(unfinished, key=lambda path: os.path.getmtime(path / "config.json"))
+    path = max(candidates, key=lambda path: os.path.getmtime(path / "config.json"))
+    if _finished(path):
+        raise RunFinished(path)
+    return path
 
 
 def _check_same(path: Path, settings: VisionSettings) -> None:

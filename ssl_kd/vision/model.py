@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from typing import Any
+
 import torch
 from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
@@ -65,6 +69,12 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("weights", torch.zeros(n_heads, self.bank.n_parameters))
         self.register_buffer("votes", torch.zeros(n_heads, n_clusters, n_clusters))
         self.projection = Projection(in_dim, head_dim)
+
+    @classmethod
+    def _from_pretrained(cls, *, strict: bool = True, **options: Any) -> Any:
+        # The mixin prints, and passes over tensors that a file lacks or this model does not know.
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            return super()._from_pretrained(strict=strict, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32."""

@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -96,7 +96,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             train_set, stores, teacher = _embed(settings, precision, tell)
         store = stores["train"]
         folder.keep_to(store.fingerprint)
-        n_clusters = n_clusters_of(settings, store)
+        n_clusters = n_clusters_of(settings, store.class_names, store.n)
         source = _Source(store, settings)
 
         with clock("neighbours"):
@@ -180,6 +180,7 @@ def _embed(
     """Open the data, load the teacher, and fill or open the store of each split."""
     root, download = settings.data_dir, settings.download
     train_set = open_dataset(settings.dataset, "train", root=root, download=download)
+    n_clusters_of(settings, train_set.class_names, len(train_set))  # before hours of extraction
     if settings.dataset_test is not None:
         names = train_set.class_names
         test_set = open_dataset(
@@ -235,23 +236,23 @@ def _teacher(settings: VisionSettings, dataset: Dataset, precision: Precision) -
     )
 
 
-def n_clusters_of(settings: VisionSettings, store: EmbeddingStore) -> int:
-    """K: what the settings say, else the number of classes that the data set declares.
+def n_clusters_of(settings: VisionSettings, class_names: Sequence[str] | None, n: int) -> int:
+    """K of `n` samples: what the settings say, else the number of classes that the data declares.
 
     Raises:
         SettingsError: neither says it, or it does not fit the number of samples.
     """
     n_clusters = settings.n_clusters
     if n_clusters is None:
-        if store.class_names is None:
+        if class_names is None:
             raise SettingsError(
                 "N_CLUSTERS is None, which means the number of classes the data set declares, but "
                 f"{settings.dataset} declares none: give --n_clusters"
             )
-        n_clusters = len(store.class_names)
-    if not 2 <= n_clusters <= store.n:
+        n_clusters = len(class_names)
+    if not 2 <= n_clusters <= n:
         raise SettingsError(
-            f"N_CLUSTERS is {n_clusters}, but must be from 2 to the number of samples, {store.n}"
+            f"N_CLUSTERS is {n_clusters}, but must be from 2 to the number of samples, {n}"
         )
     return n_clusters
 

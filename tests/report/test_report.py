@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_kd.report import figures, write_report
+from ssl_kd.report import figures, run_images, write_report
 
 N, N_TEST, K, CLASSES = 60, 20, 4, ("cat", "dog", "frog", "owl")
 
@@ -276,6 +277,30 @@ def test_lost_images_cost_only_the_pictures(run):
     _, page = read(run, gone)
     assert "There are no pictures: FileNotFoundError: img03.jpg was moved" in page.text
     assert "93.3 % of 60 images" in page.text
+
+
+def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
+    folder = tmp_path / "my images"
+    folder.mkdir()
+    for i in range(N + 1):  # one of them was unreadable, and has no row
+        name = "a broken one.jpg" if i == N else f"img{i:02}.jpg"
+        Image.new("RGB", (8, 8), (4 * (i % 64), 9, 9)).save(folder / name)
+    change(run, "config.json", settings={"DATASET": str(folder), "DATA_DIR": "data"})
+    images = run_images(run)
+    assert images is not None
+    red = [np.asarray(image)[0, 0, 0] for image in images([0, 41, 7])]
+    assert red == pytest.approx([0, 164, 28], abs=8)
+    _, page = read(run, images)
+    assert page.tags.count("img") > K and "no pictures" not in page.text
+
+    (folder / "img07.jpg").unlink()
+    _, page = read(run, images)
+    assert "no pictures: FileNotFoundError: img07.jpg is no longer in" in page.text
+    shutil.rmtree(folder)
+    _, page = read(run, images)
+    assert "There are no pictures: " in page.text and "my images" in page.text
+    change(run, "metrics.json", teacher={"name": "features"})
+    assert run_images(run) is None
 
 
 def test_empty_folder_gives_a_page_that_says_what_is_missing(tmp_path):

@@ -555,6 +555,25 @@ def test_an_unfinished_cache_of_something_else_is_refused_too(tmp_path):
         assert fill(writer) == list(range(N))
 
 
+@pytest.mark.parametrize("change", ["teacher", "data"])
+def test_an_unfinished_cache_without_a_shard_gives_way(tmp_path, change):
+    with pytest.raises(KeyboardInterrupt):
+        with make_writer(tmp_path) as writer:
+            writer.append(rows_of()[:11], torch.arange(11))  # of the first shard's 12
+            raise KeyboardInterrupt
+    assert (tmp_path / "embeddings_train.partial").exists()
+    asked = replace(FINGERPRINT, **{change: "other"})
+    with make_writer(tmp_path, fingerprint=asked) as writer:
+        assert fill(writer) == list(range(N))
+    assert EmbeddingStore.open(tmp_path, "train").fingerprint == asked
+    # A finished cache beside it is still refused.
+    with pytest.raises(KeyboardInterrupt):
+        with make_writer(tmp_path, force=True):
+            raise KeyboardInterrupt
+    with pytest.raises(FingerprintMismatch, match="weights: cache has"):
+        make_writer(tmp_path, fingerprint=replace(asked, weights="third"))
+
+
 def test_splits_do_not_disturb_each_other(tmp_path):
     write(tmp_path)
     with EmbeddingWriter(tmp_path, "test", FINGERPRINT, 3, D, ids=IDS[:3]) as writer:

@@ -127,6 +127,14 @@ def test_weights_out_of_reach_are_one_line_with_the_ways_on(
     assert not [p for p in caches.rglob("*") if p.is_file() and p.stat().st_size > 1000]
 
 
+def test_a_long_reason_ends_at_a_word():
+    words = [f"word-{i}" for i in range(99)]
+    reason = TeacherUnavailable("dinov2", "\n ".join(words)).reason
+    *kept, last = reason.split(" ")
+    assert last == "…" and kept == words[: len(kept)] and 200 < len(reason) <= 260
+    assert TeacherUnavailable("dinov2", "no\n network").reason == "no network"
+
+
 def test_offline_mode_is_given_back(no_network):
     from huggingface_hub import constants
 

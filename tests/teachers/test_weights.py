@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ssl_kd.teachers import weights
 from ssl_kd.teachers.weights import (
     efficientnet_lite0_file,
     load_strict,
@@ -72,6 +73,16 @@ def test_what_holds_no_weights_is_refused(tmp_path):
     assert not (tmp_path / "executed").exists()
     with pytest.raises(FileNotFoundError, match="no weights file"):
         read_weights(tmp_path / "absent.pth")
+
+
+def test_a_long_reason_ends_at_a_word(tmp_path, monkeypatch):
+    def fail(path):
+        raise RuntimeError("many words " * 99)
+
+    (tmp_path / "w.pth").write_bytes(b"x")
+    monkeypatch.setattr(weights, "load_tensors", fail)
+    with pytest.raises(ValueError, match="( many words)+( many)? …$"):
+        read_weights(tmp_path / "w.pth")
 
 
 def test_strict_load_says_what_differs():

@@ -11,10 +11,10 @@ import torch
 
 import ssl_kd
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.files import LockHeld
+from ssl_kd.guard.files import LockHeld, load_tensors, save_tensors, sha256_file
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import Fingerprint
-from ssl_kd.vision.folder import FREE_ON_RESUME, RunFolder, RunFolderError
+from ssl_kd.vision.folder import FREE_ON_RESUME, RunFinished, RunFolder, RunFolderError
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import LogRecord
 
@@ -140,11 +140,30 @@ def test_resume_takes_the_last_unfinished_run(settings):
     paths = [begun(settings(run_name=name)) for name in ("c", "a", "b")]
     for age, path in enumerate(paths):
         os.utime(path / "config.json", (1e9 + age, 1e9 + age))
-    (paths[2] / "metrics.json").write_text("{}")
+    for file in ("metrics.json", "report.html"):
+        (paths[2] / file).write_text("{}")
     assert RunFolder(settings(resume=True)).path == paths[1]
     assert RunFolder(settings(resume=True, run_name="c")).path == paths[0]
     with pytest.raises(RunFolderError, match="b is finished; its report is .*report.html"):
         RunFolder(settings(resume=True, run_name="b"))
+
+
+def test_a_run_that_only_lacks_its_report_is_resumed_last_and_says_so(settings):
+    ended, begun_before = begun(settings(run_name="a")), begun(settings(run_name="b"))
+    (ended / "metrics.json").write_text("{}")
+    os.utime(begun_before / "config.json", (1e9, 1e9))
+    assert RunFolder(settings(resume=True)).path == begun_before
+    (begun_before / "metrics.json").write_text("{}")
+    (begun_before / "report.html").write_text("")
+    for name in (None, "a"):
+        with pytest.raises(
+            RunFinished, match="a is finished; its report was never written"
+        ) as error:
+            RunFolder(settings(resume=True, run_name=name))
+        assert error.value.path == ended
+    (ended / "report.html").write_text("")
+    with pytest.raises(RunFolderError, match="no unfinished run"):
+        RunFolder(settings(resume=True))
 
 
 def test_nothing_to_resume_says_so(settings, tmp_path):
@@ -250,3 +269,31 @@ def test_damage_falls_back_says_so_and_does_not_count_as_kept(settings, caplog):
         for path in (folder.path / "checkpoint").glob("*.pt"):
             path.write_bytes(b"")
         assert folder.load_checkpoint() == (0, {})
+
+
+def rewrite(path, content):
+    save_tensors(path, content)
+    path.with_suffix(".sha256").write_text(sha256_file(path))
+
+
+def test_a_checkpoint_of_an_older_version_loads(settings):
+    path = begun(settings(run_name="a")) / "checkpoint" / "step_000000004.pt"
+    content = load_tensors(path)
+    assert content["version"] == ssl_kd.__version__
+    rewrite(path, {"step": 4, "tensors": {"name_of_old": torch.ones(2)}})
+    with RunFolder(settings(run_name="a", resume=True)) as folder:
+        step, tensors = folder.load_checkpoint()
+    assert step == 4 and list(tensors) == ["name_of_old"]
+
+
+def test_a_checkpoint_of_a_newer_form_names_the_version_that_can(settings, caplog):
+    path = begun(settings(run_name="a")) / "checkpoint" / "step_000000004.pt"
+    newer = load_tensors(path) | {"version": "7.1"}
+    newer["format"] += 1
+    rewrite(path, newer)
+    before = path.read_bytes()
+    with RunFolder(settings(run_name="a", resume=True)) as folder:
+        folder.save_checkpoint(3, {})  # an older one is no way round
+        with pytest.raises(RunFolderError, match="written by ssl_kd 7.1.*resume with 7.1 or newer"):
+            folder.load_checkpoint()
+    assert path.read_bytes() == before and not caplog.records

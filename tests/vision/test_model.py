@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ssl_kd.guard.precision import Precision
 from ssl_kd.vision import fit
@@ -62,6 +63,21 @@ def test_saved_and_loaded_it_says_the_same(model, tmp_path):
     x = torch.randn(20, DIM)
     assert torch.equal(again.predict_proba(x), model.predict_proba(x))
     assert again.options == model.options
+
+
+def test_loading_says_nothing(model, tmp_path, capfd):
+    model.save_pretrained(tmp_path)
+    ClusterModel.from_pretrained(tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_that_lacks_a_tensor_is_refused(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    tensors = dict(model.state_dict())
+    del tensors["votes"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match="votes"):
+        ClusterModel.from_pretrained(tmp_path)
 
 
 def test_a_run_folder_whose_config_says_more_loads_too(model, tmp_path):

@@ -34,6 +34,11 @@ def test_every_setting_of_the_file_has_a_comment_above_it():
         assert lines[node.lineno - 2].startswith("# "), f"line {node.lineno} has no comment"
 
 
+def test_comment_and_help_of_force_recompute_are_one():
+    help = VisionSettings.rules()["force_recompute"][2].help
+    assert f"# {help.capitalize()}.\nFORCE_RECOMPUTE" in CONFIG.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", VisionSettings.rules())
 def test_the_comment_names_the_range_that_the_code_checks(name):
     text = CONFIG.read_text(encoding="utf-8")
