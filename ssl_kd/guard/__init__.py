@@ -2,6 +2,8 @@
 
 from ssl_kd.guard.events import Event, EventLog
 from ssl_kd.guard.finite import safe_normalize, safe_normalize_weights
+from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import (
     DeviceInfo,
@@ -15,7 +17,9 @@ __all__ = [
     "DeviceInfo",
     "Event",
     "EventLog",
+    "Guard",
     "Precision",
+    "Thresholds",
     "TooFewHealthyParts",
     "UnsupportedDevice",
     "precision_table",

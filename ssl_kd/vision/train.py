@@ -477,6 +477,7 @@ def train(
     checkpoint_every: int = 200,
     on_log: Callable[[LogRecord], None] = lambda record: None,
     on_events: Callable[[list[Event]], None] = lambda events: None,
+    on_fault: Callable[[Fault], None] = lambda fault: None,
     on_checkpoint: Callable[[int], None] = lambda step: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -492,6 +493,7 @@ def train(
         checkpoint_every: `on_checkpoint(steps done)` is called this often, and at the end.
         on_log: gets each record.
         on_events: gets the guard's events, before each record and each checkpoint.
+        on_fault: gets each step that a head was left out of, before anything is done about it.
         on_checkpoint: saves.
         should_stop: asked before every step; true saves and returns.
 
@@ -503,7 +505,7 @@ def train(
             head was saved before.
     """
     began, seen, results = time.perf_counter(), 0, []
-    watch = _Watch(trainer, on_events)
+    watch = _Watch(trainer, on_events, on_fault)
 
     def checkpoint(done: int) -> None:
         watch.look(done)
@@ -521,7 +523,7 @@ def train(
         with trainer.bank.draws_seeded(hash((trainer.objective.seed, step))):
             result = trainer.step(views, learning_rate)
         results.append(result)
-        watch.unread.append((step, rows, result))
+        watch.unread.append(_Step(step, rows, views, learning_rate, result))
         seen += len(rows)
 
         done = step + 1
@@ -556,12 +558,47 @@ def train(
     return steps
 
 
+@dataclass(frozen=True)
+class Fault:
+    """One head in one step that it was left out of; the head's state is as before the step.
+
+    Attributes:
+        head: which one.
+        event: what the guard saw.
+        rows: `[batch]`, the samples of the step.
+        views: `[view, batch, dim]`, their embeddings and their neighbours'.
+        learning_rate: of the step.
+    """
+
+    head: int
+    event: Event
+    rows: Tensor
+    views: Tensor
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step whose result nobody has looked at yet."""
+
+    step: int
+    rows: Tensor
+    views: Tensor
+    learning_rate: float
+    result: StepResult
+
+
 class _Watch:
     """Reads the guard's findings back from the device and acts on heads that stay sick."""
 
-    def __init__(self, trainer: HeadTrainer, on_events: Callable[[list[Event]], None]) -> None:
-        self.trainer, self.on_events = trainer, on_events
-        self.unread: list[tuple[int, Tensor, StepResult]] = []
+    def __init__(
+        self,
+        trainer: HeadTrainer,
+        on_events: Callable[[list[Event]], None],
+        on_fault: Callable[[Fault], None],
+    ) -> None:
+        self.trainer, self.on_events, self.on_fault = trainer, on_events, on_fault
+        self.unread: list[_Step] = []
         self._last = Event(0, "head", "loss", "nothing was seen", "")
 
     def look(self, done: int) -> None:
@@ -570,7 +607,12 @@ class _Watch:
         Raises:
             TooFewHealthyParts: with what was seen and what to change.
         """
-        events = [event for entry in self.unread for event in _events(*entry)]
+        events = []
+        for step in self.unread:
+            for head, event in _events(step.step, step.rows, step.result):
+                events.append(event)
+                if head is not None and event.action == "skipped":
+                    self.on_fault(Fault(head, event, step.rows, step.views, step.learning_rate))
         self.unread.clear()
         if not events:
             return
@@ -588,15 +630,16 @@ class _Watch:
             ) from error
 
 
-def _events(step: int, rows: Tensor, result: StepResult) -> Iterator[Event]:
-    """The guard's events of one step, read back from the device."""
+def _events(step: int, rows: Tensor, result: StepResult) -> Iterator[tuple[int | None, Event]]:
+    """The guard's events of one step, read back from the device, each with its head."""
     for position in result.bad_rows.nonzero().flatten().tolist():
         reason = f"the embedding of row {int(rows[position])} or of its neighbour is not finite"
-        yield Event(step, "batch", "input", reason, "left out of the batch", float(rows[position]))
+        done, row = "left out of the batch", float(rows[position])
+        yield None, Event(step, "batch", "input", reason, done, row)
     for head, stage in enumerate(map(Stage, result.stage.tolist())):
         if stage in (Stage.HEALTHY, Stage.RETIRED):
             continue
         seen = result.loss if stage in (Stage.LOSS, Stage.TEACHER) else result.grad_norm
         done = "reported" if stage == Stage.DEAD else "skipped"
         name = stage.name.lower()
-        yield Event(step, f"head {head}", name, REASONS[stage], done, float(seen[head]))
+        yield head, Event(step, f"head {head}", name, REASONS[stage], done, float(seen[head]))

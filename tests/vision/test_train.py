@@ -236,7 +236,7 @@ def test_a_bad_sample_is_left_out_and_named():
     assert result.stage.sum() == 0 and torch.isfinite(trainer.state.student).all()
 
     rows = torch.arange(100, 100 + BATCH)
-    (event,) = training._events(3, rows, result)
+    ((_, event),) = training._events(3, rows, result)
     assert (event.part, event.stage, event.value) == ("batch", "input", 105.0)
 
     # The rest of the batch trains as if the pair had weight zero: whatever it holds.

@@ -1,0 +1,157 @@
+"""The guard in a Hugging Face Trainer: `Trainer(..., callbacks=[GuardCallback()])`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.loop import Guard
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import promote_to_fp32
+
+try:
+    from transformers import (
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+except ImportError as error:
+    raise ImportError(
+        "ssl_kd.hf_trainer needs transformers and accelerate: pip install 'ssl_kd[llm]'"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+
+class GuardCallback(TrainerCallback):
+    """Leaves sick steps of a Trainer out, goes back where they do not end, and stops in time.
+
+    The model is one part: a step whose gradient is not finite, or far above its running median,
+    changes no weight and no moment. After `thresholds.restore_after` of them in a row the model
+    goes back to its last good state; after as many more the Trainer saves that state and `train`
+    raises `TooFewHealthyParts`. A healthy run is to the last bit what it is without the callback.
+
+    The Trainer clips before it calls back, which hides a spike, so the guard takes `max_grad_norm`
+    over: it is infinite while training runs. Events are logged, and stand in
+    `trainer.state.log_history` under `guard`; every log line has `guard_updates` and
+    `guard_skipped`. A resumed Trainer begins with a new guard.
+
+    Args:
+        thresholds: when the guard acts.
+        snapshot_every: steps between snapshots, which need the memory of weights and optimizer
+            state once more, on the CPU; 0 takes none.
+        events: a file to append the events to, one line of JSON each.
+
+    Attributes:
+        guard: the `Guard` of the latest run, from its beginning on.
+    """
+
+    guard: Guard
+
+    def __init__(
+        self,
+        *,
+        thresholds: Thresholds | None = None,
+        snapshot_every: int = 100,
+        events: str | Path | None = None,
+    ) -> None:
+        self.options: dict[str, Any] = {
+            "thresholds": thresholds,
+            "snapshot_every": snapshot_every,
+            "events": events,
+        }
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the guard around the model and the optimizer.
+
+        Raises:
+            ValueError: gradients are kept by DeepSpeed or FSDP, or weights are float16 without
+                `fp16=True`.
+        """
+        if args.deepspeed or args.fsdp:
+            raise ValueError("GuardCallback sees no whole gradients under DeepSpeed or FSDP")
+        _promote(kwargs["model"], args.fp16)
+        self._max_grad_norm = args.max_grad_norm
+        clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
+        if clip:  # infinite, not 0: under fp16 some versions unscale gradients only to clip them
+            args.max_grad_norm = math.inf
+        # The Trainer scales the loss itself, and shows the gradients unscaled.
+        self.guard = Guard(
+            kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **self.options
+        )
+        self.guard.steps = state.global_step
+        self._logged = 0
+        self._stopped: TooFewHealthyParts | None = None
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Judge the gradient; a sick one is taken away, so that the optimizer does nothing."""
+        self.guard.before_step()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remember the step, and go back or stop where too many were sick."""
+        try:
+            self.guard.after_step()
+        except TooFewHealthyParts as stop:
+            self._stopped = stop
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log what is new."""
+        for event in self.guard.events.events[self._logged :]:
+            logger.warning("%s", event.line())
+            state.log_history.append({"step": state.global_step, "guard": json.loads(event.line())})
+        self._logged = len(self.guard.events)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Add the counters to the Trainer's log line."""
+        counters = {
+            "guard_updates": int(self.guard.updates[0]),
+            "guard_skipped": int(self.guard.health.skipped[0]),
+        }
+        for line in (kwargs.get("logs"), state.log_history[-1] if state.log_history else None):
+            if line is not None:
+                line.update(counters)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the Trainer its settings back.
+
+        Raises:
+            TooFewHealthyParts: training was stopped; the message says what was seen and what to
+                change.
+        """
+        args.max_grad_norm = self._max_grad_norm
+        if self._stopped is not None:
+            raise self._stopped
+
+
+def _promote(model: nn.Module, autocast: bool) -> None:
+    """float32 in place of float16 for what is trained, if the forward pass is under autocast."""
+    halves = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.float16]
+    if halves and not autocast:
+        raise ValueError(
+            f"{len(halves)} trainable parameters are float16: load the model in float32, and set "
+            "fp16=True for half-precision products"
+        )
+    if halves:
+        logger.warning("%s", promote_to_fp32(model))

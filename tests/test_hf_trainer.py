@@ -1,0 +1,206 @@
+import copy
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.parts import TooFewHealthyParts
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from ssl_kd.hf_trainer import GuardCallback  # noqa: E402
+
+STEPS = 12
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2,
+        resid_pdrop=0.1, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, max_position_embeddings=8, hidden_size=16, intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=2, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+class Poisoned(transformers.Trainer):
+    """Multiplies the loss of some steps; remembers weights and moments after each."""
+
+    factors: dict[int, float] = {}
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss = super().compute_loss(model, inputs, **kwargs)
+        assert isinstance(loss, torch.Tensor)
+        return loss * self.factors.get(self.state.global_step, 1.0)
+
+
+class Witness(transformers.TrainerCallback):
+    def __init__(self):
+        self.bits = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        state = kwargs["optimizer"].state
+        seen = [p.detach().clone() for p in kwargs["model"].parameters()]
+        for p in kwargs["model"].parameters():
+            seen += [copy.deepcopy(v) for v in state.get(p, {}).values()]
+        self.bits.append(seen)
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def run(folder, *callbacks, model=None, factors=None, **options):
+    """Twelve steps; the trainer, what it held after each step, and how it stopped."""
+    witness = Witness()
+    settings = {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+        "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False,
+    } | options  # fmt: skip
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 32, (8,), generator=g) for _ in range(64)]
+    trainer = Poisoned(
+        model=model or gpt2(),
+        args=transformers.TrainingArguments(**settings),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[*callbacks, witness],
+    )
+    trainer.factors = factors or {}
+    stop = None
+    try:
+        trainer.train()
+    except TooFewHealthyParts as error:
+        stop = error
+    return trainer, witness.bits, stop
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"max_grad_norm": 0.0}])
+def test_a_healthy_run_is_the_same_with_and_without(tmp_path, options):
+    plain, bits, _ = run(tmp_path, **options)
+    guard = GuardCallback()
+    guarded, guarded_bits, _ = run(tmp_path, guard, **options)
+    assert all(same(a, b) for a, b in zip(bits, guarded_bits, strict=True)) and len(bits) == STEPS
+    assert guard.guard.updates.tolist() == [STEPS] and not guard.guard.events.events
+    assert guarded.args.max_grad_norm == plain.args.max_grad_norm
+    norms = [
+        [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+        for trainer in (plain, guarded)
+    ]
+    assert norms[0] == norms[1]
+    assert guarded.state.log_history[0]["guard_updates"] == 1
+
+
+@pytest.mark.parametrize("model", [gpt2, llama])
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_a_poisoned_step_changes_no_weight_and_no_moment(tmp_path, model, factor, clip):
+    guard = GuardCallback(events=tmp_path / "events.jsonl")
+    options = {"max_grad_norm": clip, "logging_steps": 4}
+    trainer, bits, stop = run(tmp_path, guard, model=model(), factors={5: factor}, **options)
+    unchanged = [step for step in range(1, STEPS) if same(bits[step - 1], bits[step])]
+    assert unchanged == [5] and stop is None
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    assert event.items() >= {"step": 5, "part": "model", "stage": "gradient"}.items()
+    logged = [row["guard"] for row in trainer.state.log_history if "guard" in row]
+    assert logged == [event]
+    assert trainer.state.log_history[-1]["guard_skipped"] == 1
+
+
+def test_without_the_guard_the_same_step_ruins_the_model(tmp_path):
+    trainer, _, _ = run(tmp_path, factors={5: math.nan})
+    assert not any(torch.isfinite(p).any() for p in trainer.model.parameters())
+
+
+def test_a_spike_is_seen_although_the_trainer_clips(tmp_path):
+    guard = GuardCallback()
+    _, bits, _ = run(tmp_path, guard, factors={25: 1e5}, max_steps=30, max_grad_norm=1.0)
+    assert [(e.step, e.stage) for e in guard.guard.events.events] == [(25, "spike")]
+    assert same(bits[24], bits[25]) and not same(bits[25], bits[26])
+
+
+def test_accumulation_and_bf16(tmp_path):
+    guard = GuardCallback()
+    _, bits, _ = run(
+        tmp_path, guard, factors={3: math.nan}, gradient_accumulation_steps=2, bf16=True
+    )
+    assert [e.step for e in guard.guard.events.events] == [3] and same(bits[2], bits[3])
+    assert guard.guard.updates.tolist() == [STEPS - 1]
+
+
+def test_a_run_that_stays_sick_goes_back_then_saves_and_stops(tmp_path):
+    guard = GuardCallback(thresholds=Thresholds(restore_after=3), snapshot_every=2)
+    sick = dict.fromkeys(range(4, 99), math.nan)
+    trainer, bits, stop = run(tmp_path, guard, factors=sick, save_strategy="steps", save_steps=50)
+    assert len(bits) == 10 and trainer.state.global_step == 10  # 3 to go back, 3 more to stop
+    assert same(bits[6], bits[9]) and same(bits[1], bits[6])
+    assert "the gradient's norm is not finite" in str(stop) and "What to change" in str(stop)
+    assert trainer.args.max_grad_norm == 1.0
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-10")
+    assert same(bits[1][: len(list(saved.parameters()))], [p.detach() for p in saved.parameters()])
+    json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())
+
+
+def test_a_resumed_trainer_gets_a_new_guard_at_its_step(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 6}
+    run(tmp_path, GuardCallback(), **options)
+    guard = GuardCallback()
+    resumed = Poisoned(
+        model=gpt2(),
+        args=transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=STEPS, report_to="none", use_cpu=True,
+            per_device_train_batch_size=2, disable_tqdm=True, dataloader_pin_memory=False,
+            save_strategy="no",
+        ),
+        train_dataset=[{"input_ids": torch.ones(8).long(), "labels": torch.ones(8).long()}] * 64,
+        callbacks=[guard],
+    )  # fmt: skip
+    resumed.factors = {8: math.nan}
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert [e.step for e in guard.guard.events.events] == [8]
+    assert guard.guard.updates.tolist() == [5]
+
+
+def test_float16_weights_without_autocast_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="load the model in float32"):
+        run(tmp_path, GuardCallback(), model=gpt2().half())
+
+
+def test_float16_weights_under_autocast_become_masters(caplog):
+    # fp16=True itself needs a GPU: this is what the Trainer would call there.
+    model = gpt2().half()
+    optimizer = torch.optim.AdamW(model.parameters())
+    args = SimpleNamespace(deepspeed=None, fsdp=None, fp16=True, max_grad_norm=1.0)
+    state = SimpleNamespace(global_step=0)
+    GuardCallback().on_train_begin(args, state, None, model=model, optimizer=optimizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert "fp32 masters" in caplog.text and optimizer.param_groups[0]["params"][0].is_leaf
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_engines_that_keep_the_gradients_are_refused(engine):
+    args = SimpleNamespace(**{"deepspeed": None, "fsdp": None, engine: "on"})
+    with pytest.raises(ValueError, match="DeepSpeed or FSDP"):
+        GuardCallback().on_train_begin(args, None, None)
+
+
+def test_without_transformers_the_extra_is_named():
+    code = "import sys; sys.modules['transformers'] = None; import ssl_kd.hf_trainer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "pip install 'ssl_kd[llm]'" in done.stderr
