@@ -34,10 +34,10 @@ Way = Callable[[], contextlib.AbstractContextManager[object]]
 def without_guard() -> Iterator[None]:
     """The training loop with the guard's work taken out."""
     healthy = Health.fresh(10_000).streak.to(torch.int8)
-    no_rows = torch.zeros(10_000, dtype=torch.bool)
+    no_rows = torch.zeros(2, 10_000, dtype=torch.bool)
     with (
         patch.object(train, "only_healthy", lambda healthy, *tensors: contextlib.nullcontext()),
-        patch.object(train, "bad_samples", lambda views: no_rows[: views.shape[1]]),
+        patch.object(train, "bad_samples", lambda views: no_rows[:, : views.shape[1]]),
         patch.object(Health, "judge", lambda self, loss, *rest: healthy[: len(loss)]),
         patch.object(Health, "record_", lambda *all: None),
         patch.object(HeadTrainer, "keep_good", lambda self, step: None),

@@ -235,25 +235,34 @@ def table(steps: int, seeds: int) -> None:
 
 
 def picture(path: Path, steps: int, at: int) -> None:
-    """One NaN in one weight of one head at step `at`; the other 49 heads' accuracy, four ways."""
+    """One NaN in a weight of one head at step `at`: that head and the other 49, four ways."""
     from matplotlib.figure import Figure
 
     digits = Digits()
-    figure = Figure(figsize=(8, 3.6), layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
-    colours = {"guard": "#0072b2", "no guard": "#d55e00", "skip the step": "#e69f00",
-               "nan_to_num": "#009e73"}  # fmt: skip
-    for way in reversed(WAYS):
-        _, looks = digits.run(steps, {at: (0, "NaN weight")}, way, look_every=20)
-        curve = [(step, np.mean(accs[1:])) for step, accs in looks]
-        axes.plot(*zip(*curve, strict=True), label=way, color=colours[way],
-                  linewidth=2.4 if way == "guard" else 1.6)  # fmt: skip
-        print(f"{way}: {curve[-1][1]:.1f} after step {curve[-1][0]}", flush=True)
-    axes.axvline(at, color="#999999", linewidth=1, linestyle=":")
-    axes.annotate("one NaN in one weight of one head", (at, 14), (8, 0), textcoords="offset points")
-    axes.set(xlabel="step", ylabel="mean ACC of the other 49 heads", ylim=(0, 100))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    figure = Figure(figsize=(10, 3.6), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2, sharey=True)
+    styles = {
+        "guard": ("#0072b2", 2.4, "-"),
+        "no guard": ("#d55e00", 1.6, "-"),
+        "skip the step": ("#e69f00", 1.6, "-"),
+        "nan_to_num": ("#009e73", 1.6, "--"),
+    }
+    for way, (colour, width, line) in styles.items():
+        _, looks = digits.run(steps, {at: (0, "NaN weight")}, way, look_every=10)
+        done = [step for step, _ in looks]
+        for axes, pick in ((left, slice(1, None)), (right, slice(0, 1))):
+            curve = [np.mean(accs[pick]) for _, accs in looks]
+            axes.plot(done, curve, label=way, color=colour, linewidth=width, linestyle=line)
+            print(f"{way}: {curve[-1]:.1f} after step {done[-1]}", flush=True)
+    left.set(title="the other 49 heads, mean", ylabel="ACC", ylim=(0, 100))
+    right.set_title("the head that was struck")
+    left.annotate("one NaN in one weight\nof one head", (at, 40), (-8, 0),
+                  textcoords="offset points", ha="right", color="#555555")  # fmt: skip
+    for axes in (left, right):
+        axes.axvline(at, color="#999999", linewidth=1, linestyle=":")
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.4))
     figure.savefig(path, dpi=110)
 
 

@@ -377,7 +377,7 @@ def _known(error: Any, again: str) -> tuple[int, str | None]:
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ssl_kd"):
         way = "`make train` sets up everything in .venv; then: .venv/bin/python train.py"
         return FAILED, f"The module {error.name} is not installed for {sys.executable}: {way}"
-    if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)):
+    if _is_out_of_memory(error):
         way = "lower BATCH_SIZE, N_HEADS or EXTRACT_BATCH_SIZE, or use --device cpu"
         return FAILED, f"Out of memory: {way}. ({str(error).partition('.')[0]})"
     if isinstance(error, OSError):  # no such data, disk full, folder not writable
@@ -393,6 +393,14 @@ def _known(error: Any, again: str) -> tuple[int, str | None]:
     if isinstance(error, ValueError | ImportError) and _raised_in(error).startswith("ssl_kd."):
         return BAD_SETTING, str(error)
     return FAILED, None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if "torch" not in sys.modules:  # it takes seconds, for what it cannot have raised
+        return isinstance(error, MemoryError)
+    from ssl_kd.guard.memory import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def _raised_in(error: BaseException) -> str:

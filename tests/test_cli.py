@@ -369,3 +369,32 @@ def test_a_table_without_labels_shows_dashes_and_no_title():
     screen.print(cli.results_table({}))
     assert isinstance(screen.file, io.StringIO)
     assert "[k]-means" in screen.file.getvalue()
+
+
+@pytest.mark.parametrize(("reproduced", "code"), [(True, 0), (False, 1)])
+def test_replay_prints_the_report_and_says_whether_the_fault_returned(
+    reproduced, code, monkeypatch, capfd
+):
+    from ssl_kd.vision import replay
+
+    class Report(str):
+        pass
+
+    def again(path):
+        report = Report(f"cause of {path}")
+        report.reproduced = reproduced  # type: ignore[attr-defined]
+        return report
+
+    monkeypatch.setattr(replay, "replay", again)
+    assert cli.main(["replay", "b.pt"]) == code
+    assert capfd.readouterr().out == "cause of b.pt\n"
+
+
+def test_replay_of_nothing_or_of_no_bundle_is_one_line(tmp_path, capfd):
+    assert cli.main(["replay"]) == 2
+    assert cli.main(["replay", str(tmp_path / "none.pt")]) == 1
+    (tmp_path / "b.pt").write_bytes(b"junk")
+    assert cli.main(["replay", str(tmp_path / "b.pt")]) == 1
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 3
+    assert "ssl_kd replay BUNDLE" in err and "none.pt" in err and "cannot be read" in err

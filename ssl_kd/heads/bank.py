@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
+
+logger = logging.getLogger(__name__)
 
 _RANDOM_STATE = threading.Lock()
 
@@ -56,6 +59,13 @@ class HeadBank:
                 f"{type(self._template).__name__} has buffers (batch normalisation?); a head may "
                 "hold parameters only. Use LayerNorm or GroupNorm instead"
             )
+        half = {p.dtype for p in self._template.parameters()} & {torch.float16, torch.bfloat16}
+        if half:
+            short = ", ".join(
+                sorted(str(d).removeprefix("torch.").replace("float", "fp") for d in half)
+            )
+            name = type(self._template).__name__
+            logger.warning("%s has %s weights: they are trained as fp32 masters", name, short)
         self._shapes = {name: p.shape for name, p in self._template.named_parameters()}
         if not self._shapes:
             raise ValueError(f"{type(self._template).__name__} has no parameters to train")

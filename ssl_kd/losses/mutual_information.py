@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -84,8 +83,8 @@ def _check(beta: float, student_temperature: float, clip_min: float) -> None:
     if not 0 < beta <= 1:
         raise ValueError(f"beta is {beta!r}, expected a number in (0, 1]")
     check_temperature("student_temperature", student_temperature)
-    if not math.isfinite(clip_min):
-        raise ValueError(f"clip_min is {clip_min!r}, expected a finite number")
+    if not abs(clip_min) <= torch.finfo(torch.float32).max:  # also catches NaN
+        raise ValueError(f"clip_min is {clip_min!r}, expected a number that is finite in float32")
 
 
 def beta_mi(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
+from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.teachers import Features, Pixels, Teacher
@@ -227,7 +228,7 @@ class _Embed:
                     pieces = [self.teacher.embed(piece) for piece in images.split(self.limit)]
                 return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             except (RuntimeError, MemoryError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 if self.limit == 1:
                     raise RuntimeError(
@@ -239,13 +240,6 @@ class _Embed:
             logger.warning("out of memory: the teacher's batch is now %d images", self.limit)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return (
-        isinstance(error, torch.cuda.OutOfMemoryError | MemoryError)
-        or "can't allocate memory" in str(error)  # the CPU's allocator: a plain RuntimeError
-    )
 
 
 def _load_between(

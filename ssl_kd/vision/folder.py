@@ -180,7 +180,7 @@ class RunFolder:
         Raises:
             RunFolderError: a newer version of the library wrote it, in a form unknown to this one.
         """
-        for half in self._checkpoints.glob(".*.tmp"):  # of a run that was killed while writing
+        for half in self.path.rglob(".*.tmp"):  # of a run that was killed while writing
             half.unlink()
         for path in sorted(self._checkpoints.glob("step_*.pt"), reverse=True):
             try:

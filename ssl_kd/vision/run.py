@@ -24,6 +24,7 @@ from ssl_kd import evaluate
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.guard.files import atomic_write, atomic_write_bytes, atomic_write_text
 from ssl_kd.guard.precision import Precision
+from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, cached_neighbours
 from ssl_kd.teachers import Teacher, load_teacher
@@ -39,8 +40,9 @@ from ssl_kd.vision.fit import (
 from ssl_kd.vision.folder import RunFolder
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import HeadTrainer, LogRecord, PairSampler, train
+from ssl_kd.vision.train import HeadFault, HeadTrainer, LogRecord, PairSampler, train
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +271,8 @@ def _train(
 ) -> None:
     """Train all heads, from the last checkpoint if there is one."""
     start, tensors = folder.load_checkpoint()
-    trainer.load(tensors)
+    if tensors:
+        trainer.load(tensors)
     folder.rewind(start)
     folder.become_latest()
 
@@ -283,6 +286,12 @@ def _train(
             info = {"loss": mean, "healthy": f"{record.healthy}/{settings.n_heads}"}
             tell("train", record.step, steps, info)
 
+        recorder = FlightRecorder(folder.path / "faults")
+
+        def on_fault(fault: HeadFault) -> None:
+            if recorder.wants(fault.event.part):
+                recorder.record(**bundle_of(trainer, fault, dataclasses.asdict(settings)))
+
         train(
             trainer,
             sampler,
@@ -293,6 +302,7 @@ def _train(
             checkpoint_every=settings.checkpoint_every,
             on_log=on_log,
             on_events=folder.events.extend,
+            on_fault=on_fault,
             on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors()),
             should_stop=lambda: bool(signals.caught),
         )

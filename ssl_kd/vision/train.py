@@ -207,12 +207,21 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
 
 @dataclass
 class StepResult:
-    """What a step saw, per head: loss, gradient norm, and the `Stage` of its fault."""
+    """What a step saw.
+
+    Attributes:
+        loss: `[head]`.
+        grad_norm: `[head]`, before clipping.
+        stage: `[head]` int8, the `Stage` of its fault.
+        bad: `[view, batch]`, samples that were left out, in every view, since they are not finite.
+        smoothed: `[head]`, whether a cluster's running marginal was exactly 0.
+    """
 
     loss: Tensor
     grad_norm: Tensor
     stage: Tensor
-    bad_rows: Tensor
+    bad: Tensor
+    smoothed: Tensor
 
 
 class HeadTrainer:
@@ -255,12 +264,27 @@ class HeadTrainer:
         return self.state.tensors() | good | {"good_step": self.good_step}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` gave; a checkpoint without a last good state is one itself."""
-        older = {f"health.{name}": tensors.get(name) for name in ("skipped", "streak")}
+        """Take over what `tensors` gave, of this version or an older one.
+
+        An older checkpoint knows no last good state (it is one itself), and `skipped` and `streak`
+        are all that it remembers of the heads' health.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape.
+        """
+        older = {
+            f"health.{name}": tensors[name] for name in ("skipped", "streak") if name in tensors
+        }
         for name, mine in self.tensors().items():
-            saved = tensors.get(name, older.get(name, tensors.get(name.removeprefix("good."))))
-            if saved is not None:
-                mine.copy_(saved)
+            saved = tensors.get(name)
+            if saved is None:
+                saved = older.get(name, tensors.get(name.removeprefix("good.")))
+            if saved is None and (name == "good_step" or (older and name.startswith("health."))):
+                continue
+            if saved is None or saved.shape != mine.shape:
+                found = "is missing" if saved is None else f"is {list(saved.shape)}"
+                raise ValueError(f"{name} {found}, expected {list(mine.shape)}")
+            mine.copy_(saved)
 
     def keep_good(self, step: int) -> None:
         """Remember the heads that are well as their last good state, after `step` steps."""
@@ -329,11 +353,13 @@ class HeadTrainer:
             views: `[view, batch, dim]`, two views or more of the same samples.
             learning_rate: of this step.
         """
-        # A sample that is not finite is taken out of every view before any product sees it.
+        # A sample that is not finite is taken out of every view before any product sees it. Views
+        # come from the CPU, so that asking waits for no device.
+        bad = bad_samples(views)
+        if bad.any():
+            views = views[:, ~bad.any(0)]
         views = views.to(self.precision.device, non_blocking=True)
-        bad_rows = bad_samples(views)
-        if bad_rows.device.type != "cpu" or bad_rows.any():
-            views = torch.where(bad_rows.unsqueeze(-1), 0, views)
+        smoothed = (self.state.marginal == 0).any(1) & (self.objective.loss == "temi")
 
         n_views, batch, _ = views.shape
         floats = n_views * batch * self.bank.width + self.bank.n_parameters
@@ -351,11 +377,10 @@ class HeadTrainer:
             weights = shared
             if self.objective.instance_weight == "own":
                 weights = losses.instance_weights(agreements, "own")
-            weights = _without(bad_rows, weights)
             results.append(self._learn(rows, views, targets, marginal, weights, learning_rate))
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
-        return StepResult(loss, norm, stage, bad_rows)
+        return StepResult(loss, norm, stage, bad, smoothed)
 
     def _logits(self, parameters: dict[str, Tensor], views: Tensor, training: bool) -> Tensor:
         with self.precision.autocast():
@@ -435,19 +460,8 @@ class HeadTrainer:
 
 
 def bad_samples(views: Tensor) -> Tensor:
-    """Which samples of `[view, batch, dim]` are not finite in any view: boolean `[batch]`."""
-    return ~torch.isfinite(views).all(-1).all(0)
-
-
-def _without(bad_rows: Tensor, weights: Tensor | None) -> Tensor | None:
-    """Instance weights `[1 or head, batch]` with the bad samples' set to 0."""
-    if weights is None:
-        weights = torch.ones(1, len(bad_rows), device=bad_rows.device)
-        # A plain mean is a pass cheaper and the usual case; on a GPU the check would wait for it.
-        if bad_rows.device.type == "cpu" and not bad_rows.any():
-            return None
-    weights = losses.safe_normalize_weights(torch.where(bad_rows, 0, weights))
-    return weights.masked_fill(bad_rows.all(), torch.nan)  # nothing to learn from: skip the step
+    """Which samples of `[view, batch, dim]` are not finite: boolean `[view, batch]`."""
+    return ~torch.isfinite(views).all(-1)
 
 
 @dataclass(frozen=True)
@@ -477,7 +491,7 @@ def train(
     checkpoint_every: int = 200,
     on_log: Callable[[LogRecord], None] = lambda record: None,
     on_events: Callable[[list[Event]], None] = lambda events: None,
-    on_fault: Callable[[Fault], None] = lambda fault: None,
+    on_fault: Callable[[HeadFault], None] = lambda fault: None,
     on_checkpoint: Callable[[int], None] = lambda step: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -523,7 +537,8 @@ def train(
         with trainer.bank.draws_seeded(hash((trainer.objective.seed, step))):
             result = trainer.step(views, learning_rate)
         results.append(result)
-        watch.unread.append(_Step(step, rows, views, learning_rate, result))
+        samples = torch.stack([rows, partners])
+        watch.unread.append(_Step(step, samples, views, learning_rate, result))
         seen += len(rows)
 
         done = step + 1
@@ -559,20 +574,20 @@ def train(
 
 
 @dataclass(frozen=True)
-class Fault:
+class HeadFault:
     """One head in one step that it was left out of; the head's state is as before the step.
 
     Attributes:
         head: which one.
         event: what the guard saw.
-        rows: `[batch]`, the samples of the step.
-        views: `[view, batch, dim]`, their embeddings and their neighbours'.
+        samples: `[view, batch]`, which rows the step was made of.
+        views: `[view, batch, dim]`, their embeddings.
         learning_rate: of the step.
     """
 
     head: int
     event: Event
-    rows: Tensor
+    samples: Tensor
     views: Tensor
     learning_rate: float
 
@@ -582,7 +597,7 @@ class _Step:
     """A step whose result nobody has looked at yet."""
 
     step: int
-    rows: Tensor
+    samples: Tensor
     views: Tensor
     learning_rate: float
     result: StepResult
@@ -595,10 +610,11 @@ class _Watch:
         self,
         trainer: HeadTrainer,
         on_events: Callable[[list[Event]], None],
-        on_fault: Callable[[Fault], None],
+        on_fault: Callable[[HeadFault], None],
     ) -> None:
         self.trainer, self.on_events, self.on_fault = trainer, on_events, on_fault
         self.unread: list[_Step] = []
+        self._smoothed: set[int | None] = set()
         self._last = Event(0, "head", "loss", "nothing was seen", "")
 
     def look(self, done: int) -> None:
@@ -609,10 +625,16 @@ class _Watch:
         """
         events = []
         for step in self.unread:
-            for head, event in _events(step.step, step.rows, step.result):
+            for head, event in _events(step.step, step.samples, step.result):
+                if event.action == "smoothed":  # once is enough
+                    if head in self._smoothed:
+                        continue
+                    self._smoothed.add(head)
                 events.append(event)
                 if head is not None and event.action == "skipped":
-                    self.on_fault(Fault(head, event, step.rows, step.views, step.learning_rate))
+                    self.on_fault(
+                        HeadFault(head, event, step.samples, step.views, step.learning_rate)
+                    )
         self.unread.clear()
         if not events:
             return
@@ -630,12 +652,14 @@ class _Watch:
             ) from error
 
 
-def _events(step: int, rows: Tensor, result: StepResult) -> Iterator[tuple[int | None, Event]]:
+def _events(step: int, samples: Tensor, result: StepResult) -> Iterator[tuple[int | None, Event]]:
     """The guard's events of one step, read back from the device, each with its head."""
-    for position in result.bad_rows.nonzero().flatten().tolist():
-        reason = f"the embedding of row {int(rows[position])} or of its neighbour is not finite"
-        done, row = "left out of the batch", float(rows[position])
-        yield None, Event(step, "batch", "input", reason, done, row)
+    for row in samples[result.bad].unique().tolist():
+        reason = f"the embedding of row {row} is not finite"
+        yield None, Event(step, "batch", "input", reason, "left out of the batch", float(row))
+    for head in result.smoothed.nonzero().flatten().tolist():
+        reason = "a cluster's running marginal is exactly 0"
+        yield head, Event(step, f"head {head}", "marginal", reason, "smoothed", 0.0)
     for head, stage in enumerate(map(Stage, result.stage.tolist())):
         if stage in (Stage.HEALTHY, Stage.RETIRED):
             continue

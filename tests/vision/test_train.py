@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,10 @@ class _Stand:
         return self._forward(parameters, x, training)
 
 
+def _stand_in(trainer, forward):
+    trainer.bank = _Stand(trainer.bank, forward)
+
+
 class _SickGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, value):
@@ -232,12 +237,12 @@ def test_a_bad_sample_is_left_out_and_named():
         views[1, 5, 0] = torch.nan
 
     trainer, result = _struck("none", strike)
-    assert result.bad_rows.nonzero().flatten().tolist() == [5]
+    assert result.bad.nonzero().tolist() == [[1, 5]]
     assert result.stage.sum() == 0 and torch.isfinite(trainer.state.student).all()
 
-    rows = torch.arange(100, 100 + BATCH)
-    ((_, event),) = training._events(3, rows, result)
-    assert (event.part, event.stage, event.value) == ("batch", "input", 105.0)
+    samples = torch.arange(2 * BATCH).view(2, BATCH)
+    ((_, event),) = training._events(3, samples, result)
+    assert (event.part, event.stage, event.value) == ("batch", "input", BATCH + 5.0)
 
     # The rest of the batch trains as if the pair had weight zero: whatever it holds.
     other, _ = _struck("none", lambda t, v: v.__setitem__((slice(None), 5), torch.nan))
@@ -458,7 +463,7 @@ def test_zero_gradients_are_reported_as_dead_and_the_head_goes_on():
     events, trainer = [], _trainer()
     bank, first = trainer.bank, torch.arange(HEADS).view(-1, 1, 1) == 1
     cut = lambda p, x, training: torch.where(first, bank(p, x).detach(), bank(p, x))  # noqa: E731
-    trainer.bank = _Stand(bank, cut)
+    _stand_in(trainer, cut)
     training.train(trainer, sampler, x.__getitem__, 120, on_events=events.extend)
     assert [(e.step, e.part, e.stage, e.action) for e in events] == [
         (99, "head 1", "dead", "reported")
@@ -493,7 +498,7 @@ def test_a_resumed_run_restores_from_the_same_state():
             run = trainer.state.health.run  # of its neighbour, which counts the steps
             return logits.index_fill(0, torch.tensor([2]), torch.nan) if run[1] >= 60 else logits
 
-        trainer.bank = _Stand(bank, sick)
+        _stand_in(trainer, sick)
         return trainer
 
     whole, resumed = _interrupted(make, 80, at=67)
@@ -514,7 +519,7 @@ def test_a_checkpoint_from_before_the_guard_remembered_loads():
 
 
 class _Forgetful(TEMIHead):
-    stacked = None
+    stacked: Any = None
 
     def __init__(self, in_dim, n_clusters):
         super().__init__(in_dim, n_clusters, 10, 5)

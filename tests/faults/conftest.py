@@ -1,0 +1,50 @@
+"""Fixtures of the fault matrix: small real runs to inject into."""
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from ssl_kd import cli
+from ssl_kd.vision.settings import VisionSettings
+from tests.faults.inject import FAST, words
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fault(row, ...): injects these rows of the fault matrix")
+
+
+@pytest.fixture(scope="session")
+def digits():
+    """96 real digits, uint8 [96, 8, 8], and their labels."""
+    data = load_digits()
+    return (data.images[:96] * 15).astype(np.uint8), data.target[:96]  # pyright: ignore
+
+
+@pytest.fixture
+def settings(tmp_path, digits):
+    """Settings of a fast run on 64 digits from a feature file; with changes."""
+    images, labels = digits
+    flat = images[:64].reshape(64, -1).astype(np.float32)
+    np.savez(tmp_path / "digits.npz", features=flat, labels=labels[:64])
+
+    def change(**changes):
+        folders = {
+            "dataset": str(tmp_path / "digits.npz"),
+            "embeddings_dir": str(tmp_path / "embeddings"),
+            "runs_dir": str(tmp_path / "runs"),
+        }
+        return VisionSettings(**{**FAST, **folders, **changes})
+
+    return change
+
+
+@pytest.fixture
+def train_py(capfd, tmp_path):
+    """`python train.py` in this process: settings and flags in, exit code and stderr out."""
+
+    def call(settings, *flags):
+        capfd.readouterr()
+        code = cli.train([*words(settings), *flags], config=tmp_path / "no config.py")
+        return code, capfd.readouterr().err
+
+    return call

@@ -1,0 +1,290 @@
+"""Shared by the fault tests: a fast run's settings, and a look at every byte that is left."""
+
+import csv
+import json
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from ssl_kd.datasets import open_dataset
+from ssl_kd.guard import Precision
+from ssl_kd.guard.files import load_tensors
+from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.store import EmbeddingStore
+from ssl_kd.teachers import load_teacher
+from ssl_kd.vision.extract import extract
+from ssl_kd.vision.run import Interrupted, run
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import HeadTrainer, Objective, PairSampler, train
+
+ROOT = Path(__file__).parents[2]
+FAST = {
+    "n_heads": 4,
+    "hidden_dim": 16,
+    "bottleneck_dim": 8,
+    "batch_size": 32,
+    "neighbours": 5,
+    "epochs": 10_000,
+    "max_steps": 30,
+    "log_every": 5,
+    "checkpoint_every": 10,
+    "device": "cpu",
+    "tensorboard": False,
+    "probe": False,
+    "baselines": False,
+}
+
+
+def words(settings):
+    """The flags that make these settings out of the defaults."""
+    flags = []
+    for name, value in settings.to_dict().items():
+        if value != VisionSettings().to_dict()[name]:
+            flag = name.lower()
+            yes_or_no = isinstance(value, bool)
+            flags += [f"--{'' if value else 'no-'}{flag}"] if yes_or_no else [f"--{flag}={value}"]
+    return flags
+
+
+def one_line(error):
+    """The one line that the command line said of a failure, without what went before."""
+    (line,) = [line for line in error.splitlines() if line.startswith("ssl_kd: ")]
+    assert error.rstrip().endswith(line) and "Traceback" not in error
+    return line
+
+
+def cache(settings, shard_rows=16, **changes):
+    """Embed the data of `settings` into shards of 16 rows, as a run would."""
+    data = open_dataset(settings.dataset, "train")
+    teacher = load_teacher("features", dataset=data)
+    folder, precision = settings.embeddings_dir, Precision.for_device("cpu")
+    return extract(
+        data, teacher, folder, split="train", precision=precision, shard_rows=shard_rows, **changes
+    )
+
+
+def opened(settings, **changes):
+    return EmbeddingStore.open(settings.embeddings_dir, "train", **changes)
+
+
+def content(folder):
+    """Every byte below a folder: relative path -> content; locks hold a process id and are not."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file() and not path.name.endswith("lock")
+    }
+
+
+def no_run(settings):
+    """Whether no run has left anything."""
+    runs = Path(settings.runs_dir)
+    return not runs.exists() or not list(runs.iterdir())
+
+
+def weights(path):
+    return (Path(path) / "model.safetensors").read_bytes()
+
+
+def all_finite(path):
+    tensors = safetensors.torch.load_file(Path(path) / "model.safetensors").values()
+    return all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def metrics(path):
+    return json.loads((Path(path) / "metrics.json").read_text())
+
+
+def events(path):
+    return [json.loads(line) for line in (Path(path) / "events.jsonl").read_text().splitlines()]
+
+
+def log_lines(path):
+    rows = [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
+    times = ("time", "samples_per_second")
+    return [{name: v for name, v in row.items() if name not in times} for row in rows]
+
+
+def assignments(path):
+    with open(Path(path) / "assignments.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def flip_bit(path):
+    """Flip one bit in the middle of a file."""
+    data = bytearray(Path(path).read_bytes())
+    data[len(data) // 2] ^= 16
+    Path(path).write_bytes(data)
+
+
+class Payload:
+    """Unpickling it makes a folder: the trace of code that was executed."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trace),)
+
+
+def stop_at(step):
+    """A `progress` that sends this process SIGTERM when that many steps are done."""
+
+    def progress(stage, done, total, info):
+        if stage == "train" and done == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    return progress
+
+
+def stopped(settings, name, step=25, **changes):
+    """A run that was stopped after `step` steps; its folder."""
+    with pytest.raises(Interrupted):
+        run(settings(run_name=name, **changes), progress=stop_at(step))
+    return Path(settings().runs_dir) / name
+
+
+def newest_checkpoint(path):
+    """The path of a run's last checkpoint, and what it holds."""
+    newest = max((Path(path) / "checkpoint").glob("*.pt"))
+    return newest, load_tensors(newest)
+
+
+# --- Training without a run folder: five heads, number 2 is struck ------------------------------
+
+CPU = Precision.for_device("cpu")
+HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
+SICK, OTHERS = 2, [0, 1, 3, 4]
+
+
+def make_trainer(thresholds=None, precision=CPU, make_head=None, **objective):
+    """A bank of small heads and its guarded step."""
+    bank = HeadBank(make_head or (lambda: TEMIHead(DIM, CLUSTERS, 10, 5)), HEADS)
+    asked = Objective(**{"batch_size": BATCH, **objective})
+    return HeadTrainer(bank, asked, precision, CLUSTERS, thresholds)
+
+
+def problem(n=40):
+    """Embeddings `[n, DIM]` and the sampler of their neighbours."""
+    x = torch.randn(n, DIM, generator=torch.Generator().manual_seed(9))
+    neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :4]
+    return x, PairSampler(neighbours, torch.ones_like(neighbours).bool(), BATCH, 0)
+
+
+@dataclass
+class Trained:
+    """What came of a training: the trainer, its events, what each head owned before each step."""
+
+    trainer: HeadTrainer
+    events: list = field(default_factory=list)
+    before: list = field(default_factory=list)
+
+    @property
+    def health(self):
+        return self.trainer.state.health
+
+    def owned(self, head, step=None):
+        """What a head owned before a step, or owns at the end."""
+        tensors = self.trainer.state.owned() if step is None else self.before[step]
+        return {name: tensor[head] for name, tensor in tensors.items()}
+
+    def of(self, part):
+        """The events of one part, as (step, stage, action)."""
+        return [(e.step, e.stage, e.action) for e in self.events if e.part == part]
+
+
+def trained(strike=lambda trainer, step: None, steps=6, data=None, **options):
+    """Train through `train()`; `strike(trainer, step)` is called before each step."""
+    x, sampler = problem()
+    found = Trained(make_trainer(**options))
+
+    def before_each():
+        strike(found.trainer, len(found.before))
+        owned = found.trainer.state.owned().items()
+        found.before.append({name: tensor.clone() for name, tensor in owned})
+        return False
+
+    gather = (x if data is None else data).__getitem__
+    train(
+        found.trainer,
+        sampler,
+        gather,
+        steps,
+        on_events=found.events.extend,
+        should_stop=before_each,
+    )
+    return found
+
+
+def same(a, b):
+    """Whether two mappings of tensors are equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def healthy_alike(a, b):
+    """Whether the heads that were not struck are equal to the bit in two trainings."""
+    mine, theirs = a.trainer.state.tensors(), b.trainer.state.tensors()
+    return all(torch.equal(mine[name][OTHERS], theirs[name][OTHERS]) for name in mine)
+
+
+def in_forward(change, steps):
+    """A strike: `change(logits)` in the students' forward pass of these steps."""
+
+    def strike(trainer, step):
+        bank = getattr(trainer.bank, "bank", trainer.bank)
+        trainer.bank = _Struck(bank, change) if step in steps else bank
+
+    return strike
+
+
+class _Struck:
+    """A bank whose students' logits are changed."""
+
+    def __init__(self, bank, change):
+        self.bank, self.change = bank, change
+
+    def __getattr__(self, name):
+        return getattr(self.bank, name)
+
+    def __call__(self, parameters, x, *, training=False):
+        logits = self.bank(parameters, x, training=training)
+        return self.change(logits) if training else logits
+
+
+def set_logit(value, heads=SICK):
+    """One logit of the struck head becomes `value`."""
+
+    def change(logits):
+        mask = torch.zeros_like(logits, dtype=torch.bool)
+        mask[heads, 0, 0] = True
+        return logits.masked_fill(mask, value)
+
+    return change
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, change):
+        ctx.change = change
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad = grad.clone()
+        ctx.change(grad)
+        return grad, None
+
+
+def set_gradient(value):
+    """One entry of the gradient by the struck head's logits becomes `value`; its loss stays."""
+    return lambda logits: _Gradient.apply(logits, lambda g: g[SICK, 0].fill_(value))
+
+
+def scale_gradient(factor):
+    """The gradient by the struck head's logits is multiplied by `factor`."""
+    return lambda logits: _Gradient.apply(logits, lambda g: g[SICK].mul_(factor))

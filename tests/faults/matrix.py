@@ -1,0 +1,224 @@
+"""The fault matrix: what may go wrong, and what must come of it, a row each.
+
+A test carries its row by `@row(15)`; `python -m tests.faults` runs them all and prints the matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+row = pytest.mark.fault
+"""`@row(15)` on a test, or `@row(4, 5)` where it injects more than one row's fault."""
+
+LANGUAGE = "comes with the language mode"
+DISTRIBUTION = "comes with distribution"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        fault: what is injected.
+        outcome: the right behaviour.
+        how: how it is injected, where that is not obvious.
+        later: why it is not tested yet; empty where it is.
+    """
+
+    fault: str
+    outcome: str
+    how: str = ""
+    later: str = ""
+
+
+GROUPS = {
+    1: "data and store",
+    15: "forward and loss",
+    28: "backward and optimizer",
+    39: "checkpoint, process, system",
+    48: "user, configuration, security",
+}
+"""First row of each group -> its name."""
+
+ROWS = {
+    1: Row(
+        "one cached row is NaN, with or without a fitting checksum",
+        "named (file, row, sample) on open; excluded only if asked, else an error",
+    ),
+    2: Row("one cached row is inf, or finite but 1e30", 'the same, as "out of range"'),
+    3: Row("an all-zero embedding", "normalises to zero without NaN; counted"),
+    4: Row(
+        "one flipped bit in a shard",
+        "a checksum error names the shard; --force-recompute rebuilds that shard alone",
+    ),
+    5: Row("a truncated shard, an empty file, a file of random bytes", "the same"),
+    6: Row(
+        "a cache of another teacher, transform, dtype or data set",
+        "the mismatch says which field; recomputed only when told",
+    ),
+    7: Row(
+        "killed (-9) while writing a shard, at 20 random moments",
+        "every complete shard is kept; the next run resumes; the result is identical",
+        how="20 real kills of forked writers",
+    ),
+    8: Row(
+        "the disk is full while writing",
+        "a clear error; the old cache is still readable; no temporary file is left",
+        how="a real limit on file size (EFBIG); a full 1 MiB tmpfs (ENOSPC) where one can be had",
+    ),
+    9: Row(
+        "an unreadable image; a 1x1, grey, RGBA, CMYK, 16-bit or animated one",
+        "decoded right, or named and listed; never a crash of the whole extraction",
+    ),
+    10: Row(
+        "fewer samples than a batch, than k neighbours, than clusters; one sample; none",
+        "works, or says what is needed",
+    ),
+    11: Row(
+        "labels absent, partly absent, strings, or not contiguous",
+        "training works; metrics that need labels say so",
+    ),
+    12: Row("a pickle with code in place of a cache or checkpoint", "refused; nothing executed"),
+    13: Row("two processes write the same cache", "one fails clearly; no mixture"),
+    14: Row(
+        "duplicates of one image in the data",
+        "neighbours exclude the sample itself, not its duplicates; no NaN",
+    ),
+    15: Row("NaN in one head's weight", "that head cut out and restored; the others bit-identical"),
+    16: Row("inf in one head's logits", "the same"),
+    17: Row(
+        "NaN in one sample's embedding at run time",
+        "the sample is named; the batch goes on without it",
+    ),
+    18: Row(
+        "logits of 1e4 and 6e4 of either sign, fp16 overflow",
+        "loss and gradient finite, within 2e-3 of float64",
+    ),
+    19: Row(
+        "student and teacher probabilities disjoint (underflow)",
+        "finite loss; gradient neither zero nor NaN",
+    ),
+    20: Row("a cluster's running marginal reaches exactly 0", "finite; the smoothing says so once"),
+    21: Row("all mass on one cluster (collapse)", "no NaN; the report flags collapse per head"),
+    22: Row(
+        "all instance weights zero, or one NaN among them",
+        "uniform; or: that one 0, the others keep their proportions",
+    ),
+    23: Row(
+        "temperature 0, negative, 1e-9, 1e9, NaN",
+        "refused with the allowed range; the edge of the range is finite",
+    ),
+    24: Row(
+        "beta 0, negative, above 1, NaN; clip_min infinite or NaN",
+        "the same; beta = 1 is the valid edge",
+    ),
+    25: Row(
+        "token distillation: all labels masked, NaN under the mask, infinities, other padding",
+        "zero loss on the graph; ignored; dropped or saturated; common vocabulary",
+        later=LANGUAGE,
+    ),
+    26: Row("kd term NaN, ce finite", "ce alone trains on that step; counted", later=LANGUAGE),
+    27: Row("both terms NaN", "the step is skipped, the batch named", later=LANGUAGE),
+    28: Row("finite loss, NaN gradient in one head", "that head skipped; the others bit-identical"),
+    29: Row(
+        "gradient norm 1e20 (its square overflows) in one head",
+        "too large: clipped or skipped for that head alone",
+    ),
+    30: Row(
+        "gradient spike of 1000x the running norm",
+        "skipped and counted; the running norm is not polluted",
+    ),
+    31: Row("gradient exactly zero for 100 steps in one head", "reported as dead"),
+    32: Row(
+        "a skipped head under AdamW with momentum and decay",
+        "weights, both moments, step count and EMA unchanged to the bit",
+    ),
+    33: Row(
+        "10 bad steps in a row in one head", "restored from its last good state; event written"
+    ),
+    34: Row(
+        "a head bad on every step", "re-initialised once, then retired; the run goes on and says so"
+    ),
+    35: Row(
+        "every head bad for N steps",
+        "stops with a diagnosis, a checkpoint of the last good state, exit code 3",
+    ),
+    36: Row(
+        "loss scale driven down by one sick part",
+        "the scale of the healthy ones does not move; a floor holds",
+    ),
+    37: Row(
+        "fp16 parameters handed to the trainer",
+        "promoted to fp32 masters with one line, or refused",
+    ),
+    38: Row(
+        "a learning rate of 10",
+        "trains on, or stops as in row 35; never writes a non-finite checkpoint",
+    ),
+    39: Row(
+        "killed (-9) at 20 random moments in training",
+        "resumes; final weights bit-identical to the uninterrupted run",
+        how="20 real kills of forked runs",
+    ),
+    40: Row("SIGTERM, Ctrl-C", "checkpoint written, exit code says so, resume continues"),
+    41: Row(
+        "a truncated or bit-flipped checkpoint", "falls back to the previous good one, says so"
+    ),
+    42: Row(
+        "resume with other settings",
+        "says which differ; refuses what changes the result",
+    ),
+    43: Row(
+        "a checkpoint of an older version of the library",
+        "loads, or names the version that can",
+    ),
+    44: Row(
+        "out of memory in a step",
+        "the message gives the setting to lower; nothing half-written",
+        how="more than the address space is asked of the real allocator",
+    ),
+    45: Row(
+        "the run folder is not writable, or already holds another run",
+        "a clear error before any work is done",
+    ),
+    46: Row(
+        "one rank sees a NaN, the others do not",
+        "every rank takes the same decision; no hang",
+        later=DISTRIBUTION,
+    ),
+    47: Row(
+        "one rank is killed",
+        "the others end with an error inside a minute; resume works",
+        later=DISTRIBUTION,
+    ),
+    48: Row(
+        "a misspelt, mistyped or out-of-range setting in config.py or on the command line",
+        "says which, what is allowed, the nearest name",
+    ),
+    49: Row(
+        "fp16 on a CPU, bf16 on a P100, a GPU the torch build has no kernels for",
+        "says what will be used instead and why, or refuses with the way out",
+        how="GPUs are described to the policy, the CPU is real",
+    ),
+    50: Row(
+        "teacher weights cannot be downloaded",
+        "one line with the three ways to go on; no stack trace; nothing half-written",
+        how="every connection of the process is refused",
+    ),
+    51: Row(
+        "teacher and student with different tokenizers in same-tokenizer mode",
+        "says so and names the mode to use",
+        later=LANGUAGE,
+    ),
+    52: Row(
+        "a file name with spaces, unicode, .., or a symlink out of the data folder",
+        "handled; never writes outside its folder",
+    ),
+    53: Row(
+        "the old clamps whose gradient is identically zero",
+        "refused with the lowest perplexity they allow",
+        later=LANGUAGE,
+    ),
+}

@@ -1,0 +1,610 @@
+"""Rows 1 to 14: data and store."""
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from ssl_kd.guard.files import CorruptFileError, sha256_file
+from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cached_neighbours
+from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
+from ssl_kd.vision.folder import RunFolder
+from ssl_kd.vision.run import run
+from tests.faults.inject import (
+    ROOT,
+    Payload,
+    all_finite,
+    assignments,
+    cache,
+    content,
+    flip_bit,
+    metrics,
+    no_run,
+    one_line,
+    opened,
+    weights,
+)
+from tests.faults.matrix import row
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SHARD = "embeddings_train_00002.pt"  # rows 32 to 47
+
+
+def _refit_checksum(path):
+    """Make the manifest agree with a shard that was changed: then the fault is in the data."""
+    manifest = read_manifest(manifest_path(path.parent, "train"))
+    for entry in manifest["shards"]:
+        if entry["file"] == path.name:
+            entry |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+    write_manifest(manifest_path(path.parent, "train"), manifest)
+
+
+def _bad_row(settings, train_py, value, fitting, what):
+    before = cache(settings()).tensor()
+    path = Path(settings().embeddings_dir) / SHARD
+    shard = torch.load(path, weights_only=True)
+    shard["embeddings"][5, 3] = value
+    torch.save(shard, path)
+    if fitting:
+        _refit_checksum(path)
+    harmed = content(path.parent)
+
+    code, error = train_py(settings())
+    line = one_line(error)
+    assert code == 1 and f"{SHARD}, row 5 (row 37 of the data set, sample '37')" in line
+    assert what in line and "--force-recompute" in line
+    assert content(path.parent) == harmed and no_run(settings())
+    if fitting:  # excluded only if asked
+        kept = opened(settings(), exclude_bad=True)
+        others = torch.tensor([i for i in range(64) if i != 37])
+        assert torch.equal(kept.indices, others) and torch.equal(kept.tensor(), before[others])
+    with pytest.raises(NonFiniteRow if fitting else CorruptFileError):
+        opened(settings())
+
+
+@row(1)
+@pytest.mark.parametrize("fitting", [True, False], ids=["fitting checksum", "other checksum"])
+def test_a_nan_row_is_named(settings, train_py, fitting):
+    _bad_row(settings, train_py, float("nan"), fitting, "is NaN")
+
+
+@row(2)
+@pytest.mark.parametrize("fitting", [True, False], ids=["fitting checksum", "other checksum"])
+@pytest.mark.parametrize("value", [float("inf"), -1e30])
+def test_a_row_out_of_range_is_named(settings, train_py, value, fitting):
+    _bad_row(settings, train_py, value, fitting, "out of range")
+
+
+@row(3)
+def test_a_zero_embedding_is_counted_and_harms_nothing(settings, tmp_path, digits):
+    x = digits[0][:64].reshape(64, -1).astype(np.float32)
+    x[9] = 0
+    np.savez(tmp_path / "zero.npz", features=x, labels=digits[1][:64])
+    path = run(settings(dataset=str(tmp_path / "zero.npz"), baselines=True, probe=True)).path
+    assert opened(settings()).manifest["statistics"]["zero_rows"] == 1
+    assert all_finite(path) and len(assignments(path)) == 64
+
+
+@row(3)
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    exponent=st.floats(-44, 38),
+    width=st.integers(1, 800),
+    at=st.integers(0, 2),
+)
+def test_a_zero_row_stays_zero_beside_rows_of_any_size(dtype, exponent, width, at):
+    x = torch.randn(3, width, dtype=torch.float64) * 10**exponent
+    limit = torch.finfo(dtype).max
+    x = x.clamp(-limit, limit).to(dtype).masked_fill(torch.arange(3).unsqueeze(1) == at, 0)
+    x.requires_grad_()
+    unit = safe_normalize(x)
+    unit.sum().backward()
+    assert not unit[at].any() and torch.isfinite(x.grad[at]).all()
+    lengths = unit.double().norm(dim=1)[x.any(1)]
+    torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=1e-5, atol=1e-5)
+
+
+HARM = {
+    "one bit": flip_bit,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 3]),
+    "empty": lambda path: path.write_bytes(b""),
+    "random bytes": lambda path: path.write_bytes(np.random.bytes(path.stat().st_size)),
+}
+
+
+def _damaged(settings, train_py, harm):
+    cache(settings())
+    folder = Path(settings().embeddings_dir)
+    whole = content(folder)
+    HARM[harm](folder / SHARD)
+    damaged = content(folder)
+    code, error = train_py(settings())
+    line = one_line(error)
+    assert code == 1 and SHARD in line
+    assert "rows 32 to 47" in line and "--force-recompute rebuilds this shard alone" in line
+    assert content(folder) == damaged and no_run(settings())
+
+    others = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.pt") if p.name != SHARD}
+    code, _ = train_py(settings(), "--force-recompute")
+    assert code == 0
+    now = content(folder)
+    assert {name: now[name] for name in whole} == whole  # the neighbours came with the run
+    touched = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.pt") if p.name in others}
+    assert touched == others
+
+
+@row(4)
+def test_a_flipped_bit_names_the_shard_and_it_is_rebuilt_alone(settings, train_py):
+    _damaged(settings, train_py, "one bit")
+
+
+@row(5)
+@pytest.mark.parametrize("harm", list(HARM)[1:])
+def test_a_damaged_shard_is_named_and_rebuilt_alone(settings, train_py, harm):
+    _damaged(settings, train_py, harm)
+
+
+@row(6)
+def test_each_field_of_a_foreign_cache_is_named(settings):
+    mine = cache(settings()).fingerprint
+    for field in ("teacher", "weights", "transform", "dtype", "data"):
+        with pytest.raises(FingerprintMismatch, match=f"{field}: cache has .* asks for 'other'"):
+            opened(settings(), expect=replace(mine, **{field: "other"}))
+
+
+@row(6)
+def test_a_foreign_cache_is_replaced_only_when_told(settings, train_py, tmp_path):
+    cache(settings())
+    folder = Path(settings().embeddings_dir)
+    before = content(folder)
+    np.savez(tmp_path / "other.npz", features=np.random.rand(50, 8), labels=np.arange(50) % 10)
+    other = settings(dataset=str(tmp_path / "other.npz"))
+    code, error = train_py(other)
+    line = one_line(error)
+    assert code == 1 and "data: cache has" in line and "teacher: cache" not in line
+    assert "--force-recompute" in line and "--embeddings_dir" in line
+    assert content(folder) == before and no_run(settings())
+    assert train_py(other, "--force-recompute")[0] == 0
+    assert opened(other).n == 50
+
+
+_KILLED_WRITERS = '''
+import json, os, random, shutil, signal, sys, time
+from pathlib import Path
+import numpy as np
+import torch
+from ssl_kd.datasets import FeatureDataset
+from ssl_kd.guard import Precision
+from ssl_kd.teachers import Features
+from ssl_kd.vision.extract import extract
+
+torch.set_num_threads(1)
+root, draw = Path(sys.argv[1]), random.Random(0)
+data = FeatureDataset("x", "train", np.random.default_rng(0).normal(size=(3000, 32)))
+
+def write(folder):
+    precision = Precision.for_device("cpu")
+    extract(data, Features(32), folder, split="train", precision=precision, shard_rows=50)
+
+def shards(folder):
+    """The complete ones: a shard counts from the moment that the manifest lists it."""
+    for place in (folder / "embeddings_train.partial", folder):
+        manifest = place / "embeddings_train.json"
+        if manifest.exists():
+            names = [entry["file"] for entry in json.loads(manifest.read_bytes())["shards"]]
+            files = {name: [place / name, folder / name] for name in names}
+            found = {name: next(f for f in at if f.exists()) for name, at in files.items()}
+            return {name: file.stat().st_mtime_ns for name, file in found.items()}
+    return {}
+
+def fork(folder):
+    child = os.fork()  # before any thread was started here
+    if child == 0:
+        write(folder)
+        os._exit(0)
+    return child
+
+began = time.perf_counter()
+assert os.waitpid(fork(root / "straight"), 0)[1] == 0
+seconds = time.perf_counter() - began
+kills = rounds = resumed = lost = 0
+while kills < 20:
+    folder, rounds, known = root / str(rounds), rounds + 1, {}
+    while True:
+        child = fork(folder)
+        if kills < 20:
+            time.sleep(draw.uniform(0, seconds / 3))
+            os.kill(child, signal.SIGKILL)
+        killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+        now = shards(folder)
+        lost += any(now.get(name) != when for name, when in known.items())
+        resumed += bool(known) and len(now) > len(known)
+        kills, known = kills + killed, now
+        if not killed:
+            break
+print(json.dumps({"kills": kills, "rounds": rounds, "resumed": resumed, "lost": lost}))
+'''
+
+
+@row(7)
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_killed_at_twenty_random_moments_no_complete_shard_is_lost(tmp_path):
+    script = [sys.executable, "-W", "ignore", "-c", _KILLED_WRITERS, str(tmp_path)]
+    done = subprocess.run(
+        script,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["kills"] == 20 and told["lost"] == 0 and told["resumed"] > 0
+    straight = content(tmp_path / "straight")
+    assert len(straight) == 61  # 60 shards and the manifest
+    for number in range(told["rounds"]):
+        assert content(tmp_path / str(number)) == straight
+
+
+@contextlib.contextmanager
+def _files_up_to(size):
+    """No file of this process may grow beyond `size` bytes: writing more fails with EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _large(settings, tmp_path):
+    x = np.random.default_rng(0).normal(size=(8000, 64)).astype(np.float32)  # 2 MiB
+    np.savez(tmp_path / "large.npz", features=x, labels=np.arange(8000) % 10)
+    return settings(dataset=str(tmp_path / "large.npz"))
+
+
+@row(8)
+def test_no_room_for_a_shard_leaves_the_old_cache(settings, train_py, tmp_path):
+    before = cache(settings()).tensor()
+    folder, large = Path(settings().embeddings_dir), _large(settings, tmp_path)
+    old = content(folder)
+    with _files_up_to(1 << 20):
+        code, error = train_py(large, "--force-recompute")
+    line = one_line(error)
+    assert code == 1 and "File too large" in line and "embeddings_train.pt" in line
+    assert not list(tmp_path.rglob("*.tmp")) and no_run(settings())
+    now = content(folder)
+    assert {name: now[name] for name in old} == old
+    assert torch.equal(opened(settings()).tensor(), before)
+
+
+@row(8)
+def test_no_room_for_a_checkpoint_leaves_the_one_before(settings, train_py, tmp_path):
+    whole = run(settings(run_name="whole", checkpoint_every=30)).path
+    size = (whole / "checkpoint" / "step_000000030.pt").stat().st_size
+    cut = settings(run_name="cut")
+
+    def full_from_the_second(folder, step, tensors, save=RunFolder.save_checkpoint):
+        with _files_up_to(size // 2 if step == 20 else size * 2):
+            save(folder, step, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "save_checkpoint", full_from_the_second)
+        code, error = train_py(cut)
+    line = one_line(error)
+    assert code == 1 and "File too large" in line and "step_000000020.pt" in line
+    assert not list(tmp_path.rglob("*.tmp"))
+    names = {path.name for path in (tmp_path / "runs/cut/checkpoint").iterdir()}
+    assert names == {"step_000000010.pt", "step_000000010.sha256"}
+    assert train_py(cut, "--resume")[0] == 0  # space was made: go on
+    assert weights(tmp_path / "runs/cut") == weights(whole)
+
+
+@row(8)
+@pytest.mark.slow
+def test_a_full_file_system_leaves_the_old_cache(settings, tmp_path):
+    cache(settings())
+    small, large = tmp_path / "small", _large(settings, tmp_path)
+    small.mkdir()
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    disk = f"mount -t tmpfs -o size=1m tmpfs {small}"
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*mount, disk], capture_output=True).returncode
+    ):
+        pytest.skip("this system lets nobody mount a small file system")
+    flags = f"--dataset {large.dataset} --embeddings_dir {small} --runs_dir {tmp_path}/runs"
+    script = (
+        f"{disk} && cp {settings().embeddings_dir}/* {small} && "
+        f"{sys.executable} {ROOT}/train.py {flags} --device cpu --force-recompute; "
+        f"echo code $?; find {small} -name '*.tmp'; "
+        f"cd {small} && cmp embeddings_train.json {settings().embeddings_dir}/embeddings_train.json"
+        f" && cmp {SHARD} {settings().embeddings_dir}/{SHARD} && echo the same"
+    )
+    done = subprocess.run([*mount, script], capture_output=True, text=True, timeout=120)
+    line = one_line(done.stderr)
+    assert "No space left on device" in line and "embeddings_train.pt" in line
+    assert done.stdout.split("\n")[:2] == ["code 1", "the same"]
+    assert no_run(settings())
+
+
+@row(9)
+def test_awkward_images_are_decoded_or_named(settings, tmp_path, train_py):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    grey = np.full((8, 8), 64, np.uint8)
+    rgb = np.stack([grey, grey * 2, grey // 2], -1)
+    Image.fromarray(grey[:1, :1]).save(folder / "1x1.png")
+    Image.fromarray(grey).save(folder / "grey.png")
+    Image.fromarray(rgb).save(folder / "colour.png")
+    Image.fromarray(np.dstack([rgb, np.zeros_like(grey)])).save(folder / "transparent.png")
+    Image.fromarray(rgb).convert("CMYK").save(folder / "cmyk.tif")
+    Image.fromarray(np.full((8, 8), 64 * 257, np.uint16)).save(folder / "sixteen.png")
+    frames = [Image.fromarray(grey), Image.fromarray(grey * 3)]
+    frames[0].save(folder / "animated.gif", save_all=True, append_images=frames[1:])
+    Image.fromarray(grey).resize((64, 64)).save(folder / "whole.jpg")
+    (folder / "cut.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:300])
+    (folder / "noise.png").write_bytes(np.random.bytes(200))
+    (folder / "empty.png").write_bytes(b"")
+    images = settings(dataset=str(folder), image_size=8, n_clusters=2, run_name="a")
+
+    code, error = train_py(images)
+    assert code == 0, error
+    store = opened(images)
+    unreadable = {entry["id"]: entry["reason"] for entry in store.manifest["unreadable"]}
+    assert set(unreadable) == {"cut.jpg", "noise.png", "empty.png"} and all(unreadable.values())
+    shades = {name: x.view(3, -1) for name, x in zip(store.ids, store.tensor(), strict=True)}
+    for name in ("1x1.png", "grey.png", "sixteen.png", "animated.gif", "whole.jpg"):
+        torch.testing.assert_close(shades[name], torch.full((3, 64), 64 / 255), rtol=0, atol=0.005)
+    colour = torch.tensor([[64.0], [128.0], [32.0]]).expand(3, 64) / 255
+    for name in ("colour.png", "cmyk.tif"):
+        torch.testing.assert_close(shades[name], colour, rtol=0, atol=0.005)
+    assert (shades["transparent.png"] == 1).all()  # laid on white
+    assert len(assignments(tmp_path / "runs/a")) == 8
+    assert metrics(tmp_path / "runs/a")["dataset"]["unreadable"] == 3
+
+
+@row(9)
+def test_not_one_readable_image_says_so(settings, tmp_path, train_py):
+    (tmp_path / "images").mkdir()
+    for name in ("a.png", "b.png", "noise.png"):
+        (tmp_path / "images" / name).write_bytes(np.random.bytes(200))
+    code, error = train_py(settings(dataset=str(tmp_path / "images"), n_clusters=2))
+    line = one_line(error)
+    assert code in (1, 2) and "not one of the 3 images" in line and "noise.png" in line
+    assert no_run(settings())
+
+
+def _features(tmp_path, digits, n, **more):
+    x = digits[0][:n].reshape(n, -1).astype(np.float32)
+    np.savez(tmp_path / "few.npz", features=x, **more)
+    return str(tmp_path / "few.npz")
+
+
+@row(10)
+@pytest.mark.parametrize(
+    ("n", "changes"),
+    [(20, {"batch_size": 256}), (5, {"neighbours": 20, "n_clusters": 3}), (2, {"n_clusters": 2})],
+    ids=["a batch", "k neighbours", "two samples"],
+)
+def test_few_samples_work(settings, tmp_path, digits, n, changes):
+    data = _features(tmp_path, digits, n, labels=digits[1][:n])
+    path = run(settings(dataset=data, probe=True, baselines=True, **changes)).path
+    assert len(assignments(path)) == n and all_finite(path)
+
+
+@row(10)
+@pytest.mark.parametrize("n", [1, 5])
+def test_fewer_samples_than_clusters_says_what_is_needed(settings, tmp_path, digits, n, train_py):
+    few = settings(dataset=_features(tmp_path, digits, n), n_clusters=6)
+    code, error = train_py(few)
+    line = one_line(error)
+    assert code == 2 and "N_CLUSTERS is 6" in line and f"the number of samples, {n}" in line
+    assert no_run(few)
+
+
+@row(10)
+def test_no_sample_at_all_says_so(settings, tmp_path, train_py):
+    (tmp_path / "images").mkdir()
+    code, error = train_py(settings(dataset=str(tmp_path / "images"), n_clusters=2))
+    assert code != 0 and "no image in" in one_line(error)
+    np.savez(tmp_path / "none.npz", features=np.empty((0, 8)))
+    code, error = train_py(settings(dataset=str(tmp_path / "none.npz"), n_clusters=2))
+    assert code != 0 and "at least one row" in one_line(error)
+    assert no_run(settings()) and not list(tmp_path.glob("embeddings/*.pt"))
+
+
+@row(11)
+def test_labels_of_any_kind_train_the_same_heads(settings, tmp_path, digits):
+    """Labels score and never train: whatever they are, the weights are the same to the bit."""
+    labels = digits[1][:64]
+    kinds = {
+        "whole": labels,
+        "absent": None,
+        "partly": np.where(np.arange(64) % 2, labels, -1),
+        "none known": np.full(64, -1),
+        "strings": np.array([f"class {label}" for label in labels]),
+        "gaps": labels * 1000 + 7,
+    }
+    found = {}
+    for kind, some in kinds.items():
+        data = _features(tmp_path, digits, 64, **({} if some is None else {"labels": some}))
+        free = {"embeddings_dir": str(tmp_path / kind), "n_clusters": 10, "probe": True}
+        path = run(settings(dataset=data, run_name=kind, **free)).path
+        found[kind] = weights(path), metrics(path)
+    assert len({tensors for tensors, _ in found.values()}) == 1
+    scores = {kind: numbers["table"][0]["acc"] for kind, (_, numbers) in found.items()}
+    assert scores["whole"] == scores["strings"] == scores["gaps"] > 0 and scores["partly"] > 0
+    assert scores["absent"] is None is scores["none known"]
+    for kind in ("absent", "none known"):
+        assert found[kind][1]["linear_probe"] is None is found[kind][1]["knn_accuracy"]
+        assert not found[kind][1]["dataset"]["labelled"]
+
+
+@row(12)
+@pytest.mark.parametrize("fitting", [True, False], ids=["fitting checksum", "other checksum"])
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+def test_code_in_a_cache_is_refused(settings, train_py, tmp_path, form, fitting):
+    cache(settings())
+    path, trace = Path(settings().embeddings_dir) / SHARD, tmp_path / "executed"
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(Payload(trace)))
+    else:
+        torch.save({"embeddings": Payload(trace)}, path)
+    if fitting:
+        _refit_checksum(path)
+    code, error = train_py(settings())
+    assert code == 1 and SHARD in one_line(error)
+    assert not trace.exists() and no_run(settings())
+
+
+@row(12)
+@pytest.mark.parametrize("place", ["features", "teacher's weights"])
+def test_code_in_a_users_file_is_refused(settings, train_py, tmp_path, place):
+    path, trace = tmp_path / "file.pt", tmp_path / "executed"
+    torch.save({"features": Payload(trace)}, path)
+    if place == "features":
+        harmed = settings(dataset=str(path), n_clusters=2)
+    else:
+        harmed = settings(dataset="digits", teacher="timm:resnet18", teacher_weights=str(path))
+    code, error = train_py(harmed)
+    assert code != 0 and str(path) in one_line(error)
+    assert not trace.exists() and no_run(settings())
+
+
+@row(12)
+def test_code_in_a_checkpoint_is_refused_and_the_one_before_taken(settings, tmp_path, caplog):
+    whole = run(settings(run_name="whole")).path
+    again = shutil.copytree(whole, whole.parent / "again")
+    (again / "metrics.json").unlink()
+    path, trace = again / "checkpoint" / "step_000000030.pt", tmp_path / "executed"
+    torch.save({"step": 30, "tensors": Payload(trace)}, path)
+    path.with_suffix(".sha256").write_text(sha256_file(path))
+    run(settings(run_name="again", resume=True))
+    assert "before step_000000030" in caplog.text and "nothing was executed" in caplog.text
+    assert not trace.exists() and weights(again) == weights(whole)
+
+
+_HOLDER = """
+import sys
+from ssl_kd.guard.files import Lock
+with Lock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@row(13)
+def test_a_second_writer_fails_clearly_and_changes_nothing(settings, train_py):
+    first = cache(settings()).tensor()
+    folder = Path(settings().embeddings_dir)
+    before = content(folder)
+    lock = folder / ".embeddings_train.lock"
+    other = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(lock)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        code, error = train_py(settings(), "--force-recompute")
+        line = one_line(error)
+        assert code == 1 and f"process {other.pid} holds {lock}" in line
+        assert content(folder) == before and no_run(settings())
+    finally:
+        other.communicate("")
+    assert train_py(settings(), "--force-recompute")[0] == 0
+    assert torch.equal(opened(settings()).tensor(), first)
+
+
+_TWO_WRITERS = """
+import sys
+import numpy as np
+from ssl_kd.datasets import FeatureDataset
+from ssl_kd.guard import Precision
+from ssl_kd.guard.files import LockHeld
+from ssl_kd.teachers import Features
+from ssl_kd.vision.extract import extract
+
+data = FeatureDataset("x", "train", np.full((4000, 16), float(sys.argv[2]), np.float32))
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    extract(data, Features(16), sys.argv[1], split="train", precision=Precision.for_device("cpu"),
+            shard_rows=40, force=True)
+except LockHeld as error:
+    sys.exit(str(error))
+"""
+
+
+@row(13)
+@pytest.mark.slow
+def test_two_writers_at_once_do_not_mix(tmp_path):
+    def start(value):
+        return subprocess.Popen(
+            [sys.executable, "-c", _TWO_WRITERS, str(tmp_path), str(value)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    both = [start(1), start(2)]
+    for process in both:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=60)[1] for process in both]
+    codes = [process.returncode for process in both]
+    for code, error in zip(codes, said, strict=True):
+        assert code == 0 or "one writer at a time" in error, error
+    assert 0 in codes
+    assert len(EmbeddingStore.open(tmp_path, "train").tensor().unique()) == 1
+
+
+@row(14)
+@pytest.mark.parametrize("form", ["a digit", "zeros"])
+def test_duplicates_are_neighbours_and_the_sample_itself_is_not(settings, tmp_path, digits, form):
+    x = digits[0][:64].reshape(64, -1).astype(np.float32)
+    x[:30] = x[0] if form == "a digit" else 0
+    np.savez(tmp_path / "copies.npz", features=x, labels=digits[1][:64])
+    copies = settings(dataset=str(tmp_path / "copies.npz"), baselines=True, probe=True)
+    path = run(copies).path
+    neighbours = cached_neighbours(opened(copies), 5)
+    assert not (neighbours == torch.arange(64).unsqueeze(1)).any()
+    if form == "a digit":
+        assert (neighbours[:30] < 30).all()
+    assert all_finite(path)
+    lines = assignments(path)[:30]
+    assert len({(line["cluster"], line["confidence"]) for line in lines}) == 1
+
+
+@row(14)
+def test_nothing_but_duplicates(settings, tmp_path):
+    np.savez(tmp_path / "copies.npz", features=np.tile(np.linspace(0, 1, 8), (40, 1)))
+    alone = settings(dataset=str(tmp_path / "copies.npz"), n_clusters=4, baselines=True)
+    path = run(alone).path
+    assert all_finite(path) and len({line["cluster"] for line in assignments(path)}) == 1

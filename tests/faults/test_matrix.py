@@ -1,0 +1,49 @@
+"""The matrix itself: no row without a test or a reason, no test of a row that is not there."""
+
+import importlib
+from pathlib import Path
+
+from tests.faults.__main__ import Results, lines
+from tests.faults.matrix import GROUPS, ROWS
+
+FILES = sorted(Path(__file__).parent.glob("test_*.py"))
+
+
+def _tested():
+    """Row -> the tests that carry it, read from the modules and not from this session's choice."""
+    found = {}
+    for file in FILES:
+        for name, test in vars(importlib.import_module(f"tests.faults.{file.stem}")).items():
+            for mark in getattr(test, "pytestmark", []) if name.startswith("test_") else []:
+                for number in mark.args if mark.name == "fault" else []:
+                    found.setdefault(number, []).append(name)
+    return found
+
+
+def test_every_row_has_a_test_or_a_reason_and_not_both():
+    assert list(ROWS) == list(range(1, 54)) and set(GROUPS) <= set(ROWS)
+    tested = _tested()
+    assert set(tested) == {number for number, row in ROWS.items() if not row.later}
+
+
+def test_every_test_here_carries_a_row():
+    for file in FILES:
+        for name, test in vars(importlib.import_module(f"tests.faults.{file.stem}")).items():
+            if name.startswith("test_") and file.stem != "test_matrix":
+                marks = {mark.name for mark in getattr(test, "pytestmark", [])}
+                assert "fault" in marks, f"{file.name}: {name}"
+
+
+def test_the_printed_matrix_counts_every_row_once():
+    results = Results()
+    results.outcomes = {1: ["passed"] * 2, 2: ["passed", "failed"], 3: ["xfailed"], 4: ["skipped"]}
+    told = [results.of(number) for number in (1, 2, 3, 4, 5, 25)]
+    assert told[:2] == ["passed (2)", "FAILED (1 of 2)"]
+    assert told[2:4] == ["known fault (1 of 1)", "skipped here (1 of 1)"]
+    assert told[4:] == ["not run", "later: comes with the language mode"]
+    text = list(lines(results))
+    assert sum(" | " in line for line in text) == 53
+    assert text[-1] == (
+        "53 rows: 1 passed, 1 FAILED, 1 known fault, 1 skipped here, 42 not run, 7 later"
+    )
+    assert sum(line.startswith("| ") for line in lines(results, markdown=True)) >= 53

@@ -1,0 +1,222 @@
+"""Rows 48, 49, 50 and 52: user, configuration, security."""
+
+import os
+import socket
+
+import pytest
+import torch
+from PIL import Image
+
+from ssl_kd.guard import DeviceInfo, Precision, UnsupportedDevice
+from ssl_kd.report import write_report
+from ssl_kd.settings import SettingsError
+from ssl_kd.vision.run import run
+from ssl_kd.vision.settings import VisionSettings
+from tests.faults.inject import assignments, content, no_run, one_line, opened
+from tests.faults.matrix import row
+
+RULES = VisionSettings.rules()
+
+
+@row(48)
+def test_every_misspelt_setting_is_answered_with_the_nearest_name(train_py, tmp_path):
+    file = tmp_path / "config.py"
+    for name in RULES:
+        wrong = name.upper()[:3] + name.upper()[4:]  # a letter lost
+        file.write_text(f"SEED = 1\n{wrong} = 1\n")
+        with pytest.raises(SettingsError) as refused:
+            VisionSettings.from_file(file)
+        message = str(refused.value)
+        assert message.startswith(f"{file}, line 2: There is no setting {wrong}.")
+        assert f"Did you mean {name.upper()}?" in message, message
+    code, error = train_py(VisionSettings(runs_dir=str(tmp_path / "runs")), "--lerning_rate=1")
+    assert code == 2 and "Did you mean --learning_rate?" in one_line(error)
+    code, error = train_py(VisionSettings(), f"--config={file}")
+    assert code == 2 and f"{file}, line 2: There is no setting" in one_line(error)
+    assert not (tmp_path / "runs").exists()
+
+
+@row(48)
+@pytest.mark.parametrize("name", RULES)
+def test_a_value_of_the_wrong_kind_or_range_is_refused_with_what_is_allowed(name, tmp_path):
+    kind, optional, rule = RULES[name]
+    wrong = [[1], {"a": 1}, b"x"] + ([] if optional else [None])
+    wrong += {bool: ["True", 1, 0.5], int: [1.5, "1", True], float: ["1", True], str: [1, ""]}[kind]
+    wrong += [float("nan"), float("inf")] if kind is float else []
+    wrong += ["no such choice"] if rule.choices else []
+    if kind in (int, float):
+        for border, past in ((rule.low, -1), (rule.above, 0), (rule.high, 1), (rule.below, 0)):
+            wrong += [] if border is None else [kind(border + past)]
+    for value in wrong:
+        with pytest.raises(SettingsError) as refused:
+            VisionSettings(**{name: value})
+        message = str(refused.value)
+        assert message.startswith(f"{name.upper()} is {value!r}, but must be "), message
+        assert VisionSettings.allowed(name) in message
+
+
+@row(48)
+def test_a_config_that_is_no_list_of_literals_is_named_by_line(tmp_path, train_py):
+    trace = tmp_path / "executed"
+    for text in (
+        f"import os\nSEED = os.mkdir('{trace}')",
+        f"SEED = __import__('os').mkdir('{trace}')",
+    ):
+        (tmp_path / "config.py").write_text(text)
+        code, error = train_py(VisionSettings(), f"--config={tmp_path / 'config.py'}")
+        assert code == 2 and "config.py, line 1" in one_line(error)
+    assert not trace.exists()
+
+
+OLD = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+NEW = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+
+
+@row(49)
+@pytest.mark.parametrize("bf16", [True, False], ids=["with bf16 products", "without"])
+def test_half_precision_on_a_cpu_says_what_is_used_instead(bf16):
+    chosen = Precision.for_device(DeviceInfo("cpu", "CPU", bf16_products=bf16), use_fp16=True)
+    assert chosen.student == (torch.bfloat16 if bf16 else torch.float32)
+    assert chosen.weights == chosen.losses == torch.float32 and not chosen.scale
+    assert "bf16" in str(chosen) and "\n" not in str(chosen)
+
+
+@row(49)
+def test_a_p100_is_given_fp32_students_and_the_reason():
+    chosen = Precision.for_device(DeviceInfo("cuda", "Tesla P100", (6, 0), OLD), use_fp16=True)
+    assert (chosen.teacher, chosen.student) == (torch.float16, torch.float32)
+    line = str(chosen)
+    assert "P100" in line and "sm_60" in line and "no" in chosen.why and "\n" not in line
+
+
+@row(49)
+@pytest.mark.parametrize("capability", [(6, 0), (7, 0), (13, 0)])
+def test_a_gpu_without_kernels_is_refused_with_the_build_that_has_them(capability):
+    with pytest.raises(UnsupportedDevice) as refused:
+        Precision.for_device(DeviceInfo("cuda", "some GPU", capability, NEW))
+    message = str(refused.value)
+    assert "some GPU" in message and f"sm_{capability[0]}{capability[1]}" in message
+    assert ("cu126" if capability < (7, 5) else "newest torch") in message
+    assert "\n" not in message
+
+
+@row(49)
+@pytest.mark.parametrize("device", ["cuda:99", "mps"])
+def test_a_device_that_is_not_there_is_refused_before_any_work(settings, train_py, device):
+    if device == "mps" and torch.backends.mps.is_available():
+        pytest.skip("it is there")
+    code, error = train_py(settings(device=device))
+    assert code != 0 and f"device '{device}' asked for" in one_line(error)
+    assert no_run(settings())
+
+
+@row(49)
+def test_a_real_run_in_half_precision_on_this_cpu_writes_what_it_used(settings):
+    path = run(settings(use_fp16=True, run_name="half")).path
+    asked = Precision.for_device("cpu", use_fp16=True)
+    assert str(asked) in (path / "config.json").read_text()
+    assert not (path / "events.jsonl").read_text()
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    """Every connection of this process is refused, and nothing was downloaded before."""
+    from huggingface_hub import constants
+
+    def refuse(*args, **kwargs):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+
+
+@row(50)
+@pytest.mark.parametrize("teacher", ["dinov2", "timm:resnet18", "torchvision:resnet18"])
+def test_weights_out_of_reach_are_one_line_with_the_ways_on(
+    settings, train_py, no_network, tmp_path, teacher
+):
+    unreachable = settings(dataset="digits", teacher=teacher)
+    code, error = train_py(unreachable)
+    line = one_line(error)
+    assert code == 1 and teacher.partition(":")[2] in line
+    for way in ("--teacher_source", "--teacher_weights FILE", "--teacher pixels"):
+        assert way in line
+    assert no_run(unreachable) and not list(tmp_path.glob("embeddings/*.pt"))
+    downloads = [p for d in ("hf", "torch") for p in (tmp_path / d).rglob("*") if p.is_file()]
+    assert not [path for path in downloads if path.stat().st_size > 1000]
+
+
+NAMES = ["a b.png", "später 犬.png", "a..b.png", "a\\..\\up.png", "'; rm $HOME #.png", "<b>&.png"]
+NAMES += ["-x.png", "new\nline.png", 'a,b".png']
+
+
+@row(52)
+def test_awkward_file_names_go_through_a_whole_run(settings, tmp_path, digits, train_py):
+    folder = tmp_path / "my images"
+    for number, name in enumerate(NAMES):
+        (folder / f"class {number % 2}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(digits[0][number]).save(folder / f"class {number % 2}" / name)
+    odd = settings(dataset=str(folder), image_size=8, run_name="a run, später")
+    before = content(folder)
+    code, error = train_py(odd)
+    assert code == 0, error
+    path = tmp_path / "runs" / "a run, später"
+    read = {line["file"].partition("/")[2] for line in assignments(path)}
+    assert read == set(NAMES)
+    assert "<b>&.png" not in (path / "report.html").read_text(encoding="utf-8")  # escaped
+    assert content(folder) == before
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"digits.npz", "my images", "embeddings", "runs"}
+
+
+@row(52)
+def test_a_link_out_of_the_data_folder_is_not_followed(settings, tmp_path, digits):
+    folder, outside = tmp_path / "images", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    for i in range(8):
+        Image.fromarray(digits[0][i]).save(folder / f"{i}.png")
+    Image.fromarray(digits[0][9]).save(outside / "secret.png")
+    (folder / "link.png").symlink_to(outside / "secret.png")
+    (folder / "up.png").symlink_to("../outside/secret.png")
+    (folder / "whole").symlink_to(outside)
+    (folder / "inside.png").symlink_to("1.png")
+    (folder / "broken.png").symlink_to("nowhere.png")
+    before = content(outside)
+    linked = settings(dataset=str(folder), image_size=8, n_clusters=2)
+    write_report(run(linked).path)
+    store = opened(linked)
+    left_out = {entry["id"]: entry["reason"] for entry in store.manifest["unreadable"]}
+    assert set(left_out) == {"link.png", "up.png", "whole", "broken.png"}
+    for name in ("link.png", "up.png", "whole"):
+        assert "out of the data folder" in left_out[name]
+    assert "inside.png" in store.ids and content(outside) == before
+
+
+@row(52)
+@pytest.mark.parametrize("name", ["../out", "..", "a/b", "/tmp/out", "a\\b", "latest"])
+def test_a_run_name_cannot_leave_its_folder(settings, train_py, tmp_path, name):
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(SettingsError, match="RUN_NAME is"):
+        settings(run_name=name)
+    code, error = train_py(settings(), f"--run_name={name}")
+    assert code == 2 and "RUN_NAME is" in one_line(error)
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@row(52)
+def test_a_linked_run_folder_is_not_followed_out(settings, tmp_path, train_py):
+    """A link of the run's name in RUNS_DIR that leads to a full folder elsewhere."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious.txt").write_text("mine")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a").symlink_to(outside)
+    code, error = train_py(settings(run_name="a"))
+    assert code == 1 and "already holds" in one_line(error)
+    assert os.listdir(outside) == ["precious.txt"]
+    assert (outside / "precious.txt").read_text() == "mine"

@@ -1,0 +1,89 @@
+"""One small file per sick part: what goes in comes out, and limits hold."""
+
+import pytest
+import torch
+
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.files import CorruptFileError
+from ssl_kd.guard.recorder import FlightRecorder, load_bundle, save_bundle
+
+EVENT = Event(7, "head 3", "loss", "the loss is not finite", "skipped")
+
+
+def what(**changes):
+    tensors = {"weights": torch.randn(4, 4), "views": torch.randn(2, 8, 4)}
+    settings = {"learning_rate": 0.1, "head": "a.B", "none": None, "inner": {"a": [1, 2]}}
+    return {
+        "event": EVENT,
+        "step": 7,
+        "indices": torch.arange(8),
+        "tensors": tensors,
+        "settings": settings,
+    } | changes
+
+
+def test_what_goes_in_comes_out(tmp_path):
+    given = what()
+    given["tensors"]["weights"][1, 1] = float("nan")
+    save_bundle(tmp_path / "b.pt", part="head 3", **given)
+    back = load_bundle(tmp_path / "b.pt")
+    assert (back.event, back.step, back.part, back.left_out) == (EVENT, 7, "head 3", [])
+    assert back.settings == given["settings"]
+    assert torch.equal(back.rng, torch.get_rng_state())
+    assert torch.equal(back.indices, given["indices"])
+    for name, tensor in given["tensors"].items():
+        torch.testing.assert_close(back.tensors[name], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_row_of_a_large_matrix_does_not_bring_the_matrix_along(tmp_path):
+    row = torch.zeros(1000, 1000)[3:4]
+    save_bundle(tmp_path / "b.pt", part="p", **what(tensors={"row": row}))
+    assert (tmp_path / "b.pt").stat().st_size < 50_000
+
+
+def test_over_the_limit_the_batch_goes_first_and_the_bundle_says_so(tmp_path):
+    mib = 2**18  # float32 numbers
+    tensors = {"weights": torch.zeros(2 * mib), "views": torch.zeros(mib)}
+    save_bundle(tmp_path / "b.pt", part="p", limit_mib=2.5, **what(tensors=tensors))
+    assert load_bundle(tmp_path / "b.pt").left_out == ["views"]
+    save_bundle(tmp_path / "b.pt", part="p", limit_mib=1, **what(tensors=tensors))
+    assert load_bundle(tmp_path / "b.pt").left_out == ["views", "weights"]
+
+
+def test_only_the_first_fault_of_a_part_and_only_a_few_parts(tmp_path):
+    recorder = FlightRecorder(tmp_path, most=2)
+    first = recorder.record("head 3", **what())
+    assert first == tmp_path / "head-3-step7.pt" and first.exists()
+    assert not recorder.wants("head 3") and recorder.record("head 3", **what(step=8)) is None
+    assert recorder.record("head 4", **what()) is not None
+    assert not recorder.wants("head 5") and recorder.record("head 5", **what()) is None
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_resumed_run_knows_what_was_recorded(tmp_path):
+    FlightRecorder(tmp_path).record("head 3", **what())
+    assert not FlightRecorder(tmp_path).wants("head 3")
+    assert FlightRecorder(tmp_path).wants("head 33")
+
+
+def test_a_disk_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    recorder = FlightRecorder(tmp_path / "file" / "folder")
+    assert recorder.record("head 3", **what()) is None
+    assert "step 7, head 3: the fault could not be recorded" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", None], ids=["empty", "junk", "other tensors"])
+def test_what_is_no_bundle_is_refused(tmp_path, content):
+    path = tmp_path / "b.pt"
+    if content is None:
+        torch.save({"step": torch.zeros(1)}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=str(path)):
+        load_bundle(path)
+
+
+def test_there_is_no_such_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_bundle(tmp_path / "none.pt")

@@ -1,0 +1,114 @@
+"""A recorded step is run again and says what went wrong, or that nothing does."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from ssl_kd.guard import Event, Precision
+from ssl_kd.guard.health import REASONS, Stage
+from ssl_kd.guard.microscope import Cause
+from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.vision.fit import make_trainer
+from ssl_kd.vision.replay import bundle_of, replay
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.train import HeadFault
+
+DIM, BATCH, CLUSTERS = 6, 16, 4
+
+
+class NaiveHead(nn.Module):
+    """Divides by a norm, as many do; a row of zeros is 0 / 0."""
+
+    def __init__(self, in_dim, n_clusters):
+        super().__init__()
+        self.linear = nn.Linear(in_dim, n_clusters, bias=False)
+
+    def forward(self, x):
+        z = self.linear(x)
+        return z / z.norm(dim=-1, keepdim=True)
+
+
+def record(tmp_path, spoil, **changes):
+    """Two steps of three heads, `spoil(trainer, views)` before the second; its bundle of head 1."""
+    settings = dataclasses.replace(
+        VisionSettings(n_heads=3, hidden_dim=10, bottleneck_dim=5, batch_size=BATCH), **changes
+    )
+    trainer = make_trainer(settings, DIM, CLUSTERS, Precision.for_device("cpu"))
+    views = torch.randn(2, BATCH, DIM)
+    trainer.step(views, 1e-2)
+    spoil(trainer, views)
+    result = trainer.step(views, 1e-2)
+    stage = Stage(int(result.stage[1]))
+    reason = REASONS.get(stage, "nothing")
+    event = Event(1, "head 1", stage.name.lower(), reason, "skipped")
+    samples = torch.arange(100, 100 + 2 * BATCH).view(2, BATCH)
+    fault = HeadFault(1, event, samples, views, 1e-2)
+    what = bundle_of(trainer, fault, dataclasses.asdict(settings))
+    path = FlightRecorder(tmp_path).record(**what)
+    assert path is not None
+    return path
+
+
+@pytest.mark.parametrize("weight", ["none", "own", "mean"])
+def test_a_poisoned_weight_is_named_by_owner_and_layer(tmp_path, weight):
+    def spoil(trainer, views):
+        trainer.bank.unflatten(trainer.state.student)["bottleneck.weight"][1, 2, 3] = torch.nan
+
+    report = replay(record(tmp_path, spoil, instance_weight=weight))
+    assert report.reproduced and report.diagnosis.cause == Cause.POISONED_WEIGHT
+    text = str(report)
+    assert "fault    head 1, step 1: the loss is not finite" in text
+    assert "student weight bottleneck.weight came in not finite (1 of 50 values NaN" in text
+    assert "temi.py" in text and "first op aten.baddbmm, forward pass" in text
+
+
+def test_a_users_head_is_placed_at_its_line(tmp_path):
+    def spoil(trainer, views):
+        views[:, 2] = 0
+
+    report = replay(record(tmp_path, spoil, head=f"{__name__}.NaiveHead"))
+    assert report.fault.op == "aten.div" and report.diagnosis.cause == Cause.ZERO_NORM
+    assert report.fault.place.file == __file__ and report.fault.place.text.startswith("return z /")
+
+
+def test_a_poisoned_teacher_is_told_from_the_student(tmp_path):
+    def spoil(trainer, views):
+        trainer.state.teacher[1] = torch.inf
+
+    report = replay(record(tmp_path, spoil))
+    assert report.fault.poisoned.startswith("teacher weight")
+
+
+def test_a_bad_row_of_the_batch_is_named_by_its_number(tmp_path):
+    def spoil(trainer, views):
+        views[1, 5, 2] = torch.nan
+
+    report = replay(record(tmp_path, spoil))
+    assert report.reproduced and report.diagnosis.cause == Cause.POISONED_INPUT
+    assert "row 121 of the training data" in str(report)
+    assert "FORCE_RECOMPUTE False -> True" in str(report)
+
+
+def test_a_fault_that_does_not_return_is_said_to_be_from_outside(tmp_path):
+    report = replay(record(tmp_path, lambda trainer, views: None))
+    assert not report.reproduced and report.fault is None
+    assert "the same step is healthy" in str(report)
+
+
+def test_a_spike_is_seen_again_without_a_nan(tmp_path):
+    def spoil(trainer, views):
+        trainer.state.health.seen.fill_(50)
+        trainer.state.health.level.fill_(-30.0)
+
+    report = replay(record(tmp_path, spoil))
+    assert report.reproduced and report.fault is None
+    assert "LEARNING_RATE 0.004 -> 0.0004" in str(report)
+
+
+def test_without_its_batch_a_bundle_cannot_be_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(FlightRecorder.__init__, "__defaults__", (1e-3, 8))
+    path = record(tmp_path, lambda trainer, views: None)
+    with pytest.raises(ValueError, match="views.* was over its size limit"):
+        replay(path)
