@@ -84,7 +84,7 @@ def _check(beta: float, student_temperature: float, clip_min: float) -> None:
         raise ValueError(f"beta is {beta!r}, expected a number in (0, 1]")
     check_temperature("student_temperature", student_temperature)
     if not abs(clip_min) <= torch.finfo(torch.float32).max:  # also catches NaN
-        raise ValueError(f"clip_min is {clip_min!r}, expected a number that is finite in float32")
+        raise ValueError(f"clip_min is {clip_min!r}, expected a finite number (of float32)")
 
 
 def beta_mi(

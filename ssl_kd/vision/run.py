@@ -37,7 +37,7 @@ from ssl_kd.vision.fit import (
     make_sampler,
     make_trainer,
 )
-from ssl_kd.vision.folder import RunFolder
+from ssl_kd.vision.folder import RunFolder, RunFolderError
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
@@ -272,7 +272,13 @@ def _train(
     """Train all heads, from the last checkpoint if there is one."""
     start, tensors = folder.load_checkpoint()
     if tensors:
-        trainer.load(tensors)
+        try:
+            trainer.load(tensors)
+        except ValueError as error:
+            raise RunFolderError(
+                f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of the "
+                f"library or these heads: {error}. Start a new run without --resume"
+            ) from error
     folder.rewind(start)
     folder.become_latest()
 

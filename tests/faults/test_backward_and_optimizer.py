@@ -264,7 +264,6 @@ def test_one_heads_overflow_moves_no_other_scale_and_stops_at_the_floor(fault):
 
 @row(37)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.xfail(strict=True, reason="the bank promotes half-precision weights without a word")
 def test_half_precision_heads_become_fp32_masters_with_one_line(dtype, caplog):
     def half():
         return TEMIHead(DIM, CLUSTERS, 10, 5).to(dtype)

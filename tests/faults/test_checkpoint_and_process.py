@@ -36,10 +36,6 @@ from tests.faults.inject import (
 )
 from tests.faults.matrix import row
 
-NOT_CHECKED = pytest.mark.xfail(
-    strict=True, reason="names and shapes of a checkpoint's tensors are not checked"
-)
-
 _KILLED_RUNS = """
 import json, os, random, shutil, signal, sys, time
 from pathlib import Path
@@ -108,7 +104,6 @@ def test_killed_at_twenty_random_moments_the_weights_are_the_uninterrupted_runs(
 
 
 @row(39)
-@pytest.mark.xfail(strict=True, reason="temporary files beside checkpoint/ stay")
 def test_half_a_file_of_a_killed_run_is_cleared_away(settings):
     path = stopped(settings, "parts")
     for name in ("checkpoint/.step_000000030.pt.1a2b3c4d.tmp", ".metrics.json.1a2b3c4d.tmp"):
@@ -235,8 +230,8 @@ def test_a_checkpoint_of_version_0_1_resumes_to_the_same_weights(settings):
     "harm",
     [
         "newer format",
-        pytest.param("without students", marks=NOT_CHECKED),
-        pytest.param("other shapes", marks=NOT_CHECKED),
+        "without students",
+        "other shapes",
     ],
 )
 def test_a_checkpoint_that_cannot_be_understood_is_refused_or_left_for_the_one_before(
@@ -292,7 +287,6 @@ class HungryHead(TEMIHead):
 
 @row(44)
 @pytest.mark.parametrize("when", ["at once", "in step 15"])
-@pytest.mark.xfail(strict=True, reason="the CPU allocator's RuntimeError ends in a stack trace")
 def test_out_of_memory_names_the_settings_to_lower(settings, train_py, when, monkeypatch):
     if when == "at once":
         hungry = settings(run_name="a", hidden_dim=10**13)
