@@ -109,6 +109,7 @@ def skip_the_step():
     with (
         patch.object(Health, "judge", all_or_none),
         patch.object(Health, "escalate", lambda self, thresholds: {}),
+        patch.object(HeadTrainer, "heal", lambda self, step: []),
         patch.object(train, "part_norms", lambda g: torch.where(
             torch.isfinite(part_norms(g)).all(), global_norm(g), torch.nan)),
     ):  # fmt: skip
@@ -256,8 +257,8 @@ def picture(path: Path, steps: int, at: int) -> None:
             print(f"{way}: {curve[-1]:.1f} after step {done[-1]}", flush=True)
     left.set(title="the other 49 heads, mean", ylabel="ACC", ylim=(0, 100))
     right.set_title("the head that was struck")
-    left.annotate("one NaN in one weight\nof one head", (at, 40), (-8, 0),
-                  textcoords="offset points", ha="right", color="#555555")  # fmt: skip
+    left.annotate("one NaN in one weight\nof one head", (at, 20), (8, 0),
+                  textcoords="offset points", color="#555555")  # fmt: skip
     for axes in (left, right):
         axes.axvline(at, color="#999999", linewidth=1, linestyle=":")
         axes.set_xlabel("step")

@@ -194,7 +194,10 @@ def _train(argv: Sequence[str], config: Path, prog: str) -> int:
         found = f"{len(sizes)} clusters of {min(sizes)} to {max(sizes)} samples"
         out.print(f"{found}; no label is known, so there is nothing to score.")
     # soft_wrap: a path broken over two lines cannot be clicked or copied.
-    for name, file in (("Clusters", path / "assignments.csv"), ("Report", report)):
+    files = {"Clusters": path / "assignments.csv", "Report": report}
+    if (path / "faults").exists():
+        files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"
+    for name, file in files.items():
         out.print(f"{name}: {file}", soft_wrap=True, markup=False)
     return OK
 

@@ -130,6 +130,10 @@ class FlightRecorder:
         """Whether a fault of this part would be saved; ask before gathering what belongs to it."""
         return len(self._recorded) < self.most and _slug(part) not in self._recorded
 
+    def bundles(self) -> list[Path]:
+        """What was saved, oldest first."""
+        return sorted(self.folder.glob("*.pt"), key=lambda file: file.stat().st_mtime_ns)
+
     def record(
         self,
         part: str,

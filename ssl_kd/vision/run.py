@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import io
 import logging
+import shlex
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from torch import Tensor
 from ssl_kd import evaluate
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.guard.files import atomic_write, atomic_write_bytes, atomic_write_text
+from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.settings import SettingsError
@@ -298,20 +300,27 @@ def _train(
             if recorder.wants(fault.event.part):
                 recorder.record(**bundle_of(trainer, fault, dataclasses.asdict(settings)))
 
-        train(
-            trainer,
-            sampler,
-            source,
-            steps,
-            start=start,
-            log_every=settings.log_every,
-            checkpoint_every=settings.checkpoint_every,
-            on_log=on_log,
-            on_events=folder.events.extend,
-            on_fault=on_fault,
-            on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors()),
-            should_stop=lambda: bool(signals.caught),
-        )
+        try:
+            train(
+                trainer,
+                sampler,
+                source,
+                steps,
+                start=start,
+                log_every=settings.log_every,
+                checkpoint_every=settings.checkpoint_every,
+                on_log=on_log,
+                on_events=folder.events.extend,
+                on_fault=on_fault,
+                on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors()),
+                should_stop=lambda: bool(signals.caught),
+            )
+        except TooFewHealthyParts as error:
+            bundles = recorder.bundles()
+            if not bundles:
+                raise
+            way = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
+            raise TooFewHealthyParts(f"{error}. {way} explains the first fault") from error
 
 
 class _Board:

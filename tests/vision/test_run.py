@@ -19,11 +19,13 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from ssl_kd.guard.files import CorruptFileError, load_tensors
+from ssl_kd.guard.microscope import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from ssl_kd.vision import run as running
 from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import Interrupted, run
 from ssl_kd.vision.settings import VisionSettings
 
@@ -84,6 +86,10 @@ def save_features(path, x, **more):
 def assignments(path):
     with open(path / "assignments.csv", newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def events(path):
+    return [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
 
 
 def metrics(path):
@@ -541,6 +547,28 @@ def test_a_wild_learning_rate_never_leaves_a_number_that_is_not_finite(settings,
     for checkpoint in (path / "checkpoint").glob("*.pt"):
         for name, tensor in load_tensors(checkpoint)["tensors"].items():
             assert torch.isfinite(tensor).all(), (checkpoint.name, name)
+
+
+class Fragile(torch.nn.Linear):
+    """Takes the logarithm of how far its logits are from 3; after some steps that is 0."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits + (3 - logits.abs().max()).clamp(min=0).log()
+
+
+def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
+    path = run(
+        settings(head=f"{__name__}.Fragile", learning_rate=0.05, min_heads=1, run_name="a")
+    ).path
+    bundles = sorted(path.glob("faults/*.pt"))
+    skipped = [e for e in events(path) if e["action"] == "skipped"]
+    first = {e["part"]: e["step"] for e in reversed(skipped)}
+    expected = {f"{part.replace(' ', '-')}-step{step}.pt" for part, step in first.items()}
+    assert {bundle.name for bundle in bundles} == expected and expected
+    report = replay(bundles[0])
+    assert report.reproduced and report.diagnosis.cause == Cause.LOG_OF_ZERO
+    assert ".clamp(min=0).log()" in str(report)
 
 
 def test_embeddings_damaged_on_disk_are_never_used_silently(settings, tmp_path):
