@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The words after the program's name; None: this process's own.
     """
+    if argv is None and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # as `python train.py` has it: that is where heads/ is
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "--help"
     if command in ("-h", "--help"):
