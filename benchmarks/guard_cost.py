@@ -24,8 +24,9 @@ from ssl_kd.guard import Precision
 from ssl_kd.guard.health import Health
 from ssl_kd.guard.parts import part_norms
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train
-from ssl_kd.vision.train import HeadTrainer, Objective
+from ssl_kd.vision.step import HeadTrainer, Objective
 
 Way = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -36,8 +37,8 @@ def without_guard() -> Iterator[None]:
     healthy = Health.fresh(10_000).streak.to(torch.int8)
     no_rows = torch.zeros(2, 10_000, dtype=torch.bool)
     with (
-        patch.object(train, "only_healthy", lambda healthy, *tensors: contextlib.nullcontext()),
-        patch.object(train, "bad_samples", lambda views: no_rows[:, : views.shape[1]]),
+        patch.object(guarded, "only_healthy", lambda healthy, *tensors: contextlib.nullcontext()),
+        patch.object(guarded, "bad_samples", lambda views: no_rows[:, : views.shape[1]]),
         patch.object(Health, "judge", lambda self, loss, *rest: healthy[: len(loss)]),
         patch.object(Health, "record_", lambda *all: None),
         patch.object(HeadTrainer, "keep_good", lambda self, step: None),
@@ -57,7 +58,7 @@ def per_tensor(sizes: list[int]) -> Iterator[None]:
                     raise FloatingPointError
         return part_norms(gradients)
 
-    with without_guard(), patch.object(train, "part_norms", looking):
+    with without_guard(), patch.object(guarded, "part_norms", looking):
         yield
 
 

@@ -25,9 +25,10 @@ from benchmarks.step_cost import peak_mib
 from ssl_kd.guard import Precision
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.vision.fit import make_trainer
+from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import PairSampler, learning_rate_at
+from ssl_kd.vision.train import learning_rate_at
 
 CLUSTERS = 50
 

@@ -35,11 +35,12 @@ from ssl_kd.guard.health import Health, Stage
 from ssl_kd.guard.parts import part_norms
 from ssl_kd.heads import HeadBank
 from ssl_kd.store import nearest_neighbours
+from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train
 from ssl_kd.vision.fit import head_clusters, make_sampler, make_trainer
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import HeadTrainer
+from ssl_kd.vision.step import HeadTrainer
 
 HEADS, STRUCK, EVERY = 50, 10, 50
 Strike = tuple[int, str]  # which head, how
@@ -84,7 +85,7 @@ def strikes(steps: int, kinds: list[str], seed: int = 0) -> dict[int, Strike]:
 @contextlib.contextmanager
 def unguarded(norm: Callable[[Tensor], Tensor]):
     """The loop without the guard, all heads in one chunk and clipped by one norm."""
-    with without_guard(), patch.object(train, "part_norms", norm):
+    with without_guard(), patch.object(guarded, "part_norms", norm):
         yield
 
 
@@ -110,7 +111,7 @@ def skip_the_step():
         patch.object(Health, "judge", all_or_none),
         patch.object(Health, "escalate", lambda self, thresholds: {}),
         patch.object(HeadTrainer, "heal", lambda self, step: []),
-        patch.object(train, "part_norms", lambda g: torch.where(
+        patch.object(guarded, "part_norms", lambda g: torch.where(
             torch.isfinite(part_norms(g)).all(), global_norm(g), torch.nan)),
     ):  # fmt: skip
         yield
@@ -180,7 +181,7 @@ class Digits:
             return self.x[rows]
 
         gather.step = 0
-        one_chunk = patch.object(train, "head_chunks", lambda n, size, device: [slice(0, n)])
+        one_chunk = patch.object(guarded, "head_chunks", lambda n, size, device: [slice(0, n)])
         with one_chunk, WAYS[way](), contextlib.suppress(TooFewHealthyParts):
             train.train(trainer, sampler, gather, steps, checkpoint_every=steps)
         bank.strike = None

@@ -23,7 +23,7 @@ from benchmarks.official_temi import OfficialTEMI
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.losses import InstanceWeight
-from ssl_kd.vision.train import HeadTrainer, Objective
+from ssl_kd.vision.step import HeadTrainer, Objective
 
 SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]
 

@@ -23,9 +23,10 @@ from ssl_kd.datasets import ArrayDataset, open_dataset
 from ssl_kd.guard import Precision
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
+from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import PairSampler, learning_rate_at
+from ssl_kd.vision.train import learning_rate_at
 
 
 def ours(x: torch.Tensor, labels: np.ndarray, goal: float, every: int, seed: int):

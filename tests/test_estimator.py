@@ -27,7 +27,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import Objective
+from ssl_kd.vision.step import Objective
 
 
 def k_means(n_clusters: int) -> KMeans:

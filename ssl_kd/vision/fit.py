@@ -13,9 +13,11 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, head_maker
 from ssl_kd.vision.consensus import judging_pairs, neighbour_information, vote_tables
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import Gather, HeadTrainer, Objective, PairSampler, mutual_neighbours
+from ssl_kd.vision.step import HeadTrainer, Objective
+from ssl_kd.vision.train import Gather
 
 # Pairs of neighbours by which answers are judged: enough for a hundredth of a nat, few enough to
 # hold their embeddings in memory.

@@ -16,7 +16,8 @@ from ssl_kd.guard.microscope import Diagnosis, Fault, Microscope, diagnose
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, load_bundle
 from ssl_kd.heads import HeadBank, head_maker
-from ssl_kd.vision.train import HeadFault, HeadTrainer, Objective, StepResult
+from ssl_kd.vision.step import HeadTrainer, Objective, StepResult
+from ssl_kd.vision.train import HeadFault
 
 _HEAD = ("head", "hidden_dim", "bottleneck_dim")
 

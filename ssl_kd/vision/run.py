@@ -41,10 +41,12 @@ from ssl_kd.vision.fit import (
 )
 from ssl_kd.vision.folder import RunFolder, RunFolderError
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import HeadFault, HeadTrainer, LogRecord, PairSampler, train
+from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.train import HeadFault, LogRecord, train
 
 logger = logging.getLogger(__name__)
 

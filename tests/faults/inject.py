@@ -18,9 +18,11 @@ from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.vision.extract import extract
+from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.run import Interrupted, run
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import HeadTrainer, Objective, PairSampler, train
+from ssl_kd.vision.step import HeadTrainer, Objective
+from ssl_kd.vision.train import train
 
 ROOT = Path(__file__).parents[2]
 FAST = {

@@ -8,8 +8,10 @@ import torch
 from ssl_kd.guard import Precision, TooFewHealthyParts
 from ssl_kd.guard.health import Stage, Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
-from ssl_kd.vision.train import HeadTrainer, Objective, PairSampler, mutual_neighbours
+from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
+from ssl_kd.vision.step import HeadTrainer, Objective
 from tests.oracles import objectives as oracle
 
 CPU = Precision.for_device("cpu")
@@ -251,12 +253,12 @@ def test_a_bad_sample_is_left_out_and_named():
 
 def test_chunks_cover_the_heads_once_and_do_not_change_the_result(monkeypatch):
     for heads, size in ((1, 1), (50, 10**7), (50, 10**6), (48, 2 * 10**5)):
-        chunks = training.head_chunks(heads, size, torch.device("cpu"))
+        chunks = guarded.head_chunks(heads, size, torch.device("cpu"))
         assert [i for c in chunks for i in range(heads)[c]] == list(range(heads))
     whole = _trainer(instance_weight="mean")
     whole.step(_views(), 1e-2)
     monkeypatch.setattr(
-        training, "head_chunks", lambda heads, size, device: [slice(0, 2), slice(2, 5)]
+        guarded, "head_chunks", lambda heads, size, device: [slice(0, 2), slice(2, 5)]
     )
     parts = _trainer(instance_weight="mean")
     parts.step(_views(), 1e-2)
