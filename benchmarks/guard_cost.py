@@ -41,7 +41,6 @@ def without_guard() -> Iterator[None]:
         patch.object(guarded, "bad_samples", lambda views: no_rows[:, : views.shape[1]]),
         patch.object(Health, "judge", lambda self, loss, *rest: healthy[: len(loss)]),
         patch.object(Health, "record_", lambda *all: None),
-        patch.object(HeadTrainer, "keep_good", lambda self, step: None),
         patch.object(HeadTrainer, "heal", lambda self, step: []),
     ):
         yield
@@ -132,8 +131,11 @@ def main() -> None:
             began = time.perf_counter()
             trainer.step(views, 1e-4)
             done = time.perf_counter() - began
+            if way is without_guard:
+                return done
             began = time.perf_counter()
-            trainer.keep_good(0)
+            before = {name: tensor.clone() for name, tensor in trainer.state.owned().items()}
+            trainer.keep_good(0, before, torch.zeros(heads, dtype=torch.int8))
             return done + (time.perf_counter() - began) / train.KEEP_GOOD_EVERY
 
     for way in (without_guard, *ways.values()):

@@ -8,6 +8,7 @@ skip -> restore from the last good state -> re-initialise once -> retire -> stop
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
@@ -27,6 +28,7 @@ class Stage(IntEnum):
     SPIKE = 4
     DEAD = 5
     RETIRED = 6
+    OVERFLOW = 7
 
 
 REASONS = {
@@ -34,11 +36,12 @@ REASONS = {
     Stage.LOSS: "the loss is not finite",
     Stage.GRADIENT: "the gradient's norm is not finite: a NaN, or too large to square",
     Stage.SPIKE: "the gradient's norm is far above its running median",
+    Stage.OVERFLOW: "the gradient overflows at this loss scale, which is halved",
     Stage.DEAD: "the gradient has been exactly zero for many steps: the part learns nothing",
 }
 
 WARM_UP = 20
-_STRIDE = 0.05
+_SHORTEST = 0.05
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,9 @@ class Thresholds:
             re-initialised, and again before it is retired.
         forgive_after: healthy steps in a row after which a restored part counts as recovered.
         min_parts: fewer parts than this that are not retired end the run.
+
+    Raises:
+        ValueError: a threshold is out of range.
     """
 
     spike_factor: float = 100.0
@@ -61,6 +67,14 @@ class Thresholds:
     restore_after: int = 10
     forgive_after: int = 100
     min_parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 < self.spike_factor < math.inf:
+            raise ValueError(f"spike_factor is {self.spike_factor}; expected a finite number > 1")
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name} is {value!r}; expected a whole number from 1")
 
 
 @dataclass
@@ -119,6 +133,7 @@ class Health:
         norm: Tensor,
         thresholds: Thresholds,
         teacher: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """What is wrong with each part in this step; changes nothing.
 
@@ -127,6 +142,8 @@ class Health:
             norm: gradient norm `[part]`, before clipping.
             thresholds: when a norm is a spike, and a part dead.
             teacher: boolean `[part]`: the part's targets are finite.
+            scale: `[part]`, the loss scale: above 1 a gradient that is not finite is an overflow
+                as scaling expects them, and no reason to restore a part.
 
         Returns:
             `[part]` int8, values of `Stage`: the earliest stage that was found bad.
@@ -142,37 +159,58 @@ class Health:
         stage = mark(stage, (self.seen >= WARM_UP) & (norm.log() > ceiling), Stage.SPIKE)
         # Later lines overrule earlier ones: the earliest stage that is not finite is the cause.
         stage = mark(stage, ~torch.isfinite(norm), Stage.GRADIENT)
+        if scale is not None:
+            stage = mark(stage, ~torch.isfinite(norm) & (scale > 1), Stage.OVERFLOW)
         stage = mark(stage, ~torch.isfinite(loss), Stage.LOSS)
         if teacher is not None:
             stage = mark(stage, ~teacher, Stage.TEACHER)
         return mark(stage, self.retired, Stage.RETIRED)
 
-    def record_(self, stage: Tensor, norm: Tensor, thresholds: Thresholds) -> None:
+    def record_(
+        self,
+        stage: Tensor,
+        norm: Tensor,
+        thresholds: Thresholds,
+        absent: Tensor | None = None,
+    ) -> None:
         """Remember a step's stages and gradient norms, `[part]` each.
+
+        Parts that are `absent`, boolean `[part]`, had no part in the step: nothing is remembered.
 
         The median is tracked by strides of a fixed length towards each norm: how far off a spike
         is makes no difference, and what is zero or not finite does not count at all.
         """
+        if absent is not None:
+            before = [tensor.clone() for tensor in self.tensors().values()]
+            self.record_(stage, norm, thresholds)
+            for tensor, old in zip(self.tensors().values(), before, strict=True):
+                tensor.copy_(torch.where(absent, old, tensor))
+            return
         healthy, spike = is_healthy(stage), stage == int(Stage.SPIKE)
         self.spikes.add_(1).mul_(spike)
         counts = (healthy | spike) & (norm > 0)
         log = torch.where(counts, norm, 1).log()
-        stride = (1 / (self.seen + 1)).clamp(min=_STRIDE)  # long at first, to get there
+        stride = (WARM_UP / (self.seen + 1)).clamp(_SHORTEST, 1)  # a nat at first, to get there
         moved = self.level + stride * (log - self.level).sign()
         # Spikes that do not end are no spikes: the level has changed.
         jump = (self.seen == 0) | (self.spikes >= thresholds.spike_patience)
         self.level.copy_(torch.where(counts, torch.where(jump, log, moved), self.level))
-        self.seen.add_(counts)
+        self.seen.copy_(torch.where(jump & counts, 1, self.seen + counts))
         self.zeros.add_(1).mul_(healthy & (norm == 0))
         self.skipped.add_(~healthy & ~self.retired)
-        self.streak.add_(1).mul_(~healthy & ~self.retired)
+        overflow = stage == int(Stage.OVERFLOW)
+        self.streak.add_(~overflow).mul_(~healthy & ~self.retired)
         self.run.add_(1).mul_(healthy)
         self.restored.logical_and_(self.run < thresholds.forgive_after)
 
-    def escalate(self, thresholds: Thresholds) -> dict[int, str]:
+    def escalate(self, thresholds: Thresholds, beside: Collection[int] = ()) -> dict[int, str]:
         """Decide what becomes of the parts that were bad for too many steps in a row.
 
         Asks the device for its numbers, so call it as often as waiting for them is acceptable.
+
+        Args:
+            thresholds: after how many, and how few parts may be left.
+            beside: parts that the others share: restored like them, but never counted as left.
 
         Returns:
             part -> `restore`, `reinitialise` or `retire`, for the caller to carry out; the counters
@@ -187,16 +225,17 @@ class Health:
             return {}
         columns = (self.retired, self.restored, self.reinitialised)
         retired, restored, reinitialised = (column.tolist() for column in columns)
-        active = [part for part, gone in enumerate(retired) if not gone]
-        sick = [part for part in active if late[part]]
-        if len(sick) == len(active) and any(restored[part] for part in sick):
+        active = [p for p, gone in enumerate(retired) if not gone and p not in beside]
+        sick = [part for part, gone in enumerate(retired) if late[part] and not gone]
+        tried = any(restored[part] for part in active)
+        if all(late[part] for part in active) and (tried or not active):
             raise TooFewHealthyParts(
                 f"no part had a healthy step in the last {thresholds.restore_after}, although "
                 "going back to the last good state was tried"
             )
         actions = {}
         for part in sick:
-            if not restored[part]:
+            if not restored[part] or part in beside:
                 actions[part] = "restore"
             else:
                 actions[part] = "retire" if reinitialised[part] else "reinitialise"

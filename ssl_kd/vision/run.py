@@ -385,8 +385,10 @@ class _Signals:
     def between_steps(self) -> Iterator[None]:
         """Only note the signal; whoever works inside looks at `caught`."""
         self._patient = True
-        yield
-        self._patient = False
+        try:
+            yield
+        finally:
+            self._patient = False
         if self.caught:
             self._stop()
 

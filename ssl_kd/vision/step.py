@@ -132,6 +132,8 @@ class StepResult:
         stage: `[head]` int8, the `Stage` of its fault.
         bad: `[view, batch]`, samples that were left out, in every view, since they are not finite.
         smoothed: `[head]`, whether a cluster's running marginal was exactly 0.
+        before: name -> `[head]`: loss scale and health as they were before the step, named as in
+            `HeadsState.tensors`.
     """
 
     loss: Tensor
@@ -139,6 +141,7 @@ class StepResult:
     stage: Tensor
     bad: Tensor
     smoothed: Tensor
+    before: dict[str, Tensor]
 
 
 class HeadTrainer:
@@ -203,19 +206,18 @@ class HeadTrainer:
                 raise ValueError(f"{name} {found}, expected {list(mine.shape)}")
             mine.copy_(saved)
 
-    def keep_good(self, step: int) -> None:
-        """Remember the heads that are well as their last good state, after `step` steps."""
-        state = self.state
-        well = (state.health.streak == 0) & self._finite()
-        for name, tensor in state.owned().items():
+    def keep_good(self, step: int, before: dict[str, Tensor], stage: Tensor) -> None:
+        """Remember what the heads owned `before` a step as their last good state, where it was.
+
+        Args:
+            step: its number, so many steps were done before.
+            before: name -> tensor, a copy of `owned`.
+            stage: `[head]`, of the step, which has shown the state to be good or not.
+        """
+        well = is_healthy(stage) & _finite(before)
+        for name, tensor in before.items():
             keep_unless_(well, self.good[name], tensor)
         keep_unless_(well, self.good_step, torch.full_like(self.good_step, step))
-
-    def _finite(self) -> Tensor:
-        """Which heads hold only finite numbers: `[head]`."""
-        owned = self.state.owned().values()
-        largest = [torch.linalg.vector_norm(t.view(len(t), -1), torch.inf, 1) for t in owned]
-        return torch.isfinite(torch.stack(largest)).all(0)
 
     def restore(self, head: int) -> str:
         """Put one head back to its last good state; what was done, in words."""
@@ -229,9 +231,21 @@ class HeadTrainer:
         A head whose weights were hit from outside the step is not updated any more, but its rows
         would carry the damage into the file.
         """
-        sick = (~self._finite()).nonzero().flatten().tolist()
+        sick = (~_finite(self.state.owned())).nonzero().flatten().tolist()
         reason = "its weights or moments are not finite"
         return [Event(step, f"head {i}", "weight", reason, self.restore(i)) for i in sick]
+
+    def give_up(self, step: int) -> list[Event]:
+        """Put every head that is not well back to its last good state, before the run stops.
+
+        A run that is resumed from it, once the cause is found, finds no head in the middle of a
+        fault.
+        """
+        health = self.state.health
+        sick = ((health.streak > 0) | ~_finite(self.state.owned())).nonzero().flatten().tolist()
+        health.streak.zero_()
+        reason = "it was not well when the run stopped"
+        return [Event(step, f"head {i}", "escalation", reason, self.restore(i)) for i in sick]
 
     def escalate(self, step: int) -> list[Event]:
         """Restore, re-initialise or retire the heads that stay sick; asks the device.
@@ -277,6 +291,8 @@ class HeadTrainer:
             views = views[:, ~bad.any(0)]
         views = views.to(self.precision.device, non_blocking=True)
         smoothed = (self.state.marginal == 0).any(1) & (self.objective.loss == "temi")
+        remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
+        before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}
 
         n_views, batch, _ = views.shape
         floats = n_views * batch * self.bank.width + self.bank.n_parameters
@@ -297,7 +313,7 @@ class HeadTrainer:
             results.append(self._learn(rows, views, targets, marginal, weights, learning_rate))
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
-        return StepResult(loss, norm, stage, bad, smoothed)
+        return StepResult(loss, norm, stage, bad, smoothed, before)
 
     def _logits(self, parameters: dict[str, Tensor], views: Tensor, training: bool) -> Tensor:
         with self.precision.autocast():
@@ -353,7 +369,8 @@ class HeadTrainer:
             gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
             norm = part_norms(gradient) / state.scale
             sound = torch.isfinite(marginal).all(1)
-            stage = state.health.judge(loss, norm, self.thresholds, sound)
+            scale = state.scale if self.precision.scale else None
+            stage = state.health.judge(loss, norm, self.thresholds, sound, scale)
             healthy = is_healthy(stage)
 
             gradient.mul_((clip_factors(norm, o.clip_grad) / state.scale).unsqueeze(1))
@@ -372,8 +389,14 @@ class HeadTrainer:
                 memory = torch.where(state.updates > 1, 0.98, 0.0)
                 state.loss.copy_(torch.lerp(loss, state.loss, memory))
             if self.precision.scale:
-                rescale_(state.scale, healthy, stage == int(Stage.GRADIENT), state.updates)
+                rescale_(state.scale, healthy, stage == int(Stage.OVERFLOW), state.updates)
         return loss.detach(), norm, stage
+
+
+def _finite(owned: dict[str, Tensor]) -> Tensor:
+    """Which heads hold only finite numbers: `[head]`."""
+    largest = [torch.linalg.vector_norm(t.view(len(t), -1), torch.inf, 1) for t in owned.values()]
+    return torch.isfinite(torch.stack(largest)).all(0)
 
 
 def bad_samples(views: Tensor) -> Tensor:

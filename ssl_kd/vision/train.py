@@ -93,8 +93,15 @@ def train(
     began, seen, results = time.perf_counter(), 0, []
     watch = _Watch(trainer, on_events, on_fault)
 
+    def look(done: int) -> None:
+        try:
+            watch.look(done)
+        except TooFewHealthyParts:
+            on_checkpoint(done)
+            raise
+
     def checkpoint(done: int) -> None:
-        watch.look(done)
+        look(done)
         on_events(trainer.heal(done - 1))
         on_checkpoint(done)
 
@@ -106,8 +113,13 @@ def train(
         rows, partners = sampler(step)
         views = gather(torch.cat([rows, partners])).unflatten(0, (2, len(rows)))
         learning_rate = learning_rate_at(step, steps, trainer.objective)
+        before = None
+        if step > 0 and step % KEEP_GOOD_EVERY == 0:
+            before = {name: tensor.clone() for name, tensor in trainer.state.owned().items()}
         with trainer.bank.draws_seeded(hash((trainer.objective.seed, step))):
             result = trainer.step(views, learning_rate)
+        if before is not None:
+            trainer.keep_good(step, before, result.stage)
         results.append(result)
         samples = torch.stack([rows, partners])
         watch.unread.append(_Step(step, samples, views, learning_rate, result))
@@ -115,14 +127,7 @@ def train(
 
         done = step + 1
         if done % LOOK_EVERY[trainer.precision.device.type == "cpu"] == 0:
-            try:
-                watch.look(done)
-            except TooFewHealthyParts:
-                on_events(trainer.heal(done - 1))
-                on_checkpoint(done)
-                raise
-        if done % KEEP_GOOD_EVERY == 0:
-            trainer.keep_good(done)
+            look(done)
         if done % log_every == 0 or done == steps:
             now = time.perf_counter()
             healthy = is_healthy(torch.stack([result.stage for result in results]))
@@ -147,7 +152,7 @@ def train(
 
 @dataclass(frozen=True)
 class HeadFault:
-    """One head in one step that it was left out of; the head's state is as before the step.
+    """One head in one step that it was left out of.
 
     Attributes:
         head: which one.
@@ -155,6 +160,10 @@ class HeadFault:
         samples: `[view, batch]`, which rows the step was made of.
         views: `[view, batch, dim]`, their embeddings.
         learning_rate: of the step.
+        before: name -> `[1, ...]`, the head's tensors before the step, as in `HeadsState.tensors`;
+            they share memory with the trainer, so copy what is to last.
+        exact: false where the head has been updated since, by steps that were not looked at yet:
+            then its weights, moments and marginal are those of now.
     """
 
     head: int
@@ -162,6 +171,8 @@ class HeadFault:
     samples: Tensor
     views: Tensor
     learning_rate: float
+    before: dict[str, Tensor]
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -189,6 +200,15 @@ class _Watch:
         self._smoothed: set[int | None] = set()
         self._last = Event(0, "head", "loss", "nothing was seen", "")
 
+    def _fault(self, head: int, event: Event, step: _Step, later: list[_Step]) -> HeadFault:
+        """The fault, with what the head was before it: a skipped head has not changed since."""
+        row = slice(head, head + 1)
+        now = {name: tensor[row] for name, tensor in self.trainer.state.tensors().items()}
+        before = now | {name: tensor[row] for name, tensor in step.result.before.items()}
+        exact = not any(bool(is_healthy(after.result.stage[head])) for after in later)
+        seen = (step.samples, step.views, step.learning_rate)
+        return HeadFault(head, event, *seen, before, exact)
+
     def look(self, done: int) -> None:
         """Report the faults of the unread steps, then restore, re-initialise or retire.
 
@@ -196,7 +216,7 @@ class _Watch:
             TooFewHealthyParts: with what was seen and what to change.
         """
         events = []
-        for step in self.unread:
+        for number, step in enumerate(self.unread):
             for head, event in _events(step.step, step.samples, step.result):
                 if event.action == "smoothed":  # once is enough
                     if head in self._smoothed:
@@ -204,9 +224,7 @@ class _Watch:
                     self._smoothed.add(head)
                 events.append(event)
                 if head is not None and event.action == "skipped":
-                    self.on_fault(
-                        HeadFault(head, event, step.samples, step.views, step.learning_rate)
-                    )
+                    self.on_fault(self._fault(head, event, step, self.unread[number + 1 :]))
         self.unread.clear()
         if not events:
             return
@@ -217,7 +235,8 @@ class _Watch:
         except TooFewHealthyParts as error:
             rate = self.trainer.objective.learning_rate
             reason = f"{error}. Last seen, {self._last.part}: {self._last.reason}"
-            self.on_events([Event(done - 1, "run", "escalation", reason, "stopped")])
+            stopped = Event(done - 1, "run", "escalation", reason, "stopped")
+            self.on_events([*self.trainer.give_up(done - 1), stopped])
             raise TooFewHealthyParts(
                 f"step {done}: {reason}. Lower LEARNING_RATE (now {rate:g}) or look at the "
                 "embeddings with `python test_nan_issues.py`; each head's last good state is saved"
@@ -236,6 +255,6 @@ def _events(step: int, samples: Tensor, result: StepResult) -> Iterator[tuple[in
         if stage in (Stage.HEALTHY, Stage.RETIRED):
             continue
         seen = result.loss if stage in (Stage.LOSS, Stage.TEACHER) else result.grad_norm
-        done = "reported" if stage == Stage.DEAD else "skipped"
+        done = {Stage.DEAD: "reported", Stage.OVERFLOW: "loss scale halved"}.get(stage, "skipped")
         name = stage.name.lower()
         yield head, Event(step, f"head {head}", name, REASONS[stage], done, float(seen[head]))

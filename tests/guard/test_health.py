@@ -75,6 +75,65 @@ def test_a_large_first_norm_is_left_behind():
     assert abs(float(health.level)) < 0.2
 
 
+@pytest.mark.parametrize("first", [1e8, 1e-8])
+def test_the_median_gets_there_from_a_wild_first_norm(first):
+    health = Health.fresh(1)
+    feed(health, [first] + [1.0] * 39)
+    assert abs(float(health.level)) < 1.1 and feed(health, [1e3]) == [Stage.SPIKE]
+
+
+def test_after_a_level_that_did_not_last_spikes_are_found_again():
+    health = Health.fresh(1)
+    feed(health, [1.0] * 40 + [1e6] * 5 + [1.0] * 40)
+    assert feed(health, [1e4]) == [Stage.SPIKE]
+
+
+def test_an_overflow_of_the_loss_scale_is_skipped_but_costs_no_patience():
+    health, norm = Health.fresh(2), torch.tensor([math.inf, math.inf])
+    scale = torch.tensor([16.0, 1.0])
+    for _ in range(12):
+        stage = health.judge(torch.ones(2), norm, DEFAULT, scale=scale)
+        health.record_(stage, norm, DEFAULT)
+    assert stage.tolist() == [Stage.OVERFLOW, Stage.GRADIENT]
+    assert health.skipped.tolist() == [12, 12] and health.streak.tolist() == [0, 12]
+    assert health.escalate(DEFAULT) == {1: "restore"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"spike_factor": 1.0},
+        {"spike_factor": math.nan},
+        {"spike_factor": math.inf},
+        {"spike_patience": 0},
+        {"dead_after": 0},
+        {"restore_after": 2.5},
+        {"restore_after": -3},
+        {"forgive_after": 0},
+        {"min_parts": 0},
+    ],
+)
+def test_a_threshold_out_of_range_is_named(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
+        Thresholds(**wrong)
+
+
+def test_absent_parts_and_parts_beside_do_not_count():
+    health, few = Health.fresh(3), Thresholds(restore_after=2)
+    bad = torch.full((3,), int(Stage.LOSS), dtype=torch.int8)
+    absent = torch.tensor([False, True, False])
+    for _ in range(2):
+        health.record_(bad, torch.ones(3), few, absent)
+    assert health.streak.tolist() == [2, 0, 2] and health.skipped.tolist() == [2, 0, 2]
+    assert health.escalate(few, beside={2}) == {0: "restore", 2: "restore"}
+    health.retired[0] = health.retired[1] = True
+    for _ in range(2):
+        health.record_(bad, torch.ones(3), few)
+    with pytest.raises(TooFewHealthyParts):  # what the others shared is no part left
+        health.escalate(few, beside={2})
+
+
 def test_zero_gradients_are_reported_once_and_only_in_a_row():
     health = Health.fresh(1)
     few = Thresholds(dead_after=3)

@@ -444,6 +444,84 @@ def test_the_run_stops_when_no_head_is_healthy_after_a_restore():
     assert all(torch.equal(t, fresh.state.owned()[n]) for n, t in trainer.state.owned().items())
 
 
+def test_the_checkpoint_of_a_stop_is_the_last_good_state_and_can_go_on():
+    x, sampler = _problem()
+    trainer, saved = _trainer(), {}
+
+    def wild(rows):  # every head's weights explode, finite, and then nothing is
+        if len(saved.setdefault("steps", [])) > 70:
+            trainer.state.student.mul_(1e37)
+            trainer.state.teacher.mul_(1e37)
+        saved["steps"].append(1)
+        return x[rows] * 1e10
+
+    with pytest.raises(TooFewHealthyParts):
+        training.train(
+            trainer,
+            sampler,
+            wild,
+            200,
+            checkpoint_every=999,
+            on_checkpoint=lambda step: saved.update(tensors=trainer.tensors()),
+        )
+    tensors = saved["tensors"]
+    assert torch.equal(tensors["student"], tensors["good.student"])
+    assert tensors["health.streak"].sum() == 0 and tensors["good_step"].tolist() == [50] * HEADS
+
+
+def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(monkeypatch):
+    monkeypatch.setattr(training, "LOOK_EVERY", {True: 10, False: 10})
+    x, sampler = _problem()
+    faults, saved, trainer = [], [], _trainer()
+    states = []
+
+    def gather(rows):
+        step = len(states)
+        states.append({n: t[2:3].clone() for n, t in trainer.state.tensors().items()})
+        trainer.bank = bank
+        if step in (3, 18, 19):
+            _poison_gradient(math.nan)(trainer, None)
+        return x[rows]
+
+    def keep(fault):
+        kept = {name: tensor.clone() for name, tensor in fault.before.items()}
+        faults.append(dataclasses.replace(fault, before=kept))
+
+    bank = trainer.bank
+    training.train(trainer, sampler, gather, 30, on_fault=keep)
+    assert [(f.event.step, f.head, f.exact) for f in faults] == [
+        (3, 2, False),
+        (18, 2, True),
+        (19, 2, True),
+    ]
+    for fault in faults[1:]:
+        before = states[fault.event.step]
+        assert [n for n, t in fault.before.items() if not torch.equal(t, before[n])] == []
+
+    trainer = _trainer()
+    _poison_logits(math.nan)(trainer, None)
+    trainer.state.health.retired[:] = torch.tensor([True, True, False, True, True])
+    with pytest.raises(TooFewHealthyParts):  # seen at a checkpoint, which is saved all the same
+        training.train(
+            trainer, sampler, x.__getitem__, 60, checkpoint_every=13, on_checkpoint=saved.append
+        )
+    assert saved[-1] in (20, 26) and len(saved) == len(set(saved))
+
+
+def test_a_state_that_no_step_has_proved_is_not_kept_as_good():
+    x, sampler = _problem()
+    trainer = _trainer()
+
+    def gather(rows):
+        if trainer.state.health.run[2] == 50:  # the weights of head 2 after 50 steps are no good
+            trainer.state.student[2] *= 1e38
+            trainer.state.teacher[2] *= 1e38
+        return x[rows]
+
+    training.train(trainer, sampler, gather, 70)
+    assert trainer.good_step.tolist() == [50, 50, 0, 50, 50]
+
+
 def test_too_few_heads_left_stop_the_run():
     x, sampler = _problem()
     trainer = _always(_poison_logits(math.nan))
