@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Threads that wait for the next product sleep instead of spinning: as fast on an idle machine, and
-# several times faster on a shared one. Read once, when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 # Exit codes. What a signal ends is 128 + its number: 130 after Ctrl-C, 143 after SIGTERM.
 OK, FAILED, BAD_SETTING, GUARD_STOPPED = 0, 1, 2, 3
 
@@ -313,6 +309,9 @@ def _train_here(argv: Sequence[str]) -> int:
 
 def _replay(argv: Sequence[str]) -> int:
     """Run the recorded step of a sick head again, and name the cause."""
+    if argv and argv[0] in ("-h", "--help"):
+        print("usage: ssl_kd replay BUNDLE\n\nBUNDLE is a file of a run's folder `faults`.")
+        return OK
     if len(argv) != 1:
         _say("replay takes one file, a bundle that a run saved: ssl_kd replay BUNDLE")
         return BAD_SETTING

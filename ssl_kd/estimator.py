@@ -22,14 +22,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
 
-from ssl_kd.guard.events import Event
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import train
+from ssl_kd.vision.train import EventWarnings, train
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +188,7 @@ class MultiHeadClusterer(
         neighbours = nearest_neighbours(x, k, device=precision.device)
         sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        train(trainer, sampler, projected.__getitem__, steps, on_events=_Warnings())
+        train(trainer, sampler, projected.__getitem__, steps, on_events=EventWarnings())
         self.model_, _, _ = form_answer(
             settings, trainer, neighbours, projected.__getitem__, projection
         )
@@ -312,18 +311,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return str(value) if isinstance(value, torch.device) else value
-
-
-class _Warnings:
-    """Logs the guard's events: the first of each kind as a warning, the others for debugging."""
-
-    def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()
-
-    def __call__(self, events: list[Event]) -> None:
-        for event in events:
-            kind = (event.part, event.action)
-            level = logging.DEBUG if kind in self._told else logging.WARNING
-            self._told.add(kind)
-            words = (event.step, event.part, event.reason, event.action)
-            logger.log(level, "step %d, %s: %s; %s", *words)

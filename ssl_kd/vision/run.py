@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ssl_kd import evaluate
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
+from ssl_kd.guard.events import Event
 from ssl_kd.guard.files import atomic_write, atomic_write_bytes, atomic_write_text
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
@@ -46,7 +47,7 @@ from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import HeadFault, LogRecord, train
+from ssl_kd.vision.train import EventWarnings, HeadFault, LogRecord, train
 
 logger = logging.getLogger(__name__)
 
@@ -296,11 +297,17 @@ def _train(
             info = {"loss": mean, "healthy": f"{record.healthy}/{settings.n_heads}"}
             tell("train", record.step, steps, info)
 
+        warn = EventWarnings()
+
+        def on_events(events: list[Event]) -> None:
+            folder.events.extend(events)
+            warn(events)
+
         recorder = FlightRecorder(folder.path / "faults")
 
         def on_fault(fault: HeadFault) -> None:
             if recorder.wants(fault.event.part):
-                recorder.record(**bundle_of(trainer, fault, dataclasses.asdict(settings)))
+                recorder.record(bundle_of(trainer, fault, dataclasses.asdict(settings)))
 
         try:
             train(
@@ -312,7 +319,7 @@ def _train(
                 log_every=settings.log_every,
                 checkpoint_every=settings.checkpoint_every,
                 on_log=on_log,
-                on_events=folder.events.extend,
+                on_events=on_events,
                 on_fault=on_fault,
                 on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors()),
                 should_stop=lambda: bool(signals.caught),

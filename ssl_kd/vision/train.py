@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from ssl_kd.guard.parts import (
 )
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.step import HeadTrainer, Objective, StepResult
+
+logger = logging.getLogger(__name__)
 
 Gather = Callable[[Tensor], Tensor]
 """Row numbers `[batch]` -> embeddings `[batch, dim]` float32."""
@@ -258,3 +261,19 @@ def _events(step: int, samples: Tensor, result: StepResult) -> Iterator[tuple[in
         done = {Stage.DEAD: "reported", Stage.OVERFLOW: "loss scale halved"}.get(stage, "skipped")
         name = stage.name.lower()
         yield head, Event(step, f"head {head}", name, REASONS[stage], done, float(seen[head]))
+
+
+class EventWarnings:
+    """Logs the guard's events: the first of each kind as a warning, the others for debugging."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
+
+    def __call__(self, events: list[Event]) -> None:
+        """Take some more."""
+        for event in events:
+            kind = (event.stage, event.action)
+            level = logging.DEBUG if kind in self._told else logging.WARNING
+            self._told.add(kind)
+            words = (event.step, event.part, event.reason, event.action)
+            logger.log(level, "step %d, %s: %s; %s", *words)

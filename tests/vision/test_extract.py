@@ -97,7 +97,7 @@ def test_result_is_in_order_whatever_the_batches_and_threads(tmp_path):
         )
         torch.testing.assert_close(store.tensor()[:, 0], expected)
         assert max(teacher.sizes) == min(batch_size, 23)
-        assert len(teacher.threads) <= max(1, workers)
+        assert len(teacher.threads) <= (workers or torch.get_num_threads())
         assert "MainThread" not in teacher.threads
         assert store.labels is not None and store.labels.tolist() == [i % 3 for i in range(23)]
 
