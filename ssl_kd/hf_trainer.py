@@ -31,6 +31,19 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 
+class _TakenOver(float):
+    """Infinity, so that the Trainer does not clip; copied and saved as the value before."""
+
+    def __new__(cls, before: float) -> _TakenOver:
+        return super().__new__(cls, math.inf)
+
+    def __init__(self, before: float) -> None:
+        self.before = before
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (self.before,)
+
+
 class GuardCallback(TrainerCallback):
     """Leaves sick steps of a Trainer out, goes back where they do not end, and stops in time.
 
@@ -40,7 +53,8 @@ class GuardCallback(TrainerCallback):
     raises `TooFewHealthyParts`. A healthy run is to the last bit what it is without the callback.
 
     The Trainer clips before it calls back, which hides a spike, so the guard takes `max_grad_norm`
-    over: it is infinite while training runs. Events are logged, and stand in
+    over: it reads infinite until training ends (after an interruption, too: the next run with a
+    guard finds the old value), and is saved as what it was. Events are logged, and stand in
     `trainer.state.log_history` under `guard`; every log line has `guard_updates` and
     `guard_skipped`. A resumed Trainer begins with a new guard.
 
@@ -81,14 +95,14 @@ class GuardCallback(TrainerCallback):
         if args.deepspeed or args.fsdp:
             raise ValueError("GuardCallback sees no whole gradients under DeepSpeed or FSDP")
         _promote(kwargs["model"], args.fp16)
-        self._max_grad_norm = args.max_grad_norm
+        _give_back(args)  # an interrupted run did not
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
-        if clip:  # infinite, not 0: under fp16 some versions unscale gradients only to clip them
-            args.max_grad_norm = math.inf
         # The Trainer scales the loss itself, and shows the gradients unscaled.
         self.guard = Guard(
             kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **self.options
         )
+        if clip:  # infinite, not 0: under fp16 some versions unscale gradients only to clip them
+            args.max_grad_norm = _TakenOver(clip)
         self.guard.steps = state.global_step
         self._logged = 0
         self._stopped: TooFewHealthyParts | None = None
@@ -140,9 +154,14 @@ class GuardCallback(TrainerCallback):
             TooFewHealthyParts: training was stopped; the message says what was seen and what to
                 change.
         """
-        args.max_grad_norm = self._max_grad_norm
+        _give_back(args)
         if self._stopped is not None:
             raise self._stopped
+
+
+def _give_back(args: TrainingArguments) -> None:
+    if isinstance(args.max_grad_norm, _TakenOver):
+        args.max_grad_norm = args.max_grad_norm.before
 
 
 def _promote(model: nn.Module, autocast: bool) -> None:

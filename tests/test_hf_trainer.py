@@ -177,6 +177,26 @@ def test_a_resumed_trainer_gets_a_new_guard_at_its_step(tmp_path):
     assert guard.guard.updates.tolist() == [5]
 
 
+def test_clipping_is_saved_as_it_was(tmp_path):
+    settings = {"max_grad_norm": 0.1, "save_strategy": "steps", "save_steps": 2}
+    run(tmp_path, GuardCallback(), **settings)
+    saved = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
+    assert saved.max_grad_norm == 0.1 and type(saved.max_grad_norm) is float
+
+
+def test_the_next_run_after_an_interruption_clips_as_the_first(tmp_path):
+    args = transformers.TrainingArguments(str(tmp_path), max_grad_norm=0.1, report_to="none")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = SimpleNamespace(global_step=0)
+    for _ in range(2):  # the first one never ends
+        guard = GuardCallback()
+        guard.on_train_begin(args, state, None, model=model, optimizer=optimizer)
+        assert guard.guard.clip_grad == 0.1 and args.max_grad_norm == math.inf
+    guard.on_train_end(args, state, None)
+    assert args.max_grad_norm == 0.1
+
+
 def test_float16_weights_without_autocast_are_refused(tmp_path):
     with pytest.raises(ValueError, match="load the model in float32"):
         run(tmp_path, GuardCallback(), model=gpt2().half())

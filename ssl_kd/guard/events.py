@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,15 @@ class Event:
 
 
 class EventLog:
-    """Events of one run, kept in memory and appended to `events.jsonl` as they come."""
+    """Events of one run, kept in memory and appended to `events.jsonl` as they come.
+
+    A full disk must not end the run: what cannot be written is kept in memory, with one warning.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.events: list[Event] = []
+        self._warned = False
 
     def __len__(self) -> int:
         return len(self.events)
@@ -50,5 +57,10 @@ class EventLog:
         """Add events, and append them to the file in one write."""
         self.events.extend(events)
         if self.path is not None and events:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write("".join(event.line() + "\n" for event in events))
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write("".join(event.line() + "\n" for event in events))
+            except OSError as error:
+                if not self._warned:
+                    logger.warning("events are kept in memory only: %s: %s", self.path, error)
+                self._warned = True

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 WHOLE, SHARED = "model", "shared"
 """The part without `parts=`; the part of the weights that no given part owns."""
 
+_WINDOW = 100  # steps; a part that misses more than a tenth of them is reported
 _FIRST_SCALE = 1024.0  # ten halvings from the floor: as many as the guard has patience for
 
 _ADVICE = {
@@ -47,13 +48,22 @@ class _Part:
     weights: list[nn.Parameter]
     modules: list[nn.Module] = field(default_factory=list)
     buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)  # buffers after the last healthy step
+    kept: list[Tensor | None] = field(default_factory=list)  # buffers after the last healthy step
     good: dict[str, Any] | None = None
     due: int = 0  # the step from which the next snapshot may be taken
 
-    def live(self) -> list[Tensor]:
+    def live(self) -> list[Tensor | None]:
         """The buffers as they are now: a module may have put another tensor in the place."""
-        return [b for module, name in self.buffers if (b := module._buffers[name]) is not None]
+        return [module._buffers[name] for module, name in self.buffers]
+
+    def put_back(self, buffers: list[Tensor | None]) -> None:
+        """Give the buffers the values that `live` showed."""
+        for (module, name), now, value in zip(self.buffers, self.live(), buffers, strict=True):
+            if now is not None and value is not None:
+                now.copy_(value)
+            else:  # made by a forward pass, the first one as a rule
+                where = self.weights[0].device
+                module._buffers[name] = None if value is None else value.to(where, copy=True)
 
 
 class Guard:
@@ -65,6 +75,8 @@ class Guard:
     `thresholds.restore_after` bad steps in a row a part goes back to its last good state, then is
     re-initialised, then retired; without a healthy part the loop stops.
 
+    A step may be given up after `backward`, by `optimizer.zero_grad()` or `discard`.
+
     Costs one wait for the device per step, and one more per `backward` that has to cut out losses
     (loss terms, `through=`, parts beside shared weights). Snapshots need the memory of weights and
     optimizer state once more, on the CPU. One process: ranks would not agree on what is cut out.
@@ -74,7 +86,8 @@ class Guard:
         optimizer: holds its parameters. float16 parameters are given float32 masters in it, so
             build the guard after the weights are loaded and before the first step.
         parts: name -> a module, or parameters, that fail alone; each parameter has one owner. What
-            no part owns becomes the part `shared`. By default the whole model is one part.
+            is trained and no part owns becomes the part `shared`. By default the whole model is one
+            part.
         thresholds: when the guard acts.
         clip_grad: largest gradient norm of a part, > 0, as `torch.nn.utils.clip_grad_norm_`.
         scaler: scale losses as a GradScaler does, but never below 1, and each part's alone where
@@ -86,7 +99,8 @@ class Guard:
         events: a file to append the guard's decisions to, one line of JSON each.
 
     Raises:
-        ValueError: parts and optimizer do not fit, or an argument is out of range.
+        ValueError: parts and optimizer do not fit, an argument is out of range, or a parameter is
+            complex.
     """
 
     def __init__(
@@ -114,13 +128,17 @@ class Guard:
 
         given = parts is not None
         self._parts = _divide(model, optimizer, parts)
+        own = sum(part.name != SHARED for part in self._parts)
+        if own < self.thresholds.min_parts:
+            raise ValueError(f"min_parts is {self.thresholds.min_parts}; the parts are {own}")
         self._masters = _promote(optimizer)
         swap = {id(p): master for p, master in self._masters}
         for part in self._parts:
             part.weights = [swap.get(id(p), p) for p in part.weights]
         self._index = {part.name: i for i, part in enumerate(self._parts)}
         self._named = [p.name for p in self._parts if p.name != SHARED] if given else []
-        self._held = _count(optimizer)
+        self._own = {id(p) for part in self._parts for p in part.weights}
+        self._beside = {self._index[SHARED]} if SHARED in self._index else set()
 
         # All of the memory is on the CPU: a step reads losses and norms once, and never again.
         self.health = Health.fresh(len(self._parts))
@@ -128,9 +146,11 @@ class Guard:
             self.health.reinitialised[i] = reinitialise is None and not _resettable(part)
         self.updates = torch.zeros(len(self._parts), dtype=torch.int64)
         self.counts = torch.zeros(len(self._parts), len(Stage), dtype=torch.int64)
+        self.skipped_before = torch.zeros_like(self.health.skipped)  # until the last full window
+        self.unsteady = torch.zeros_like(self.health.retired)
         self._scales = bool(self._masters) if scaler is None else scaler
         self.scale = torch.full((len(self._parts),), _FIRST_SCALE if self._scales else 1.0)
-        self._one_scale = SHARED in self._index
+        self._one_scale = bool(self._beside)
         self._terms: dict[str, Health] = {}
         self._keep_buffers(range(len(self._parts)))
         self._forget()
@@ -154,9 +174,13 @@ class Guard:
                 only where its own value is bad.
 
         Raises:
+            TypeError: a loss is no tensor.
             ValueError: names or shapes do not fit the parts, or a loss has nothing to do with
                 `through`.
         """
+        weights = (p for part in self._parts for p in part.weights)
+        if self._ran and all(p.grad is None for p in weights):
+            self.discard()  # zero_grad() gave the step up, perhaps halfway through its backward
         if isinstance(losses, Tensor) and losses.ndim == 0:
             if through is not None:
                 raise ValueError("through= tells several losses apart; there is one")
@@ -167,6 +191,16 @@ class Guard:
             self._backward_parts(self._by_name(losses), through)
         else:
             self._backward_terms(self._by_name(losses), through)
+
+    def discard(self) -> None:
+        """Give up the step that was begun: forget its losses and gradients.
+
+        `optimizer.zero_grad()` does as much, except where it fills gradients with zeros
+        (`set_to_none=False`) or every loss was cut out: nothing then tells it from a batch more.
+        """
+        self._forget()
+        for p in [p for p, _ in self._masters] + [p for part in self._parts for p in part.weights]:
+            p.grad = None
 
     def step(self) -> set[str]:
         """In place of `optimizer.step()`.
@@ -184,11 +218,13 @@ class Guard:
     @torch.no_grad()
     def before_step(self) -> None:
         """The half of `step` before `optimizer.step()`, for loops that call it themselves."""
-        if _count(self.optimizer) != self._held:
-            raise ValueError("the optimizer's parameters are not those it had: make a new Guard")
-        for p, master in self._masters:
-            if p.grad is not None:
-                master.grad, p.grad = p.grad.float(), None
+        self._to_masters()
+        for group in self.optimizer.param_groups:
+            if any(p.grad is not None and id(p) not in self._own for p in group["params"]):
+                raise ValueError(
+                    "the optimizer holds a gradient of a parameter that was not there, or not "
+                    "trained, when the guard was made: make a new Guard"
+                )
         gradients = [[p.grad for p in part.weights if p.grad is not None] for part in self._parts]
         if self._scales:
             for i, grads in enumerate(gradients):
@@ -202,8 +238,7 @@ class Guard:
             if not healthy[i]:
                 for p in part.weights:  # no gradient, no update: not even by momentum or decay
                     p.grad = None
-                for buffer, kept in zip(part.live(), part.kept, strict=True):
-                    buffer.copy_(kept)
+                part.put_back(part.kept)
             elif gradients[i]:
                 if self.snapshot_every and self.steps >= part.due:
                     self._snapshot(part)
@@ -223,26 +258,29 @@ class Guard:
             TooFewHealthyParts: as `step`.
         """
         self._write_masters()
+        for _, master in self._masters:  # the model's own zero_grad() does not reach it
+            master.grad = None
         loss, norm, stage, absent = self._judged
         healthy = is_healthy(stage)
-        before = {name: tensor.clone() for name, tensor in self.health.tensors().items()}
-        self.health.record_(stage, norm, self.thresholds)
-        for name, tensor in self.health.tensors().items():  # who was not there is not judged
-            tensor.copy_(torch.where(absent, before[name], tensor))
+        self.health.record_(stage, norm, self.thresholds, absent)
         updated = healthy & ~absent
         self._keep_buffers(updated.nonzero().flatten().tolist())
         if self._scales:
             overflow = (stage == Stage.GRADIENT) & ~self._mask(self._cut)
+            if self._one_scale:
+                self.scale[overflow] = self._scale_of(0)
             rescale_(self.scale, updated, overflow, self.updates)
         self.updates += updated
+        step, self.steps = self.steps, self.steps + 1
+        self._forget()
         for i, (part, what) in enumerate(zip(self._parts, stage.tolist(), strict=True)):
             self.counts[i, what] += 1
             if what in REASONS:
                 value = loss[i] if what == Stage.LOSS else norm[i]
                 action = "reported" if what == Stage.DEAD else "skipped"
-                self._report(part.name, Stage(what), action, value)
-        step, self.steps = self.steps, self.steps + 1
-        self._forget()
+                self._report(step, part.name, Stage(what), action, value)
+        if self.steps % _WINDOW == 0:
+            self._watch()
         if not healthy.all():
             self._escalate(step)
         return {part.name for part, done in zip(self._parts, updated, strict=True) if done}
@@ -251,17 +289,22 @@ class Guard:
 
     def _by_name(self, losses: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
         if isinstance(losses, Tensor):
-            if losses.shape != (len(self._named),):
+            if not self._named or losses.shape != (len(self._named),):
+                vector = f"a vector of {len(self._named)}, one per part, " if self._named else ""
                 raise ValueError(
-                    f"losses of shape {tuple(losses.shape)} for {len(self._named)} named parts; "
-                    "expected one loss, a vector with one per part of parts=, or a dictionary"
+                    f"losses have the shape {tuple(losses.shape)}; expected one number without "
+                    f"dimensions, {vector}or a dictionary"
                 )
             return dict(zip(self._named, losses.unbind(), strict=True))
+        if not isinstance(losses, Mapping):
+            raise TypeError(f"the loss is {losses!r}; expected a tensor, or a dictionary of them")
         if not losses:
             raise ValueError("there is no loss in the dictionary")
         for name, loss in losses.items():
             if self._named and name not in self._named:
                 raise ValueError(f"no part is named {name!r}; there are {', '.join(self._named)}")
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"loss {name!r} is {loss!r}; expected a tensor")
             if loss.ndim:
                 raise ValueError(f"loss {name!r} has the shape {tuple(loss.shape)}, not one number")
         return dict(losses)
@@ -295,7 +338,8 @@ class Guard:
                 if streak % self.thresholds.restore_after == 0:
                     action += f", {streak} times in a row: {_ADVICE[what]}"
             if what in REASONS:
-                self._report(name, what, action, loss if what == Stage.LOSS else norm)
+                value = loss if what == Stage.LOSS else norm
+                self._report(self.steps, name, what, action, value)
         if len(kept) == len(losses) or any(loss.requires_grad for loss in kept):
             total = sum(kept[1:], kept[0])
             self._remember({0: total})
@@ -315,7 +359,17 @@ class Guard:
             losses = {i: loss.float() * self._scale_of(i) for i, loss in losses.items()}
         if losses:  # beside others, a constant is no mistake
             values = [*losses.values()]
+            self._ran = True
             torch.autograd.backward([loss for loss in values if loss.requires_grad] or values)
+            self._to_masters()
+
+    @torch.no_grad()
+    def _to_masters(self) -> None:
+        """Gather gradients in the masters, where optimizer.zero_grad() finds them."""
+        for p, master in self._masters:
+            if p.grad is not None:
+                wide, p.grad = p.grad.float(), None
+                master.grad = wide if master.grad is None else master.grad + wide
 
     def _scale_of(self, part: int) -> float:
         # Weights or a loss that parts share cannot be scaled by two factors at once.
@@ -326,6 +380,7 @@ class Guard:
     def _forget(self) -> None:
         self._loss: dict[int, Tensor] = {}
         self._cut: set[int] = set()
+        self._ran = False  # whether there was a backward pass, which leaves gradients
 
     def _mask(self, parts: Iterable[int]) -> Tensor:
         mask = torch.zeros(len(self._parts), dtype=torch.bool)
@@ -344,7 +399,7 @@ class Guard:
         """Restore, re-initialise or retire what stays sick."""
         streaks = self.health.streak.tolist()
         try:
-            actions = self.health.escalate(self.thresholds)
+            actions = self.health.escalate(self.thresholds, self._beside)
         except TooFewHealthyParts as error:
             done = {
                 part.name: self._restore(part)
@@ -366,9 +421,19 @@ class Guard:
             reason = f"{streaks[i]} bad steps in a row"
             self.events.extend([Event(step, part.name, "escalation", reason, done)])
 
-    def _report(self, part: str, stage: Stage, action: str, value: Tensor) -> None:
-        event = Event(self.steps, part, stage.name.lower(), REASONS[stage], action, float(value))
+    def _report(self, step: int, part: str, stage: Stage, action: str, value: Tensor) -> None:
+        event = Event(step, part, stage.name.lower(), REASONS[stage], action, float(value))
         self.events.extend([event])
+
+    def _watch(self) -> None:
+        """Warn of parts that are sick often, but never long enough to be restored."""
+        missed = self.health.skipped - self.skipped_before
+        unsteady = (missed > _WINDOW // 10) & ~self.health.retired
+        for i in (unsteady & ~self.unsteady).nonzero().flatten().tolist():
+            name = self._parts[i].name
+            logger.warning("%s missed %d of the last %d steps", name, missed[i], _WINDOW)
+        self.skipped_before.copy_(self.health.skipped)
+        self.unsteady.copy_(unsteady)
 
     def _snapshot(self, part: _Part) -> None:
         """Remember a part that this step's loss and gradient have just shown to be good."""
@@ -398,8 +463,7 @@ class Guard:
                     live[key].copy_(value)  # on its device, which need not be the weight's
                 else:
                     live[key] = copy.deepcopy(value)
-        for buffer, saved in zip(part.live(), part.good["buffers"], strict=True):
-            buffer.copy_(saved)
+        part.put_back(part.good["buffers"])
         self._sync(part)
         return f"restored to its state before step {part.good['step']}"
 
@@ -435,7 +499,7 @@ class Guard:
 
     def _keep_buffers(self, parts: Iterable[int]) -> None:
         for i in parts:
-            self._parts[i].kept = [b.clone() for b in self._parts[i].live()]
+            self._parts[i].kept = [None if b is None else b.clone() for b in self._parts[i].live()]
 
     # -- what a user asks for ---------------------------------------------------------------------
 
@@ -463,6 +527,8 @@ class Guard:
             line += f"; bad steps in a row: {', '.join(sick)}"
         if gone := [name for name, _, i in rows if i is not None and self.health.retired[i]]:
             line += f"; retired: {', '.join(gone)}"
+        if often := [p.name for p, bad in zip(self._parts, self.unsteady, strict=True) if bad]:
+            line += f"; below 90 % in the last {_WINDOW} steps: {', '.join(often)}"
         return line
 
     def state_dict(self) -> dict[str, Any]:
@@ -472,6 +538,8 @@ class Guard:
             "health": self.health.tensors(),
             "updates": self.updates,
             "counts": self.counts,
+            "skipped_before": self.skipped_before,
+            "unsteady": self.unsteady,
             "scale": self.scale,
             "one_scale": self._one_scale,
             "terms": {name: health.tensors() for name, health in self._terms.items()},
@@ -494,7 +562,7 @@ class Guard:
         self.steps, self._one_scale = state["steps"], state["one_scale"]
         self.health = Health(**_copies(state["health"]))
         self._terms = {name: Health(**_copies(row)) for name, row in state["terms"].items()}
-        for name in ("updates", "counts", "scale"):
+        for name in ("updates", "counts", "skipped_before", "unsteady", "scale"):
             getattr(self, name).copy_(state[name])
         for part in self._parts:
             part.good = copy.deepcopy(state["parts"][part.name]["good"])
@@ -510,8 +578,11 @@ def _divide(
     optimizer: torch.optim.Optimizer,
     given: Mapping[str, nn.Module | Iterable[nn.Parameter]] | None,
 ) -> list[_Part]:
-    """The parts; what the optimizer holds beyond them is the last one, `shared`."""
+    """The parts; what the optimizer trains beyond them is the last one, `shared`."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if id(p) in held and p.is_complex():
+            raise ValueError(f"parameter {name!r} is complex; the guard's norms are of real ones")
     if given is None:
         # In the model's order, in which clip_grad_norm_(model.parameters()) sums, too.
         weights = {id(p): p for p in model.parameters() if id(p) in held} | held
@@ -522,8 +593,9 @@ def _divide(
     taken: set[tuple[int, str]] = set()
     parts = []
     for name, what in given.items():
-        part = _Part(name, list(what.parameters() if isinstance(what, nn.Module) else what))
-        part.weights = [p for p in part.weights if p.requires_grad]
+        own = what.parameters() if isinstance(what, nn.Module) else what
+        own = [own] if isinstance(own, nn.Parameter) else own  # which would be iterated by row
+        part = _Part(name, [*{id(p): p for p in own if p.requires_grad}.values()])
         if not part.weights:
             raise ValueError(f"part {name!r} has no parameter that is trained")
         for p in part.weights:
@@ -539,7 +611,7 @@ def _divide(
             part.modules, part.buffers = [what], _buffers(what)
             taken |= {(id(module), key) for module, key in part.buffers}
         parts.append(part)
-    if rest := [p for key, p in held.items() if key not in owner]:
+    if rest := [p for key, p in held.items() if key not in owner and p.requires_grad]:
         buffers = [(m, key) for m, key in _buffers(model) if (id(m), key) not in taken]
         parts.append(_Part(SHARED, rest, [], buffers))
     return parts
@@ -558,10 +630,6 @@ def _buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def _resettable(part: _Part) -> bool:
     children = (child for module in part.modules for child in module.modules())
     return any(callable(getattr(child, "reset_parameters", None)) for child in children)
-
-
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _promote(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -22,6 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
+_SPARSE |= {torch.sparse_bsr, torch.sparse_bsc}
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 # What overwrites its first argument without reading it, and what hands out memory as it finds it.
@@ -89,9 +92,10 @@ class TensorFacts:
 
     @classmethod
     def of(cls, x: Tensor) -> TensorFacts:
-        """Look at a tensor of any dtype."""
+        """Look at a tensor of any dtype and layout."""
         shape, dtype = tuple(x.shape), str(x.dtype).removeprefix("torch.")
         x = x.detach()
+        x = x if x.layout == torch.strided else x.to_dense()
         x = x.abs() if x.is_complex() else x
         finite = torch.isfinite(x)
         good = x[finite].double()
@@ -229,7 +233,7 @@ class Microscope(TorchDispatchMode):
         """
         if not results:
             return min(self._origins, key=lambda fault: fault.masked, default=None)
-        for result in results:
+        for result in map(_entries, results):
             if _is_bad(result):
                 origin = self._origin_of.get(_key(result))
                 return self._origins[origin] if origin is not None else self._leaf(result)
@@ -243,7 +247,7 @@ class Microscope(TorchDispatchMode):
         op = func.overloadpacket._qualified_op_name.partition("::")[2]
         reads, written = _reads(func, op, args, kwargs)
         out = func(*args, **kwargs)
-        outputs = [x for x in tree_leaves(out) if _is_floating(x)] or written
+        outputs = _floating(out) or written
         if op in _UNINITIALISED or func.is_view:  # a view is followed by its storage
             return out
         self._follow(str(func.overloadpacket), args, kwargs, reads, outputs)
@@ -335,9 +339,10 @@ class Microscope(TorchDispatchMode):
 
     def _name(self, x: Tensor) -> str | None:
         mine = [
-            (name, tensor)
+            (name, entries)
             for name, tensor in self._named.items()
-            if _key(tensor) == _key(x) and self._facts[name].first_bad is not None
+            if self._facts[name].first_bad is not None
+            and _key(entries := _entries(tensor)) == _key(x)
         ]
         exact = [name for name, tensor in mine if tensor.data_ptr() == x.data_ptr()]
         return (exact or [name for name, _ in mine] or [None])[0]
@@ -356,7 +361,7 @@ def _reads(
     reads, written = [], []
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
-        tensors = [x for x in tree_leaves(value) if _is_floating(x)]
+        tensors = _floating(value)
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes:
             written += tensors
@@ -366,13 +371,23 @@ def _reads(
     return reads, written
 
 
-def _is_floating(x: object) -> bool:
-    return (
-        isinstance(x, Tensor)
+def _floating(values: object) -> list[Tensor]:
+    """The floating-point tensors in a tree, each as `_entries` has it."""
+    return [
+        _entries(x)
+        for x in tree_leaves(values)
+        if isinstance(x, Tensor)
         and (x.is_floating_point() or x.is_complex())
-        and x.layout == torch.strided
+        and (x.layout == torch.strided or x.layout in _SPARSE)
         and x.device.type != "meta"
-    )
+    ]
+
+
+def _entries(x: Tensor) -> Tensor:
+    """The dense tensor of what is stored in a sparse one; any other as it is."""
+    if x.layout == torch.sparse_coo:
+        return x._values()
+    return x.values() if x.layout in _SPARSE else x
 
 
 def _is_bad(x: Tensor) -> bool:
@@ -475,46 +490,42 @@ def diagnose(fault: Fault, settings: Mapping[str, Any] | None = None) -> Diagnos
             in there are advised on: `teacher_temp`, `student_temp`, `learning_rate`, `clip_grad`,
             `use_fp16`, `force_recompute`.
     """
-    cause, words, sharpening = _judge(fault)
-    advice = _advice(cause, fault, sharpening, settings or {})
+    cause, words = _judge(fault)
+    advice = _advice(cause, fault, settings or {})
     return Diagnosis(cause, words, _REMEDIES[cause], tuple(advice))
 
 
-def _judge(fault: Fault) -> tuple[Cause, str, tuple[float, float]]:
-    """Cause, words, and (amplification seen, temperature to try) of a low temperature."""
-    nothing = (0.0, 0.0)
+def _judge(fault: Fault) -> tuple[Cause, str]:
+    """Cause and words."""
     if fault.poisoned is not None:
-        cause = _kind(fault.poisoned)
         facts = fault.named.get(fault.poisoned) or _bad_input(fault)
-        return cause, f"{fault.poisoned} came in not finite ({_damage(facts)})", nothing
+        return _kind(fault.poisoned), f"{fault.poisoned} came in not finite ({_damage(facts)})"
     for name, facts in fault.named.items():
         alone = not any(other != name for other in _runaway(fault.named))
         if 0 < facts.outliers <= max(facts.size // 100, facts.shape[-1]) and alone:
             what = f"{name} holds {facts.outliers} of {facts.size} values as large as"
-            return _kind(name), f"{what} {facts.largest:.3g}, far above its others", nothing
+            return _kind(name), f"{what} {facts.largest:.3g}, far above its others"
         if _kind(name) == Cause.POISONED_INPUT and facts.largest >= HUGE:
-            return _kind(name), f"{name} reaches {facts.largest:.3g}", nothing
+            return _kind(name), f"{name} reaches {facts.largest:.3g}"
     if runaway := _runaway(fault.named):
         name = max(runaway, key=lambda name: fault.named[name].rms)
         words = f"{name} has grown to a root mean square of {fault.named[name].rms:.3g}"
-        return Cause.LEARNING_RATE, words, nothing
+        return Cause.LEARNING_RATE, words
 
     op, node = fault.made.op, (fault.node or "").removesuffix("0")
     zero = any(facts.zeros for facts in fault.inputs)
+    if fault.masked and math.inf in fault.made.numbers and op != "masked_fill":
+        return Cause.UNKNOWN, f"{fault.op} was given an infinity, which reached the result"
     if fault.masked:
-        return (
-            Cause.MASKED,
-            "an infinity that was put in, as by a mask, reached the result",
-            nothing,
-        )
+        return Cause.MASKED, "an infinity that was put in, as by a mask, reached the result"
     if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
-        return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalise", nothing
+        return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalise"
     if op in _LOGS or (node.startswith("Log") and "Backward" in node and op in _DIVISIONS):
         low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
         what = "a number below 0" if low < 0 and op in _LOGS else "an exact 0"
-        return Cause.LOG_OF_ZERO, f"the logarithm was taken of {what}", nothing
+        return Cause.LOG_OF_ZERO, f"the logarithm was taken of {what}"
     if zero and (op in _DIVISIONS or op == "pow"):
-        return (*_division(fault, node), nothing)
+        return _division(fault, node)
     return _overflow(fault)
 
 
@@ -551,29 +562,37 @@ def _ancestor(made: _Made, ops: set[str], depth: int = 4) -> bool:
     return depth > 0 and any(p.op in ops or _ancestor(p, ops, depth - 1) for p in made.parents)
 
 
-def _overflow(fault: Fault) -> tuple[Cause, str, tuple[float, float]]:
-    out = fault.outputs[0].dtype
+def _overflow(fault: Fault) -> tuple[Cause, str]:
+    out, limit = fault.outputs[0].dtype, _limit(fault)
     largest = max((facts.largest for facts in fault.inputs), default=0.0)
-    limit = torch.finfo(getattr(torch, out)).max
-    factor, before = _sharpening(fault.made)
-    exponential = fault.made.op in _EXPS
-    scales = fault.made.op in _SOFTMAXES | {"div", "mul"}
-    if exponential:
-        limit = math.log(limit)
-    elif scales:
-        limit /= 10  # logits that would overflow at any usual temperature are not its fault
-    if 2 < factor <= 1e4 and before < limit and (exponential or scales):
-        try_ = max(0.1, _round_up(before / (0.9 * limit)) if exponential else 0.0, 2.5 / factor)
+    factor, before, wanted = _temperature(fault)
+    if wanted:
         words = f"values up to {before:.3g} were divided by {1 / factor:.3g}, which overflows {out}"
-        return Cause.TEMPERATURE, words, (factor, try_)
+        return Cause.TEMPERATURE, words
     words = f"values up to {largest:.3g} went into {fault.op}, and {out} ends at {limit:.3g}"
-    if exponential:
+    if fault.made.op in _EXPS:
         words = f"the exponential of {largest:.3g}: {out} holds it up to {limit:.3g}"
     if out == "float16":
-        return Cause.FP16_OVERFLOW, words, (0.0, 0.0)
-    if largest >= HUGE:
-        return Cause.LEARNING_RATE, words, (0.0, 0.0)
-    return Cause.UNKNOWN, words, (0.0, 0.0)
+        return Cause.FP16_OVERFLOW, words
+    return (Cause.LEARNING_RATE if largest >= HUGE else Cause.UNKNOWN), words
+
+
+def _limit(fault: Fault) -> float:
+    """The largest number that the operation's result can hold, or be the exponential of."""
+    largest = torch.finfo(getattr(torch, fault.outputs[0].dtype)).max
+    return math.log(largest) if fault.made.op in _EXPS else largest
+
+
+def _temperature(fault: Fault) -> tuple[float, float, float]:
+    """Amplification seen, what it amplified, temperature to try; 0 where that is not the cause."""
+    (factor, before), limit = _sharpening(fault.made), _limit(fault)
+    exponential = fault.made.op in _EXPS
+    if not exponential:  # logits that would overflow at any usual temperature are not its fault
+        limit = limit / 10 if fault.made.op in _SOFTMAXES | {"div", "mul"} else 0.0
+    if not (2 < factor <= 1e4 and 0 < before < limit):
+        return factor, before, 0.0
+    fits = _round_up(before / (0.9 * limit)) if exponential else 0.0
+    return factor, before, max(0.1, fits, 2.5 / factor)
 
 
 def _sharpening(made: _Made, depth: int = 5) -> tuple[float, float]:
@@ -593,16 +612,15 @@ def _round_up(x: float) -> float:
     return math.ceil(x / step) * step
 
 
-def _advice(
-    cause: Cause, fault: Fault, sharpening: tuple[float, float], settings: Mapping[str, Any]
-) -> list[Advice]:
+def _advice(cause: Cause, fault: Fault, settings: Mapping[str, Any]) -> list[Advice]:
     rate = settings.get("learning_rate")
     wanted: dict[str, Any] = {}
     if cause == Cause.TEMPERATURE:
+        factor, _, enough = _temperature(fault)
         temperatures = ("student_temp", "teacher_temp")
-        names = [n for n in temperatures if settings.get(n, math.inf) < sharpening[1]]
-        seen = [n for n in names if math.isclose(settings[n], 1 / sharpening[0], rel_tol=1e-3)]
-        wanted = {name: sharpening[1] for name in seen or names}
+        names = [n for n in temperatures if settings.get(n, math.inf) < enough]
+        seen = [n for n in names if math.isclose(settings[n], 1 / factor, rel_tol=1e-3)]
+        wanted = {name: enough for name in seen or names}
     elif cause == Cause.FP16_OVERFLOW:
         wanted = {"use_fp16": False}
     elif cause == Cause.LEARNING_RATE:

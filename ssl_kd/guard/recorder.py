@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ssl_kd.guard.events import Event
@@ -17,7 +17,10 @@ from ssl_kd.guard.files import CorruptFileError, load_tensors, save_tensors
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "ssl_kd flight recorder 1"
+_FORMAT = "ssl_kd flight recorder 2"
+_KINDS = {"event": dict, "indices": Tensor, "tensors": dict, "settings": dict, "left_out": list}
+_EVENT = {"step": int, "part": str, "stage": str, "reason": str, "action": str}
+_EVENT |= {"value": float | int | None}
 
 
 @dataclass(frozen=True)
@@ -25,75 +28,61 @@ class Bundle:
     """One step of one part, as it was when it went wrong.
 
     Attributes:
-        event: what the guard saw.
-        step: the optimizer step.
-        part: which part, `head 3`.
+        event: what the guard saw, in which part and step.
         indices: which samples or tokens the batch was made of.
-        tensors: what the step is computed from.
-        settings: plain values: numbers, strings, lists of them.
-        rng: state of torch's CPU generator `[byte]` uint8.
+        tensors: what the step is computed from; `views` is the batch.
+        settings: plain values: numbers, strings, lists and dictionaries of them.
         left_out: names of tensors that were over the size limit.
     """
 
     event: Event
-    step: int
-    part: str
     indices: Tensor
     tensors: dict[str, Tensor]
     settings: dict[str, Any]
-    rng: Tensor
-    left_out: list[str]
+    left_out: list[str] = field(default_factory=list)
 
 
-def save_bundle(
-    path: str | Path,
-    *,
-    event: Event,
-    step: int,
-    part: str,
-    indices: Tensor,
-    tensors: Mapping[str, Tensor],
-    settings: Mapping[str, Any],
-    rng: Tensor | None = None,
-    optional: Collection[str] = ("views",),
-    limit_mib: float = 64,
-) -> None:
+def save_bundle(path: str | Path, bundle: Bundle, limit_mib: float = 64) -> None:
     """Write a bundle, atomically.
 
     Args:
         path: the file; its folder is made if it is missing.
-        event: as in `Bundle`, like the others.
-        step: the optimizer step.
-        part: which part.
-        indices: of the samples.
-        tensors: copied to the CPU.
-        settings: plain values only, since nothing else is read back.
-        rng: by default the state of torch's CPU generator now.
-        optional: names that are left out first, largest first, when all is over the limit.
-        limit_mib: of all tensors together.
+        bundle: its tensors are copied to the CPU. Of its settings, numbers of other libraries
+            become Python's, and what is neither number, string nor collection becomes its words.
+        limit_mib: of all tensors together; over it, `views` is left out first, then the largest.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
     """
-    kept = dict(tensors)
-    first = sorted(kept, key=lambda name: (name in optional, kept[name].nbytes), reverse=True)
-    left_out = []
+    kept = dict(bundle.tensors)
+    first = sorted(kept, key=lambda name: (name == "views", kept[name].nbytes), reverse=True)
+    left_out = list(bundle.left_out)
     while sum(tensor.nbytes for tensor in kept.values()) > limit_mib * 2**20:
         left_out.append(first.pop(0))
         del kept[left_out[-1]]
-    bundle = Bundle(
-        event=event,
-        step=step,
-        part=part,
-        indices=indices.detach().cpu(),
+    content = {
+        "format": _FORMAT,
+        "event": _plain(asdict(bundle.event)),
+        "indices": bundle.indices.detach().cpu(),
         # Cloned: a view would bring the whole storage behind it into the file.
-        tensors={name: tensor.detach().cpu().clone() for name, tensor in kept.items()},
-        settings=dict(settings),
-        rng=torch.get_rng_state() if rng is None else rng,
-        left_out=left_out,
-    )
-    content = {field.name: getattr(bundle, field.name) for field in fields(Bundle)}
-    save_tensors(path, content | {"event": asdict(event), "format": _FORMAT})
+        "tensors": {name: tensor.detach().cpu().clone() for name, tensor in kept.items()},
+        "settings": _plain(bundle.settings),
+        "left_out": left_out,
+    }
+    save_tensors(path, content)
+
+
+def _plain(value: Any) -> Any:
+    """The value in built-in types alone, as a file can hold it that executes nothing."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else str(value)
 
 
 def load_bundle(path: str | Path) -> Bundle:
@@ -107,9 +96,28 @@ def load_bundle(path: str | Path) -> Bundle:
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise CorruptFileError(
             f"{path} is not a bundle of the flight recorder. Expected one of the files that a run "
-            "leaves in its folder when a part goes wrong."
+            "of this version leaves in its folder when a part goes wrong."
+        )
+    if not (
+        has_fields(content, _KINDS)
+        and has_fields(content["event"], _EVENT)
+        and all(isinstance(tensor, Tensor) for tensor in content["tensors"].values())
+        and all(isinstance(name, str) for name in content["left_out"])
+    ):
+        raise CorruptFileError(
+            f"{path} is damaged: a field of the bundle is missing, is of another kind or does not "
+            f"belong there. Expected {', '.join(_KINDS)}, and nothing else."
         )
     return Bundle(**{**content, "event": Event(**content["event"])})
+
+
+def has_fields(values: object, kinds: Mapping[str, Any]) -> bool:
+    """Whether `values` is a dictionary of exactly these names, each of its type (or union)."""
+    return (
+        isinstance(values, dict)
+        and values.keys() == kinds.keys()
+        and all(isinstance(values[name], kind) for name, kind in kinds.items())
+    )
 
 
 class FlightRecorder:
@@ -134,38 +142,19 @@ class FlightRecorder:
         """What was saved, oldest first."""
         return sorted(self.folder.glob("*.pt"), key=lambda file: file.stat().st_mtime_ns)
 
-    def record(
-        self,
-        part: str,
-        *,
-        event: Event,
-        step: int,
-        indices: Tensor,
-        tensors: Mapping[str, Tensor],
-        settings: Mapping[str, Any],
-        rng: Tensor | None = None,
-    ) -> Path | None:
+    def record(self, bundle: Bundle) -> Path | None:
         """Save a fault as `save_bundle` does; the file, or None where it is not wanted.
 
         A disk that is full must not end a run whose guard has dealt with the fault: then a warning
         is logged, and nothing is saved.
         """
+        part, step = bundle.event.part, bundle.event.step
         if not self.wants(part):
             return None
         self._recorded.add(_slug(part))
         path = self.folder / f"{_slug(part)}-step{step}.pt"
         try:
-            save_bundle(
-                path,
-                event=event,
-                step=step,
-                part=part,
-                indices=indices,
-                tensors=tensors,
-                settings=settings,
-                rng=rng,
-                limit_mib=self.limit_mib,
-            )
+            save_bundle(path, bundle, self.limit_mib)
         except OSError as error:
             logger.warning("step %d, %s: the fault could not be recorded: %s", step, part, error)
             return None

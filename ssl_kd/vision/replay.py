@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssl_kd.guard.files import CorruptFileError
 from ssl_kd.guard.health import Stage, is_healthy
 from ssl_kd.guard.microscope import Diagnosis, Fault, Microscope, diagnose
 from ssl_kd.guard.precision import Precision
-from ssl_kd.guard.recorder import Bundle, load_bundle
-from ssl_kd.heads import HeadBank, head_maker
-from ssl_kd.vision.step import HeadTrainer, Objective, StepResult
+from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
+from ssl_kd.settings import SettingsError
+from ssl_kd.vision.fit import make_trainer
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer, StepResult
 from ssl_kd.vision.train import HeadFault
 
-_HEAD = ("head", "hidden_dim", "bottleneck_dim")
+_REPLAY = {"learning_rate": float, "student": str, "scale": bool, "device": str, "exact": bool}
+_STUDENTS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ class Report:
     def __str__(self) -> str:
         """A few lines: what, where, inputs, cause, what to change."""
         bundle, fault, diagnosis = self.bundle, self.fault, self.diagnosis
-        rows = [("fault", f"{bundle.part}, step {bundle.step}: {bundle.event.reason}")]
+        event, exact = bundle.event, bundle.settings["replay"]["exact"]
+        rows = [("fault", f"{event.part}, step {event.step}: {event.reason}")]
+        if not exact:
+            rows.append(("note", "the state is of a later step; the fault may not show"))
         if fault is not None and diagnosis is not None:
             where = f"backward pass ({fault.node})" if fault.backward else "forward pass"
             rows.append(("first op", f"{fault.op}, {where}"))
@@ -57,55 +63,41 @@ class Report:
         elif self.reproduced:
             rate = bundle.settings["learning_rate"]
             rows.append(("seen", f"no NaN or inf; the gradient's norm is {self.grad_norm:.3g}"))
-            if bundle.event.stage == Stage.SPIKE.name.lower():
+            if event.stage == Stage.SPIKE.name.lower():
                 rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
         else:
             rows.append(("seen", "run again on the CPU, the same step is healthy"))
-            rows.append(
-                (
-                    "meaning",
+            if exact:
+                meaning = (
                     "the fault came from outside these numbers: a bit flipped in memory or on the "
                     "device, a kernel of that device, or a test that put it there. If it comes "
-                    "back, test the memory and run with --device cpu",
+                    "back, test the memory and run with --device cpu"
                 )
-            )
+                rows.append(("meaning", meaning))
         return "\n".join(f"{name:<9}{value}" for name, value in rows)
 
 
-def bundle_of(
-    trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any]
-) -> dict[str, Any]:
+def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any]) -> Bundle:
     """What to hand to `FlightRecorder.record` after a step that left a head out.
 
-    Such a head's state is what it was before the step, so it may be gathered afterwards, as long as
-    no later step has updated it.
-
     Args:
-        trainer: as the step left it.
-        fault: the head and its step.
-        settings: of the run; names as in `VisionSettings`.
+        trainer: of the run.
+        fault: the head, its step, and its state before it.
+        settings: of the run: all of `VisionSettings`.
     """
-    state = trainer.state.rows(slice(fault.head, fault.head + 1))
-    plain = {
-        k: v for k, v in settings.items() if v is None or isinstance(v, bool | int | float | str)
-    }
     replay = {
-        "replay": {
-            "n_clusters": trainer.n_clusters,
-            "learning_rate": fault.learning_rate,
-            "student": str(trainer.precision.student).removeprefix("torch."),
-            "scale": trainer.precision.scale,
-            "device": str(trainer.precision.device),
-        }
+        "learning_rate": fault.learning_rate,
+        "student": str(trainer.precision.student).removeprefix("torch."),
+        "scale": trainer.precision.scale,
+        "device": str(trainer.precision.device),
+        "exact": fault.exact,
     }
-    return {
-        "part": fault.event.part,
-        "event": fault.event,
-        "step": fault.event.step,
-        "indices": fault.samples,
-        "tensors": state.tensors() | {"views": fault.views},
-        "settings": plain | dataclasses.asdict(trainer.objective) | replay,
-    }
+    return Bundle(
+        event=fault.event,
+        indices=fault.samples,
+        tensors=fault.before | {"views": fault.views},
+        settings={**settings, "replay": replay},
+    )
 
 
 def replay(path: str | Path) -> Report:
@@ -114,9 +106,12 @@ def replay(path: str | Path) -> Report:
     With `INSTANCE_WEIGHT` `mean` the weights are this head's own: bounded and summing to one like
     the mean, so what becomes NaN is the same.
 
+    The head's class is imported by the name in the bundle, and an import runs code: a bundle from
+    somebody else can name any module, so replay only bundles that you trust.
+
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptFileError: it is damaged, or no bundle.
+        CorruptFileError: it is damaged, no bundle, or of another version's settings.
         ValueError: the batch was left out of it, it is not of this mode, or its head cannot be
             imported.
     """
@@ -127,14 +122,14 @@ def replay(path: str | Path) -> Report:
         raise ValueError(
             f"{path} cannot be run again: {', '.join(bundle.left_out)} was over its size limit"
         )
-    trainer = _trainer(bundle)
+    trainer = _trainer(path, bundle)
     views, state = bundle.tensors["views"], trainer.state
     named = {"input": views, "marginal": state.marginal, "loss scale": state.scale}
     for owner in ("student", "teacher"):
         weights = trainer.bank.unflatten(getattr(state, owner))
         named |= {f"{owner} weight {name}": weight for name, weight in weights.items()}
     with (
-        trainer.bank.draws_seeded(hash((trainer.objective.seed, bundle.step))),
+        trainer.bank.draws_seeded(hash((trainer.objective.seed, bundle.event.step))),
         Microscope(named) as scope,
     ):
         result = trainer.step(views, bundle.settings["replay"]["learning_rate"])
@@ -155,11 +150,35 @@ def _fault(scope: Microscope, result: StepResult, views: Tensor) -> Fault | None
     return scope.fault() if fault is None and sick else fault
 
 
-def _trainer(bundle: Bundle) -> HeadTrainer:
-    settings, how = bundle.settings, bundle.settings["replay"]
-    dim = bundle.tensors["views"].shape[-1]
-    options = {name: settings[name] for name in _HEAD if name in settings}
-    make = head_maker(options.pop("head"), dim, how["n_clusters"], **options)
+def _trainer(path: str | Path, bundle: Bundle) -> HeadTrainer:
+    """The head as it was before the step.
+
+    Raises:
+        CorruptFileError: the bundle does not hold what such a step is computed from.
+    """
+    settings, tensors = dict(bundle.settings), bundle.tensors
+    how = settings.pop("replay")
+    views, marginal = tensors.get("views"), tensors.get("marginal")
+    if not has_fields(how, _REPLAY) or how["student"] not in _STUDENTS:
+        raise _damaged(path, "its replay settings are not those of a step")
+    if (
+        views is None
+        or (views.ndim, views.dtype, views.layout) != (3, torch.float32, torch.strided)
+        or len(views) < 2
+        or not views.numel()
+    ):
+        raise _damaged(path, "views are not float32 [view, batch, dim], two views or more")
+    if bundle.indices.shape != views.shape[:2] or bundle.indices.dtype != torch.int64:
+        raise _damaged(path, "indices are not int64 [view, batch], one for each embedding")
+    if marginal is None or marginal.ndim != 2 or marginal.shape[1] < 2:
+        raise _damaged(path, "marginal is not [1, cluster]")
+    if odd := settings.keys() ^ VisionSettings.rules().keys():
+        names = ", ".join(sorted(map(str, odd)))
+        raise _damaged(path, f"its settings are not those of this version: {names}")
+    try:
+        run = VisionSettings(**settings).replace(n_heads=1)
+    except SettingsError as error:
+        raise _damaged(path, str(error)) from error
     precision = Precision(
         device=torch.device("cpu"),
         teacher=torch.float32,
@@ -167,11 +186,19 @@ def _trainer(bundle: Bundle) -> HeadTrainer:
         scale=how["scale"],
         why="a replay",
     )
-    names = [field.name for field in dataclasses.fields(Objective)]
-    objective = Objective(**{name: settings[name] for name in names})
-    trainer = HeadTrainer(HeadBank(make, 1), objective, precision, how["n_clusters"])
-    trainer.load(bundle.tensors)
+    trainer = make_trainer(run, views.shape[2], marginal.shape[1], precision)
+    for name, mine in trainer.state.tensors().items():
+        saved = tensors.get(name)
+        kind = (mine.shape, mine.dtype, mine.layout)
+        if saved is None or (saved.shape, saved.dtype, saved.layout) != kind:
+            words = str(mine.dtype).removeprefix("torch.")
+            raise _damaged(path, f"{name} is not {words} {list(mine.shape)}")
+        mine.copy_(saved)
     return trainer
+
+
+def _damaged(path: str | Path, reason: str) -> CorruptFileError:
+    return CorruptFileError(f"{path} cannot be run again: {reason}. Expected a bundle of a run.")
 
 
 def _sample(bundle: Bundle, fault: Fault) -> str | None:

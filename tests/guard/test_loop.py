@@ -150,6 +150,28 @@ def test_running_statistics_of_a_sick_batch_are_taken_back():
     assert norm.num_batches_tracked == 3
 
 
+def test_a_buffer_that_a_sick_batch_made_is_taken_back():
+    class Lazy(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 2)
+            self.register_buffer("mean", None)
+
+        def forward(self, x):
+            batch = x.detach().mean()
+            self.mean = batch if self.mean is None else (self.mean + batch) / 2
+            return super().forward(x)
+
+    model = Lazy()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = batch(0)
+    for bad in (True, False, True):
+        guard.optimizer.zero_grad()
+        guard.backward(mse(model(x * NAN if bad else x), y))
+        assert guard.step() == (set() if bad else {"model"})
+        seen = model.mean
+        assert seen is None if guard.steps == 1 else torch.equal(seen, x.mean())
+
+
 def test_spike_is_skipped_and_dead_is_reported():
     model = nn.Linear(6, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -187,6 +209,61 @@ def test_accumulated_batches_are_one_step():
         ends.append(bits(model.parameters(), optimizer))
     assert same(*ends)
     assert [(e.step, e.stage) for e in guard.events.events] == [(3, "loss")]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("how", ["zero_grad", "discard"])
+def test_a_step_that_was_given_up_leaves_nothing_behind(half, how):
+    ends = []
+    for given_up in (False, True):
+        model = seeded(lambda: nn.Linear(6, 2).to(torch.float16 if half else torch.float32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = Guard(model, optimizer)
+        for bad in (NAN, 1.0) if given_up else ():
+            x, y = (t.to(model.weight.dtype) for t in batch(0))
+            guard.backward(mse(model(x), y) * bad)
+            guard.discard() if how == "discard" else optimizer.zero_grad()
+        for micro in (1, 2):
+            x, y = (t.to(model.weight.dtype) for t in batch(micro))
+            guard.backward(mse(model(x), y))
+        assert guard.step() == {"model"}
+        ends.append([p.detach() for p in model.parameters()])
+    assert same(*ends)
+
+
+def test_a_backward_that_failed_halfway_leaves_nothing_behind():
+    ends = []
+    for fails in (False, True):
+        model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).half())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = Guard(model, optimizer)
+        x, y = (t.half() for t in batch(0))
+        if fails:
+            features = model[0](x)
+            features.register_hook(lambda g: 1 / 0)  # as if memory ran out: the head is through
+            with pytest.raises(ZeroDivisionError):
+                guard.backward(mse(model[1](features), y))
+            optimizer.zero_grad()
+        guard.backward(mse(model(x), y))
+        guard.step()
+        ends.append([p.detach() for p in model.parameters()])
+    assert same(*ends)
+
+
+def test_a_batch_that_was_cut_out_is_not_one_that_was_given_up():
+    model = Heads(trunk=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, model.parts())
+    for factor in (NAN, 1):  # nothing is left of the first, so there is no gradient
+        _, losses = model.losses(*batch(0))
+        guard.backward({"head 0": losses["head 0"] * factor})
+    assert guard.step() == {"shared"}
+    for factor in (NAN, 1):
+        _, losses = model.losses(*batch(0))
+        guard.backward({"head 0": losses["head 0"] * factor})
+        if factor != 1:
+            guard.discard()
+    assert guard.step() == {"head 0", "shared"}
 
 
 def test_the_schedule_goes_on_through_sick_steps_without_a_warning():
@@ -520,6 +597,17 @@ def test_one_parts_overflow_does_not_move_the_scale_of_another():
     assert guard.scale.tolist() == [1024, 1, 1024]
 
 
+def test_the_scale_in_use_is_the_one_that_an_overflow_halves():
+    model = Heads()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.01), model.parts(), scaler=True)
+    guard.scale[:] = torch.tensor([64.0, 1024.0, 1024.0])
+    losses = model.losses(*batch(0))[1]
+    losses["head 1"].register_hook(lambda g: g * math.inf)
+    guard.backward(torch.stack([*losses.values()]).sum())  # one loss, one scale
+    guard.step()
+    assert guard.scale.tolist() == [64, 32, 1024]
+
+
 def test_what_was_cut_out_is_no_overflow():
     model = nn.Linear(6, 2)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.01), scaler=True)
@@ -548,6 +636,67 @@ def test_scaled_gradients_are_the_unscaled_ones(shared):
 
 
 # -- escalation -----------------------------------------------------------------------------------
+
+
+def test_a_shared_trunk_is_not_a_part_that_is_left():
+    model = seeded(lambda: Heads(trunk=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard = Guard(model, optimizer, model.parts())
+    with pytest.raises(TooFewHealthyParts):
+        for step in range(60):
+            features, losses = model.losses(*batch(step))
+            if step > 5:
+                losses = {name: loss * NAN for name, loss in losses.items()}
+            optimizer.zero_grad()
+            guard.backward(losses, through=features)
+            guard.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    with pytest.raises(ValueError, match="min_parts is 4; the parts are 3"):
+        Guard(model, optimizer, model.parts(), thresholds=Thresholds(min_parts=4))
+
+
+def test_what_is_frozen_is_shared_by_nobody_until_it_is_trained():
+    model = Heads(trunk=True)
+    model.trunk.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, model.parts())
+    assert [*guard.state_dict()["parts"]] == ["head 0", "head 1", "head 2"]
+    model.trunk.requires_grad_()
+    guard.backward(model.losses(*batch(0))[1])
+    with pytest.raises(ValueError, match="make a new Guard"):
+        guard.step()
+
+
+def test_a_part_that_is_often_sick_but_never_for_long_is_reported_once(caplog):
+    model = seeded(Heads)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = Guard(model, optimizer, model.parts())
+    for step in range(300):
+        _, losses = model.losses(*batch(step))
+        if step % 2:
+            losses["head 1"] = losses["head 1"] * NAN
+        if step % 10 == 0:
+            losses["head 2"] = losses["head 2"] * NAN  # a tenth is allowed
+        optimizer.zero_grad()
+        guard.backward(losses)
+        guard.step()
+    assert caplog.messages == ["head 1 missed 50 of the last 100 steps"]
+    other = Guard(model, optimizer, model.parts())
+    other.load_state_dict(guard.state_dict())
+    assert other.summary().endswith("below 90 % in the last 100 steps: head 1")
+
+
+def test_events_that_cannot_be_written_are_kept_with_one_warning(tmp_path, caplog):
+    model = nn.Linear(6, 2)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), events=tmp_path)
+    for step in range(3):
+        x, y = batch(step)
+        guard.optimizer.zero_grad()
+        guard.backward(mse(model(x * NAN if step < 2 else x), y))
+        assert guard.step() == ({"model"} if step == 2 else set())
+    assert [e.step for e in guard.events.events] == [0, 1]
+    (message,) = caplog.messages
+    assert "kept in memory only" in message and str(tmp_path) in message
 
 
 def test_one_part_goes_back_to_its_last_good_state_and_then_stops(tmp_path):
@@ -824,6 +973,7 @@ def test_arguments_that_do_not_fit_are_named():
         ({"clip_grad": 0}, "clip_grad is 0"),
         ({"clip_grad": NAN}, "clip_grad is nan"),
         ({"snapshot_every": -1}, "snapshot_every is -1"),
+        ({"thresholds": Thresholds(min_parts=2)}, "min_parts is 2; the parts are 1"),
         ({"parts": {}}, "expected names"),
         ({"parts": {"shared": model.heads}}, "other than 'shared'"),
         ({"parts": {"a": nn.ReLU()}}, "'a' has no parameter"),
@@ -840,16 +990,40 @@ def test_arguments_that_do_not_fit_are_named():
         ({"head 9": losses["head 0"]}, None, "no part is named 'head 9'"),
         ({"head 0": torch.ones(2)}, None, "shape"),
         ({}, None, "no loss"),
-        (torch.ones(2), None, "3 named parts"),
+        (torch.ones(2), None, "a vector of 3"),
         (losses["head 0"], features, "there is one"),
         (losses, torch.ones(2, requires_grad=True), "not computed from `through`"),
     ]:
         with pytest.raises(ValueError, match=message):
             guard.backward(given_losses, through)
-    with pytest.raises(ValueError, match="3 named|0 named parts"):
-        Guard(model, optimizer).backward(torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \(1,\); expected one number .*, or a dictionary"):
+        Guard(model, optimizer).backward(torch.ones(1))
+    for not_a_loss, message in [
+        (0.5, "the loss is 0.5"),
+        ({"head 0": 0.5}, "loss 'head 0' is 0.5"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            guard.backward(not_a_loss)
     with pytest.raises(ValueError, match="this guard has model"):
         Guard(model, optimizer).load_state_dict(guard.state_dict())
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    late = nn.Parameter(torch.ones(1))
+    optimizer.add_param_group({"params": [late]})
+    guard.step()
+    late.grad = torch.ones(1)
     with pytest.raises(ValueError, match="make a new Guard"):
         guard.step()
+
+
+def test_a_part_may_be_one_parameter_and_name_it_twice():
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, {"w": model.weight, "b": [model.bias, model.bias]})
+    x, y = batch(0)
+    guard.backward(mse(model(x), y))
+    assert guard.step() == {"w", "b"}
+
+
+def test_complex_parameters_are_refused_by_name():
+    model = nn.ParameterDict({"wave": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
+    with pytest.raises(ValueError, match="parameter 'wave' is complex"):
+        Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))

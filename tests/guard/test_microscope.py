@@ -89,6 +89,19 @@ def test_a_poisoned_input_row_is_named_and_its_cache_is_to_be_rebuilt():
     assert [str(a) for a in found.advice] == ["FORCE_RECOMPUTE False -> True"]
 
 
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_sparse_tensor_may_be_named_and_is_followed(sparse):
+    a, x = torch.eye(4), torch.randn(4, 2)
+    assert look(lambda: (sparse(a) @ x).sum(), weight=sparse(a), input=x) == (None, None)
+    a[2, 2] = float("nan")
+    weight = sparse(a)
+    fault, found = look(lambda: (weight @ x).sum(), weight=weight, input=x)
+    assert fault.poisoned == "weight" and found.words.endswith("the first at [2, 2])")
+    fault, found = look(lambda: weight, weight=weight)
+    assert fault.poisoned == "weight" and found.cause == Cause.POISONED_WEIGHT
+
+
 def test_infinities_that_are_meant_are_no_fault():
     scores, mask = torch.randn(4, 4, requires_grad=True), torch.ones(4, 4).tril().bool()
 
@@ -116,6 +129,22 @@ def test_a_row_that_is_masked_as_a_whole():
     shut = torch.zeros(2, 3).masked_fill(torch.tensor([[True], [False]]), float("-inf"))
     fault, found = look(lambda: torch.softmax(shut, -1).sum())
     assert fault.op == "aten._softmax" and found.cause == Cause.MASKED
+
+
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (lambda: torch.full((3,), float("inf")).sum(), Cause.UNKNOWN),
+        (lambda: torch.ones(3) * float("inf"), Cause.UNKNOWN),
+        (lambda: torch.full((3,), float("-inf")).mean(), Cause.MASKED),
+        (lambda: torch.ones(3).masked_fill(torch.ones(3).bool(), float("inf")), Cause.MASKED),
+    ],
+)
+def test_an_infinity_that_was_written_is_a_mask_only_if_it_looks_like_one(step, cause):
+    fault, found = look(step)
+    assert fault.masked and found.cause == cause
+    if cause == Cause.UNKNOWN:
+        assert found.words == f"{fault.op} was given an infinity, which reached the result"
 
 
 def test_in_place_and_foreach_operations_are_followed():
@@ -162,6 +191,16 @@ def test_causes_and_the_values_to_try(step, cause, advice):
     assert found.cause == cause
     if advice is not None:
         assert [str(a) for a in found.advice] == advice
+
+
+def test_a_temperature_is_not_blamed_for_a_zero_it_divided():
+    _, found = look(lambda: (torch.zeros(1).half() / 0.04 + 12).exp())
+    assert found.cause == Cause.FP16_OVERFLOW and found.words.endswith("holds it up to 11.1")
+
+
+def test_the_limit_in_the_words_is_that_of_the_dtype():
+    _, found = look(lambda: torch.tensor([4e4]).half() * torch.tensor([4e4]).half())
+    assert found.words.endswith("float16 ends at 6.55e+04")
 
 
 def test_weights_that_ran_away_and_one_that_was_hit_are_told_apart():

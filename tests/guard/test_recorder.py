@@ -1,67 +1,78 @@
 """One small file per sick part: what goes in comes out, and limits hold."""
 
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.files import CorruptFileError
-from ssl_kd.guard.recorder import FlightRecorder, load_bundle, save_bundle
+from ssl_kd.guard.recorder import Bundle, FlightRecorder, load_bundle, save_bundle
 
 EVENT = Event(7, "head 3", "loss", "the loss is not finite", "skipped")
 
 
-def what(**changes):
-    tensors = {"weights": torch.randn(4, 4), "views": torch.randn(2, 8, 4)}
-    settings = {"learning_rate": 0.1, "head": "a.B", "none": None, "inner": {"a": [1, 2]}}
-    return {
-        "event": EVENT,
-        "step": 7,
-        "indices": torch.arange(8),
-        "tensors": tensors,
-        "settings": settings,
-    } | changes
+def bundle(part="head 3", step=7, **changes):
+    given = Bundle(
+        event=replace(EVENT, part=part, step=step),
+        indices=torch.arange(8),
+        tensors={"weights": torch.randn(4, 4), "views": torch.randn(2, 8, 4)},
+        settings={"learning_rate": 0.1, "head": "a.B", "none": None, "inner": {"a": [1, True]}},
+    )
+    return replace(given, **changes)
 
 
 def test_what_goes_in_comes_out(tmp_path):
-    given = what()
-    given["tensors"]["weights"][1, 1] = float("nan")
-    save_bundle(tmp_path / "b.pt", part="head 3", **given)
+    given = bundle()
+    given.tensors["weights"][1, 1] = float("nan")
+    save_bundle(tmp_path / "b.pt", given)
     back = load_bundle(tmp_path / "b.pt")
-    assert (back.event, back.step, back.part, back.left_out) == (EVENT, 7, "head 3", [])
-    assert back.settings == given["settings"]
-    assert torch.equal(back.rng, torch.get_rng_state())
-    assert torch.equal(back.indices, given["indices"])
-    for name, tensor in given["tensors"].items():
+    assert (back.event, back.left_out) == (EVENT, [])
+    assert back.settings == given.settings
+    assert torch.equal(back.indices, given.indices)
+    for name, tensor in given.tensors.items():
         torch.testing.assert_close(back.tensors[name], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_settings_of_other_libraries_become_plain_values(tmp_path):
+    settings = {"folder": Path("a"), "rate": np.float64(0.5), "n": np.int64(3), "pair": (1, None)}
+    event = replace(EVENT, value=np.float64(math.inf))
+    save_bundle(tmp_path / "b.pt", bundle(settings=settings, event=event))
+    back = load_bundle(tmp_path / "b.pt")
+    assert back.settings == {"folder": "a", "rate": 0.5, "n": 3, "pair": [1, None]}
+    assert type(back.settings["rate"]) is float and back.event == event
 
 
 def test_a_row_of_a_large_matrix_does_not_bring_the_matrix_along(tmp_path):
     row = torch.zeros(1000, 1000)[3:4]
-    save_bundle(tmp_path / "b.pt", part="p", **what(tensors={"row": row}))
+    save_bundle(tmp_path / "b.pt", bundle(tensors={"row": row}))
     assert (tmp_path / "b.pt").stat().st_size < 50_000
 
 
 def test_over_the_limit_the_batch_goes_first_and_the_bundle_says_so(tmp_path):
     mib = 2**18  # float32 numbers
-    tensors = {"weights": torch.zeros(2 * mib), "views": torch.zeros(mib)}
-    save_bundle(tmp_path / "b.pt", part="p", limit_mib=2.5, **what(tensors=tensors))
+    given = bundle(tensors={"weights": torch.zeros(2 * mib), "views": torch.zeros(mib)})
+    save_bundle(tmp_path / "b.pt", given, limit_mib=2.5)
     assert load_bundle(tmp_path / "b.pt").left_out == ["views"]
-    save_bundle(tmp_path / "b.pt", part="p", limit_mib=1, **what(tensors=tensors))
+    save_bundle(tmp_path / "b.pt", given, limit_mib=1)
     assert load_bundle(tmp_path / "b.pt").left_out == ["views", "weights"]
 
 
 def test_only_the_first_fault_of_a_part_and_only_a_few_parts(tmp_path):
     recorder = FlightRecorder(tmp_path, most=2)
-    first = recorder.record("head 3", **what())
+    first = recorder.record(bundle("head 3"))
     assert first == tmp_path / "head-3-step7.pt" and first.exists()
-    assert not recorder.wants("head 3") and recorder.record("head 3", **what(step=8)) is None
-    assert recorder.record("head 4", **what()) is not None
-    assert not recorder.wants("head 5") and recorder.record("head 5", **what()) is None
+    assert not recorder.wants("head 3") and recorder.record(bundle("head 3", step=8)) is None
+    assert recorder.record(bundle("head 4")) is not None
+    assert not recorder.wants("head 5") and recorder.record(bundle("head 5")) is None
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_resumed_run_knows_what_was_recorded(tmp_path):
-    FlightRecorder(tmp_path).record("head 3", **what())
+    FlightRecorder(tmp_path).record(bundle("head 3"))
     assert not FlightRecorder(tmp_path).wants("head 3")
     assert FlightRecorder(tmp_path).wants("head 33")
 
@@ -69,7 +80,7 @@ def test_a_resumed_run_knows_what_was_recorded(tmp_path):
 def test_a_disk_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     recorder = FlightRecorder(tmp_path / "file" / "folder")
-    assert recorder.record("head 3", **what()) is None
+    assert recorder.record(bundle("head 3")) is None
     assert "step 7, head 3: the fault could not be recorded" in caplog.text
 
 
@@ -81,6 +92,31 @@ def test_what_is_no_bundle_is_refused(tmp_path, content):
     else:
         path.write_bytes(content)
     with pytest.raises(CorruptFileError, match=str(path)):
+        load_bundle(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("indices", None),
+        ("event", "head 3"),
+        ("event", {"step": 1}),
+        ("event", asdict(EVENT) | {"step": "seven"}),
+        ("event", asdict(EVENT) | {"more": 1}),
+        ("tensors", {"views": [1.0]}),
+        ("settings", [1]),
+        ("left_out", [3]),
+        ("more", 1),
+    ],
+)
+def test_a_bundle_whose_fields_are_not_as_written_is_refused(tmp_path, field, value):
+    path = tmp_path / "b.pt"
+    save_bundle(path, bundle())
+    content = torch.load(path) | {field: value}
+    if value is None:
+        del content[field]
+    torch.save(content, path)
+    with pytest.raises(CorruptFileError, match=f"{path} is damaged"):
         load_bundle(path)
 
 

@@ -1,12 +1,15 @@
 """A recorded step is run again and says what went wrong, or that nothing does."""
 
+import copy
 import dataclasses
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from ssl_kd.guard import Event, Precision
+from ssl_kd.guard.files import CorruptFileError
 from ssl_kd.guard.health import REASONS, Stage
 from ssl_kd.guard.microscope import Cause
 from ssl_kd.guard.recorder import FlightRecorder
@@ -30,7 +33,7 @@ class NaiveHead(nn.Module):
         return z / z.norm(dim=-1, keepdim=True)
 
 
-def record(tmp_path, spoil, **changes):
+def record(tmp_path, spoil, exact=True, **changes):
     """Two steps of three heads, `spoil(trainer, views)` before the second; its bundle of head 1."""
     settings = dataclasses.replace(
         VisionSettings(n_heads=3, hidden_dim=10, bottleneck_dim=5, batch_size=BATCH), **changes
@@ -39,14 +42,15 @@ def record(tmp_path, spoil, **changes):
     views = torch.randn(2, BATCH, DIM)
     trainer.step(views, 1e-2)
     spoil(trainer, views)
+    before = {name: tensor[1:2].clone() for name, tensor in trainer.state.tensors().items()}
     result = trainer.step(views, 1e-2)
     stage = Stage(int(result.stage[1]))
     reason = REASONS.get(stage, "nothing")
     event = Event(1, "head 1", stage.name.lower(), reason, "skipped")
     samples = torch.arange(100, 100 + 2 * BATCH).view(2, BATCH)
-    fault = HeadFault(1, event, samples, views, 1e-2)
-    what = bundle_of(trainer, fault, dataclasses.asdict(settings))
-    path = FlightRecorder(tmp_path).record(**what)
+    fault = HeadFault(1, event, samples, views, 1e-2, before, exact)
+    bundle = bundle_of(trainer, fault, dataclasses.asdict(settings))
+    path = FlightRecorder(tmp_path).record(bundle)
     assert path is not None
     return path
 
@@ -97,14 +101,76 @@ def test_a_fault_that_does_not_return_is_said_to_be_from_outside(tmp_path):
     assert "the same step is healthy" in str(report)
 
 
-def test_a_spike_is_seen_again_without_a_nan(tmp_path):
+@pytest.mark.parametrize(
+    ("factor", "times", "seen"), [(100.0, 102.0, True), (100.0, 98.0, False), (5.0, 20.0, True)]
+)
+def test_a_spike_is_judged_by_the_runs_own_factor_and_the_median_before_it(
+    tmp_path, factor, times, seen
+):
     def spoil(trainer, views):
+        norm = float(copy.deepcopy(trainer).step(views, 1e-2).grad_norm[1])
         trainer.state.health.seen.fill_(50)
-        trainer.state.health.level.fill_(-30.0)
+        trainer.state.health.level.fill_(math.log(norm / times))
 
-    report = replay(record(tmp_path, spoil))
-    assert report.reproduced and report.fault is None
-    assert "LEARNING_RATE 0.004 -> 0.0004" in str(report)
+    report = replay(record(tmp_path, spoil, spike_factor=factor))
+    assert report.reproduced == seen and report.fault is None
+    assert ("LEARNING_RATE 0.004 -> 0.0004" in str(report)) == seen
+
+
+def test_a_state_of_a_later_step_is_said_to_be_one(tmp_path):
+    report = replay(record(tmp_path, lambda trainer, views: None, exact=False))
+    assert "the state is of a later step; the fault may not show" in str(report)
+    assert "outside these numbers" not in str(report)
+
+
+def _without(*names):
+    def change(values):
+        for name in names:
+            del values[name]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "words"),
+    [
+        ("tensors", _without("views"), "views are not"),
+        ("tensors", lambda t: t.update(views=t["views"][0]), "views are not"),
+        ("tensors", lambda t: t.update(views=t["views"].double()), "views are not"),
+        ("tensors", lambda t: t.update(views=t["views"].to_sparse()), "views are not"),
+        ("tensors", lambda t: t.update(views=t["views"][:, :0]), "views are not"),
+        ("tensors", _without("marginal"), "marginal is not"),
+        ("tensors", lambda t: t.update(marginal=t["marginal"][0]), "marginal is not"),
+        ("tensors", _without("student"), "student is not float32"),
+        ("tensors", lambda t: t.update(scale=t["scale"].to(torch.complex64)), "scale is not"),
+        ("settings", _without("replay"), "not a step of the vision mode"),
+        ("settings", lambda s: s.update(replay=[1]), "replay settings"),
+        ("settings", lambda s: s["replay"].update(student="nn"), "replay settings"),
+        ("settings", lambda s: s["replay"].pop("scale"), "replay settings"),
+        ("settings", lambda s: s.update(head=3), "HEAD is 3"),
+        ("settings", lambda s: s.update(beta="much"), "BETA is 'much'"),
+        ("settings", _without("head", "beta"), "not those of this version: beta, head"),
+        ("settings", lambda s: s.update({4: 1}), "not those of this version: 4"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+def test_a_bundle_that_holds_no_step_is_refused(tmp_path, where, change, words):
+    path = record(tmp_path, lambda trainer, views: None)
+    content = torch.load(path)
+    change(content[where])
+    torch.save(content, path)
+    with pytest.raises((CorruptFileError, ValueError), match=words) as raised:
+        replay(path)
+    assert str(path) in str(raised.value)
+
+
+def test_samples_that_are_not_those_of_the_batch_are_refused(tmp_path):
+    path = record(tmp_path, lambda trainer, views: None)
+    content = torch.load(path)
+    content["indices"] = content["indices"][0]
+    torch.save(content, path)
+    with pytest.raises(CorruptFileError, match="indices are not"):
+        replay(path)
 
 
 def test_without_its_batch_a_bundle_cannot_be_run(tmp_path, monkeypatch):
