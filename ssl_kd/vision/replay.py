@@ -66,7 +66,9 @@ class Report:
             if event.stage == Stage.SPIKE.name.lower():
                 rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
         else:
-            rows.append(("seen", "run again on the CPU, the same step is healthy"))
+            device = bundle.settings["replay"]["device"]
+            seen = f"recorded on {device}; run again on the CPU, the same step is healthy"
+            rows.append(("seen", seen))
             if exact:
                 meaning = (
                     "the fault came from outside these numbers: a bit flipped in memory or on the "

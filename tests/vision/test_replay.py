@@ -98,7 +98,13 @@ def test_a_bad_row_of_the_batch_is_named_by_its_number(tmp_path):
 def test_a_fault_that_does_not_return_is_said_to_be_from_outside(tmp_path):
     report = replay(record(tmp_path, lambda trainer, views: None))
     assert not report.reproduced and report.fault is None
-    assert "the same step is healthy" in str(report)
+    assert "recorded on cpu; run again on the CPU, the same step is healthy" in str(report)
+    assert "outside these numbers" in str(report)
+
+
+def test_the_number_of_clusters_is_that_of_the_state_whatever_the_settings_say(tmp_path):
+    path = record(tmp_path, lambda trainer, views: None, n_clusters=10**9)
+    assert replay(path).fault is None
 
 
 @pytest.mark.parametrize(
