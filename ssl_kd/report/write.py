@@ -264,9 +264,11 @@ def _events_text(run: RunFolder) -> str:
     actions = Counter(str(e.get("action", "noted")) for e in run.events)
     parts = len({str(e.get("part")) for e in run.events})
     counted = ", ".join(f"{count:,} {name}" for name, count in actions.most_common())
+    kept = sorted(run.path.glob("faults/*.pt"))
+    way = f" What it was: ssl_kd replay {kept[0]}" if kept else ""
     return (
         f"The guard stepped in {_times_word(len(run.events))} on {parts} "
-        f"part{'s' if parts != 1 else ''}: {counted}."
+        f"part{'s' if parts != 1 else ''}: {counted}.{way}"
     )
 
 

@@ -23,6 +23,7 @@ from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.files import (
     CorruptFileError,
     Lock,
+    LockHeld,
     atomic_write_json,
     atomic_write_text,
     load_tensors,
@@ -254,15 +255,23 @@ def _to_resume(runs: Path, settings: VisionSettings) -> Path:
             raise RunFinished(path)
         return path
     paths = [path.parent for path in runs.glob("*/config.json") if not path.parent.is_symlink()]
-    unfinished = [path for path in paths if not _finished(path)]
+    unfinished = [path for path in paths if not _finished(path) and not _in_use(path)]
     # A run that was stopped before its report was written comes last: little of it is left to do.
     candidates = unfinished or [path for path in paths if not (path / "report.html").exists()]
     if not candidates:
-        raise RunFolderError(f"there is no unfinished run in {runs} to resume")
+        raise RunFolderError(f"there is no unfinished run in {runs} to resume that is not in use")
     path = max(candidates, key=lambda path: os.path.getmtime(path / "config.json"))
     if _finished(path):
         raise RunFinished(path)
     return path
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        with Lock(path / ".lock"):
+            return False
+    except LockHeld:
+        return True
 
 
 def _check_same(path: Path, settings: VisionSettings) -> None:

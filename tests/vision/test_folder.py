@@ -297,3 +297,13 @@ def test_a_checkpoint_of_a_newer_form_names_the_version_that_can(settings, caplo
         with pytest.raises(RunFolderError, match="written by ssl_kd 7.1.*resume with 7.1 or newer"):
             folder.load_checkpoint()
     assert path.read_bytes() == before and not caplog.records
+
+
+def test_resume_leaves_a_run_alone_that_another_process_is_busy_with(settings):
+    with RunFolder(settings(run_name="stopped")) as stopped:
+        stopped.write_config(settings(run_name="stopped"))
+        stopped.save_checkpoint(1, {})
+    with RunFolder(settings(run_name="busy")) as busy:
+        busy.write_config(settings(run_name="busy"))  # the newer one
+        with RunFolder(settings(resume=True)) as found:
+            assert found.path.name == "stopped"

@@ -21,6 +21,7 @@ from sklearn.datasets import load_digits
 from ssl_kd.guard.files import CorruptFileError, load_tensors
 from ssl_kd.guard.microscope import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from ssl_kd.vision import run as running
@@ -569,6 +570,7 @@ def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
     report = replay(bundles[0])
     assert report.reproduced and report.diagnosis.cause == Cause.LOG_OF_ZERO
     assert ".clamp(min=0).log()" in str(report)
+    assert f"ssl_kd replay {bundles[0]}" in write_report(path).read_text()
 
 
 def test_embeddings_damaged_on_disk_are_never_used_silently(settings, tmp_path):
