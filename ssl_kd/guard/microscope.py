@@ -32,6 +32,8 @@ _OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random
 _UNINITIALISED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 _LOGS = {"log", "log2", "log10", "log1p", "xlogy"}
+_ROOTS = {"sqrt", "rsqrt", "pow"}
+_INVERSES = {"acos", "asin", "atanh"}
 _NORMS = {"linalg_vector_norm", "norm", "_foreach_norm", "sqrt", "std", "var", "cdist"}
 _EXPS = {"exp", "exp2", "expm1", "sinh", "cosh"}
 _DIVISIONS = {"div", "reciprocal", "rsqrt", "true_divide"}
@@ -57,6 +59,7 @@ class Cause(str, Enum):
     TEMPERATURE = "temperature too low"
     LEARNING_RATE = "learning rate too high"
     UNDERFLOW = "underflow to zero"
+    DOMAIN = "outside its domain"
     MASKED = "everything masked"
     UNKNOWN = "unknown"
 
@@ -476,6 +479,7 @@ _REMEDIES = {
     "(log_softmax does)",
     Cause.LEARNING_RATE: "lower the learning rate, clip gradients, start from an earlier state",
     Cause.UNDERFLOW: "keep it from 0 with a floor from torch.finfo, or compute in log space",
+    Cause.DOMAIN: "keep its input where it is defined; find out why it left that range",
     Cause.MASKED: "leave at least one entry of each row unmasked, or drop such rows",
     Cause.UNKNOWN: "look at the ranges of the inputs",
 }
@@ -520,10 +524,13 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
         return Cause.MASKED, "an infinity that was put in, as by a mask, reached the result"
     if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
         return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalise"
+    low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
+    high = max((facts.high for facts in fault.inputs if facts.high is not None), default=0.0)
+    if any(facts.nans for facts in fault.outputs) and not fault.backward:
+        if (op in _LOGS | _ROOTS and low < 0) or (op in _INVERSES and max(-low, high) > 1):
+            return Cause.DOMAIN, f"{fault.op} is not defined for {low if low < 0 else high:.3g}"
     if op in _LOGS or (node.startswith("Log") and "Backward" in node and op in _DIVISIONS):
-        low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
-        what = "a number below 0" if low < 0 and op in _LOGS else "an exact 0"
-        return Cause.LOG_OF_ZERO, f"the logarithm was taken of {what}"
+        return Cause.LOG_OF_ZERO, "the logarithm was taken of an exact 0"
     if zero and (op in _DIVISIONS or op == "pow"):
         return _division(fault, node)
     return _overflow(fault)

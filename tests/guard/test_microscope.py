@@ -183,7 +183,7 @@ def test_memory_that_is_only_written_to_is_not_looked_at():
             ["LEARNING_RATE 4 -> 0.4", "CLIP_GRAD None -> 1"],
         ),
         (lambda: F.normalize(torch.zeros(1, 3).half()), Cause.ZERO_NORM, None),
-        (lambda: torch.tensor([2.0]).acos(), Cause.UNKNOWN, []),
+        (lambda: torch.tensor([2.0]).acos(), Cause.DOMAIN, []),
     ],
 )
 def test_causes_and_the_values_to_try(step, cause, advice):
@@ -236,3 +236,22 @@ def test_injected_faults_of_every_kind_are_found():
     score = measure(injections=28, seed=0)
     assert score.right >= 27, score.misses
     assert len({truth for truth, _ in score.table}) == 7
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda x: (x - 0.2).sqrt(), "aten.sqrt is not defined for -0.2"),
+        (lambda x: (x - 0.2).log(), "aten.log is not defined for -0.2"),
+        (lambda x: (x - 0.2) ** 0.5, "aten.pow is not defined for -0.2"),
+        (lambda x: (x + 1.5).acos(), "aten.acos is not defined for 2.5"),
+    ],
+)
+def test_a_function_outside_its_domain_is_named_with_the_value(step, words):
+    _, found = look(lambda: step(torch.tensor([0.0, 1.0])).sum())
+    assert (found.cause, found.words) == (Cause.DOMAIN, words)
+
+
+def test_the_logarithm_of_an_exact_zero_is_still_that():
+    _, found = look(lambda: torch.tensor([0.0, 1.0]).log().sum())
+    assert found.cause == Cause.LOG_OF_ZERO
