@@ -166,8 +166,9 @@ def _train(argv: Sequence[str], config: Path, prog: str) -> int:
     logging.getLogger("ssl_kd").setLevel(logging.INFO)
 
     from ssl_kd.report import run_images, write_report
-    from ssl_kd.vision.folder import RunFinished
-    from ssl_kd.vision.run import Interrupted, run
+    from ssl_kd.runs.folder import RunFinished
+    from ssl_kd.runs.stop import Interrupted
+    from ssl_kd.vision.run import run
 
     with Progress(screen) as progress:
         try:
@@ -365,7 +366,7 @@ def _guarded(work: Callable[[], int], again: str = "") -> int:
 
 def _known(error: Any, again: str) -> tuple[int, str | None]:
     """The exit code and line of a failure that a user can act on; no line for any other."""
-    interrupted = getattr(sys.modules.get("ssl_kd.vision.run"), "Interrupted", None)
+    interrupted = getattr(sys.modules.get("ssl_kd.runs.stop"), "Interrupted", None)
     if interrupted is not None and isinstance(error, interrupted):
         stop = signal.Signals(error.signal)
         if error.run_dir is None:

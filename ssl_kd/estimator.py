@@ -22,13 +22,14 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
 
+from ssl_kd.guard.events import EventWarnings
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import EventWarnings, train
+from ssl_kd.vision.train import train
 
 logger = logging.getLogger(__name__)
 

@@ -198,6 +198,29 @@ class Settings:
         return dataclasses.replace(self, **changes)
 
 
+@dataclasses.dataclass(frozen=True)
+class RunSettings(Settings):
+    """What the settings of every mode have: where a run leaves its folder."""
+
+    # Settings that may differ between a run and its continuation: they do not change the result.
+    free_on_resume: typing.ClassVar[frozenset[str]] = frozenset({"resume", "run_name", "runs_dir"})
+
+    runs_dir: str = setting("runs", "folder of run folders")
+    run_name: str | None = setting(None, "name of this run's folder; None: the date and time")
+    resume: bool = setting(
+        False, "go on with the last unfinished run, or the one named by run_name"
+    )
+
+    def check_together(self) -> None:
+        """Raise SettingsError where no folder can be called by the run's name."""
+        if self.run_name is not None and self.run_name in (".", "..", "latest"):
+            raise SettingsError(f"RUN_NAME is {self.run_name!r}, which no run may be called.")
+        if self.run_name is not None and ("/" in self.run_name or "\\" in self.run_name):
+            raise SettingsError(
+                f"RUN_NAME is {self.run_name!r}, but must be a plain name inside RUNS_DIR."
+            )
+
+
 def _widened(value: Any, kind: type) -> Any:
     """A whole number as a float where one is asked for; anything else as it came."""
     if kind is not float or type(value) is not int:

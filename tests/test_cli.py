@@ -15,8 +15,9 @@ from rich.console import Console
 
 import ssl_kd
 from ssl_kd import cli
+from ssl_kd.runs.folder import RunFinished
+from ssl_kd.runs.stop import Interrupted
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision.folder import RunFinished
 from ssl_kd.vision.settings import VisionSettings
 
 ROOT = Path(__file__).parents[1]
@@ -169,12 +170,6 @@ def test_the_citation_names_this_version():
 # --- Known failures -----------------------------------------------------------------------------
 
 
-class Interrupted(Exception):
-    def __init__(self, number, run_dir):
-        self.signal = number
-        self.run_dir = run_dir
-
-
 @pytest.fixture
 def run_that(monkeypatch, tmp_path):
     """`cli.train` with a run of our own in place of the real one."""
@@ -182,7 +177,6 @@ def run_that(monkeypatch, tmp_path):
     def use(run, argv=()):
         module = types.ModuleType("ssl_kd.vision.run")
         module.run = run  # pyright: ignore[reportAttributeAccessIssue]
-        module.Interrupted = Interrupted  # pyright: ignore[reportAttributeAccessIssue]
         monkeypatch.setitem(sys.modules, "ssl_kd.vision.run", module)
         return cli.train(argv, config=tmp_path / "none.py")
 
@@ -334,7 +328,7 @@ def run(settings, *, progress):
     logging.getLogger("ssl_kd.x").warning("left out: [b] " + "long " * 99)
     raise OSError("enough")
 
-sys.modules["ssl_kd.vision.run"] = types.SimpleNamespace(run=run, Interrupted=SystemExit)
+sys.modules["ssl_kd.vision.run"] = types.SimpleNamespace(run=run)
 cli.main(["train"])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

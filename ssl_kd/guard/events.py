@@ -64,3 +64,19 @@ class EventLog:
                 if not self._warned:
                     logger.warning("events are kept in memory only: %s: %s", self.path, error)
                 self._warned = True
+
+
+class EventWarnings:
+    """Logs the guard's events: the first of each kind as a warning, the others for debugging."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
+
+    def __call__(self, events: list[Event]) -> None:
+        """Take some more."""
+        for event in events:
+            kind = (event.stage, event.action)
+            level = logging.DEBUG if kind in self._told else logging.WARNING
+            self._told.add(kind)
+            words = (event.step, event.part, event.reason, event.action)
+            logger.log(level, "step %d, %s: %s; %s", *words)

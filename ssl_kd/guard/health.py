@@ -56,6 +56,8 @@ class Thresholds:
             re-initialised, and again before it is retired.
         forgive_after: healthy steps in a row after which a restored part counts as recovered.
         min_parts: fewer parts than this that are not retired end the run.
+        stop_after: bad steps in a row of every part that end the run, whatever was tried before;
+            None: as `restore_after`, once going back was tried.
 
     Raises:
         ValueError: a threshold is out of range.
@@ -67,12 +69,15 @@ class Thresholds:
     restore_after: int = 10
     forgive_after: int = 100
     min_parts: int = 1
+    stop_after: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 < self.spike_factor < math.inf:
             raise ValueError(f"spike_factor is {self.spike_factor}; expected a finite number > 1")
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
+            if value is None and field.name == "stop_after":
+                continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field.name} is {value!r}; expected a whole number from 1")
 
@@ -221,11 +226,14 @@ class Health:
                 `min_parts` would be left.
         """
         late = (self.streak >= thresholds.restore_after).tolist()
-        if not any(late):
+        patience = thresholds.stop_after or thresholds.restore_after
+        if not any(late) and not bool((self.streak >= patience).any()):
             return {}
-        columns = (self.retired, self.restored, self.reinitialised)
-        retired, restored, reinitialised = (column.tolist() for column in columns)
+        columns = (self.streak, self.retired, self.restored, self.reinitialised)
+        streak, retired, restored, reinitialised = (column.tolist() for column in columns)
         active = [p for p, gone in enumerate(retired) if not gone and p not in beside]
+        if thresholds.stop_after and all(streak[part] >= patience for part in active):
+            raise TooFewHealthyParts(f"no part had a healthy step in the last {patience}")
         sick = [part for part, gone in enumerate(retired) if late[part] and not gone]
         tried = any(restored[part] for part in active)
         if all(late[part] for part in active) and (tried or not active):

@@ -94,6 +94,8 @@ class Guard:
             parts share neither weights nor loss; by default where there are float16 parameters.
             Needed under float16 autocast. Hand over losses that are not scaled yet.
         snapshot_every: steps between snapshots of each part; 0 takes none.
+        fresh_optimizer: a part that goes back to its last good state begins with an empty optimizer
+            state, not the one that it had then.
         reinitialise: called with a part's name to give it new weights. By default parts given as
             modules have their `reset_parameters` called; other parts skip this rung.
         events: a file to append the guard's decisions to, one line of JSON each.
@@ -113,6 +115,7 @@ class Guard:
         clip_grad: float | None = None,
         scaler: bool | None = None,
         snapshot_every: int = 100,
+        fresh_optimizer: bool = False,
         reinitialise: Callable[[str], object] | None = None,
         events: str | Path | None = None,
     ) -> None:
@@ -123,6 +126,7 @@ class Guard:
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
         self.snapshot_every, self.reinitialise = snapshot_every, reinitialise
+        self.fresh_optimizer = fresh_optimizer
         self.events = EventLog(None if events is None else Path(events))
         self.steps = 0
 
@@ -219,6 +223,7 @@ class Guard:
     def before_step(self) -> None:
         """The half of `step` before `optimizer.step()`, for loops that call it themselves."""
         self._to_masters()
+        self._record_terms()
         for group in self.optimizer.param_groups:
             if any(p.grad is not None and id(p) not in self._own for p in group["params"]):
                 raise ValueError(
@@ -329,17 +334,11 @@ class Guard:
         for name, loss, norm in zip(losses, *_look(losses, through), strict=True):
             health = self._terms.setdefault(name, Health.fresh(1))
             stage = health.judge(loss[None], norm[None], self.thresholds)
-            health.record_(stage, norm[None], self.thresholds)
-            what, streak, action = Stage(int(stage)), int(health.streak), "reported"
             if is_healthy(stage):
                 kept.append(losses[name])
-            else:
-                action = "cut out"
-                if streak % self.thresholds.restore_after == 0:
-                    action += f", {streak} times in a row: {_ADVICE[what]}"
-            if what in REASONS:
-                value = loss if what == Stage.LOSS else norm
-                self._report(self.steps, name, what, action, value)
+            before = self._seen.get(name)
+            if before is None or is_healthy(before[0]):  # the first bad one of a step is the cause
+                self._seen[name] = (stage, loss, norm)
         if len(kept) == len(losses) or any(loss.requires_grad for loss in kept):
             total = sum(kept[1:], kept[0])
             self._remember({0: total})
@@ -347,6 +346,24 @@ class Guard:
         else:
             self._remember({0: sum(losses.values(), torch.zeros(()))})
             self._cut.add(0)
+
+    def _record_terms(self) -> None:
+        """Remember and report the loss terms of a step, however many backward passes it had."""
+        for name, (stage, loss, norm) in self._seen.items():
+            health, what = self._terms[name], Stage(int(stage))
+            missed = int(health.streak)
+            health.record_(stage, norm[None], self.thresholds)
+            action, streak = "reported", int(health.streak)
+            if not is_healthy(stage):
+                action = "cut out"
+                if streak % self.thresholds.restore_after == 0:
+                    action += f", {streak} times in a row: {_ADVICE[what]}"
+            if what in REASONS:
+                value = loss if what == Stage.LOSS else norm
+                self._report(self.steps, name, what, action, value)
+            elif missed:
+                reason = f"healthy again after {missed} steps"
+                self.events.extend([Event(self.steps, name, "loss", reason, "taken in again")])
 
     def _remember(self, told: dict[int, Tensor]) -> None:
         for i, loss in told.items():
@@ -379,6 +396,7 @@ class Guard:
 
     def _forget(self) -> None:
         self._loss: dict[int, Tensor] = {}
+        self._seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # loss terms of this step
         self._cut: set[int] = set()
         self._ran = False  # whether there was a backward pass, which leaves gradients
 
@@ -455,6 +473,9 @@ class Guard:
             part.weights, part.good["weights"], part.good["state"], strict=True
         ):
             p.copy_(weight)
+            if self.fresh_optimizer:
+                self.optimizer.state.pop(p, None)
+                continue
             live = self.optimizer.state[p]
             for key in live.keys() - saved.keys():
                 del live[key]
@@ -465,7 +486,8 @@ class Guard:
                     live[key] = copy.deepcopy(value)
         part.put_back(part.good["buffers"])
         self._sync(part)
-        return f"restored to its state before step {part.good['step']}"
+        fresh = ", with a fresh optimizer" if self.fresh_optimizer else ""
+        return f"restored to its state before step {part.good['step']}{fresh}"
 
     def _reinitialise(self, part: _Part, step: int) -> str:
         """New weights and an empty optimizer state; the loop's random numbers are not touched."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import io
 import logging
 import shlex
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,11 +18,15 @@ from torch import Tensor
 
 from ssl_kd import evaluate
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
-from ssl_kd.guard.events import Event
+from ssl_kd.guard.events import Event, EventWarnings
 from ssl_kd.guard.files import atomic_write, atomic_write_bytes, atomic_write_text
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.runs.board import Board
+from ssl_kd.runs.clock import Clock
+from ssl_kd.runs.folder import RunFolder, RunFolderError
+from ssl_kd.runs.stop import Signals
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, cached_neighbours
 from ssl_kd.teachers import Teacher, load_teacher
@@ -40,14 +39,13 @@ from ssl_kd.vision.fit import (
     make_sampler,
     make_trainer,
 )
-from ssl_kd.vision.folder import RunFolder, RunFolderError
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import EventWarnings, HeadFault, LogRecord, train
+from ssl_kd.vision.train import HeadFault, LogRecord, train
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +55,8 @@ Images = Callable[[list[int]], list[Any]]
 TYPICAL = 8
 JUDGED_ROWS = 100_000
 PROJECTION_ROWS = 10_000
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was told to stop.
-
-    Attributes:
-        signal: SIGINT or SIGTERM.
-        run_dir: the folder with its checkpoint; None before the training began.
-    """
-
-    def __init__(self, signal: int, run_dir: Path | None) -> None:
-        super().__init__(f"stopped by signal {signal}; run folder {run_dir}")
-        self.signal, self.run_dir = signal, run_dir
+# What TensorBoard shows of a log record.
+DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +80,16 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         TooFewHealthyParts: no head is healthy any more.
     """
     tell = progress or (lambda stage, done, total, info: None)
-    clock = _Clock()
+    clock = Clock()
     precision = Precision.for_device(settings.device, settings.use_fp16)
     logger.info("%s", precision)
 
-    with RunFolder(settings) as folder, _Signals(folder) as signals:
+    with RunFolder(settings) as folder, Signals(folder) as signals:
         folder.write_config(settings, precision=str(precision))
         with clock("extract"):
             train_set, stores, teacher = _embed(settings, precision, tell)
         store = stores["train"]
-        folder.keep_to(store.fingerprint)
+        folder.keep_to(store.fingerprint.digest)
         n_clusters = n_clusters_of(settings, store.class_names, store.n)
         source = _Source(store, settings)
 
@@ -145,23 +132,6 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         pictures, rows = train_set, store.indices
         images = lambda wanted: [pictures.image(int(rows[i])) for i in wanted]  # noqa: E731
     return Run(folder.path, images)
-
-
-class _Clock:
-    """Seconds per stage."""
-
-    def __init__(self) -> None:
-        self.began, self.stages = time.perf_counter(), {}
-
-    @contextlib.contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.stages[stage] = round(time.perf_counter() - start, 2)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return self.stages | {"total": round(time.perf_counter() - self.began, 2)}
 
 
 class _Source:
@@ -271,7 +241,7 @@ def _train(
     sampler: PairSampler,
     source: _Source,
     steps: int,
-    signals: _Signals,
+    signals: Signals,
     tell: Progress,
 ) -> None:
     """Train all heads, from the last checkpoint if there is one."""
@@ -287,11 +257,12 @@ def _train(
     folder.rewind(start)
     folder.become_latest()
 
-    with _Board(folder.path, settings.tensorboard) as board:
+    with Board(folder.path, settings.tensorboard) as board:
 
         def on_log(record: LogRecord) -> None:
-            folder.log(record)
-            board.log(record)
+            row = dataclasses.asdict(record)
+            folder.log(row)
+            board.log(record.step, {name: row[name] for name in DRAWN})
             finite = [v for v in record.loss if abs(v) < float("inf")]
             mean = sum(finite) / len(finite) if finite else float("nan")
             info = {"loss": mean, "healthy": f"{record.healthy}/{settings.n_heads}"}
@@ -330,74 +301,6 @@ def _train(
                 raise
             way = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
             raise TooFewHealthyParts(f"{error}. {way} explains the first fault") from error
-
-
-class _Board:
-    """TensorBoard's files, if they are wanted."""
-
-    def __init__(self, path: Path, wanted: bool) -> None:
-        self._writer = None
-        if wanted:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(path / "tensorboard"))
-
-    def __enter__(self) -> _Board:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def log(self, record: LogRecord) -> None:
-        if self._writer is None:
-            return
-        for name in ("learning_rate", "healthy", "success_rate", "samples_per_second"):
-            self._writer.add_scalar(name, getattr(record, name), record.step)
-        for name in ("loss", "grad_norm"):
-            values = np.array(getattr(record, name))
-            values = values[np.isfinite(values)]
-            if len(values):
-                self._writer.add_histogram(name, values, record.step)
-                self._writer.add_scalar(f"{name}_mean", values.mean(), record.step)
-                self._writer.add_scalar(f"{name}_lowest", values.min(), record.step)
-
-
-class _Signals:
-    """Ctrl-C and SIGTERM as `Interrupted`, raised at once; between two steps while training."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.caught: list[int] = []
-        self._folder, self._patient, self._before = folder, False, {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():  # Python's own condition
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._catch)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        self.caught.append(number)
-        if not self._patient or len(self.caught) > 1:  # whoever asks twice does not want to wait
-            self._stop()
-
-    def _stop(self) -> None:
-        raise Interrupted(self.caught[0], self._folder.path if self._folder.trained else None)
-
-    @contextlib.contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Only note the signal; whoever works inside looks at `caught`."""
-        self._patient = True
-        try:
-            yield
-        finally:
-            self._patient = False
-        if self.caught:
-            self._stop()
 
 
 def _save(model: ClusterModel, folder: RunFolder) -> None:

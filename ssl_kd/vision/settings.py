@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ssl_kd.settings import Settings, SettingsError, setting
+from ssl_kd.settings import RunSettings, SettingsError, setting
 
 __all__ = ["SettingsError", "VisionSettings"]
 
 
 @dataclass(frozen=True)
-class VisionSettings(Settings):
+class VisionSettings(RunSettings):
     """Every setting of `train.py`; `config.py` holds the same names in UPPER_CASE."""
+
+    free_on_resume: ClassVar[frozenset[str]] = RunSettings.free_on_resume | {
+        "checkpoint_every",
+        "data_dir",
+        "download",
+        "embeddings_dir",
+        "extract_batch_size",
+        "force_recompute",
+        "log_every",
+        "tensorboard",
+        "workers",
+    }
 
     # Data and folders
     dataset: str = setting(
@@ -25,8 +38,6 @@ class VisionSettings(Settings):
     )
     data_dir: str = setting("data", "folder of data sets")
     embeddings_dir: str = setting("data/embeddings", "folder of the teacher's cached embeddings")
-    runs_dir: str = setting("runs", "folder of run folders")
-    run_name: str | None = setting(None, "name of this run's folder; None: the date and time")
     download: bool = setting(False, "download the data set where it is missing")
 
     # Teacher and extraction
@@ -161,15 +172,13 @@ class VisionSettings(Settings):
         False,
         "rebuild cached embeddings that are damaged or of something else; verified shards are kept",
     )
-    resume: bool = setting(
-        False, "go on with the last unfinished run, or the one named by run_name"
-    )
     tensorboard: bool = setting(True, "write TensorBoard files into the run folder")
     probe: bool = setting(True, "judge the embeddings by a linear probe")
     baselines: bool = setting(True, "run k-means and spectral clustering beside")
 
     def check_together(self) -> None:
         """Raise SettingsError where settings that are fine alone do not fit together."""
+        super().check_together()
         if self.loss == "sharpened" and self.teacher_temp > self.student_temp:
             raise SettingsError(
                 f"TEACHER_TEMP is {self.teacher_temp:g} and STUDENT_TEMP {self.student_temp:g}, but"
@@ -178,10 +187,4 @@ class VisionSettings(Settings):
         if not all(part.isidentifier() for part in self.head.split(".")) or "." not in self.head:
             raise SettingsError(
                 f"HEAD is {self.head!r}, but must be an import path such as 'heads.my_head.MyHead'."
-            )
-        if self.run_name is not None and self.run_name in (".", "..", "latest"):
-            raise SettingsError(f"RUN_NAME is {self.run_name!r}, which no run may be called.")
-        if self.run_name is not None and ("/" in self.run_name or "\\" in self.run_name):
-            raise SettingsError(
-                f"RUN_NAME is {self.run_name!r}, but must be a plain name inside RUNS_DIR."
             )

@@ -261,19 +261,3 @@ def _events(step: int, samples: Tensor, result: StepResult) -> Iterator[tuple[in
         done = {Stage.DEAD: "reported", Stage.OVERFLOW: "loss scale halved"}.get(stage, "skipped")
         name = stage.name.lower()
         yield head, Event(step, f"head {head}", name, REASONS[stage], done, float(seen[head]))
-
-
-class EventWarnings:
-    """Logs the guard's events: the first of each kind as a warning, the others for debugging."""
-
-    def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()
-
-    def __call__(self, events: list[Event]) -> None:
-        """Take some more."""
-        for event in events:
-            kind = (event.stage, event.action)
-            level = logging.DEBUG if kind in self._told else logging.WARNING
-            self._told.add(kind)
-            words = (event.step, event.part, event.reason, event.action)
-            logger.log(level, "step %d, %s: %s; %s", *words)

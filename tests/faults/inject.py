@@ -15,11 +15,12 @@ from ssl_kd.datasets import open_dataset
 from ssl_kd.guard import Precision
 from ssl_kd.guard.files import load_tensors
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.runs.stop import Interrupted
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.vision.extract import extract
 from ssl_kd.vision.pairs import PairSampler
-from ssl_kd.vision.run import Interrupted, run
+from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer, Objective
 from ssl_kd.vision.train import train

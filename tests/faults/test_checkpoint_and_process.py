@@ -17,8 +17,8 @@ import torch
 
 from ssl_kd.guard.files import save_tensors, sha256_file
 from ssl_kd.heads import TEMIHead
+from ssl_kd.runs.folder import RunFolderError
 from ssl_kd.store.embeddings import read_manifest, write_manifest
-from ssl_kd.vision.folder import RunFolderError
 from ssl_kd.vision.run import run
 from tests.faults.inject import (
     ROOT,

@@ -21,9 +21,9 @@ from PIL import Image
 
 from ssl_kd.guard.files import CorruptFileError, sha256_file
 from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.runs.folder import RunFolder
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cached_neighbours
 from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
-from ssl_kd.vision.folder import RunFolder
 from ssl_kd.vision.run import run
 from tests.faults.inject import (
     ROOT,

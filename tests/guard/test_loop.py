@@ -471,12 +471,55 @@ def test_a_sick_term_is_cut_out_and_the_rest_goes_on_alone():
     seen = [(e.step, e.part, e.stage, e.action) for e in guard.events.events]
     assert seen == [
         (2, "kd", "loss", "cut out"),
+        (3, "kd", "loss", "taken in again"),
         (4, "kd", "gradient", "cut out"),
         (5, "ce", "loss", "cut out"),
         (5, "kd", "loss", "cut out"),
         (5, "model", "loss", "skipped"),
+        (6, "ce", "loss", "taken in again"),
+        (6, "kd", "loss", "taken in again"),
     ]
     assert guard.updates.tolist() == [7]
+
+
+def test_a_term_counts_steps_not_batches():
+    model = nn.Linear(6, 2)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = batch(0)
+    for step in range(3):
+        for half in range(4):
+            sick = NAN if step < 2 and half == 1 else 1.0
+            logits = model(x)
+            guard.backward({"ce": mse(logits, y), "kd": sick * logits.square().mean()})
+        assert guard.step() == {"model"}
+    assert [(e.step, e.part, e.action) for e in guard.events.events] == [
+        (0, "kd", "cut out"),
+        (1, "kd", "cut out"),
+        (2, "kd", "taken in again"),
+    ]
+    assert "healthy again after 2 steps" in guard.events.events[-1].reason
+
+
+@pytest.mark.parametrize("stop_after, fresh", [(3, False), (None, True)])
+def test_a_run_that_stays_sick_stops_at_once_or_goes_back_with_a_fresh_optimizer(stop_after, fresh):
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    thresholds = Thresholds(restore_after=4, stop_after=stop_after)
+    guard = Guard(model, optimizer, thresholds=thresholds, snapshot_every=1, fresh_optimizer=fresh)
+    x, y = batch(0)
+    for step in range(6):
+        sick = NAN if step >= 2 else 1.0
+        guard.backward(mse(model(x), y) * sick)
+        if stop_after and step == 4:
+            with pytest.raises(TooFewHealthyParts, match="in the last 3"):
+                guard.step()
+            break
+        guard.step()
+    else:
+        assert guard.events.events[-1].action.endswith("with a fresh optimizer")
+        assert not optimizer.state
+    kept = guard._parts[0].good["weights"]
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), kept, strict=True))
 
 
 def test_terms_may_come_from_different_tensors():
@@ -498,7 +541,8 @@ def test_without_through_a_sick_gradient_costs_the_step():
     guarded, guard = run_terms(sick, through=False)
     by_hand, _ = run_terms({2: "loss", 4: "both"}, by_hand=True)
     assert same(guarded, by_hand)
-    assert [(e.step, e.part) for e in guard.events.events] == [(2, "kd"), (4, "model")]
+    seen = [(e.step, e.part) for e in guard.events.events if e.action != "taken in again"]
+    assert seen == [(2, "kd"), (4, "model")]
 
 
 def test_a_term_that_stays_sick_says_what_to_change():

@@ -12,11 +12,9 @@ import torch
 import ssl_kd
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.files import LockHeld, load_tensors, save_tensors, sha256_file
+from ssl_kd.runs.folder import RunFinished, RunFolder, RunFolderError
 from ssl_kd.settings import SettingsError
-from ssl_kd.store import Fingerprint
-from ssl_kd.vision.folder import FREE_ON_RESUME, RunFinished, RunFolder, RunFolderError
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import LogRecord
 
 
 @pytest.fixture
@@ -25,9 +23,7 @@ def settings(tmp_path):
 
 
 def record(step):
-    return LogRecord(
-        step, 0.0, 0.1, [1.0, float("nan")], [float("inf"), 2.0], [0, 1], [0, 1], 1, 0.5, 10.0
-    )
+    return {"step": step, "loss": [1.0, float("nan")], "grad_norm": [float("inf"), 2.0]}
 
 
 def begun(settings, step=4):
@@ -111,7 +107,7 @@ def test_two_at_once_in_one_folder(settings):
         with pytest.raises(LockHeld, match=str(os.getpid())):
             RunFolder(settings(run_name="a", resume=True)).__enter__()
         code = f"""
-from ssl_kd.vision.folder import RunFolder
+from ssl_kd.runs.folder import RunFolder
 from ssl_kd.vision.settings import VisionSettings
 RunFolder(VisionSettings(**{settings(run_name="a", resume=True).__dict__})).__enter__()
 """
@@ -188,7 +184,7 @@ def test_resume_with_other_settings_names_them(settings):
 def test_what_does_not_change_the_result_may_change(settings):
     path = begun(settings(run_name="a"))
     changes = {"checkpoint_every": 7, "log_every": 3, "workers": 2, "tensorboard": False}
-    assert set(changes) < FREE_ON_RESUME <= set(VisionSettings.rules())
+    assert set(changes) < VisionSettings.free_on_resume <= set(VisionSettings.rules())
     assert RunFolder(settings(resume=True, **changes)).path == path
 
 
@@ -213,7 +209,7 @@ def test_config_says_what_the_numbers_depend_on(settings, monkeypatch):
 
 
 def test_a_run_keeps_to_its_embeddings(settings):
-    one, other = (Fingerprint("pixels", "none", "8", "float32", data) for data in ("x", "y"))
+    one, other = "1b4f", "fd61"
     with RunFolder(settings()) as folder:
         folder.write_config(settings(), precision="cpu")
         folder.keep_to(one)

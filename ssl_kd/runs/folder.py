@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ssl_kd import __version__
 from ssl_kd.guard.events import EventLog
@@ -30,30 +29,14 @@ from ssl_kd.guard.files import (
     save_tensors,
     sha256_file,
 )
-from ssl_kd.settings import SettingsError
-from ssl_kd.store import Fingerprint
-from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import LogRecord
+from ssl_kd.settings import RunSettings, SettingsError
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS_KEPT = 2
 CHECKPOINT_FORMAT = 1
-# Settings that may differ between a run and its continuation: they do not change the result.
-FREE_ON_RESUME = {
-    "checkpoint_every",
-    "data_dir",
-    "download",
-    "embeddings_dir",
-    "extract_batch_size",
-    "force_recompute",
-    "log_every",
-    "resume",
-    "run_name",
-    "runs_dir",
-    "tensorboard",
-    "workers",
-}
+_VERSIONS = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "faiss-cpu")
+_VERSIONS += ("transformers", "tokenizers", "peft")
 
 
 class RunFolderError(RuntimeError):
@@ -85,7 +68,7 @@ class RunFolder:
         OSError: it cannot be written.
     """
 
-    def __init__(self, settings: VisionSettings) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         runs = Path(settings.runs_dir)
         self.path = _to_resume(runs, settings) if settings.resume else _fresh(runs, settings)
         self._resumed = settings.resume
@@ -122,7 +105,7 @@ class RunFolder:
         except OSError as error:  # a convenience, which not every file system or user may have
             logger.warning("%s does not point to this run: %s", link, error)
 
-    def write_config(self, settings: VisionSettings, **more: Any) -> None:
+    def write_config(self, settings: RunSettings, **more: Any) -> None:
         """`config.json`: resolved settings, versions, commit, and whatever else the run knows."""
         self.update_json(
             "config.json",
@@ -133,16 +116,16 @@ class RunFolder:
             **more,
         )
 
-    def keep_to(self, embeddings: Fingerprint) -> None:
-        """Note which embeddings the run learns from; one that is resumed must find the same."""
+    def keep_to(self, digest: str) -> None:
+        """Note what the run learns from; one that is resumed must find the same."""
         path = self.path / "config.json"
-        before = json.loads(path.read_text(encoding="utf-8")).get("embeddings")
-        if before not in (None, embeddings.digest):
+        before = json.loads(path.read_text(encoding="utf-8")).get("learns_from")
+        if before not in (None, digest):
             raise RunFolderError(
                 f"{self.path} cannot be resumed: the data or the teacher are not those that it "
                 "began with. Put them back, or start a new run without --resume"
             )
-        self.update_json("config.json", embeddings=embeddings.digest)
+        self.update_json("config.json", learns_from=digest)
 
     def update_json(self, name: str, **values: Any) -> None:
         """Add values to a JSON file of the run."""
@@ -150,21 +133,23 @@ class RunFolder:
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         atomic_write_json(path, known | values)
 
-    def log(self, record: LogRecord) -> None:
-        """Append a line to `metrics.jsonl`."""
-        row = asdict(record)
-        for name in ("loss", "grad_norm"):  # JSON has no NaN
-            row[name] = [v if abs(v) < float("inf") else None for v in row[name]]
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append a line to `metrics.jsonl`; a number that is not finite becomes null."""
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(_finite(row)) + "\n")
 
     def count_events(self) -> int:
         """How many events the guard has logged, before a resume too."""
         with open(self.path / "events.jsonl", encoding="utf-8") as file:
             return sum(1 for _ in file)
 
-    def save_checkpoint(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Write `checkpoint/step_N.pt` and its checksum; the previous one is kept."""
+    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> None:
+        """Write `checkpoint/step_N.pt` and its checksum; the previous one is kept.
+
+        Args:
+            step: steps done.
+            tensors: tensors, and plain containers of them and of numbers.
+        """
         path = self._checkpoints / f"step_{step:09d}.pt"
         about = {"format": CHECKPOINT_FORMAT, "version": __version__, "step": step}
         save_tensors(path, about | {"tensors": tensors})
@@ -173,7 +158,7 @@ class RunFolder:
             old.unlink()
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
-    def load_checkpoint(self) -> tuple[int, dict[str, Tensor]]:
+    def load_checkpoint(self) -> tuple[int, dict[str, Any]]:
         """The newest checkpoint that is whole; step 0 and nothing where there is none.
 
         The tensors are as they were written, under whatever names that version gave them.
@@ -209,6 +194,15 @@ class RunFolder:
             atomic_write_text(path, "".join(kept))
 
 
+def _finite(value: Any) -> Any:
+    """The value as JSON can hold it, which has no NaN and no infinity."""
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
 def _step(line: str) -> float:
     try:
         return json.loads(line)["step"]
@@ -220,7 +214,7 @@ def _finished(path: Path) -> bool:
     return (path / "metrics.json").exists()
 
 
-def _fresh(runs: Path, settings: VisionSettings) -> Path:
+def _fresh(runs: Path, settings: RunSettings) -> Path:
     runs.mkdir(parents=True, exist_ok=True)
     if settings.run_name is None:
         return _named_by_time(runs)
@@ -246,7 +240,7 @@ def _named_by_time(runs: Path) -> Path:
             again += 1
 
 
-def _to_resume(runs: Path, settings: VisionSettings) -> Path:
+def _to_resume(runs: Path, settings: RunSettings) -> Path:
     if settings.run_name is not None:
         path = runs / settings.run_name
         if not (path / "config.json").exists():
@@ -274,13 +268,13 @@ def _in_use(path: Path) -> bool:
         return True
 
 
-def _check_same(path: Path, settings: VisionSettings) -> None:
+def _check_same(path: Path, settings: RunSettings) -> None:
     try:
         saved = dict(json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path / 'config.json'} cannot be read ({error})") from error
     now = settings.to_dict()
-    free = {name.upper() for name in FREE_ON_RESUME}
+    free = {name.upper() for name in settings.free_on_resume}
     differ = [
         f"{name} was {saved.get(name)!r} and is now {value!r}"
         for name, value in now.items()
@@ -296,7 +290,7 @@ def _check_same(path: Path, settings: VisionSettings) -> None:
 def versions() -> dict[str, str]:
     """Python and the packages that the numbers depend on."""
     found = {"python": platform.python_version(), "ssl_kd": __version__}
-    for name in ("torch", "torchvision", "timm", "numpy", "scikit-learn", "faiss-cpu"):
+    for name in _VERSIONS:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

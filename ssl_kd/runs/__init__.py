@@ -1,0 +1,1 @@
+"""Runs: one folder each, resumed bit for bit, stopped between two steps."""

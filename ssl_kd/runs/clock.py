@@ -1,0 +1,26 @@
+"""Where a run's time went."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class Clock:
+    """Seconds per stage."""
+
+    def __init__(self) -> None:
+        self.began, self.stages = time.perf_counter(), {}
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Time what is done inside as this stage."""
+        start = time.perf_counter()
+        yield
+        self.stages[stage] = round(time.perf_counter() - start, 2)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Stage -> seconds, and `total` since the beginning."""
+        return self.stages | {"total": round(time.perf_counter() - self.began, 2)}

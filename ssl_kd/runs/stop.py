@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM: a checkpoint between two steps, then the end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from ssl_kd.runs.folder import RunFolder
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was told to stop.
+
+    Attributes:
+        signal: SIGINT or SIGTERM.
+        run_dir: the folder with its checkpoint; None before the training began.
+    """
+
+    def __init__(self, signal: int, run_dir: Path | None) -> None:
+        super().__init__(f"stopped by signal {signal}; run folder {run_dir}")
+        self.signal, self.run_dir = signal, run_dir
+
+
+class Signals:
+    """Ctrl-C and SIGTERM as `Interrupted`, raised at once; between two steps while training."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.caught: list[int] = []
+        self._folder, self._patient, self._before = folder, False, {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():  # Python's own condition
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught.append(number)
+        if not self._patient or len(self.caught) > 1:  # whoever asks twice does not want to wait
+            self._stop()
+
+    def _stop(self) -> None:
+        raise Interrupted(self.caught[0], self._folder.path if self._folder.trained else None)
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Only note the signal; whoever works inside looks at `caught`."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
+        if self.caught:
+            self._stop()
