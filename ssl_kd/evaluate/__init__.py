@@ -1,5 +1,6 @@
-"""What was learned: scores of clusters, embeddings, and the baselines they must beat."""
+"""What was learned: scores of clusters, embeddings, tokens and answers; the baselines to beat."""
 
+from ssl_kd.evaluate.answers import AnswerScores, extract_answer, same_answer, wilson_interval
 from ssl_kd.evaluate.baselines import Baseline, kmeans, spectral
 from ssl_kd.evaluate.clustering import (
     accuracy,
@@ -14,9 +15,13 @@ from ssl_kd.evaluate.clustering import (
 from ssl_kd.evaluate.knn import knn_accuracy
 from ssl_kd.evaluate.layout import embedding_map
 from ssl_kd.evaluate.probe import linear_probe
+from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 
 __all__ = [
+    "AnswerScores",
     "Baseline",
+    "TokenScores",
+    "TokenValues",
     "accuracy",
     "cluster_sizes",
     "clustering_scores",
@@ -25,9 +30,13 @@ __all__ = [
     "contingency",
     "effective_clusters",
     "embedding_map",
+    "extract_answer",
     "kmeans",
     "knn_accuracy",
     "linear_probe",
     "match",
+    "same_answer",
     "spectral",
+    "token_values",
+    "wilson_interval",
 ]

@@ -4,20 +4,19 @@ import io
 import math
 import re
 import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import ArrayLike, NDArray
 
 from ssl_kd.evaluate import match
+from ssl_kd.report.wording import finite
 
 # Ten colours that stay apart for colour-blind readers (Petroff, arXiv 2107.02270).
 PALETTE = (
@@ -33,6 +32,7 @@ PALETTE = (
     "#92dadd",
 )
 ACCENT, WARNING = "#3f90da", "#e76300"
+SHARE_COLOURS = tuple(PALETTE[i] for i in (9, 1, 0, 5, 3, 8, 7))  # no alarming red
 # Stand-ins that become colours of the page, so that one picture serves both themes.
 INK, MUTED, GRID, CARD = "#010203", "#040506", "#070809", "#0a0b0c"
 PAGE_COLOURS = {
@@ -62,79 +62,6 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 10,
 }
-ACTIONS = {
-    "skip": ("skipped", "o"),
-    "restor": ("restored", "^"),
-    "reinit": ("re-initialised", "s"),
-    "stop": ("stopped", "X"),
-    "": ("other", "D"),
-}
-
-
-def training_curves(
-    steps: Sequence[dict[str, Any]], chosen: Sequence[int], events: Sequence[dict[str, Any]]
-) -> Markup | None:
-    """Loss of each head over the steps, chosen heads in colour, and below it the guard's events.
-
-    Args:
-        steps: Lines of `metrics.jsonl`.
-        chosen: Numbers of the heads that form the answer.
-        events: Lines of `events.jsonl`.
-
-    Returns:
-        SVG, or None where no loss was logged.
-    """
-    lines = [s for s in steps if isinstance(s.get("loss"), list) and s["loss"] and "step" in s]
-    if not lines:
-        return None
-    lines = lines[:: -(-len(lines) // 400)]  # more points than pixels only cost bytes
-    x = [line["step"] for line in lines]
-    loss = np.array([[np.nan if v is None else v for v in s["loss"]] for s in lines], float)
-    loss[~np.isfinite(loss)] = np.nan
-    counts = Counter(str(e.get("part")) for e in events)
-    parts = sorted((part for part, _ in counts.most_common(12)), key=_natural)
-
-    def draw(figure: Figure) -> None:
-        ratios = [5, max(0.6, 0.35 * len(parts))] if parts else [5]
-        axes = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)
-        top: Axes = axes[0, 0]
-        picked = [h for h in chosen if 0 <= h < loss.shape[1]]
-        others = [h for h in range(loss.shape[1]) if h not in picked]
-        top.plot(x, loss[:, others], color=MUTED, lw=0.7, alpha=0.35)
-        top.plot(x, loss[:, picked], color=ACCENT, lw=1.3, alpha=0.9)
-        if picked and others:
-            top.plot([], [], color=ACCENT, label=f"{len(picked)} chosen heads")
-            top.plot([], [], color=MUTED, alpha=0.5, label=f"{len(others)} others")
-            top.legend(loc="upper right", labelcolor=MUTED)
-        finite = loss[np.isfinite(loss)]
-        if finite.size:
-            low, high = finite.min(), np.percentile(finite, 99.5)
-            pad = 0.05 * (high - low) or 0.5
-            top.set_ylim(low - pad, high + pad)
-        top.set_ylabel("loss")
-        if parts:
-            below: Axes = axes[1, 0]
-            for action, (name, shape) in ACTIONS.items():
-                hits = [
-                    (e.get("step", 0), parts.index(str(e.get("part"))))
-                    for e in events
-                    if _action(e) == action and str(e.get("part")) in parts
-                ]
-                if hits:
-                    colour = PALETTE[2] if action == "stop" else WARNING
-                    where = zip(*hits, strict=True)
-                    below.scatter(*where, marker=shape, s=28, label=name, color=colour, lw=0)
-            below.set_yticks(range(len(parts)), [_short(p) for p in parts])
-            below.set_ylim(len(parts) - 0.4, -0.6)
-            if len(counts) > len(parts):
-                below.set_title(f"the {len(parts)} busiest of {len(counts)} parts", loc="left",
-                                color=MUTED, fontsize=10)  # fmt: skip
-            below.legend(loc="upper left", bbox_to_anchor=(0, -0.35 / ratios[1]), ncols=5,
-                         labelcolor=MUTED, handletextpad=0.1, borderaxespad=0)  # fmt: skip
-        axes[-1, 0].set_xlabel("step", loc="right")
-        axes[-1, 0].xaxis.set_major_locator(MaxNLocator(6, integer=True))
-
-    return _svg(draw, (5.6, 3.5 + 0.3 * len(parts)), "loss of each head over the training steps")
 
 
 def cluster_size_bars(sizes: ArrayLike) -> Markup | None:
@@ -170,7 +97,7 @@ def cluster_size_bars(sizes: ArrayLike) -> Markup | None:
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.margins(x=0.02)
 
-    return _svg(draw, (5.2, 4.4), "number of samples in each cluster, largest first")
+    return svg(draw, (5.2, 4.4), "number of samples in each cluster, largest first")
 
 
 def confusion_matrix(
@@ -209,13 +136,13 @@ def confusion_matrix(
         axes.set_xlabel("cluster")
         axes.set_ylabel("class")
         if len(names) == counts.shape[0] <= 30:
-            axes.set_yticks(range(len(names)), [_short(n) for n in names])
+            axes.set_yticks(range(len(names)), [shorten(n) for n in names])
         if clusters is not None and len(clusters) == counts.shape[1] <= 30:
             axes.set_xticks(range(len(clusters)), [str(k) for k in clusters],
                             fontsize=11 if len(clusters) <= 15 else 8)  # fmt: skip
         axes.tick_params(length=0)
 
-    return _svg(draw, (5.2, 4.6), "share of each class in each cluster, in per cent")
+    return svg(draw, (5.2, 4.6), "share of each class in each cluster, in per cent")
 
 
 def cluster_colours(n_clusters: int, places: ArrayLike, clusters: ArrayLike) -> list[str]:
@@ -286,7 +213,7 @@ def embedding_scatter(
                 axes.text(
                     x,
                     y,
-                    _short(names[int(k)], 14),
+                    shorten(names[int(k)], 14),
                     ha="center",
                     va="center",
                     fontsize=10.5,
@@ -295,7 +222,7 @@ def embedding_scatter(
                 )
         axes.margins(0.03)
 
-    return _svg(draw, (5.2, float(np.clip(5.2 * height / width, 3.4, 5.4))), title)
+    return svg(draw, (5.2, float(np.clip(5.2 * height / width, 3.4, 5.4))), title)
 
 
 def class_colours(
@@ -329,8 +256,39 @@ def _middles(n: int, places: NDArray, groups: NDArray) -> NDArray:
     return middles
 
 
-def _svg(draw: Any, size: tuple[float, float], title: str) -> Markup:
-    """Draw on a fresh figure and return it as inline SVG, its ids made unique by the title."""
+def shares(values: dict[str, Any], text: Callable[[float], str]) -> list[dict[str, str]]:
+    """The parts of a bar, and of the list below it.
+
+    Args:
+        values: Size of each part; `total`, and what is not finite or not positive, is left out.
+        text: Writes a size.
+
+    Returns:
+        `name`, `text`, `share` and `colour` of each part.
+    """
+    parts = {k: v for k, v in values.items() if k != "total" and finite(v) and v > 0}
+    return [
+        {
+            "name": name,
+            "text": text(value),
+            "share": f"{value / sum(parts.values()):.4f}",
+            "colour": SHARE_COLOURS[i % len(SHARE_COLOURS)],
+        }
+        for i, (name, value) in enumerate(parts.items())
+    ]
+
+
+def svg(draw: Callable[[Figure], None], size: tuple[float, float], title: str) -> Markup:
+    """Draw on a fresh figure.
+
+    Args:
+        draw: Fills the figure.
+        size: Width and height in inches.
+        title: Description for those who cannot see the picture; no two of a page are the same.
+
+    Returns:
+        Inline SVG whose ids are unique on the page.
+    """
     target = io.StringIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has the glyph
@@ -354,17 +312,7 @@ def _svg(draw: Any, size: tuple[float, float], title: str) -> Markup:
     return Markup(head + text[text.index(">") + 1 :])
 
 
-def _short(text: str, length: int = 18) -> str:
+def shorten(text: str, length: int = 18) -> str:
+    """Text for a picture: printable, and cut where it is too long."""
     text = "".join(c if c.isprintable() else "?" for c in str(text))
     return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _natural(part: str) -> tuple[str, int]:
-    """Sort key that puts `head 10` after `head 9`."""
-    digits = re.search(r"\d+", part)
-    return (part[: digits.start()], int(digits[0])) if digits else (part, -1)
-
-
-def _action(event: dict[str, Any]) -> str:
-    text = str(event.get("action", "")).lower().replace("-", "").replace("_", "")
-    return next(stem for stem in ACTIONS if stem in text)

@@ -28,10 +28,10 @@ def run_images(run_dir: Path) -> Images | None:
 
     Returns:
         Opens the data set when it is asked, and raises what that raises; None where the run
-        learned from features.
+        learned from features or from text.
     """
     run = RunFolder.read(Path(run_dir))
-    if run.metrics.get("teacher", {}).get("name") == "features":
+    if run.is_language or run.metrics.get("teacher", {}).get("name") == "features":
         return None
 
     def images(rows: list[int]) -> list[Image.Image]:

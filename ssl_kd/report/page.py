@@ -1,4 +1,4 @@
-"""The page of the report: one Jinja template and its style, filled in by `write`."""
+"""The page of the report: a frame, the sections of each mode, and their style, as Jinja templates."""
 # ruff: noqa: E501  (lines of HTML)
 
 STYLE = """
@@ -88,6 +88,12 @@ pre { background: var(--page); border: 1px solid var(--line); border-radius: 8px
 .tag { font-size: 12px; font-weight: 600; border-radius: 999px; padding: 1px 9px; background: var(--soft);
   color: var(--accent); white-space: nowrap; }
 .tag.bad { background: var(--warn-soft); color: var(--warn); }
+#guard > .pair, #memory > .pair { margin-top: 12px; }
+.prompt { margin-bottom: 16px; }
+.texts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 220px), 1fr)); }
+.texts > div { min-width: 0; }
+td.name { overflow-wrap: anywhere; }
+.card > .times { margin-top: 12px; }
 footer { margin-top: 48px; color: var(--muted); font-size: 13px; overflow-wrap: anywhere; }
 @media (max-width: 560px) { main { padding: 24px 14px 48px; } .card { padding: 14px; }
   th, td { padding: 7px 8px; } .tiles { grid-template-columns: 1fr 1fr; }
@@ -95,7 +101,7 @@ footer { margin-top: 48px; color: var(--muted); font-size: 13px; overflow-wrap: 
 @media print { .card, .tile { break-inside: avoid; } body { background: none; } }
 """
 
-PAGE = """<!doctype html>
+FRAME = """{% import "parts.html" as parts %}<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -109,13 +115,36 @@ PAGE = """<!doctype html>
 <p class="eyebrow">{{ eyebrow }}</p>
 <h1>{{ headline }}</h1>
 <p class="lead">{{ lead }}</p>
-<div class="tiles" style="--columns:{{ tile_columns }}">
+<div class="tiles" style="--columns:{{ tiles | length if tiles | length < 7 else (tiles | length + 1) // 2 }}">
 {% for tile in tiles %}<div class="tile{{ ' first' if loop.first }}"><div class="value">{{ tile.value }}\
 {% if tile.unit %}<small> {{ tile.unit }}</small>{% endif %}</div><div class="name">{{ tile.name }}</div></div>
 {% endfor %}</div>
 </header>
 
-<section id="results">
+{% block sections %}{% endblock %}
+<section id="settings">
+<h2>How to get this again</h2>
+{% if command %}<pre>{{ command }}</pre>{% else %}<p class="missing">config.json does not hold the command.</p>{% endif %}
+<p class="about">{{ precision }}</p>
+<div class="card"><h3>Settings</h3>{% if settings %}{{ parts.facts(settings) }}{% else %}<p class="missing">config.json holds no settings.</p>{% endif %}</div>
+<div class="card" style="margin-top:16px"><h3>Versions</h3>{% if versions %}{{ parts.facts(versions) }}{% else %}<p class="missing">config.json holds no versions.</p>{% endif %}</div>
+</section>
+<footer>Written by ssl_kd from the files of {{ folder }}. This page is whole: it opens offline and loads nothing.</footer>
+</main></body></html>
+"""
+
+PARTS = """{% macro bar(shares) %}<div class="times">{% for t in shares %}<span style="flex:{{ t.share }};background:{{ t.colour }}"></span>{% endfor %}</div>
+<ul class="key">{% for t in shares %}<li><i style="background:{{ t.colour }}"></i><span>{{ t.name }}</span><b>{{ t.text }}</b></li>{% endfor %}</ul>{% endmacro %}
+
+{% macro events(events, n_events) %}<details class="card"{{ ' open' if events | length <= 10 }}><summary>Events{{ ', the first 200 of ' ~ n_events if n_events > 200 }}</summary>
+<div class="scroll"><table><thead><tr><th class="n">step</th><th>part</th><th>stage</th><th>reason</th><th>action</th><th class="n">value</th></tr></thead><tbody>
+{% for e in events %}<tr><td class="n">{{ e.step }}</td><td>{{ e.part }}</td><td>{{ e.stage }}</td><td>{{ e.reason }}</td><td>{{ e.action }}</td><td class="n">{{ e.value }}</td></tr>{% endfor %}
+</tbody></table></div></details>{% endmacro %}
+
+{% macro facts(pairs) %}<dl>{% for k, v in pairs %}<div><dt>{{ k }}</dt><dd>{{ v }}</dd></div>{% endfor %}</dl>{% endmacro %}
+"""
+
+VISION = """{% extends "frame.html" %}{% block sections %}<section id="results">
 <h2>Results</h2>
 {% if table.rows %}
 <p class="about">Per cent; higher is better. The answer is chosen and formed without labels; labels only judge it. \
@@ -175,13 +204,9 @@ alike; distances between far groups mean little.{{ ' Colours repeat beyond ten c
 <div class="card" id="events"><h3>Guard</h3>
 {% if events %}<p>{{ events_text }}</p>{% else %}<p class="calm">{{ events_text }}</p>{% endif %}
 {% if times %}<h3 style="margin-top:28px">Where the time went</h3>
-<div class="times">{% for t in times %}<span style="flex:{{ t.share }};background:{{ t.colour }}"></span>{% endfor %}</div>
-<ul class="key">{% for t in times %}<li><i style="background:{{ t.colour }}"></i><span>{{ t.name }}</span><b>{{ t.text }}</b></li>{% endfor %}</ul>{% endif %}
+{{ parts.bar(times) }}{% endif %}
 </div></div>
-{% if events %}<details class="card"{{ ' open' if events | length <= 10 }}><summary>Events{{ ', the first 200 of ' ~ n_events if n_events > 200 }}</summary>
-<div class="scroll"><table><thead><tr><th class="n">step</th><th>part</th><th>stage</th><th>reason</th><th>action</th><th class="n">value</th></tr></thead><tbody>
-{% for e in events %}<tr><td class="n">{{ e.step }}</td><td>{{ e.part }}</td><td>{{ e.stage }}</td><td>{{ e.reason }}</td><td>{{ e.action }}</td><td class="n">{{ e.value }}</td></tr>{% endfor %}
-</tbody></table></div></details>
+{% if events %}{{ parts.events(events, n_events) }}
 {% endif %}
 </section>
 
@@ -195,14 +220,88 @@ alike; distances between far groups mean little.{{ ' Colours repeat beyond ten c
 {% if heads_judged %}<td class="n">{{ h.acc }}</td>{% endif %}<td>{% if h.chosen %}<span class="tag">chosen</span> {% endif %}{% if h.collapsed %}<span class="tag bad">collapsed</span>{% endif %}</td></tr>{% endfor %}
 </tbody></table></div></details>{% else %}<p class="missing">There is no table of heads in metrics.json.</p>{% endif %}
 </section>
+{% endblock %}"""
 
-<section id="settings">
-<h2>How to get this again</h2>
-{% if command %}<pre>{{ command }}</pre>{% else %}<p class="missing">config.json does not hold the command.</p>{% endif %}
-<p class="about">{{ precision }}</p>
-<div class="card"><h3>Settings</h3>{% if settings %}<dl>{% for k, v in settings %}<div><dt>{{ k }}</dt><dd>{{ v }}</dd></div>{% endfor %}</dl>{% else %}<p class="missing">config.json holds no settings.</p>{% endif %}</div>
-<div class="card" style="margin-top:16px"><h3>Versions</h3>{% if versions %}<dl>{% for k, v in versions %}<div><dt>{{ k }}</dt><dd>{{ v }}</dd></div>{% endfor %}</dl>{% else %}<p class="missing">config.json holds no versions.</p>{% endif %}</div>
+LANGUAGE = """{% extends "frame.html" %}{% block sections %}<section id="results">
+<h2>Results</h2>
+{% if table.rows %}
+<p class="about">{{ results_text }}</p>
+<div class="card scroll"><table>
+<thead><tr><th>model</th>{% for name in table.columns %}<th class="n">{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>{% for row in table.rows %}<tr class="{{ row.kind }}"><th scope="row">{{ row.name }}{% if row.best %} <span class="tag">best</span>{% endif %}\
+{% if row.note %}<small>{{ row.note }}</small>{% endif %}</th>
+{% for cell in row.cells %}<td class="n">{{ cell }}</td>{% endfor %}
+</tr>{% endfor %}</tbody></table></div>
+{% else %}<p class="missing">There is no table of scores: metrics.json has none.</p>{% endif %}
 </section>
-<footer>Written by ssl_kd from the files of {{ folder }}. This page is whole: it opens offline and loads nothing.</footer>
-</main></body></html>
-"""
+
+<section id="training">
+<h2>Training</h2>
+<p class="about">{{ training_text }}</p>
+<div class="pair">
+<div class="card"><h3>Loss</h3>{% if curves %}<p>Each term before its weight; kd is times the temperature squared.</p>{{ curves }}\
+{% else %}<p class="missing">There are no loss curves: metrics.jsonl has no losses.</p>{% endif %}</div>
+<div class="card"><h3>Held-out perplexity</h3>{% if perplexity %}<p>{{ perplexity_text }}</p>{{ perplexity }}\
+{% else %}<p class="missing">There is no curve: metrics.jsonl has no evaluation with a finite perplexity.</p>{% endif %}
+{% if sick_evaluations %}<p class="note">No finite perplexity at step {{ sick_evaluations | join(', ') }}.</p>{% endif %}</div>
+</div>
+</section>
+
+<section id="generations">
+<h2>What they write</h2>
+{% if generations %}
+<p class="about">The same prompts, side by side{% if n_prompts > generations | length %}; {{ generations | length }} of {{ n_prompts }}{% endif %}.</p>
+{% for one in generations %}<div class="card prompt"><h3>Prompt</h3><pre>{{ one.prompt if one.prompt is not none else '–' }}</pre>
+<div class="texts">{% for text in one.texts %}<div><h3>{{ columns[loop.index0] }}</h3>\
+{% if text is none %}<p class="missing">none</p>{% elif not text %}<p class="missing">nothing was written</p>{% else %}<pre>{{ text }}</pre>{% endif %}</div>{% endfor %}</div></div>
+{% endfor %}
+{% else %}<p class="missing">There are no generations in metrics.json.</p>{% endif %}
+</section>
+
+<section id="guard">
+<h2>Guard</h2>
+<div class="pair"><div class="card" id="events"><h3>What it did</h3>
+{% if events %}<p>{{ events_text }}</p>
+<div class="scroll"><table><thead><tr><th>part</th>{% for action in guard.actions %}<th class="n">{{ action }}</th>{% endfor %}</tr></thead><tbody>
+{% for row in guard.rows %}<tr><th scope="row">{{ row.name }}</th>{% for cell in row.cells %}<td class="n">{{ cell }}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table></div>
+{% elif watched %}<p class="calm">{{ events_text }}</p>{% else %}<p class="missing">No step was logged, so there is nothing to tell of.</p>{% endif %}
+{% if success %}<p>{{ success }}</p>{% else %}<p class="missing">The success rate is in no file.</p>{% endif %}</div>
+<div class="card"><h3>Where the time went</h3>{% if times %}{{ parts.bar(times) }}{% else %}<p class="missing">metrics.json holds no times.</p>{% endif %}</div></div>
+{% if events %}{{ parts.events(events, n_events) }}{% endif %}
+</section>
+
+<section id="memory">
+<h2>Memory and cache</h2>
+<div class="pair">
+<div class="card"><h3>Memory</h3>{% if memory_text %}<p>{{ memory_text }}</p>{% endif %}{% if memory %}{{ parts.bar(memory) }}\
+{% else %}<p class="missing">config.json holds no estimate of the memory.</p>{% endif %}</div>
+<div class="card"><h3>The teacher's cache</h3>{% if cache %}{{ parts.facts(cache) }}{% else %}<p class="missing">There is no cache: {{ cache_missing }}.</p>{% endif %}</div>
+</div>
+</section>
+
+{% if alignment %}<section id="alignment">
+<h2>Alignment of the two tokenizers</h2>
+<p class="about">Teacher and student cut the text into different tokens; perplexities of the two do not compare, bits per character do.</p>
+<div class="card">{{ parts.facts(alignment) }}</div>
+</section>
+
+{% endif %}<section id="data">
+<h2>Models and data</h2>
+{% if models %}<div class="card scroll"><table><thead><tr><th></th><th>name</th><th class="n">parameters</th><th class="n">of them trained</th><th class="n">vocabulary</th><th class="n">layers</th></tr></thead><tbody>
+{% for m in models %}<tr><th scope="row">{{ m.role }}</th><td class="name">{{ m.name }}</td><td class="n">{{ m.parameters }}</td><td class="n">{{ m.trained }}</td><td class="n">{{ m.vocabulary }}</td><td class="n">{{ m.layers }}</td></tr>{% endfor %}
+</tbody></table></div>{% else %}<p class="missing">config.json does not describe the models.</p>{% endif %}
+{% if data %}<p class="about" style="margin-top:16px">{{ data }}.{% if not left_out %} No line is noted as left out.{% endif %}</p>
+{% else %}<p class="missing">config.json does not describe the data.</p>{% endif %}
+{% if left_out %}<details class="card" open><summary>Left out, shortened or split</summary>
+<pre>{{ left_out }}</pre></details>{% endif %}
+</section>
+
+{% endblock %}"""
+
+TEMPLATES = {
+    "frame.html": FRAME,
+    "parts.html": PARTS,
+    "vision.html": VISION,
+    "language.html": LANGUAGE,
+}

@@ -32,6 +32,11 @@ class RunFolder:
     assignments: list[dict[str, str]]
     arrays: dict[str, NDArray]
 
+    @property
+    def is_language(self) -> bool:
+        """Whether a language model learned here; a folder that does not say is a vision run's."""
+        return "language" in (self.config.get("mode"), self.metrics.get("mode"))
+
     @classmethod
     def read(cls, path: Path) -> "RunFolder":
         """Read what is there.

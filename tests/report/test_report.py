@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from PIL import Image
 
 from ssl_kd.report import figures, run_images, write_report
+from tests.report.reading import Reader, change, put, write_and_read
 
 N, N_TEST, K, CLASSES = 60, 20, 4, ("cat", "dog", "frog", "owl")
 
@@ -71,14 +71,6 @@ def run(tmp_path) -> Path:
     return folder
 
 
-def put(folder: Path, name: str, value) -> None:
-    (folder / name).write_text(json.dumps(value))
-
-
-def change(folder: Path, name: str, **new) -> None:
-    put(folder, name, json.loads((folder / name).read_text()) | new)
-
-
 def save_arrays(folder: Path, clusters, labels, **more) -> None:
     places = np.random.default_rng(0).normal(size=(N, 2)) + 5 * np.eye(K, 2)[clusters]
     typical = np.stack([np.flatnonzero(clusters == k)[:3] for k in range(K)])
@@ -93,42 +85,8 @@ def pictures(rows):
     return [Image.new("RGB", (40, 30), (4 * row, 0, 0)) for row in rows]
 
 
-class Reader(HTMLParser):
-    """Text, tags and attributes of a page; fails where tags do not pair."""
-
-    void = {"meta", "img", "br"}
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.tags, self.ids, self.links, self.open, self.text = [], [], [], [], ""
-        self.feed(page)
-        assert not self.open, f"unclosed {self.open}"
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.ids += [value for key, value in attrs if key == "id"]
-        self.links += [v for k, v in attrs if k in ("src", "href", "xlink:href")]
-        if tag not in self.void:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in self.void:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open[-1:] != ["style"]:
-            self.text += data
-
-
 def read(folder: Path, images=pictures) -> tuple[str, Reader]:
-    path = write_report(folder, images=images)
-    assert path == folder / "report.html"
-    page = path.read_text(encoding="utf-8")
-    return page, Reader(page)
+    return write_and_read(folder, images=images)
 
 
 def test_headline_says_how_good_against_what_and_how_long(run):

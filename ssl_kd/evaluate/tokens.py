@@ -1,0 +1,195 @@
+"""How well a language model predicts held-out tokens, and how close it is to its teacher."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssl_kd.guard.finite import compute_dtype
+
+logger = logging.getLogger(__name__)
+
+BINS = 15  # of the calibration error, as in Guo et al.
+
+
+class TokenValues(NamedTuple):
+    """What is known of each target token once its logits are gone; all `[n]`, same float dtype.
+
+    Args:
+        nll: Negative log-likelihood of the target, in nats.
+        confidence: Probability of the likeliest token.
+        correct: 1 where the likeliest token is the target.
+        kl: `KL(teacher || student)` in nats, or None without a teacher.
+        agrees: 1 where student and teacher have the same likeliest token, or None.
+    """
+
+    nll: Tensor
+    confidence: Tensor
+    correct: Tensor
+    kl: Tensor | None = None
+    agrees: Tensor | None = None
+
+
+@torch.no_grad()
+def token_values(
+    logits: Tensor, targets: Tensor, teacher_logits: Tensor | None = None
+) -> TokenValues:
+    """Reduce the logits of some tokens to a few numbers per token, at temperature 1.
+
+    `nll = -log q_target` and `kl = sum_v p_v (log p_v - log q_v)`, q of the student, p of the
+    teacher. However the tokens are cut into chunks, the values are the same, so only one chunk of
+    logits needs to exist at a time.
+
+    Args:
+        logits: `[n, V]` of the student; in float32 inside, float64 where they are.
+        targets: `[n]` int64 in `[0, V)`.
+        teacher_logits: `[n, V']`. `kl` and `agrees` are of the common vocabulary, both sides
+            renormalised: the first `min(V, V')` entries (the rest is padding), without those that
+            either side excludes (-inf) at all n tokens.
+
+    Returns:
+        `TokenValues`. Where the student excludes an entry of that vocabulary at a token, and the
+        teacher does not, `kl` is inf.
+    """
+    log_q = logits.to(compute_dtype(logits)).log_softmax(-1)
+    top, choice = log_q.max(-1)
+    nll = -log_q.gather(-1, targets[:, None])[:, 0]
+    correct = (choice == targets).to(nll.dtype)
+    if teacher_logits is None:
+        return TokenValues(nll, top.exp(), correct)
+    common = min(logits.shape[-1], teacher_logits.shape[-1])
+    log_q, log_p = log_q[:, :common], teacher_logits[:, :common].to(log_q.dtype)
+    outside = log_q.isneginf().all(0) | log_p.isneginf().all(0)
+    log_q = log_q.masked_fill(outside, -torch.inf).log_softmax(-1)
+    log_p = log_p.masked_fill(outside, -torch.inf).log_softmax(-1)
+    agrees = (log_q.argmax(-1) == log_p.argmax(-1)).to(nll.dtype)
+    p = log_p.exp()
+    # 0 log 0 = 0: what the teacher excludes asks nothing of the student.
+    kl = torch.where(p == 0, 0, p * (log_p - log_q)).sum(-1)
+    return TokenValues(nll, top.exp(), correct, kl, agrees)
+
+
+class TokenScores:
+    """Means over all target tokens of a text, gathered batch by batch in float64.
+
+    A batch with a number that is not finite is named, left out of every mean and counted: one
+    infinity would otherwise be the whole result, and a NaN too.
+
+    Attributes:
+        tokens: Target tokens counted.
+        left_out: One sentence for each batch that is left out.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.left_out: list[str] = []
+        self._characters = 0
+        self._sums: dict[str, float] = {}
+        self._bins = torch.zeros(2, BINS, dtype=torch.float64)  # sums of confidence, correct
+
+    def add(
+        self, chunks: Sequence[TokenValues], rows: Sequence[int], characters: int | None = None
+    ) -> None:
+        """Add one batch.
+
+        Args:
+            chunks: The values of its target tokens, in any number of chunks.
+            rows: The blocks the batch is made of, for its name should it be left out.
+            characters: Of text that its targets stand for, where known.
+        """
+        columns = {
+            name: torch.cat(parts).cpu().double()
+            for name in TokenValues._fields
+            if (parts := [p for chunk in chunks if (p := getattr(chunk, name)) is not None])
+        }
+        if not columns or not (n := len(columns["nll"])):
+            return
+        sick = {name: int((~values.isfinite()).sum()) for name, values in columns.items()}
+        if any(sick.values()):
+            found = ", ".join(f"{name} in {count}" for name, count in sick.items() if count)
+            self.left_out.append(f"blocks {_spelled(rows)}: not finite: {found} of {n} tokens")
+            logger.warning("An evaluation batch is left out: %s", self.left_out[-1])
+            return
+        self.tokens += n
+        self._characters += characters or 0
+        for name, values in columns.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
+        confidence, correct = columns["confidence"], columns["correct"]
+        # Bins are open below and closed above, ((m - 1) / M, m / M].
+        place = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
+        self._bins.index_add_(1, place, torch.stack([confidence, correct]))
+
+    @property
+    def nll(self) -> float | None:
+        """Mean negative log-likelihood of a token in nats; None where no token was counted."""
+        return self._mean("nll")
+
+    @property
+    def perplexity(self) -> float | None:
+        """`exp(nll)`; None where no token was counted, or beyond 1e304 (`nll` above 700)."""
+        return math.exp(self.nll) if self.nll is not None and self.nll <= 700 else None
+
+    @property
+    def bits_per_character(self) -> float | None:
+        """`sum nll / characters / ln 2`; None where the characters are not known.
+
+        Comparable between tokenizers, as perplexity is not.
+        """
+        return self._sums["nll"] / self._characters / math.log(2) if self._characters else None
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of tokens where student and teacher would choose the same; None without one."""
+        return self._mean("agrees")
+
+    @property
+    def kl(self) -> float | None:
+        """Mean `KL(teacher || student)` of a token in nats; None without a teacher."""
+        return self._mean("kl")
+
+    @property
+    def ece(self) -> float | None:
+        """Expected calibration error, from 0 to 1; None where no token was counted.
+
+        `sum_m n_m / n |accuracy_m - confidence_m|` over 15 bins of equal width.
+
+        References:
+            Guo et al., "On Calibration of Modern Neural Networks", 2017, equation 3.
+        """
+        if not self.tokens:
+            return None
+        confidence, correct = self._bins
+        return float((correct - confidence).abs().sum()) / self.tokens
+
+    def table_row(self, name: str) -> dict[str, str | float | int | None]:
+        """The scores as a row of the report's table, each a finite number or None.
+
+        Args:
+            name: Whose scores they are.
+        """
+        return {
+            "name": name,
+            "perplexity": self.perplexity,
+            "nll": self.nll,
+            "bits_per_character": self.bits_per_character,
+            "agreement": self.agreement,
+            "kl": self.kl,
+            "ece": self.ece,
+            "left_out": len(self.left_out),
+        }
+
+    def _mean(self, name: str) -> float | None:
+        return self._sums[name] / self.tokens if name in self._sums else None
+
+
+def _spelled(rows: Sequence[int]) -> str:
+    """`8 to 15` where the rows follow each other, all of them otherwise."""
+    rows = [int(row) for row in rows]
+    if len(rows) > 1 and rows == list(range(rows[0], rows[-1] + 1)):
+        return f"{rows[0]} to {rows[-1]}"
+    return ", ".join(map(str, rows))

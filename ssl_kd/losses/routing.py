@@ -1,0 +1,108 @@
+"""What keeps the gates of a mixture of experts in order: load, distance and spread, in float32.
+
+The objective of a student-aware router itself is a token divergence with the roles swapped. With p
+the teacher whose router learns and q the student, held fixed, it is KL(p || q): `token_kd` or
+`linear_distillation` with p as the *student* argument, q as the *teacher* argument and
+`divergence="reverse_kl"`, which is KL(first || second).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ssl_kd.guard.finite import compute_dtype
+
+__all__ = ["gate_anchor", "gate_entropy", "gate_kl", "load_balance"]
+
+_EPS = 1e-10
+
+
+def load_balance(mass: Tensor, counts: Tensor) -> Tensor:
+    """How unevenly experts are used: `CV(m)^2 + CV(P)^2`, CV = standard deviation / mean.
+
+    With every expert active the counts are all equal, and only P has a gradient.
+
+    Args:
+        mass: P, `[..., expert]`, gate probabilities summed over real tokens (not over padding).
+        counts: m, the same shape, how many real tokens chose the expert; no gradient.
+
+    Returns:
+        `[...]`, at least 0, float32 (float64 for float64); 0 where there was no token.
+
+    Raises:
+        ValueError: the shapes differ, or there are fewer than 2 experts.
+
+    References:
+        Shazeer et al., Outrageously Large Neural Networks, 2017, section 4 and appendix A; weighted
+        0.01 a layer in Every Expert Matters, arXiv 2502.12947, 2025.
+
+    >>> load_balance(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0]))
+    tensor(0.5000)
+    """
+    if mass.shape != counts.shape or mass.ndim < 1 or mass.shape[-1] < 2:
+        raise ValueError(
+            f"mass is {list(mass.shape)} and counts {list(counts.shape)}; expected the same "
+            "[..., expert] with 2 experts or more"
+        )
+    return _squared_variation(mass) + _squared_variation(counts.detach())
+
+
+def _squared_variation(x: Tensor) -> Tensor:
+    x = x.to(compute_dtype(x))
+    variance, mean = torch.var_mean(x, dim=-1, correction=1)
+    return variance / (mean * mean + _EPS)
+
+
+def gate_entropy(logits: Tensor) -> Tensor:
+    """Entropy of the gate of each token, in nats: 0 for one expert, log N for all alike.
+
+    Args:
+        logits: `[token, expert]`.
+
+    Returns:
+        `[token]`, float32 (float64 for float64), with gradient: its mean is the entropy bonus.
+    """
+    log_p = torch.log_softmax(logits.to(compute_dtype(logits)), dim=-1)
+    return -_times_log(log_p.exp(), log_p)
+
+
+def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
+    """How far a gate has gone: KL(original || now) of each token, in nats.
+
+    Args:
+        original_logits: `[token, expert]`, of the router as it came, on the same hidden states; no
+            gradient.
+        logits: `[token, expert]`, of the router as it is.
+
+    Returns:
+        `[token]`, float32 (float64 for float64).
+    """
+    original = original_logits.detach().to(compute_dtype(logits))
+    log_p = torch.log_softmax(original, dim=-1)
+    log_q = torch.log_softmax(logits.to(compute_dtype(logits)), dim=-1)
+    return _times_log(log_p.exp(), log_p - log_q)
+
+
+def _times_log(p: Tensor, log: Tensor) -> Tensor:
+    """Sum of `p * log`, where an expert at -inf (p exactly 0) adds 0."""
+    return (p * torch.where(p == 0, 0, log)).sum(-1)
+
+
+def gate_anchor(weights: Iterable[Tensor], initial: Iterable[Tensor]) -> Tensor:
+    """Squared L2 distance of router weights from their initial values, summed over all tensors.
+
+    Args:
+        weights: router tensors, with gradient.
+        initial: their values at the start, in the same order and shapes; no gradient, any device.
+
+    Returns:
+        A scalar, float32 (float64 for float64).
+    """
+    distances = []
+    for now, before in zip(weights, initial, strict=True):
+        now = now.to(compute_dtype(now))
+        distances.append((now - before.detach().to(now)).square().sum())
+    return torch.stack(distances).sum()

@@ -1,0 +1,255 @@
+"""What the page of a vision run says."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ssl_kd.evaluate import collapsed, effective_clusters
+from ssl_kd.report import figures
+from ssl_kd.report.curves import head_curves
+from ssl_kd.report.gallery import Images, gallery
+from ssl_kd.report.run_folder import RunFolder
+from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
+
+ANSWER = "consensus"
+BASELINES = ("k-means", "spectral clustering")
+BOUND = "best head with labels (upper bound)"
+
+
+def content(run: RunFolder, images: Images | None) -> dict[str, Any]:
+    """What the vision template asks for beyond the frame."""
+    data, metrics = run.metrics.get("dataset", {}), run.metrics
+    labelled = bool(data.get("labelled")) or any(
+        finite(row.get("acc")) for row in metrics.get("table", [])
+    )
+    noun = "image" if images is not None else "sample"
+    sizes = [int(size) for size in metrics.get("cluster_sizes", [])]
+    heads = sorted(metrics.get("heads", []), key=lambda h: _order(h.get("criterion")))
+    chosen = [int(h["head"]) for h in heads if h.get("chosen")]
+    places, clusters = run.arrays.get("map"), run.arrays.get("map_cluster")
+    n_clusters = max(len(sizes), 1 + int(clusters.max(initial=-1)) if clusters is not None else 0)
+    colours = list(figures.PALETTE[:n_clusters])
+    map_clusters = map_labels = None
+    names = _class_names(run)
+    if places is not None and clusters is not None:
+        colours = figures.cluster_colours(n_clusters, places, clusters)
+        numbers = [str(k) for k in range(n_clusters)]
+        map_clusters = figures.embedding_scatter(
+            places, clusters, colours, numbers, "map of the embeddings, coloured by cluster"
+        )
+        labels = run.arrays.get("map_label")
+        if labels is not None and (labels >= 0).any():
+            n_classes = max(len(names), int(labels.max()) + 1)
+            names = [*names, *map(str, range(len(names), n_classes))]
+            map_labels = figures.embedding_scatter(
+                places,
+                labels,
+                figures.class_colours(n_classes, colours, labels, clusters),
+                names,
+                "map of the embeddings, coloured by true class",
+            )
+    elif n_clusters > len(colours):
+        colours = [figures.PALETTE[k % len(figures.PALETTE)] for k in range(n_clusters)]
+    confusion = None
+    if "confusion" in run.arrays:
+        order = run.arrays.get("confusion_clusters")
+        order = None if order is None else [int(k) for k in order]
+        confusion = figures.confusion_matrix(run.arrays["confusion"], names, order)
+    size_text, size_warnings = _sizes(sizes)
+    label_names = {str(i): name for i, name in enumerate(names)}
+    label_names |= {row["label"]: row["label"] for row in run.assignments
+                    if row.get("label", "") not in ("", "-1", *label_names)}  # fmt: skip
+    return {
+        "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
+        **_header(run, labelled, noun),
+        "labelled": labelled,
+        "noun": noun,
+        "table": _table(metrics.get("table", [])) if labelled else {"rows": [], "splits": []},
+        "map_clusters": map_clusters,
+        "map_labels": map_labels,
+        "map_points": f"{len(places):,}" if places is not None else "",
+        "many": n_clusters > len(figures.PALETTE),
+        "gallery": gallery(run, images, sizes, colours, label_names),
+        "confusion": confusion,
+        "sizes": figures.cluster_size_bars(sizes),
+        "size_text": size_text,
+        "size_warnings": size_warnings,
+        "curves": head_curves(run.steps, chosen, run.events),
+        "training_text": _training_text(run, chosen, len(heads)),
+        "heads": [_head(h) for h in heads],
+        "heads_judged": any(finite(h.get("acc")) for h in heads),
+        "heads_text": _heads_text(heads, chosen),
+    }
+
+
+def _header(run: RunFolder, labelled: bool, noun: str) -> dict[str, Any]:
+    """The headline, the sentence below it, and the tiles with the main numbers."""
+    metrics = run.metrics
+    data, seconds = metrics.get("dataset", {}), metrics.get("seconds", {})
+    table = metrics.get("table", [])
+    n = data.get("n_train")
+    count = f"{n:,} {noun}s" if isinstance(n, int) else f"{noun}s"
+    k = len(metrics.get("cluster_sizes", [])) or data.get("n_classes")
+    scores = {(row.get("name"), row.get("split", "train")): row for row in table}
+    answer = scores.get((ANSWER, "train")) or next(
+        (row for row in table if row.get("name") not in (*BASELINES, BOUND)), {}
+    )
+    total: Any = seconds.get("total")
+    lead: list[str] = []
+    if labelled and finite(answer.get("acc")):
+        headline = f"{percent(answer['acc'])} % of {count} in the right cluster, without a label"
+        lead.append(_against(answer, scores))
+    else:
+        headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
+        lead.append("No label is known here, so there is no accuracy to give.")
+    agreement = _agreement(run)
+    if agreement is not None and not labelled:
+        lead.append(f"The heads' mean agreement is {100 * agreement:.0f}\u00a0%.")
+    if finite(total):
+        lead.append(f"The whole run took {duration(total)}.")
+
+    tiles: list[dict[str, str]] = []
+
+    def tile(label: str, value: Any, unit: str = "%") -> None:
+        if finite(value):
+            tiles.append({"name": label, "value": percent(value), "unit": unit})
+
+    if labelled:
+        tile("accuracy (Hungarian)", answer.get("acc"))
+        tile("NMI", answer.get("nmi"))
+        tile("ARI", answer.get("ari"))
+        tile("accuracy, held-out data", scores.get((answer.get("name"), "test"), {}).get("acc"))
+        tile("k-NN on the embeddings, with labels", metrics.get("knn_accuracy"))
+        probe = metrics.get("linear_probe") or {}
+        tile("linear probe on them, with labels", probe.get("accuracy"))
+    elif k:
+        tiles.append({"name": "clusters", "value": str(k), "unit": ""})
+    tile("agreement of the heads", agreement)
+    if finite(total):
+        value, _, unit = duration(total).partition(" ")
+        tiles.append({"name": "from start to report", "value": value, "unit": unit})
+    teacher = metrics.get("teacher", {})
+    teacher = teacher.get("name", teacher) if isinstance(teacher, dict) else teacher
+    eyebrow = [str(data.get("name", run.path.name)), f"teacher {teacher}" if teacher else "",
+               f"run {run.path.name}"]  # fmt: skip
+    return {
+        "eyebrow": " · ".join(part for part in eyebrow if part),
+        "headline": headline,
+        "lead": " ".join(lead),
+        "tiles": tiles,
+    }
+
+
+def _against(answer: dict[str, Any], scores: dict[Any, dict[str, Any]]) -> str:
+    """One sentence on how the answer stands against the baselines."""
+    gaps = {
+        name: 100 * (answer["acc"] - scores[name, "train"]["acc"])
+        for name in BASELINES
+        if finite(scores.get((name, "train"), {}).get("acc"))
+    }
+    if not gaps:
+        return "No baseline was run on the same embeddings."
+    ahead = [f"{gap:.1f} points ahead of {name}" for name, gap in gaps.items() if gap >= 0]
+    behind = [f"{-gap:.1f} points behind {name}" for name, gap in gaps.items() if gap < 0]
+    text = ", but ".join(" and ".join(part) for part in (ahead, behind) if part)
+    return f"That is {text}, on the same embeddings."
+
+
+def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row a method, three columns a split."""
+    splits = list(dict.fromkeys(str(row.get("split", "train")) for row in rows))
+    names = list(dict.fromkeys(str(row.get("name")) for row in rows))
+    found = {(str(row.get("name")), str(row.get("split", "train"))): row for row in rows}
+    result = []
+    for name in names:
+        cells = []
+        for split in splits:
+            row = found.get((name, split), {})
+            for key in ("acc", "nmi", "ari"):
+                value: Any = row.get(key)
+                width = round(100 * max(0.0, value)) if key == "acc" and finite(value) else 0
+                text = percent(value) if finite(value) else DASH
+                cells.append({"text": text, "width": width})
+        notes = dict.fromkeys(
+            r["note"] for (n, _), r in found.items() if n == name and r.get("note")
+        )
+        kind = "ours" if name == ANSWER else "base" if name in BASELINES else ""
+        kind = "bound" if "upper bound" in name else kind
+        result.append({"name": name, "note": "; ".join(notes), "cells": cells, "kind": kind})
+    titles = {"train": "training data", "test": "held-out data"}
+    return {"splits": [titles.get(split, split) for split in splits], "rows": result}
+
+
+def _sizes(sizes: list[int]) -> tuple[str, list[str]]:
+    """A sentence on the sizes of the clusters, and warnings where they look wrong."""
+    if not sizes or not sum(sizes):
+        return "", []
+    effective, warnings = float(effective_clusters(sizes)), []
+    empty = [k for k, size in enumerate(sizes) if size == 0]
+    if collapsed(sizes):
+        warnings.append(
+            f"Collapse: the samples are spread as if there were only {effective:.1f} clusters "
+            f"of {len(sizes)}. Fewer clusters, or another seed, may help."
+        )
+    if empty:
+        listed = ", ".join(map(str, empty[:12])) + (" …" if len(empty) > 12 else "")
+        verb = "is empty" if len(empty) == 1 else "are empty"
+        warnings.append(f"{len(empty)} of {len(sizes)} clusters {verb}: {listed}.")
+    text = (
+        f"From {min(sizes):,} to {max(sizes):,} samples; as varied as {effective:.1f} equal "
+        f"clusters of {len(sizes)}."
+    )
+    return text, warnings
+
+
+def _training_text(run: RunFolder, chosen: list[int], n_heads: int) -> str:
+    steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
+    parts = [f"{steps:,} steps"] if isinstance(steps, int) else []
+    if n_heads:
+        parts.append(f"{n_heads} heads, {len(chosen)} of them chosen for the answer")
+    rate = run.metrics.get("success_rate")
+    if finite(rate):
+        parts.append(f"{100 * rate:.4g} % of the heads' updates went through")
+    return "; ".join(parts) + "." if parts else ""
+
+
+def _head(head: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "head": head.get("head", DASH),
+        "criterion": number(head.get("criterion")),
+        "loss": number(head.get("loss")),
+        "used": head.get("clusters_used", DASH),
+        "acc": percent(head["acc"]) if finite(head.get("acc")) else DASH,
+        "chosen": bool(head.get("chosen")),
+        "collapsed": bool(head.get("collapsed")),
+    }
+
+
+def _heads_text(heads: list[dict[str, Any]], chosen: list[int]) -> str:
+    fallen = sum(bool(h.get("collapsed")) for h in heads)
+    text = "No head collapsed" if not fallen else f"{fallen} of {len(heads)} heads collapsed"
+    if chosen:
+        text += f"; {len(chosen)} were chosen by what they tell about neighbours, without labels"
+    if any(finite(h.get("acc")) for h in heads):
+        text += ". Accuracy stands here for information: it chose nothing"
+    return text + "."
+
+
+def _class_names(run: RunFolder) -> list[str]:
+    names = run.metrics.get("dataset", {}).get("class_names")
+    if names:
+        return [str(name) for name in names]
+    return [str(i) for i in range(len(run.arrays.get("confusion", ())))]
+
+
+def _agreement(run: RunFolder) -> float | None:
+    try:
+        values = [float(row["confidence"]) for row in run.assignments]
+    except (KeyError, ValueError):
+        return None
+    return float(np.nanmean(values)) if values else None
+
+
+def _order(value: Any) -> float:
+    return -value if finite(value) else math.inf

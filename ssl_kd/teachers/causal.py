@@ -1,0 +1,492 @@
+"""Causal language models as teachers: loaded, identified, frozen; hidden states instead of logits.
+
+Logits of a real vocabulary are the largest tensor of a step, so a teacher hands over what its
+output head gets, and the head, wherever logits are `hidden @ weight.T + bias`: that is probed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssl_kd.guard.files import sha256_file
+from ssl_kd.guard.memory import is_out_of_memory
+from ssl_kd.losses.linear_distillation import LinearTeacher, LogitsTeacher
+from ssl_kd.teachers.weights import weights_id
+
+__all__ = [
+    "CausalLM",
+    "CausalLMUnavailable",
+    "FrozenTeacher",
+    "LinearHead",
+    "files_id",
+    "hidden_states",
+    "linear_head",
+    "llm_module",
+    "load_causal_lm",
+    "quiet",
+    "tokenizer_id",
+    "without_adapters",
+]
+
+_ID_LENGTH = 16
+
+
+class CausalLMUnavailable(RuntimeError):
+    """A language model's files cannot be reached; one line, with the ways to go on."""
+
+    def __init__(self, name: str, reason: object) -> None:
+        said = shorten(str(reason), 260, placeholder=" …", break_on_hyphens=False)
+        super().__init__(
+            f"language model {name!r} is out of reach ({said}); go on with the path of a folder by "
+            "save_pretrained, check the spelling of the Hub's name, or, without a network, fetch "
+            f"it where there is one (hf download {name}) and copy the Hugging Face cache"
+        )
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A causal language model with what belongs to it.
+
+    Attributes:
+        model: a transformers model whose output has `logits`.
+        tokenizer: a transformers tokenizer.
+        name: path or name it came from, or what it was made as.
+        weights_id: identity of configuration and weights, in hexadecimal.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    weights_id: str
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, name: str) -> CausalLM:
+        """A model that was made in memory; its identity is that of its tensors as they are now."""
+        said = f"{model.config.to_json_string()}\n{weights_id(model)}"
+        return cls(model, tokenizer, name, _short_sha(said.encode()))
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """An output head with `logits = hidden @ weight.T + bias`.
+
+    Attributes:
+        weight: `[vocab, hidden]`, the model's own parameter.
+        bias: `[vocab]`, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def load_causal_lm(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+) -> CausalLM:
+    """Load a causal language model and its tokenizer, in evaluation mode.
+
+    A folder of LoRA adapters is loaded with its base and merged into it.
+
+    Args:
+        name_or_path: folder by `save_pretrained`, or a name on the Hugging Face Hub.
+        dtype: of the weights (buffers such as rotary frequencies stay as the model keeps them).
+        device: where it goes.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        ImportError: transformers is not installed.
+        FileNotFoundError: no such folder, or none that holds a model.
+        CausalLMUnavailable: the Hub, or that name on it, cannot be reached.
+        ValueError: not a causal language model, no tokenizer, weights damaged or missing.
+    """
+    name = os.fspath(name_or_path)
+    transformers = llm_module("transformers")
+    folder = _local(name)
+    if folder is not None and (folder / "adapter_config.json").is_file():
+        return _with_adapters(folder, dtype, device)
+    place = name if folder is None else str(folder)
+    with quiet(transformers):
+        model = _weights(transformers, place, dtype, revision)
+        tokenizer = _tokenizer(transformers, place, revision)
+    model.eval().to(device)
+    _check_causal(model, name)
+    return CausalLM(model, tokenizer, name, files_id(place, revision=revision))
+
+
+def files_id(name_or_path: str | os.PathLike[str], *, revision: str | None = None) -> str:
+    """Identity of a model's files: SHA-256 over configuration and weights, shortened.
+
+    Nothing is loaded, so a cache's fingerprint can be checked without its teacher in memory.
+
+    Args:
+        name_or_path: as for `load_causal_lm`.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        FileNotFoundError: no such folder, or none that holds a model.
+        CausalLMUnavailable: the Hub, or that name on it, cannot be reached.
+    """
+    name = os.fspath(name_or_path)
+    folder = _local(name)
+    if folder is None:
+        cached_file = llm_module("transformers.utils").cached_file
+        try:
+            folder = Path(str(cached_file(name, "config.json", revision=revision))).parent
+        except OSError as error:
+            raise CausalLMUnavailable(name, error) from error
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    own = [folder / "config.json", *sorted(folder.glob("adapter_*"))]
+    base = _base_of_adapters(folder)
+    parts = [f"{f.name} {sha256_file(f)}" for f in (*own, *files) if f.is_file()]
+    if base:
+        parts.append(f"base {files_id(base)}")
+    return _short_sha("\n".join(parts).encode())
+
+
+def tokenizer_id(tokenizer: Any) -> str:
+    """Identity of a tokenizer: two with the same one give the same ids for every text.
+
+    The padding and truncation that a fast tokenizer was last used with do not count, and neither
+    does how many rows a model's embedding has beyond the vocabulary.
+    """
+    if getattr(tokenizer, "is_fast", False):
+        said = json.loads(tokenizer.backend_tokenizer.to_str())
+        said.pop("padding", None)
+        said.pop("truncation", None)
+    else:
+        said = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(tokenizer.special_tokens_map)]
+    return _short_sha(json.dumps(said, sort_keys=True).encode())
+
+
+def without_adapters(model: Any) -> Any:
+    """The transformers model inside PEFT's wrapping (its adapters stay in place), or itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """What the output head gets, by the backbone alone: no logits, no KV cache.
+
+    Args:
+        model: a causal language model of transformers, with or without PEFT's wrapping.
+        inputs: its keyword arguments: `input_ids` `[batch, token]`, `attention_mask`, ...
+
+    Returns:
+        `[batch, token, hidden]` in the model's dtype (under autocast, in that of its last layer).
+
+    Raises:
+        ValueError: the model has no backbone apart from its head.
+    """
+    causal = without_adapters(model)
+    if causal.base_model is causal:
+        raise ValueError(
+            f"{type(causal).__name__} has no backbone apart from its head: take its logits"
+        )
+    return causal.base_model(**inputs, use_cache=False).last_hidden_state
+
+
+def linear_head(model: Any) -> LinearHead | None:
+    """The output head, if the model's logits are `hidden_states @ weight.T + bias` and no more.
+
+    The model runs on four tokens with the head's output replaced by large known numbers. They must
+    come out as they are: a soft cap (Gemma 2), a scale (Cohere, Granite) or a cut would change
+    them, however small the model's own logits. And the head must have got `hidden_states`.
+
+    Args:
+        model: a causal language model of transformers, with or without PEFT's wrapping.
+
+    Returns:
+        The head with the model's own parameters, or None: take the model's logits.
+    """
+    causal = without_adapters(model)
+    head = causal.get_output_embeddings()
+    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    if not plain or causal.base_model is causal:
+        return None
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def replace(_: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        known = torch.linspace(-100, 100, logits.numel(), device=logits.device)
+        seen.append((arguments[0], known.to(logits.dtype).view_as(logits)))
+        return seen[-1][1]
+
+    ids = torch.arange(4, device=head.weight.device)[None] % len(head.weight)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    hook = head.register_forward_hook(replace)
+    try:
+        with _evaluating(causal):
+            logits = causal(**inputs, use_cache=False).logits
+            hidden = hidden_states(causal, inputs)
+    finally:
+        hook.remove()
+    if len(seen) != 1 or logits.shape != seen[0][1].shape or hidden.shape != seen[0][0].shape:
+        return None
+    got, known = seen[0]
+    close = torch.allclose(got.float(), hidden.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
+    if not close or not torch.equal(logits.to(known.dtype), known):
+        return None
+    return LinearHead(head.weight, head.bias)
+
+
+class FrozenTeacher:
+    """A causal language model that only answers: frozen, no dropout, no KV cache, no gradients.
+
+    The model itself is frozen and moved, in place. It is put back into evaluation mode at each
+    call, whoever has called `.train()` on it.
+
+    Args:
+        model: a causal language model of transformers.
+        device: where it answers.
+        dtype: of its weights; None leaves them as they are. `Precision.for_device(...).teacher` is
+            what the device does well.
+        offload: keep the weights in the CPU's memory (pinned) and on the device only while the
+            model answers. The head's stay there for as long as somebody holds the answer. No effect
+            on the CPU.
+
+    Attributes:
+        linear: whether answers are hidden states with a head (`linear_head`) or full logits.
+        offload: whether the weights really come and go.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.model = model.requires_grad_(False).eval()
+        self.device = torch.device(device)
+        if dtype is not None and model.dtype != dtype:
+            # Not model.to(dtype): it would round rotary frequencies, which are buffers.
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+        self.model.to(self.device)
+        self.linear = linear_head(model) is not None
+        self.offload = offload and self.device.type != "cpu"
+        self._home: list[tuple[Tensor, Tensor]] = []
+        if self.offload:
+            for parameter in model.parameters():
+                home = parameter.detach().cpu()
+                self._home.append((parameter, home.pin_memory() if home.numel() else home))
+            self._leave()
+
+    def _leave(self) -> None:
+        # Frozen weights do not change: what lies on the device is dropped, never copied back.
+        for parameter, home in self._home:
+            parameter.data = home
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        try:
+            for parameter, home in self._home:
+                parameter.data = home.to(self.device, non_blocking=True)
+            yield
+        finally:
+            self._leave()
+
+    # Not inference_mode: what comes out of that cannot be saved for a student's backward pass.
+    @torch.no_grad()
+    def __call__(self, batch: Any, rows: Tensor) -> LinearTeacher | LogitsTeacher:
+        """The teacher's answer at some positions of a batch.
+
+        Args:
+            batch: a `Batch` of token blocks on the teacher's device; `batch.model_inputs()` are
+                the model's keyword arguments.
+            rows: int64 `[n]` into the flattened `[batch * token]` positions.
+
+        Returns:
+            Hidden states `[n, hidden]` with the head, or logits `[n, vocab]`; in the teacher's
+            dtype, whatever autocast is around it.
+        """
+        self.model.eval()
+        inputs = batch.model_inputs()
+        with self._on_device(), torch.autocast(self.device.type, enabled=False):
+            if not self.linear:
+                logits = self.model(**inputs, use_cache=False).logits
+                return LogitsTeacher(logits.flatten(0, 1)[rows])
+            hidden = hidden_states(self.model, inputs).flatten(0, 1)[rows]
+            head = without_adapters(self.model).get_output_embeddings()
+            bias = None if head.bias is None else head.bias.detach()
+            return LinearTeacher(hidden, head.weight.detach(), bias)
+
+
+def llm_module(name: str) -> ModuleType:
+    """Import a module of the language mode's extra.
+
+    Raises:
+        ImportError: it is not installed; says how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"the language mode needs {name.partition('.')[0]}, which does not load "
+            f"({_reason(error)}): pip install 'ssl_kd[llm]'"
+        ) from error
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def _local(name: str) -> Path | None:
+    """The folder that a name means, or None for a name on the Hub."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise FileNotFoundError(
+                f"{folder} has no config.json: expected a folder by save_pretrained, with "
+                "config.json, model.safetensors and the tokenizer's files"
+            )
+        return folder
+    if folder.exists() or folder.is_absolute() or name[:1] in ".~" or name.count("/") > 1:
+        raise FileNotFoundError(
+            f"no folder {folder}: expected one by save_pretrained, or a name on the Hugging Face "
+            "Hub such as gpt2 or Qwen/Qwen2.5-0.5B"
+        )
+    return None
+
+
+def _weights(transformers: Any, place: str, dtype: torch.dtype, revision: str | None) -> Any:
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            place,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=False,  # None would ask on the terminal
+            output_loading_info=True,
+        )
+    except OSError as error:
+        raise CausalLMUnavailable(place, error) from error
+    except Exception as error:  # transformers, safetensors and pickle have exceptions of their own
+        if is_out_of_memory(error) or isinstance(error, ImportError):
+            raise
+        if "Unrecognized configuration class" in str(error):
+            kind = transformers.AutoConfig.from_pretrained(place, revision=revision).model_type
+            raise ValueError(
+                f"{place!r} is a model of type {kind!r}, not a causal language model: expected one "
+                "that AutoModelForCausalLM loads, such as gpt2 or a Llama"
+            ) from error
+        raise ValueError(f"{place!r} cannot be loaded: {_reason(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers fills them with random numbers
+        said = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ValueError(
+            f"{place!r} lacks {len(missing)} of its model's tensors: {said}; expected the files of "
+            "a whole causal language model"
+        )
+    return model
+
+
+def _tokenizer(transformers: Any, place: str, revision: str | None = None) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=False
+        )
+    except Exception as error:  # each kind of tokenizer has exceptions of its own
+        raise ValueError(
+            f"{place!r} has no readable tokenizer ({_reason(error)}); put tokenizer.json and "
+            "tokenizer_config.json beside its config.json: tokenizer.save_pretrained(folder)"
+        ) from error
+
+
+def _with_adapters(folder: Path, dtype: torch.dtype, device: str | torch.device) -> CausalLM:
+    base = _base_of_adapters(folder)
+    if not base:
+        raise ValueError(
+            f"{folder} holds adapters that name no base model: set base_model_name_or_path in its "
+            "adapter_config.json, or merge them before saving"
+        )
+    lm = load_causal_lm(base, dtype=dtype, device=device)
+    peft = llm_module("peft")
+    try:
+        with warnings.catch_warnings():  # peft asks transformers by names that are deprecated
+            warnings.simplefilter("ignore", FutureWarning)
+            model = peft.PeftModel.from_pretrained(lm.model, folder).merge_and_unload()
+    except Exception as error:  # peft, safetensors and torch have exceptions of their own
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"{folder}: its adapters do not load on {base}: {_reason(error)}"
+        ) from error
+    own = (folder / "tokenizer_config.json").is_file()
+    tokenizer = _tokenizer(llm_module("transformers"), str(folder)) if own else lm.tokenizer
+    return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder))
+
+
+def _base_of_adapters(folder: Path) -> str | None:
+    config = folder / "adapter_config.json"
+    if not config.is_file():
+        return None
+    return json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+
+
+def _check_causal(model: Any, name: str) -> None:
+    """Refuse a model whose answer to a token depends on a later one (BERT loads as causal LM)."""
+    ids = torch.arange(4, device=model.device).repeat(2, 1)
+    ids[1, -1] += 1  # differs at the last position alone
+    ids %= model.get_input_embeddings().weight.shape[0]
+    with _evaluating(model):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    first, second = logits[:, :-1].float()
+    rounding = 32 * torch.finfo(model.dtype).eps * first.abs().max()
+    if (first - second).abs().max() > rounding:  # false where the weights are NaN: not ours to say
+        raise ValueError(
+            f"{name!r} ({type(model).__name__}) is not a causal language model: what it says after "
+            "a token changes with the tokens that follow"
+        )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode comes back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """No progress bars and no load reports: what matters in them is raised."""
+    logging = transformers.utils.logging
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _reason(error: BaseException) -> str:
+    said = str(error) or type(error).__name__
+    return shorten(said, 200, placeholder=" …", break_on_hyphens=False)
+
+
+def _short_sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_ID_LENGTH]

@@ -1,0 +1,672 @@
+"""Mixture-of-experts teachers: how many experts answer, and a router that learns from the student.
+
+A Hugging Face model stays as it is; hooks on its routers replace what they decide. Knowledge
+augmentation (`ka`) and the student-aware router (`sar`) are those of Every Expert Matters, arXiv
+2502.12947, 2025.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.files import atomic_write_bytes
+from ssl_kd.guard.finite import compute_dtype
+from ssl_kd.guard.parts import rescale_
+from ssl_kd.guard.precision import promote_to_fp32
+from ssl_kd.losses.routing import gate_anchor, gate_entropy, gate_kl, load_balance
+
+__all__ = ["ROUTERS", "Gates", "Mixture", "RouterRecord", "RouterStep", "Routing"]
+
+Mode = Literal["native", "all", "ka", "sar"]
+Renorm = Literal["selected", "native"]
+
+ROUTERS: dict[str, bool | str] = {
+    "MixtralTopKRouter": True,
+    "OlmoeTopKRouter": "norm_topk_prob",
+    "Qwen2MoeTopKRouter": "norm_topk_prob",
+    "Qwen3MoeTopKRouter": "norm_topk_prob",
+}
+"""Router classes that can be steered, and whether they divide the chosen weights by their sum: yes,
+no, or the name of the attribute that says so.
+
+To add one, set `ROUTERS["TheirTopKRouter"] = True`. It must be a module that is called with hidden
+states `[..., dim]`, holds `weight` `[expert, dim]` (and perhaps `bias`) and `top_k`, gates by a
+softmax over all experts, and returns `(logits, weights, index)`, the last two `[token, chosen]`.
+"""
+
+_LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoEGate)$")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts answer a token, and with what weight.
+
+    Attributes:
+        mode: `native`, as the model came, to the bit; `all`, every expert, the baseline; `ka`, per
+            layer and token and with probability `lam` a subset sampled without replacement from the
+            gate, otherwise the largest; `sar`, every expert, for a router that is being trained.
+        lam: for `ka`, 0 to 1.
+        subset: for `ka`, how many experts answer; None for all but one.
+        generator: for `ka`, where its randomness comes from, on any device. Its state is all that a
+            resumed run needs.
+
+    Raises:
+        ValueError: names the field.
+    """
+
+    mode: Mode = "native"
+    lam: float = 0.05
+    subset: int | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
+        if not 0 <= self.lam <= 1:
+            raise ValueError(f"lam is a probability, 0 to 1, got {self.lam}")
+        if self.mode == "ka" and self.generator is None:
+            raise ValueError("mode 'ka' samples experts: give it a torch.Generator")
+
+
+@dataclass
+class Gates:
+    """What the gates decided in one forward pass, over real tokens only; see `Mixture.watch`.
+
+    Attributes:
+        mask: boolean `[token]` over the flattened batch; None if all are real.
+        n_experts: N.
+        logits: by layer, `[token, expert]`, attached to the graph.
+        chosen: by layer, `[token, chosen]`, the experts that answered.
+        original: by layer, `[token, expert]`, what the router as it came would have said.
+    """
+
+    mask: Tensor | None
+    n_experts: int
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    original: dict[int, Tensor] = field(default_factory=dict)
+
+    def _real(self, values: dict[int, Tensor]) -> list[Tensor]:
+        layers = [values[layer] for layer in sorted(values)]
+        if self.mask is None:
+            return layers
+        # Rows are taken before any arithmetic: 0 times a NaN gradient would be NaN.
+        rows = self.mask.nonzero().flatten()
+        return [layer.index_select(0, rows.to(layer.device)) for layer in layers]
+
+    def _mean(self, values: list[Tensor]) -> Tensor:
+        return torch.stack([v.sum() / max(len(v), 1) for v in values])
+
+    def mass(self) -> Tensor:
+        """P: gate probabilities summed over real tokens, `[layer, expert]`, with gradient."""
+        logits = self._real(self.logits)
+        return torch.stack([x.to(compute_dtype(x)).softmax(-1).sum(0) for x in logits])
+
+    def counts(self) -> Tensor:
+        """m: how many real tokens each expert answered, `[layer, expert]` float32."""
+        chosen = self._real(self.chosen)
+        count = partial(torch.bincount, minlength=self.n_experts)
+        return torch.stack([count(index.flatten()) for index in chosen]).float()
+
+    def entropy(self) -> Tensor:
+        """Mean entropy of the gates, `[layer]` in nats, with gradient."""
+        return self._mean([gate_entropy(x) for x in self._real(self.logits)])
+
+    def drift(self) -> Tensor:
+        """Mean KL(original gate || gate now) on the same hidden states, `[layer]` in nats."""
+        if not self.original:
+            raise ValueError("the original gates were not recorded: watch(mask, original=True)")
+        pairs = zip(self._real(self.original), self._real(self.logits), strict=True)
+        return self._mean([gate_kl(before, now) for before, now in pairs])
+
+
+class Mixture:
+    """Steers the routers of a mixture-of-experts language model.
+
+    The gate's softmax runs in float32, over the chosen experts. What the chosen weights sum to is
+    `renorm`: `selected`, to one, the paper's form; `native`, to what they sum to in the model as it
+    came, which is one where it renormalises the k largest and their probability where it does not
+    (`norm_topk_prob=False`). Those models were trained on that smaller sum, and more experts at
+    weight one scale up the output of every layer: a small OLMoE of 8 experts, 2 active, trained on
+    stories lost 0.094 and 0.047 nats per byte in mode `all` under `selected` (two seeds), 0.058 and
+    0.030 under `native`. So the default is `selected` for routers that renormalise (Mixtral;
+    Qwen2-MoE, Qwen3-MoE and OLMoE with `norm_topk_prob`), where the two are the same, and `native`
+    for those that do not.
+
+    Shared experts stay as they are. Gates by a sigmoid (DeepSeek-V3, GLM-4-MoE) are refused.
+
+    Args:
+        model: a Hugging Face causal language model with routers of `ROUTERS`. It is given hooks; a
+            copy made of it from now on would hold them, too.
+        renorm: see above; None for the default of this model.
+
+    Attributes:
+        model: the model.
+        routers: its routers by name, in the order of the layers.
+        layers: how many there are.
+        n_experts: N, without shared experts.
+        k: how many are active as the model came.
+        renorm: what chosen weights sum to.
+
+    Raises:
+        ValueError: a dense model; routers of another kind; layers of different sizes.
+    """
+
+    def __init__(self, model: nn.Module, renorm: Renorm | None = None) -> None:
+        if renorm not in (None, *get_args(Renorm)):
+            raise ValueError(f"renorm must be 'selected' or 'native', got {renorm!r}")
+        self.model = model
+        self.routers: dict[str, Any] = _find_routers(model)
+        shapes = {(*r.weight.shape, r.top_k) for r in self.routers.values()}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"routers of one size were expected, got (experts, dim, k) of {sorted(shapes)}"
+            )
+        self.layers = len(self.routers)
+        self.n_experts, self.dim, self.k = shapes.pop()
+        if self.n_experts < 2:
+            raise ValueError(f"{type(model).__name__} has {self.n_experts} expert, expected 2")
+        self._renormalises = _renormalises(next(iter(self.routers.values())))
+        self.renorm: Renorm = renorm or ("selected" if self._renormalises else "native")
+        self._original = {
+            name: value.detach().to("cpu", copy=True)
+            for name, value in self.router_parameters().items()
+        }
+        self._routing = Routing()
+        self._gates: Gates | None = None
+        self._watch_original = False
+        self._hooks = []
+        for layer, (name, router) in enumerate(self.routers.items()):
+            self._hooks.append(router.register_forward_pre_hook(_in_dtype_of_router))
+            self._hooks.append(router.register_forward_hook(partial(self._route, layer, name)))
+
+    def remove(self) -> None:
+        """Take the hooks off the model; the weights stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def routing(self) -> Routing:
+        """How tokens find experts now; set it to change that."""
+        return self._routing
+
+    @routing.setter
+    def routing(self, routing: Routing) -> None:
+        if routing.subset is not None and not 1 <= routing.subset <= self.n_experts:
+            raise ValueError(
+                f"subset is {routing.subset}, expected 1 to {self.n_experts}, the number of experts"
+            )
+        self._routing = routing
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of `routing`."""
+        return self._routing.mode
+
+    @contextmanager
+    def using(self, routing: Routing) -> Iterator[None]:
+        """Another routing for a while; with gradient checkpointing, until after the backward."""
+        before, self.routing = self._routing, routing
+        try:
+            yield
+        finally:
+            self._routing = before
+
+    @contextmanager
+    def watch(self, mask: Tensor | None = None, *, original: bool = False) -> Iterator[Gates]:
+        """Record the gates of the first forward pass inside.
+
+        Args:
+            mask: boolean `[batch, token]`, real tokens; None for all.
+            original: also what the original routers say on the same hidden states.
+
+        Raises:
+            ValueError: in the forward pass, a mask of another number of tokens.
+        """
+        flat = None if mask is None else mask.reshape(-1).bool()
+        self._gates, self._watch_original = Gates(flat, self.n_experts), original
+        try:
+            yield self._gates
+        finally:
+            self._gates = None
+
+    def router_parameters(self) -> dict[str, nn.Parameter]:
+        """The router tensors and nothing else, named as in the model's state dict."""
+        return {
+            f"{name}.{key}": value
+            for name, router in self.routers.items()
+            for key, value in router.named_parameters(recurse=False)
+        }
+
+    def original_parameters(self) -> dict[str, Tensor]:
+        """The same tensors as they were when the mixture was made, on the CPU."""
+        return self._original
+
+    def _route(
+        self, layer: int, name: str, router: Any, args: tuple[Tensor], output: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
+        hidden = args[0].reshape(-1, self.dim)
+        if self.mode == "native":
+            if self._gates is not None:
+                with torch.no_grad():
+                    self._record(layer, name, hidden, _gate(router, hidden), output[2])
+            return None
+        logits = _gate(router, hidden)
+        exact = logits.to(compute_dtype(logits))
+        index = self._choose(exact.detach())
+        weights = torch.softmax(exact.gather(1, index), dim=-1)
+        if self.renorm == "native" and not self._renormalises:
+            weights = weights * exact.softmax(-1).topk(self.k, -1).values.sum(-1, keepdim=True)
+        self._record(layer, name, hidden, logits, index)
+        # The dtype of the model's own weights, but Mixtral's are float32 in float64, too.
+        dtype = torch.promote_types(output[1].dtype, logits.dtype)
+        return logits, weights.to(dtype), index, *output[3:]
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        """Experts of each token, `[token, chosen]`."""
+        routing, (tokens, experts) = self._routing, logits.shape
+        if routing.mode != "ka":
+            return torch.arange(experts, device=logits.device).expand(tokens, experts)
+        generator = routing.generator
+        assert generator is not None  # Routing saw to it
+        draw = torch.rand(tokens, 1, generator=generator, device=generator.device)
+        noise = torch.empty(tokens, experts, device=generator.device)
+        noise.exponential_(generator=generator)
+        # The largest of logits plus Gumbel noise are a sample without replacement from the softmax
+        # (Kool et al., 2019); unlike multinomial it takes gates that underflow, and lets NaN pass.
+        sampled = logits - noise.log().to(logits)
+        scores = torch.where((draw < routing.lam).to(logits.device), sampled, logits)
+        return scores.topk(routing.subset or experts - 1, dim=-1).indices
+
+    def _record(self, layer: int, name: str, hidden: Tensor, logits: Tensor, index: Tensor) -> None:
+        gates = self._gates
+        # Checkpointed layers run again in the backward pass: the first run is the one that counts.
+        # No operation with a gradient may be made here, for the second run would lack it.
+        if gates is None or layer in gates.logits:
+            return
+        if gates.mask is not None and len(gates.mask) != len(logits):
+            raise ValueError(
+                f"the mask stands for {len(gates.mask)} tokens, the teacher saw {len(logits)}"
+            )
+        gates.logits[layer], gates.chosen[layer] = logits, index
+        if self._watch_original:
+            with torch.no_grad():
+                weight = self._original[f"{name}.weight"].to(hidden)
+                bias = self._original.get(f"{name}.bias")
+                bias = None if bias is None else bias.to(hidden)
+                gates.original[layer] = F.linear(hidden, weight, bias)
+
+    def save_router(self, path: str | os.PathLike[str]) -> None:
+        """Write the router tensors, as they are, to a small safetensors file."""
+        from safetensors.torch import save
+
+        tensors = {
+            name: value.detach().cpu().contiguous()
+            for name, value in self.router_parameters().items()
+        }
+        atomic_write_bytes(Path(path), save(tensors, metadata=self._identity()))
+
+    def load_router(self, path: str | os.PathLike[str]) -> None:
+        """Put routers from `save_router` back; tensors take the dtype of the file.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: it is no router file, or one of another teacher: the field that differs.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no router file {path}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                said = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+        for key, own in self._identity().items():
+            if said.get(key) != own:
+                raise ValueError(
+                    f"{path} is not a router of this teacher: {key} is {said.get(key)!r} there and "
+                    f"{own!r} here; load it onto the teacher that it was saved from"
+                )
+        parameters = self.router_parameters()
+        for name, parameter in parameters.items():
+            value = tensors.get(name)
+            if value is None or value.shape != parameter.shape or not value.isfinite().all():
+                raise ValueError(
+                    f"{path}: {name} is missing, of another shape than {list(parameter.shape)}, or "
+                    "not finite; save the router again"
+                )
+        for name, parameter in parameters.items():
+            parameter.data = tensors[name].to(parameter.device)
+
+    def _identity(self) -> dict[str, str]:
+        """What a router file must agree in; weights count as rounded to bfloat16, whatever here."""
+        digest = hashlib.sha256()
+        for name, value in self._original.items():
+            digest.update(name.encode())
+            digest.update(value.bfloat16().view(torch.int16).contiguous().numpy().data)
+        return {
+            "architecture": type(self.model).__name__,
+            "layers": str(self.layers),
+            "experts": str(self.n_experts),
+            "dim": str(self.dim),
+            "original_routers": digest.hexdigest(),
+        }
+
+
+def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
+    """Routers by name, in the order of the layers."""
+    what, routers = type(model).__name__, {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in ROUTERS:
+            routers[name] = module
+        elif _LOOKS_LIKE_A_ROUTER.search(kind):
+            sigmoid = hasattr(module, "e_score_correction_bias")
+            why = (
+                "which gates by a sigmoid with a correction bias, not by a softmax: adapting such "
+                "routers is not supported"
+                if sigmoid
+                else f"which is not one of {', '.join(ROUTERS)}; if it gates by a softmax over all "
+                "experts, add it to ssl_kd.teachers.mixture.ROUTERS"
+            )
+            raise ValueError(
+                f"{what} routes by {kind}, {why}. Use the teacher with router_mode 'native'"
+            )
+    if not routers:
+        raise ValueError(
+            f"{what} has no router, it is a dense model: router_mode must be 'native', or the "
+            f"teacher a mixture of experts ({', '.join(ROUTERS)})"
+        )
+    return routers
+
+
+def _renormalises(router: nn.Module) -> bool:
+    says = ROUTERS[type(router).__name__]
+    return bool(getattr(router, says)) if isinstance(says, str) else says
+
+
+def _gate(router: Any, hidden: Tensor) -> Tensor:
+    """Gate logits `[token, expert]`; what routers return first is not logits in every release."""
+    return F.linear(hidden, router.weight, getattr(router, "bias", None))
+
+
+def _in_dtype_of_router(router: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A router that is trained is float32 in a half-precision model."""
+    return args[0].to(router.weight.dtype), *args[1:]
+
+
+# --- the student-aware router ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RouterRecord:
+    """What became of one router step.
+
+    Attributes:
+        applied: whether the weights moved.
+        loss: objective and regularisation; NaN and infinities as they came.
+        grad_norm: of all router gradients, before clipping; NaN if there was no backward pass.
+        drift: KL(original gate || now) before the update, mean over layers and real tokens.
+        entropy: of the gates, mean over layers and real tokens, in nats.
+        event: for the event log, when the step was discarded or the router stopped.
+    """
+
+    applied: bool
+    loss: float
+    grad_norm: float
+    drift: float
+    entropy: float
+    event: Event | None = None
+
+
+class RouterStep:
+    """Trains the routers of a mixture, and nothing else, with an optimizer of their own.
+
+    One step minimises KL(p || q), p the teacher with every expert active and q the student, which
+    stays fixed, plus `balance * (CV(m)^2 + CV(P)^2)` summed over layers, plus `anchor` times the
+    squared distance from the initial weights, minus `entropy` times the gates' mean entropy. The
+    gradient of every router runs through the layers above it, so this is a backward pass through
+    the frozen teacher.
+
+    A router could win by imitating the student: KL(original gate || now) is measured at every step,
+    and beyond `drift_limit` the router stays as it is for the rest of the run.
+
+    `step` is the whole of it. For one joint step with the student, run both and `backward` of their
+    loss plus `regularisation` inside `routed`, then `update`.
+
+    Args:
+        mixture: its model is frozen, except for the routers; those become float32.
+        learning_rate: of AdamW, at least 0.
+        weight_decay: of AdamW.
+        balance: weight of the load balance, beta in the paper.
+        anchor: weight of the squared distance from the initial weights.
+        entropy: weight of the entropy bonus.
+        max_norm: the norm of all router gradients is clipped to this.
+        drift_limit: in nats, mean over layers and real tokens.
+        gradient_checkpointing: layers are run again in the backward pass instead of kept in memory.
+        scale_loss: for a float16 teacher: the loss is scaled, the scale halved when it overflows.
+
+    Raises:
+        ValueError: names the argument that is out of range.
+
+    References:
+        Every Expert Matters, arXiv 2502.12947, 2025, equation 9.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        *,
+        learning_rate: float = 1e-5,
+        weight_decay: float = 0.0,
+        balance: float = 0.01,
+        anchor: float = 0.0,
+        entropy: float = 0.0,
+        max_norm: float = 1.0,
+        drift_limit: float = 0.5,
+        gradient_checkpointing: bool = False,
+        scale_loss: bool = False,
+    ) -> None:
+        at_least_0 = {
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "balance": balance,
+            "anchor": anchor,
+            "entropy": entropy,
+        }
+        for name, value in at_least_0.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        for name, value in (("max_norm", max_norm), ("drift_limit", drift_limit)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        self.mixture = mixture
+        self.balance, self.anchor, self.entropy = balance, anchor, entropy
+        self.max_norm, self.drift_limit = max_norm, drift_limit
+        model: Any = mixture.model
+        model.requires_grad_(False)
+        self._parameters = mixture.router_parameters()
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(True)
+        promote_to_fp32(model)
+        self._checkpointed = gradient_checkpointing
+        self.optimizer = torch.optim.AdamW(
+            self._parameters.values(), lr=learning_rate, weight_decay=weight_decay
+        )
+        self.stopped = False
+        self._scales = scale_loss
+        self._scale = torch.tensor([2.0**12 if scale_loss else 1.0])
+        self._updates = torch.zeros(1)
+
+    @contextmanager
+    def routed(self, mask: Tensor | None = None) -> Iterator[Gates]:
+        """Every expert active, gates recorded, layers checkpointed: for forward *and* backward.
+
+        Args:
+            mask: boolean `[batch, token]`, real tokens.
+        """
+        with (
+            self.mixture.using(Routing("sar")),
+            self.mixture.watch(mask, original=True) as gates,
+            _checkpointing(self.mixture.model) if self._checkpointed else nullcontext(),
+        ):
+            yield gates
+
+    def regularisation(self, gates: Gates) -> Tensor:
+        """What is added to the objective, a scalar with gradient to the routers."""
+        total = self.balance * load_balance(gates.mass(), gates.counts()).sum()
+        if self.anchor:
+            initial = self.mixture.original_parameters()
+            before = [initial[name] for name in self._parameters]
+            total = total + self.anchor * gate_anchor(self._parameters.values(), before)
+        if self.entropy:
+            total = total - self.entropy * gates.entropy().mean()
+        return total
+
+    def step(
+        self, objective: Callable[[], Tensor], mask: Tensor | None = None, *, step: int = 0
+    ) -> RouterRecord:
+        """One update of the routers, or none at all.
+
+        Args:
+            objective: runs the teacher, with gradient, and returns KL(p || q), a scalar with q
+                detached: `token_kd(p_logits, q_logits, divergence="reverse_kl")`.
+            mask: boolean `[batch, token]`, real tokens, for the load balance and the monitor.
+            step: number of the step, for the event.
+
+        Raises:
+            ValueError: the objective did not run the teacher, or ran it without gradients.
+
+        Returns:
+            What was seen; with a loss or gradient that is not finite, or too much drift, every bit
+            of routers and optimizer is as before, and `event` says so.
+        """
+        self.optimizer.zero_grad()
+        with self.routed(mask) as gates:
+            divergence = objective()
+            if not (gates.logits and divergence.requires_grad):
+                raise ValueError(
+                    "the objective must run this teacher itself, with gradients on: a teacher from "
+                    "a cache or under torch.no_grad() cannot train its router"
+                )
+            loss = divergence + self.regularisation(gates)
+            if loss.isfinite() and not self.stopped:
+                self.backward(loss)
+        return self.update(loss, gates, step=step)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward pass of a loss, scaled where this step scales; inside `routed`."""
+        (loss * self._scale.to(loss.device)[0]).backward()
+
+    @torch.no_grad()
+    def update(self, loss: Tensor, gates: Gates, *, step: int = 0) -> RouterRecord:
+        """Judge and apply the gradients that `backward` left at the routers; `step` ends with it.
+
+        Args:
+            loss: whose gradients they are.
+            gates: of the forward pass.
+            step: number of the step, for the event.
+        """
+        drift, entropy = (float(x.mean()) for x in (gates.drift(), gates.entropy()))
+        norm = math.nan
+        seen = partial(RouterRecord, loss=float(loss), drift=drift, entropy=entropy)
+        event = partial(Event, step, "router")
+        refused: Event | None = None
+        if self.stopped:
+            pass
+        elif not math.isfinite(loss):
+            refused = event("loss", f"the router's loss is {float(loss)}", "skipped", float(loss))
+        elif drift > self.drift_limit:
+            self.stopped = True
+            reason = f"KL(original gate || now) is {drift:.3g} nats, above {self.drift_limit}"
+            refused = event("drift", f"{reason}: it may only imitate the student", "stopped", drift)
+        else:
+            norm = self._clip()
+            if math.isfinite(norm):
+                self.optimizer.step()
+            else:
+                scale = f" at loss scale {float(self._scale):g}" if self._scales else ""
+                reason = f"the norm of the router's gradient is {norm}{scale}"
+                refused = event("gradient", reason, "skipped", norm)
+            self._rescale(math.isfinite(norm))
+        self.optimizer.zero_grad()
+        return seen(applied=math.isfinite(norm), grad_norm=norm, event=refused)
+
+    def _clip(self) -> float:
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._scale.to(parameter.device))
+        return float(nn.utils.clip_grad_norm_(self._parameters.values(), self.max_norm))
+
+    def _rescale(self, healthy: bool) -> None:
+        if self._scales:
+            fine = torch.tensor([healthy])
+            rescale_(self._scale, fine, ~fine, self._updates)
+        self._updates += healthy
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a bit-identical resume needs: routers, optimizer, loss scale, if stopped."""
+        return {
+            "routers": {name: p.detach().clone() for name, p in self._parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "scale": self._scale.clone(),
+            "updates": self._updates.clone(),
+            "stopped": self.stopped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: it belongs to other routers.
+        """
+        theirs = {name: value.shape for name, value in state["routers"].items()}
+        ours = {name: value.shape for name, value in self._parameters.items()}
+        if theirs != ours:
+            differ = sorted(theirs.items() ^ ours.items())
+            raise ValueError(f"this state belongs to other routers: {differ[0][0]} differs")
+        with torch.no_grad():
+            for name, value in state["routers"].items():
+                self._parameters[name].copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._scale.copy_(state["scale"])
+        self._updates.copy_(state["updates"])
+        self.stopped = state["stopped"]
+
+
+@contextmanager
+def _checkpointing(model: nn.Module) -> Iterator[None]:
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[Any] = [
+        layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)
+    ]
+    before = [(layer.gradient_checkpointing, layer.training) for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        # By hand: the method's name changes between releases. Layers checkpoint only in training
+        # mode; what is inside them stays in eval mode, so dropout stays off.
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, (checkpointing, training) in zip(layers, before, strict=True):
+            layer.gradient_checkpointing, layer.training = checkpointing, training

@@ -1,0 +1,320 @@
+"""The report of a language run, from run folders as a run writes them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ssl_kd.report import run_images
+from tests.report.reading import Reader, change, put, write_and_read
+
+PROMPTS = ("Once upon a time", "The little dog")
+CE_ALONE = {"name": "CE alone", "perplexity": 14.2, "bits_per_character": 1.05, "agreement": 0.61,
+            "kl": 0.52, "ece": 0.034, "answer_accuracy": 0.25, "answer_rate": 0.8,
+            "n": 40, "interval": [0.142, 0.402], "left_out": 0}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A finished run of 200 steps with a baseline, a cache and questions."""
+    folder = tmp_path / "run-1"
+    folder.mkdir()
+    put(folder, "config.json", {
+        "mode": "language", "settings": {"TEMPERATURE": 2.0, "SEED": 0},
+        "versions": {"torch": "2.15.0"}, "commit": "0123abc",
+        "command": "python scripts/distill.py --preset stable --baseline",
+        "precision": "cpu: everything in fp32",
+        "teacher": {"name": "stories-3m", "parameters": 3_412_992, "vocabulary": 2048, "layers": 8},
+        "student": {"name": "layers:2", "parameters": 901_120, "trained": 8192,
+                    "vocabulary": 2048, "layers": 2},
+        "data": {"name": "/home/me/stories.jsonl", "train_tokens": 1_234_567, "eval_tokens": 51_200,
+                 "documents": 4321, "left_out": ["stories.jsonl:17: empty", "stories.jsonl:90"]},
+        "memory": {"teacher": 13.0, "student": 3.44, "optimizer": 10.3, "activations": 2048.0,
+                   "loss": 64.0}})  # fmt: skip
+    put(folder, "metrics.json", {
+        "mode": "language", "best_step": 150, "steps": 200, "tokens": 409_600, "success_rate": 0.99,
+        "events": 3, "seconds": {"teacher": 3.0, "train": 80.2, "total": 110.4},
+        "table": [
+            {"name": "teacher", "perplexity": 9.871, "bits_per_character": 0.91, "agreement": 1.0,
+             "kl": 0.0, "ece": 0.011, "answer_accuracy": None, "answer_rate": None, "left_out": 0},
+            {"name": "student before", "perplexity": 2051.4, "bits_per_character": 3.02,
+             "agreement": 0.004, "kl": 5.83, "ece": 0.21, "answer_accuracy": 0.0,
+             "answer_rate": 0.0, "n": 40, "interval": [0.0, 0.088], "left_out": 2},
+            {"name": "student", "perplexity": 12.35, "bits_per_character": 0.99, "agreement": 0.684,
+             "kl": 0.311, "ece": 0.022, "answer_accuracy": 0.35, "answer_rate": 0.9,
+             "n": 40, "interval": [0.221, 0.505], "left_out": 0},
+            CE_ALONE,
+        ],
+        "cache": {"method": "top-k", "k": 64, "bytes_per_token": 260.0, "tail_mass": 0.0132,
+                  "fidelity_kl": 0.0071},
+        "alignment": None,
+        "generations": [{"prompt": p, "teacher": f"{p}, he ran.", "before": f"{p} xq xq",
+                         "after": f"{p}, she ran.", "reference": None} for p in PROMPTS],
+    })  # fmt: skip
+    lines = []
+    for step in range(0, 200, 10):
+        lines.append({"step": step, "train_loss": 5 - step / 60, "kd": 9 - step / 40,
+                      "ce": 7.5 - step / 40, "grad_norm": 0.4, "learning_rate": 1e-3,
+                      "success_rate": 0.5 if step == 80 else 1.0, "consecutive_nans": 0,
+                      "gpu_memory_gb": None, "tokens_per_second": 5000.0 + step})  # fmt: skip
+    perplexities = {0: 2051.4, 50: 90.3, 100: 20.1, 150: 12.35, 200: 12.9}
+    lines += [{"step": s, "eval": {"perplexity": p, "kl": 1.0}} for s, p in perplexities.items()]
+    write_lines(folder / "metrics.jsonl", lines)
+    write_lines(folder / "events.jsonl", [
+        {"step": 30, "part": "kd", "stage": "loss", "reason": "not finite", "action": "cut out",
+         "value": None},
+        {"step": 31, "part": "kd", "stage": "loss", "reason": "not finite",
+         "action": "cut out, 2 times in a row: lower the temperature", "value": None},
+        {"step": 32, "part": "kd", "stage": "loss", "reason": "healthy again after 2 steps",
+         "action": "taken in again", "value": None},
+        {"step": 80, "part": "model", "stage": "gradient", "reason": "too large",
+         "action": "skipped", "value": 1e30},
+    ])  # fmt: skip
+    return folder
+
+
+def write_lines(path: Path, lines: list[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_row(folder: Path, name: str, /, **new) -> None:
+    """Change one row of the table; `gone=True` takes it out."""
+    table = json.loads((folder / "metrics.json").read_text())["table"]
+    rows = [row | new if row["name"] == name else row for row in table]
+    change(folder, "metrics.json", table=[row for row in rows if not row.get("gone")])
+
+
+def read(folder: Path) -> tuple[str, Reader]:
+    return write_and_read(folder)
+
+
+def headline(folder: Path) -> str:
+    found = re.search("<h1>(.*?)</h1>", read(folder)[0])
+    assert found
+    return found[1]
+
+
+def test_headline_says_whether_distilling_paid(run):
+    _, page = read(run)
+    assert (
+        "Distilling paid: held-out perplexity 12.35, against 14.2 by cross-entropy alone"
+        in page.text
+    )
+    assert "same student on an equal budget. Before training it had 2,051." in page.text
+    assert "The teacher's is 9.871." in page.text and "The whole run took 2 min." in page.text
+
+
+@pytest.mark.parametrize(
+    ("perplexity", "verdict"),
+    [(14.3, "Distilling did not pay"), (14.2, "Distilling made no difference"),
+     (14.1, "Distilling paid")],
+)  # fmt: skip
+def test_headline_is_honest_against_the_baseline(run, perplexity, verdict):
+    change_row(run, "student", perplexity=perplexity)
+    assert headline(run).startswith(f"{verdict}: held-out perplexity {perplexity}, against 14.2")
+
+
+def test_without_a_baseline_the_headline_claims_nothing_it_cannot_know(run):
+    change_row(run, "CE alone", gone=True)
+    assert headline(run) == "Held-out perplexity fell from 2,051 to 12.35"
+    assert "Whether distilling paid is not known" in read(run)[1].text
+    change_row(run, "student", perplexity=3000.0)
+    assert headline(run) == "Held-out perplexity rose from 2,051 to 3,000"
+    change_row(run, "student before", gone=True)
+    assert headline(run) == "Held-out perplexity is 3,000"
+
+
+def test_run_without_a_teacher_does_not_speak_of_distilling(run):
+    change(run, "config.json", teacher=None)
+    change(run, "metrics.json", cache=None)
+    change_row(run, "teacher", gone=True)
+    change_row(run, "CE alone", gone=True)
+    _, page = read(run)
+    assert "Without a teacher: the student learned by cross-entropy alone." in page.text
+    assert "There is no cache: there was no teacher" in page.text
+    assert "Whether distilling paid" not in page.text
+
+
+def test_all_numbers_of_the_run_are_there(run):
+    source, page = read(run)
+    for expected in (
+        *("bits per character", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0", "1.05"),
+        *("40 questions, of them 22.1 to 50.5 % right (95 % interval)",),
+        *(
+            "evaluation batches left out, not finite: 2",
+            "200 steps; 409,600 tokens; 5,095 tokens per second",
+        ),
+        *("12.35 at step 150; that student was kept", "99 % of the steps went through"),
+        *("top-k", "64", "260", "1.3", "0.0071", "teacher", "13 MiB", "2.0 GiB", "3.0 s", "80 s"),
+        *("Together about 2.1 GiB", "3,412,992", "901,120", "2,048", "layers:2", "stories-3m"),
+        *("4,321 documents, 1,234,567 tokens to learn from, 51,200 held-out tokens",),
+        *(
+            "Left out, shortened or split",
+            "8,192",
+            "stories.jsonl:17: empty",
+            "TEMPERATURE",
+            "2.15.0",
+            "0123abc",
+        ),
+        *("python scripts/distill.py --preset stable --baseline", "cpu: everything in fp32"),
+        *("Once upon a time, she ran.", "The little dog xq xq", "The little dog, he ran."),
+    ):
+        assert expected in page.text, expected
+    assert set(re.findall(r'<p class="missing">(.*?)</p>', source)) == {"none"}  # no references
+    assert page.tags.count("svg") == 2
+
+
+def test_sections_come_in_order(run):
+    source, _ = read(run)
+    sections = re.findall('<section id="(.*?)">', source)
+    assert sections == ["results", "training", "generations", "guard", "memory", "data", "settings"]
+    change(run, "metrics.json", alignment={"coverage": 0.9876, "chunk_sizes": {"1": 300, "2": 40}})
+    source, page = read(run)
+    assert '<section id="alignment">' in source
+    assert "98.8" in page.text and "1: 300, 2: 40" in page.text
+
+
+def test_across_tokenizers_perplexity_is_not_compared_with_the_teacher(run):
+    assert ">teacher 9.871<" in read(run)[0]
+    change(run, "metrics.json", alignment={"coverage": 1.0})
+    source, page = read(run)
+    assert "the student has 0.99 and the teacher 0.91" in page.text
+    assert "the teacher's, on its own tokens" in page.text
+    assert "The teacher's is 9.871" not in page.text and ">teacher 9.871<" not in source
+
+
+def marked(source: str) -> list[str]:
+    return re.findall(r'<tr class="ours"><th scope="row">(.*?) <span', source)
+
+
+def test_table_keeps_its_order_and_marks_the_best_student(run):
+    source, _ = read(run)
+    names = re.findall(r'<tr class="\w*"><th scope="row">([\w ]+?)(?= ?<)', source)
+    assert names == ["teacher", "student before", "student", "CE alone"]
+    assert marked(source) == ["student"]
+    change_row(run, "student", perplexity=14.3)
+    assert marked(read(run)[0]) == ["CE alone"]
+    change_row(run, "CE alone", perplexity=None)
+    assert marked(read(run)[0]) == ["student"]
+
+
+def test_scores_that_no_model_has_are_left_out_with_a_sentence(run):
+    for name in ("student before", "student", "CE alone"):
+        change_row(run, name, answer_accuracy=None, answer_rate=None, n=None, interval=None)
+    _, page = read(run)
+    assert "No prompts with answers were judged." in page.text
+    assert "right answers" not in page.text and "questions" not in page.text
+
+
+def test_page_is_one_file_that_loads_nothing(run):
+    source, page = read(run)
+    assert all(link.startswith("#") for link in page.links)
+    assert not {"script", "link", "iframe", "img"} & set(page.tags)
+    assert "default-src 'none'" in source and "prefers-color-scheme: dark" in source
+    assert not re.search(r"url\((?!#)|@import", source)
+    assert len(page.ids) == len(set(page.ids))
+    assert source == read(run)[0]
+
+
+def test_user_text_is_inert(run):
+    evil = ("<script>alert(1)</script>", "$x^{$", '"><img src=x onerror=alert(2)>', "日本 & \x00")
+    change(run, "metrics.json", cache={evil[0]: evil[2]}, alignment={evil[0]: evil[2]},
+           generations=[{"prompt": evil[0], "teacher": evil[1], "before": evil[2],
+                         "after": "</pre><script>x</script>", "reference": evil[3]}])  # fmt: skip
+    change(run, "config.json", command=evil[2], settings={evil[0]: evil[2]}, precision=evil[0],
+           teacher={"name": evil[2]}, memory={evil[0]: 2.0},
+           data={"name": evil[0], "left_out": [evil[2], evil[0]]})  # fmt: skip
+    change_row(run, "CE alone", name=evil[0])
+    write_lines(run / "events.jsonl", [{"step": 3, "part": evil[0], "action": evil[2]}])
+    source, page = read(run)
+    assert "script" not in page.tags and "img" not in page.tags
+    assert "<script" not in source and "<img src=x" not in source
+    assert all(text in page.text for text in evil[:3]) and "</pre><script>x" in page.text
+
+
+def test_guard_events_are_counted_part_by_part(run):
+    source, page = read(run)
+    assert "The guard stepped in 4 times on 2 parts: 2 cut out, 1 taken in again" in page.text
+    rows = re.findall(r'<tr><th scope="row">(dist|model).*?</th>(.*?)</tr>', source)
+    cells = {name: re.findall(r'<td class="n">(.*?)</td>', row) for name, row in rows}
+    assert cells["dist"] == ["0", "2", "1"] and cells["model"] == ["1", "0", "0"]
+    assert "lower the temperature" in page.text and "1e+30" in page.text
+    assert source.count(">kd</text>") == 1  # on the axis below the losses
+    (run / "events.jsonl").write_text("")
+    assert "Nothing happened: every loss" in read(run)[1].text
+
+
+def test_best_step_is_marked_on_the_curve(run):
+    source, _ = read(run)
+    curve = source[source.index('aria-label="held-out perplexity') :]
+    assert ">12.35</text>" in curve[: curve.index("</svg>")]
+    assert ">CE alone 14.2</text>" in curve[: curve.index("</svg>")]
+
+
+def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
+    put(tmp_path, "config.json", {"mode": "language"})
+    source, page = read(tmp_path)
+    for what in (
+        *("It is not known what the student learned", "no metrics.json: the run has not ended"),
+        *("no table of scores", "no loss curves", "no evaluation with a finite perplexity"),
+        *("no generations", "No step was logged", "success rate is in no file", "holds no times"),
+        *("no estimate of the memory", "There is no cache", "does not describe the models"),
+        *("does not describe the data", "holds no settings", "does not hold the command"),
+    ):
+        assert what in page.text, what
+    assert page.tags.count("svg") == 0 and 'class="tile ' not in source
+    assert "Alignment" not in page.text and "Nothing happened" not in page.text
+    put(tmp_path, "metrics.json", {"mode": "language"})
+    assert "metrics.json holds no table of scores." in read(tmp_path)[1].text
+
+
+def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
+    change_row(run, "student", perplexity=None, kl=float("nan"), ece=float("inf"), agreement=None)
+    seconds = {"train": None, "total": float("nan")}
+    cache = {"method": "top-k", "k": None, "tail_mass": float("nan")}
+    change(run, "metrics.json", success_rate=None, seconds=seconds, cache=cache, tokens=None)
+    change(run, "config.json", memory={"teacher": None, "student": float("nan")})
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 210, "ce": null, "kd": NaN, "success_rate": null}\n')
+        file.write('{"step": 210, "eval": {"perplexity": null}}\n')
+    source, page = read(run)
+    assert "It is not known what the student learned" in page.text
+    assert "holds no finite perplexity of the student" in page.text
+    assert "At its last look, step 200, perplexity was 12.9." in page.text
+    assert "No finite perplexity at step 210." in page.text
+    assert "97.5 % of the steps went through" in page.text  # the mean of the log
+    assert "no estimate of the memory" in page.text and "holds no times" in page.text
+    row = source[source.index('<th scope="row">student<') :]
+    cells = re.findall(r'<td class="n">(.*?)</td>', row[: row.index("</tr>")])
+    assert cells == ["–", "0.99", "–", "–", "–", "35.0", "90.0"]
+    assert not re.search(r"\b(nan|NaN|None|inf|null)\b", page.text)
+
+
+def test_losses_that_were_never_finite_leave_no_curve(run):
+    write_lines(run / "metrics.jsonl", [{"step": s, "ce": None, "kd": None} for s in range(9)])
+    assert "no loss curves" in read(run)[1].text
+
+
+def test_killed_run_with_half_a_line(run):
+    (run / "metrics.json").unlink()
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 210, "train_lo')
+    source, page = read(run)
+    assert "has not ended, or was ended before it was judged" in page.text
+    assert "At its last look, step 200, perplexity was 12.9." in page.text
+    assert "12.35 at step 150; the run has not said which student it keeps" in page.text
+    assert "200 steps so far" in page.text and page.tags.count("svg") == 2
+    assert "4 times on 2 parts" in page.text and "python scripts/distill.py" in page.text
+
+
+def test_long_runs_stay_readable_and_small(run):
+    write_lines(run / "metrics.jsonl", [{"step": s, "ce": 3.0, "kd": 2.0} for s in range(50_000)])
+    change(run, "metrics.json",
+           generations=[{"prompt": "p" * 9000, "teacher": "t" * 9000}] * 50)  # fmt: skip
+    source, page = read(run)
+    assert "12 of 50" in page.text and "ppp …" in page.text and len(source) < 500_000
+
+
+def test_a_language_run_has_no_pictures_to_open(run):
+    assert run_images(run) is None

@@ -1,0 +1,384 @@
+"""Causal language models as teachers, on tiny models of several real architectures."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from ssl_kd.losses.linear_distillation import LinearTeacher, LogitsTeacher  # noqa: E402
+from ssl_kd.teachers.causal import (  # noqa: E402
+    CausalLM,
+    CausalLMUnavailable,
+    FrozenTeacher,
+    files_id,
+    hidden_states,
+    linear_head,
+    load_causal_lm,
+    tokenizer_id,
+)
+
+# peft asks transformers by a name that is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+VOCAB = 64
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 24, **SMALL}
+LINEAR = {
+    "llama": ("LlamaConfig", SMALL),
+    "llama tied": ("LlamaConfig", {**SMALL, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2Config", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
+    "qwen2": ("Qwen2Config", SMALL),
+    "opt": ("OPTConfig", OPT),
+    "gpt_neox": ("GPTNeoXConfig", SMALL),
+    "phi, bias in the head": ("PhiConfig", SMALL),
+    "gemma2 without caps": (
+        "Gemma2Config",
+        {**SMALL, "head_dim": 8, "final_logit_softcapping": None},
+    ),
+}
+NOT_LINEAR = {
+    "gemma2": ("Gemma2Config", {**SMALL, "head_dim": 8}),
+    "cohere": ("CohereConfig", {**SMALL, "logit_scale": 0.5}),
+    "granite": ("GraniteConfig", {**SMALL, "logits_scaling": 2.0}),
+}
+
+
+def make(architecture, **changes):
+    kind, options = {**LINEAR, **NOT_LINEAR}[architecture]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**{**options, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def make_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(97 + i): i + 3 for i in range(26)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@dataclass
+class Batch:
+    input_ids: torch.Tensor
+
+    def model_inputs(self):
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": torch.ones_like(self.input_ids),
+        }
+
+
+@pytest.fixture
+def batch():
+    return Batch(torch.randint(3, VOCAB, (2, 7)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def ask(teacher, batch, rows):
+    answer = teacher(batch, rows)
+    assert isinstance(answer, LinearTeacher)
+    return answer
+
+
+def logits_of(model, batch):
+    model.eval()
+    with torch.no_grad():
+        return model(**batch.model_inputs()).logits
+
+
+# --- hidden states and heads ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", LINEAR)
+def test_hidden_states_and_head_are_the_logits(architecture, batch):
+    model = make(architecture)
+    head = linear_head(model)
+    assert head is not None
+    expected = logits_of(model, batch)
+    with torch.no_grad():
+        hidden = hidden_states(model, batch.model_inputs())
+        logits = torch.nn.functional.linear(hidden, head.weight, head.bias)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    assert head.weight is model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("architecture", NOT_LINEAR)
+def test_logits_that_are_more_than_a_product_are_found(architecture, batch):
+    # At these weights a soft cap of 30 moves no logit by more than fp32 rounds.
+    assert linear_head(make(architecture)) is None
+
+
+def test_the_probe_leaves_the_model_as_it_was():
+    model = make("gpt2")
+    model.train()
+    model.transformer.h[0].eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = torch.random.get_rng_state()
+    assert linear_head(model) is not None
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert model.training and not model.transformer.h[0].training
+    assert model.transformer.h[1].attn.attn_dropout.training
+    assert not model.lm_head._forward_hooks
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_adapters_count_in_hidden_states(batch):
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(make("llama"), config)
+    head = linear_head(model)
+    expected = logits_of(model, batch)
+    hidden = hidden_states(model, batch.model_inputs())
+    torch.testing.assert_close(hidden @ head.weight.T, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_on_the_head_make_it_more_than_a_product():
+    config = peft.LoraConfig(target_modules=["lm_head"])
+    assert linear_head(peft.get_peft_model(make("llama"), config)) is None
+
+
+def test_a_head_that_gets_something_else_is_found():
+    model = make("llama")
+    model.lm_head.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0],))
+    assert linear_head(model) is None
+
+
+def test_a_broken_head_is_still_a_product():
+    # A NaN is found by the guard, in the losses; the probe does not change the way there.
+    model = make("llama")
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    assert linear_head(model) is not None
+
+
+def test_hidden_states_carry_gradients(batch):
+    model = make("qwen2")
+    hidden_states(model, batch.model_inputs()).square().sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
+# --- frozen teachers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_frozen_teacher_answers_for_the_rows_asked(batch, offload):
+    model = make("llama")
+    expected = logits_of(model, batch).flatten(0, 1)
+    teacher = FrozenTeacher(model, offload=offload)
+    rows = torch.tensor([0, 3, 13])
+    answer = ask(teacher, batch, rows)
+    assert answer.bias is None
+    assert answer.hidden.shape == (3, 32)
+    torch.testing.assert_close(answer.hidden @ answer.weight.T, expected[rows])
+
+
+def test_a_capped_teacher_answers_with_logits(batch):
+    model = make("gemma2", final_logit_softcapping=0.01)
+    expected = logits_of(model, batch).flatten(0, 1)
+    answer = FrozenTeacher(model)(batch, torch.tensor([2, 5]))
+    assert isinstance(answer, LogitsTeacher)
+    torch.testing.assert_close(answer.logits, expected[[2, 5]])
+    assert answer.logits.abs().max() <= 0.01
+
+
+def test_a_frozen_teacher_stays_frozen_and_without_dropout(batch):
+    model = make("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    teacher = FrozenTeacher(model)
+    model.train()
+    before = torch.random.get_rng_state()
+    first, second = (ask(teacher, batch, torch.arange(4)) for _ in range(2))
+    assert torch.equal(first.hidden, second.hidden)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not first.hidden.requires_grad and not first.weight.requires_grad
+
+
+def test_an_answer_can_be_saved_for_a_backward_pass(batch):
+    answer = ask(FrozenTeacher(make("llama")), batch, torch.arange(3))
+    student = torch.ones(3, 32, requires_grad=True)
+    (student * answer.hidden).sum().backward()
+    assert torch.equal(student.grad, answer.hidden)
+
+
+def test_the_dtype_is_the_teachers_own(batch):
+    model = make("llama")
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    teacher = FrozenTeacher(model, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.float16):
+        answer = ask(teacher, batch, torch.arange(3))
+    assert answer.hidden.dtype == answer.weight.dtype == torch.bfloat16
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
+@pytest.mark.gpu
+def test_an_offloaded_teacher_is_on_the_device_only_while_it_answers(batch):
+    model = make("llama tied")
+    expected = logits_of(model, batch).flatten(0, 1)
+    teacher = FrozenTeacher(model, device="cuda", offload=True)
+    batch.input_ids = batch.input_ids.cuda()
+    for _ in range(2):
+        answer = ask(teacher, batch, torch.arange(5, device="cuda"))
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert all(p.is_pinned() for p in model.parameters())
+        assert answer.weight.is_cuda
+        logits = (answer.hidden @ answer.weight.T).cpu()
+        torch.testing.assert_close(logits, expected[:5], rtol=1e-3, atol=1e-4)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# --- loading and identity -------------------------------------------------------------------------
+
+
+def test_what_was_saved_is_loaded(folder, batch, capfd):
+    lm = load_causal_lm(folder)
+    assert torch.equal(logits_of(lm.model, batch), logits_of(make("llama"), batch))
+    assert tokenizer_id(lm.tokenizer) == tokenizer_id(make_tokenizer())
+    assert (lm.name, lm.weights_id) == (str(folder), files_id(folder))
+    assert not lm.model.training
+    assert load_causal_lm(folder, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+    assert capfd.readouterr() == ("", "")
+
+
+def test_adapters_are_merged_into_their_base(folder, tmp_path, batch):
+    base = load_causal_lm(folder)
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(base.model, config)
+    expected = logits_of(adapted, batch)
+    adapted.save_pretrained(tmp_path / "adapters")
+    lm = load_causal_lm(tmp_path / "adapters")
+    torch.testing.assert_close(logits_of(lm.model, batch), expected, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for name, _ in lm.model.named_parameters())
+    assert lm.weights_id == files_id(tmp_path / "adapters") != base.weights_id
+
+
+def test_identity_follows_weights_and_configuration(folder):
+    first = files_id(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    second = files_id(folder)
+    make("llama", initializer_range=0.03).save_pretrained(folder)
+    assert len({first, second, files_id(folder)}) == 3
+
+    tokenizer = make_tokenizer()
+    in_memory = [make("llama"), make("llama", rms_norm_eps=1e-3), make("llama")]
+    with torch.no_grad():
+        in_memory[2].lm_head.weight[0, 0] += 1
+    assert len({CausalLM.of(model, tokenizer, "made").weights_id for model in in_memory}) == 3
+    again = CausalLM.of(make("llama"), tokenizer, "another name")
+    assert again.weights_id == CausalLM.of(make("llama"), tokenizer, "made").weights_id
+
+
+def test_a_tokenizers_identity_is_what_it_does():
+    used = make_tokenizer()
+    used(["a b c", "a"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_id(used) == tokenizer_id(make_tokenizer())
+    used.add_tokens(["zz"])
+    assert tokenizer_id(used) != tokenizer_id(make_tokenizer())
+
+
+def check_refused(name, kind, *words):
+    with pytest.raises(kind) as error:
+        load_causal_lm(name)
+    said = str(error.value)
+    assert "\n" not in said
+    for word in (str(name), *words):
+        assert word in said, said
+
+
+def test_what_cannot_be_loaded_is_said_in_one_line(folder, tmp_path, monkeypatch):
+    check_refused(tmp_path / "none", FileNotFoundError, "save_pretrained")
+    (tmp_path / "empty").mkdir()
+    check_refused(tmp_path / "empty", FileNotFoundError, "no config.json")
+
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    check_refused(folder, ValueError, "cannot be loaded", "incomplete")
+    file.unlink()
+    check_refused(folder, CausalLMUnavailable, "model.safetensors")
+    file.write_bytes(whole)
+    (folder / "tokenizer.json").unlink()
+    check_refused(folder, ValueError, "no readable tokenizer", "tokenizer.json")
+
+
+def test_a_name_that_the_hub_cannot_give(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    check_refused("nobody/no-such-model", CausalLMUnavailable, "hf download nobody/no-such-model")
+    with pytest.raises(CausalLMUnavailable):
+        files_id("nobody/no-such-model")
+
+
+def test_weights_that_the_file_lacks_are_not_made_up(folder):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    check_refused(folder, ValueError, "lacks 1", "model.norm.weight")
+
+
+def test_other_kinds_of_models_are_refused(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    small = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1}
+    transformers.T5Config(vocab_size=VOCAB, **small).save_pretrained(tmp_path)
+    check_refused(tmp_path, ValueError, "'t5'", "not a causal language model")
+
+    # transformers loads it as a causal language model, and says so in a warning alone.
+    options = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+    transformers.BertForMaskedLM(transformers.BertConfig(**options)).save_pretrained(tmp_path)
+    check_refused(tmp_path, ValueError, "BertLMHeadModel", "tokens that follow")
+
+
+def test_without_the_extra_the_way_to_it_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'ssl_kd\[llm\]'"):
+        load_causal_lm(folder)
+
+
+def test_the_room_of_teachers_loads_without_transformers():
+    code = (
+        "import sys, ssl_kd.teachers, ssl_kd.teachers.causal\n"
+        "sys.exit('transformers' in sys.modules or 'peft' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_real_models(shared_data):
+    lm = load_causal_lm(shared_data / "lm" / "stories3M")
+    assert linear_head(lm.model) is not None
+    student = load_causal_lm(shared_data / "lm" / "stories260K")
+    assert tokenizer_id(lm.tokenizer) != tokenizer_id(student.tokenizer)
+    ids = lm.tokenizer("Once upon a time, there was a little", return_tensors="pt").input_ids
+    answer = ask(FrozenTeacher(lm.model), Batch(ids), torch.tensor([ids.numel() - 1]))
+    best = (answer.hidden @ answer.weight.T).argmax(-1)
+    assert lm.tokenizer.decode(best).strip() == "girl"

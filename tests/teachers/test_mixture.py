@@ -1,0 +1,688 @@
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ssl_kd.losses.linear_distillation import LogitsTeacher, linear_distillation
+from ssl_kd.losses.routing import load_balance
+from ssl_kd.losses.token_distillation import token_kd
+from ssl_kd.teachers.causal import hidden_states
+from ssl_kd.teachers.mixture import ROUTERS, Mixture, RouterStep, Routing
+
+transformers = pytest.importorskip("transformers")
+stats = pytest.importorskip("scipy.stats")
+
+KINDS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe")
+VOCAB = 64
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+OWN = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen2Moe": {
+        "num_experts": 8,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 16, "head_dim": 8},
+    "Olmoe": {"num_experts": 8},
+    "GraniteMoe": {"num_local_experts": 8},
+}
+
+
+def _model(kind="Mixtral", seed=0, **more):
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **OWN.get(kind, {}), **more})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # gates and experts that make a difference
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def _ids(seed=1):
+    return torch.randint(0, VOCAB, (3, 10), generator=torch.Generator().manual_seed(seed))
+
+
+def _logits(model, ids=None):
+    return model(_ids() if ids is None else ids, use_cache=False).logits
+
+
+def _ka(lam, subset=None, seed=0):
+    return Routing("ka", lam, subset, torch.Generator().manual_seed(seed))
+
+
+def _student(seed=5, dtype=torch.float32):
+    return torch.randn(3, 10, VOCAB, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _kl(p_logits, q_logits):
+    """KL(p || q), mean over tokens."""
+    log_p, log_q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+
+def _objective(model, q):
+    return lambda: _kl(_logits(model).float(), q)
+
+
+def _bits(tensors):
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _changed(before, after):
+    return {name for name, x in before.items() if not torch.equal(x, after[name])}
+
+
+# --- which experts answer -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_is_the_model_to_the_bit(kind):
+    model = _model(kind)
+    plain = _logits(model)
+    mixture = Mixture(model)
+    assert (mixture.layers, mixture.n_experts, mixture.k, mixture.mode) == (2, 8, 2, "native")
+    with mixture.watch():
+        assert torch.equal(_logits(model), plain)
+    with mixture.using(Routing("all")):
+        assert not torch.allclose(_logits(model), plain)
+    assert torch.equal(_logits(model), plain)
+    mixture.routing = Routing("all")
+    mixture.remove()
+    assert torch.equal(_logits(model), plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_k_of_all_but_one_and_no_sampling_is_the_native_teacher(kind, norm_topk_prob):
+    own = {} if kind == "Mixtral" else {"norm_topk_prob": norm_topk_prob}
+    model = _model(kind, num_experts_per_tok=7, **own)
+    mixture = Mixture(model)
+    assert mixture.renorm == ("selected" if norm_topk_prob or not own else "native")
+    plain = _logits(model)
+    with mixture.using(_ka(lam=0.0)):
+        torch.testing.assert_close(_logits(model), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_renorm_decides_the_scale_of_models_that_do_not_renormalise():
+    model = _model("Olmoe", norm_topk_prob=False)
+    router = model.model.layers[0].mlp.gate
+    hidden = torch.randn(5, 32)
+    native = router(hidden)[1].sum(-1)  # what the two largest sum to
+    assert (native < 0.99).all()
+    for renorm, total in (("native", native), ("selected", torch.ones(5))):
+        mixture = Mixture(model, renorm)
+        for routing in (Routing("all"), _ka(1.0), _ka(0.0, subset=3)):
+            with mixture.using(routing):
+                torch.testing.assert_close(router(hidden)[1].sum(-1), total)
+        mixture.remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_is_every_expert_weighted_by_the_gate(kind):
+    model = _model(kind)
+    mixture = Mixture(model, "selected")
+    router, hidden = model.model.layers[1].mlp.gate, torch.randn(2, 5, 32)
+    with mixture.using(Routing("all")):
+        _, weights, index = router(hidden)
+    assert torch.equal(index, torch.arange(8).expand(10, 8))
+    gate = (hidden.reshape(10, 32) @ router.weight.T).softmax(-1)
+    torch.testing.assert_close(weights, gate)
+
+
+def test_shared_experts_stay_as_they_are():
+    model = _model("Qwen2Moe")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.zero_()
+    plain = _logits(model)
+    mixture = Mixture(model)
+    for routing in (Routing("all"), _ka(1.0)):
+        with mixture.using(routing):
+            assert torch.equal(_logits(model), plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_sampling_the_smallest_gate_is_left_out(kind):
+    model = _model(kind)
+    mixture = Mixture(model, "selected")
+    router, hidden = model.model.layers[0].mlp.gate, torch.randn(20, 32)
+    gate = (hidden @ router.weight.T).softmax(-1)
+    with mixture.using(_ka(0.0, seed=1)):
+        _, weights, index = router(hidden)
+        again = router(hidden)  # the generator has moved on
+    assert torch.equal(index, again[2]) and torch.equal(weights, again[1])
+    assert torch.equal(index, gate.topk(7).indices)
+    kept = gate.topk(7).values
+    torch.testing.assert_close(weights, kept / kept.sum(-1, keepdim=True))
+
+
+def _plackett_luce(p, size):
+    """Probability of each set of `size` drawn from p one after the other without replacement."""
+    sets = {}
+    for order in itertools.permutations(range(len(p)), size):
+        chance, left = 1.0, 1.0
+        for i in order:
+            chance, left = chance * p[i] / left, left - p[i]
+        key = frozenset(order)
+        sets[key] = sets.get(key, 0.0) + chance
+    return sets
+
+
+@pytest.mark.parametrize("lam", [0.3, 1.0])
+@pytest.mark.parametrize("subset", [None, 2])
+def test_sampled_experts_have_the_frequencies_of_the_multinomial(lam, subset):
+    model = _model(num_local_experts=5)
+    mixture = Mixture(model)
+    router, tokens = model.model.layers[0].mlp.gate, 20000
+    hidden = 0.3 * torch.randn(1, 32)
+    gate = (hidden @ router.weight.T).softmax(-1)[0]
+    with mixture.using(_ka(lam, subset, seed=3)):
+        _, weights, index = router(hidden.expand(tokens, 32))
+    size = subset or 4
+    chances = _plackett_luce((gate.double() / gate.double().sum()).tolist(), size)
+    seen = dict.fromkeys(chances, 0)
+    for row in index.tolist():
+        seen[frozenset(row)] += 1
+    top = frozenset(gate.topk(size).indices.tolist())
+    expected = [tokens * (lam * chance + (1 - lam) * (s == top)) for s, chance in chances.items()]
+    assert min(expected) > 5
+    assert stats.chisquare(list(seen.values()), expected).pvalue > 0.01
+    own = gate[index]
+    torch.testing.assert_close(weights, own / own.sum(-1, keepdim=True))
+
+
+def test_sampling_takes_gates_that_underflow():
+    mixture = Mixture(model := _model())
+    router = model.model.layers[0].mlp.gate
+    with torch.no_grad():
+        router.weight.zero_()[0, 0] = 500.0  # probabilities 1, 0, 0, ...
+    with mixture.using(_ka(1.0)):
+        _, weights, index = router(torch.ones(50, 32))
+    assert (index == 0).any(1).all() and torch.isfinite(weights).all()
+    assert all(len(set(row)) == 7 for row in index.tolist())
+
+
+def test_the_generator_is_all_that_a_resumed_run_needs():
+    mixture = Mixture(model := _model())
+    mixture.routing = routing = _ka(0.5)
+    first = _logits(model)
+    state = routing.generator.get_state()
+    second = _logits(model)
+    torch.rand(7)  # the global generator has nothing to do with it
+    mixture.routing = _ka(0.5, seed=9)
+    mixture.routing.generator.set_state(state)
+    assert torch.equal(_logits(model), second)
+    assert not torch.equal(first, second)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_dense_model_is_refused():
+    with pytest.raises(ValueError, match="dense.*router_mode must be 'native'"):
+        Mixture(_model("Llama"))
+
+
+@pytest.mark.parametrize("kind", ["DeepseekV3", "Glm4Moe"])
+def test_gates_by_a_sigmoid_are_refused(kind):
+    config = getattr(transformers, f"{kind}Config")(
+        **SIZES, n_routed_experts=8, first_k_dense_replace=0, moe_intermediate_size=16, n_group=1
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"{kind}.*sigmoid.*'native'"):
+        Mixture(model)
+
+
+def test_another_architecture_is_added_by_a_line(monkeypatch):
+    model = _model("GraniteMoe", num_experts_per_tok=7)
+    plain = _logits(model)
+    with pytest.raises(ValueError, match="GraniteMoeTopKRouter.*mixture.ROUTERS"):
+        Mixture(model)
+    monkeypatch.setitem(ROUTERS, "GraniteMoeTopKRouter", True)
+    mixture = Mixture(model)
+    with mixture.using(_ka(0.0)):
+        torch.testing.assert_close(_logits(model), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="mode must be one of native, all, ka, sar, got 'best'"):
+        Routing("best")
+    with pytest.raises(ValueError, match="lam"):
+        Routing("ka", 1.5, generator=torch.Generator())
+    with pytest.raises(ValueError, match="Generator"):
+        Routing("ka")
+    with pytest.raises(ValueError, match="renorm"):
+        Mixture(_model(), "all")
+    mixture = Mixture(_model())
+    for subset in (0, 9):
+        with pytest.raises(ValueError, match=f"subset is {subset}, expected 1 to 8"):
+            mixture.routing = _ka(0.0, subset)
+    for name, value in (("learning_rate", -1.0), ("drift_limit", 0.0), ("balance", math.nan)):
+        with pytest.raises(ValueError, match=name):
+            RouterStep(mixture, **{name: value})
+
+
+# --- what the gates did ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("routing", "each"), [(Routing(), 2), (Routing("all"), 8), (_ka(1.0), 7), (_ka(0.0, 3), 3)]
+)
+def test_gates_count_real_tokens_only(routing, each):
+    mixture = Mixture(model := _model())
+    mask = torch.rand(3, 10) < 0.6
+    real = int(mask.sum())
+    with mixture.using(routing), mixture.watch(mask) as gates:
+        _logits(model)
+    torch.testing.assert_close(gates.mass().sum(1), torch.full((2,), float(real)))
+    assert gates.counts().sum(1).tolist() == [real * each] * 2
+    if routing.mode == "all":
+        assert (gates.counts() == real).all()
+    logits = gates.logits[0][mask.flatten()]
+    torch.testing.assert_close(gates.mass()[0], logits.softmax(-1).sum(0))
+    p = logits.softmax(-1)
+    torch.testing.assert_close(gates.entropy()[0], -(p * p.log()).sum(-1).mean())
+
+
+def test_what_lies_in_padding_reaches_neither_value_nor_gradient():
+    mixture = Mixture(model := _model())
+    mask = torch.ones(3, 10, dtype=torch.bool)
+    mask[:, 7:] = False
+    router = model.model.layers[0].mlp.gate
+    hidden = torch.randn(30, 32)
+    results = []
+    for value in (0.0, math.nan):
+        hidden[~mask.flatten()] = value
+        with mixture.watch(mask) as gates, mixture.using(Routing("sar")):
+            router(hidden)
+        gates.logits[1], gates.chosen[1] = gates.logits[0], gates.chosen[0]
+        loss = load_balance(gates.mass(), gates.counts()).sum()
+        gates.logits[0].retain_grad()
+        loss.backward()
+        results.append((loss.detach(), gates.logits[0].grad))
+    assert torch.isfinite(results[0][1]).all()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_mask_of_another_length_is_refused():
+    mixture = Mixture(model := _model())
+    with mixture.watch(torch.ones(3, 9)), pytest.raises(ValueError, match="27 tokens.*30"):
+        _logits(model)
+    with mixture.watch() as gates:
+        _logits(model)
+    with pytest.raises(ValueError, match="original=True"):
+        gates.drift()
+
+
+def test_drift_is_the_divergence_from_the_original_gate():
+    mixture = Mixture(model := _model())
+    router, hidden = model.model.layers[0].mlp.gate, torch.randn(30, 32)
+    before = (hidden @ router.weight.T).log_softmax(-1)
+    with torch.no_grad():
+        router.weight.add_(0.2 * torch.randn_like(router.weight))
+    now = (hidden @ router.weight.T).log_softmax(-1)
+    with mixture.watch(original=True) as gates:
+        router(hidden)
+    forward = (before.exp() * (before - now)).sum(-1).mean()
+    reverse = (now.exp() * (now - before)).sum(-1).mean()
+    assert abs(forward - reverse) > 1e-2
+    torch.testing.assert_close(gates.drift()[0], forward)
+
+
+# --- the student-aware router ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_router_step_moves_router_tensors_only(kind):
+    model = _model(kind)
+    mixture = Mixture(model)
+    step = RouterStep(mixture, learning_rate=1e-3, anchor=1e-4, entropy=1e-4)
+    before = _bits(model.state_dict())
+    record = step.step(_objective(model, _student()))
+    assert record.applied and record.event is None
+    assert record.drift == 0 and record.grad_norm > 0 and 0 < record.entropy < math.log(8)
+    assert _changed(before, model.state_dict()) == set(mixture.router_parameters())
+    assert mixture.mode == "native" and not model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_norm_of_all_router_gradients_is_clipped():
+    model = _model()
+    step = RouterStep(Mixture(model), max_norm=1e-3)
+    record = step.step(_objective(model, _student()))
+    assert record.grad_norm > 0.01  # before clipping
+    momentum = [s["exp_avg"] for s in step.optimizer.state.values()]
+    norm = torch.cat([m.flatten() for m in momentum]).norm()
+    torch.testing.assert_close(norm, torch.tensor(0.1 * 1e-3), rtol=1e-3, atol=0)
+
+
+def test_a_joint_step_with_the_student():
+    model, student = _model(), _model("Llama", seed=4)
+    step = RouterStep(Mixture(model), learning_rate=1e-3)
+    with step.routed(torch.ones(3, 10)) as gates:
+        loss = _kl(_logits(model), _logits(student)) + step.regularisation(gates)
+        step.backward(loss)
+    assert all(p.grad is not None for p in student.parameters())
+    before = _bits(model.state_dict())
+    record = step.update(loss, gates)
+    assert record.applied and _changed(before, model.state_dict()) == set(step._parameters)
+
+
+def test_a_learning_rate_of_zero_makes_it_all():
+    model = _model()
+    mixture = Mixture(model)
+    with mixture.using(Routing("all")):
+        everything = _logits(model)
+    step = RouterStep(mixture, learning_rate=0.0)
+    for _ in range(3):
+        assert step.step(_objective(model, _student())).applied
+    with mixture.using(Routing("sar")):
+        assert torch.equal(_logits(model), everything)
+
+
+def test_steps_bring_the_teacher_nearer_in_the_stated_direction():
+    model = _model()
+    mixture = Mixture(model)
+    step = RouterStep(mixture, learning_rate=0.02, balance=0.0, drift_limit=100.0)
+    q = _student()
+    with mixture.using(Routing("sar")):
+        forward = torch.autograd.grad(_kl(_logits(model), q), list(step._parameters.values()))
+        reverse = torch.autograd.grad(_kl(q, _logits(model)), list(step._parameters.values()))
+    assert not torch.allclose(forward[0], reverse[0], rtol=0.1)
+    records = [step.step(_objective(model, q)) for _ in range(20)]
+    assert records[-1].loss < 0.8 * records[0].loss
+    assert records[-1].drift > records[1].drift > records[0].drift == 0
+
+
+def test_the_library_s_losses_with_the_roles_swapped_are_that_direction():
+    step = RouterStep(Mixture(model := _model()))
+    q, parameters = _student(), list(step._parameters.values())
+
+    def linear():
+        hidden = hidden_states(model, {"input_ids": _ids()}).flatten(0, 1)
+        teacher = LogitsTeacher(q.flatten(0, 1))
+        total = linear_distillation(
+            hidden,
+            model.lm_head.weight,
+            None,
+            None,
+            [teacher],
+            temperature=1.0,
+            divergence="reverse_kl",
+        )
+        return total[1] / len(hidden)
+
+    def whole():
+        return token_kd(_logits(model), q, temperature=1.0, divergence="reverse_kl")
+
+    losses, gradients = [], []
+    for objective in (_objective(model, q), linear, whole):
+        with step.routed():
+            losses.append(objective())
+            gradients.append(torch.autograd.grad(losses[-1], parameters))
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0])
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-5)
+
+
+def test_the_load_balance_evens_the_gates_out():
+    model = _model()
+    step = RouterStep(Mixture(model), learning_rate=0.02, balance=1.0, drift_limit=100.0)
+    records = [step.step(lambda: 0 * _logits(model).sum()) for _ in range(20)]
+    assert records[-1].loss < 0.5 * records[0].loss
+    assert records[-1].entropy > records[0].entropy
+
+
+def _in_float64(kind):
+    model = _model(kind, seed=2)
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):  # theirs rounds to float32
+            model.set_submodule(name, nn.RMSNorm(module.weight.shape, 1e-6))
+    model.config._experts_implementation = "eager"  # grouped products stop at float32
+    return model.double()
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Olmoe"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_finite_differences(kind, checkpointing):
+    model = _in_float64(kind)
+    step = RouterStep(
+        Mixture(model),
+        balance=0.1,
+        anchor=0.1,
+        entropy=0.1,
+        gradient_checkpointing=checkpointing,
+    )
+    q, mask = _student(dtype=torch.float64), torch.ones(3, 10)
+    mask[1, 4:] = 0
+    parameters = list(step._parameters.values())
+    with torch.no_grad():
+        for parameter in parameters:  # away from the anchor
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+    def loss(backward=False):
+        with step.routed(mask) as gates:
+            loss = _kl(_logits(model), q) + step.regularisation(gates)
+            if backward:
+                step.backward(loss)
+        return loss.detach()
+
+    loss(backward=True)
+    for parameter in parameters:
+        direction = torch.randn_like(parameter)
+        slope = torch.vdot(parameter.grad.flatten(), direction.flatten())
+        values = []
+        for h in (1e-5, -1e-5):
+            parameter.data.add_(direction, alpha=h)
+            values.append(loss())
+            parameter.data.sub_(direction, alpha=h)
+        torch.testing.assert_close((values[0] - values[1]) / 2e-5, slope, rtol=1e-6, atol=1e-8)
+
+
+def test_checkpointed_layers_run_twice_and_give_the_same_gradient():
+    gradients, runs = [], []
+    for checkpointing in (False, True):
+        model = _model()
+        model.config.attention_dropout = 0.5
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5  # must stay off
+        step = RouterStep(Mixture(model), gradient_checkpointing=checkpointing)
+        seen = []
+        model.model.layers[0].mlp.gate.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        with step.routed(torch.ones(3, 10)) as gates:
+            step.backward(_objective(model, _student())() + step.regularisation(gates))
+        gradients.append([p.grad.clone() for p in step._parameters.values()])
+        runs.append(len(seen))
+        assert not any(module.training for module in model.modules())
+    assert runs == [1, 2]
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def _poison_expert(model):
+    model.model.layers[1].mlp.experts.down_proj.data[3] = math.nan
+
+
+def _poison_gate(model):
+    model.model.layers[0].mlp.gate.weight.data[2, 5] = math.nan
+
+
+@pytest.mark.parametrize("poison", [_poison_expert, _poison_gate])
+@pytest.mark.parametrize("routing", [Routing("all"), _ka(0.5)])
+def test_a_nan_comes_out_as_a_nan(poison, routing):
+    mixture = Mixture(model := _model())
+    poison(model)
+    with mixture.using(routing), torch.no_grad():
+        assert _logits(model).isnan().any()
+
+
+@pytest.mark.parametrize("poison", [_poison_expert, _poison_gate])
+def test_a_discarded_step_leaves_router_and_optimizer_to_the_bit(poison):
+    model = _model()
+    step = RouterStep(Mixture(model), learning_rate=1e-3)
+    assert step.step(_objective(model, _student())).applied  # the optimizer has a state
+    poison(model)
+    before, state = _bits(model.state_dict()), step.state_dict()
+    moments = [_bits(s) for s in state["optimizer"]["state"].values()]
+    record = step.step(_objective(model, _student()), step=7)
+    assert not record.applied and math.isnan(record.loss)
+    event = record.event
+    assert (event.step, event.part, event.stage, event.action) == (7, "router", "loss", "skipped")
+    now = model.state_dict()
+    for name, value in before.items():
+        torch.testing.assert_close(now[name], value, rtol=0, atol=0, equal_nan=True)
+    after = step.state_dict()["optimizer"]["state"].values()
+    assert all(not _changed(a, b) for a, b in zip(moments, after, strict=True))
+
+
+def test_a_nan_gradient_of_a_finite_loss_is_discarded():
+    model = _model()
+    step = RouterStep(Mixture(model), learning_rate=1e-3)
+    before = _bits(model.state_dict())
+
+    def objective():
+        logits = _logits(model)
+        logits.register_hook(lambda g: g * math.nan)
+        return _kl(logits, _student())
+
+    record = step.step(objective)
+    assert (record.event.stage, record.event.action) == ("gradient", "skipped")
+    assert math.isfinite(record.loss) and not record.applied
+    assert not _changed(before, model.state_dict())
+    assert step.step(_objective(model, _student())).applied
+
+
+def test_a_router_that_drifts_is_stopped():
+    model = _model()
+    step = RouterStep(Mixture(model), learning_rate=0.05, drift_limit=0.05)
+    records = [step.step(_objective(model, _student()), step=i) for i in range(10)]
+    events = [record.event for record in records if record.event]
+    assert [(e.stage, e.action) for e in events] == [("drift", "stopped")]
+    assert float(events[0].value) > 0.05 and "imitate" in events[0].reason
+    assert step.stopped and not records[-1].applied
+    assert records[-1].drift == records[events[0].step].drift  # it moved no more
+
+
+def test_a_teacher_from_a_cache_or_without_gradients_is_refused():
+    model = _model()
+    step = RouterStep(Mixture(model))
+    cached = torch.randn(3, 10, VOCAB, requires_grad=True)
+    detached = torch.no_grad()(_objective(model, _student()))
+    for objective in (lambda: _kl(cached, _student()), detached):
+        with pytest.raises(ValueError, match="run this teacher itself, with gradients on"):
+            step.step(objective)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_routers_of_a_half_precision_teacher_are_float32(dtype, kind):
+    model = _model(kind).to(dtype)
+    mixture = Mixture(model)
+    plain = _logits(model).float()
+    step = RouterStep(mixture, learning_rate=1e-5, scale_loss=dtype == torch.float16)
+    assert {p.dtype for p in mixture.router_parameters().values()} == {torch.float32}
+    torch.testing.assert_close(_logits(model).float(), plain, rtol=0.1, atol=0.3)
+    before = _bits(mixture.router_parameters())
+    for _ in range(3):
+        record = step.step(_objective(model, _student()))
+        assert record.applied and math.isfinite(record.grad_norm)
+    assert _changed(before, mixture.router_parameters()) == set(before)
+
+
+def test_a_loss_scale_that_overflows_is_halved():
+    model = _model().half()
+    step = RouterStep(Mixture(model), learning_rate=1e-4, scale_loss=True)
+    step._scale.fill_(2.0**16)
+    records = [step.step(lambda: 1000 * _kl(_logits(model).float(), _student())) for _ in range(16)]
+    assert not records[0].applied and "loss scale 65536" in records[0].event.reason
+    assert records[-1].applied and step._scale < 2.0**16
+
+
+def test_resumed_is_uninterrupted_to_the_bit(tmp_path):
+    def fresh():
+        model = _model()
+        return model, RouterStep(Mixture(model), learning_rate=1e-2)
+
+    model, step = fresh()
+    for seed in range(4):
+        step.step(_objective(model, _student(seed)))
+        if seed == 1:
+            torch.save(step.state_dict(), tmp_path / "router.pt")
+    again, resumed = fresh()
+    resumed.load_state_dict(torch.load(tmp_path / "router.pt", weights_only=True))
+    for seed in (2, 3):
+        resumed.step(_objective(again, _student(seed)))
+    assert not _changed(_bits(model.state_dict()), again.state_dict())
+    other = RouterStep(Mixture(_model(num_hidden_layers=1)))
+    with pytest.raises(ValueError, match="other routers: model.layers.1"):
+        other.load_state_dict(step.state_dict())
+
+
+# --- the router as a file -------------------------------------------------------------------------
+
+
+def test_a_router_goes_into_a_file_and_back(tmp_path):
+    model = _model()
+    mixture = Mixture(model)
+    step = RouterStep(mixture, learning_rate=1e-2)
+    step.step(_objective(model, _student()))
+    mixture.save_router(tmp_path / "router.safetensors")
+    assert (tmp_path / "router.safetensors").stat().st_size < 4000
+    again = _model()
+    loaded = Mixture(again)
+    loaded.load_router(tmp_path / "router.safetensors")
+    assert not _changed(_bits(model.state_dict()), again.state_dict())
+    with loaded.watch(original=True) as gates:
+        _logits(again)
+    assert (gates.drift() > 0).all()  # measured from the router as the model came
+    # An adapted router is float32; a teacher in half precision takes it as it is.
+    half = Mixture(_model().bfloat16())
+    half.load_router(tmp_path / "router.safetensors")
+    assert torch.isfinite(_logits(half.model)).all()
+    assert not _changed(_bits(mixture.router_parameters()), half.router_parameters())
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: _model(seed=9), "original_routers"),
+        (lambda: _model("Olmoe"), "architecture is 'MixtralForCausalLM' there"),
+        (lambda: _model(num_hidden_layers=1), "layers is '2' there and '1' here"),
+        (lambda: _model(num_local_experts=4), "experts is '8'"),
+    ],
+)
+def test_a_router_of_another_teacher_is_refused(tmp_path, other, named):
+    Mixture(_model()).save_router(tmp_path / "router.safetensors")
+    model = other()
+    before = _bits(model.state_dict())
+    with pytest.raises(ValueError, match=f"not a router of this teacher: {named}"):
+        Mixture(model).load_router(tmp_path / "router.safetensors")
+    assert not _changed(before, model.state_dict())
+
+
+def test_files_that_are_no_router_are_refused(tmp_path):
+    mixture = Mixture(model := _model())
+    with pytest.raises(FileNotFoundError, match="no router file"):
+        mixture.load_router(tmp_path / "none")
+    (tmp_path / "junk").write_bytes(b"junk")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        mixture.load_router(tmp_path / "junk")
+    _poison_gate(model)
+    mixture.save_router(tmp_path / "nan")
+    with pytest.raises(ValueError, match="layers.0.mlp.gate.weight.*not finite"):
+        Mixture(_model()).load_router(tmp_path / "nan")
