@@ -10,9 +10,9 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 
 from ssl_kd import __version__
@@ -21,6 +21,8 @@ from ssl_kd.settings import Settings, SettingsError, nearest
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from ssl_kd.language.settings import LanguageSettings
 
 # Exit codes. What a signal ends is 128 + its number: 130 after Ctrl-C, 143 after SIGTERM.
 OK, FAILED, BAD_SETTING, GUARD_STOPPED = 0, 1, 2, 3
@@ -35,7 +37,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`ssl_kd train | doctor | install-check | replay`: run one command and return its exit code.
+    """`ssl_kd train | distill | doctor ...`: run one command and return its exit code.
 
     Args:
         argv: The words after the program's name; None: this process's own.
@@ -66,19 +68,67 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
         config: The settings file where no `--config` is given; it may be missing.
         prog: What `--help` calls the program.
     """
+    return _guarded(lambda: _train(argv, config, prog), shlex.join([*_program(prog), *argv]))
+
+
+def _program(prog: str) -> list[str]:
     # This very interpreter: another one named python may lack the packages.
-    program = [sys.orig_argv[0], prog] if prog.endswith(".py") else prog.split()
-    return _guarded(lambda: _train(argv, config, prog), shlex.join([*program, *argv]))
+    return [sys.orig_argv[0], prog] if prog.endswith(".py") else prog.split()
 
 
-def read_settings(cls: type[S], argv: Sequence[str], config: Path, *, prog: str) -> S:
-    """Resolve settings: defaults, then the file, then the flags.
+def distill(
+    argv: Sequence[str],
+    *,
+    preset: str | None = None,
+    config: Path = Path("scripts/config.py"),
+    prog: str = "distill.py",
+) -> int:
+    """Distil a language model, as the preset and the flags say; return the exit code.
+
+    Args:
+        argv: The flags.
+        preset: The preset where no `--preset` is given.
+        config: The settings file where no `--config` is given; it may be missing.
+        prog: What `--help` calls the program.
+    """
+    from ssl_kd.language.settings import PRESETS, LanguageSettings
+
+    def read() -> LanguageSettings:
+        return read_settings(
+            LanguageSettings, argv, config, prog=prog, presets=PRESETS, preset=preset
+        )
+
+    return distill_as(read, [*_program(prog), *argv])
+
+
+def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> int:
+    """Distil a language model and say what came of it; return the exit code.
+
+    Args:
+        read: Resolves the settings; what it raises is said in one line.
+        words: The command that started it, which with `--resume` goes on.
+    """
+    return _guarded(lambda: _distill(read()), shlex.join(words))
+
+
+def read_settings(
+    cls: type[S],
+    argv: Sequence[str],
+    config: Path,
+    *,
+    prog: str,
+    presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    preset: str | None = None,
+) -> S:
+    """Resolve settings: defaults, then the file, then the preset, then the flags.
 
     Args:
         cls: The settings class.
         argv: The flags; `--learning_rate 1`, `--learning-rate 1` and `--learning_rate=1` are one.
         config: The settings file where no `--config` is given; it may be missing.
         prog: What `--help` calls the program.
+        presets: Name -> the settings that it changes, for `--preset`.
+        preset: The preset where no `--preset` is given.
 
     Raises:
         SettingsError: Names what is misspelt, mistyped or out of range, and what is allowed.
@@ -100,6 +150,9 @@ def read_settings(cls: type[S], argv: Sequence[str], config: Path, *, prog: str)
         return Annotated[bool, about] if kind is bool else Annotated[list, words, about]
 
     flags = {"config": flag("config", str, "file of settings", f"(default: {config})")}
+    if presets:
+        choices = f"(default: {preset}; one of {', '.join(presets)})"
+        flags["preset"] = flag("preset", str, "settings that go together", choices)
     for name, (kind, _, rule) in cls.rules().items():
         default = getattr(cls, name)
         allowed = f"; {cls.allowed(name)}" if rule.bounded else ""
@@ -113,18 +166,25 @@ def read_settings(cls: type[S], argv: Sequence[str], config: Path, *, prog: str)
         return_unknown_args=True,
     )
     if unknown:
-        raise SettingsError(_unknown(cls, unknown[0]))
+        raise SettingsError(_unknown(cls, unknown[0], [*flags]))
 
     values = {}
     for name, words in given.items():
         if isinstance(words, bool):
             values[name] = words
         elif len(words) != 1:
-            allowed = "a file" if name == "config" else cls.allowed(name)
+            allowed = {"config": "a file", "preset": "a name"}.get(name) or cls.allowed(name)
             came = f"{' '.join(words)!r}" if words else "nothing"
             raise SettingsError(f"--{name} takes one value, {allowed}; {came} came after it.")
+        elif name == "preset":
+            preset = words[0]
         elif name != "config":
             values[name] = cls.parse(name, words[0])
+    if preset is not None:
+        if preset not in presets:
+            listed = ", ".join(presets)
+            raise SettingsError(f"PRESET is {preset!r}, not {listed}.{nearest(preset, presets)}")
+        values = {**presets[preset], **values}
     if "config" in given:
         file = Path(given["config"][0])
         if not file.is_file():
@@ -133,14 +193,14 @@ def read_settings(cls: type[S], argv: Sequence[str], config: Path, *, prog: str)
     return (cls.from_file(config) if config.is_file() else cls()).replace(**values)
 
 
-def _unknown(cls: type[Settings], word: str) -> str:
+def _unknown(cls: type[Settings], word: str, flags: Sequence[str]) -> str:
     if not word.startswith("-"):
         return (
             f"{word!r} belongs to no flag. A flag takes one value; one that is on or off takes"
             " none: --resume, --no-resume."
         )
     name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
-    known = ["config", *cls.rules()]
+    known = list(flags)
     known += [f"no_{flag}" for flag, (kind, *_) in cls.rules().items() if kind is bool]
     if name in known:  # right but for its capitals, or a single dash
         return f"There is no flag {word}. Did you mean --{name}?"
@@ -155,16 +215,8 @@ def _train(argv: Sequence[str], config: Path, prog: str) -> int:
     settings = read_settings(VisionSettings, argv, config, prog=prog)
 
     from rich.console import Console
-    from rich.logging import RichHandler
 
-    screen = Console(stderr=True)
-    if screen.is_terminal:
-        handler = RichHandler(console=screen, show_path=False, show_time=False)
-        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    else:  # a file of the output: no line is broken
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)-8s %(message)s")
-    logging.getLogger("ssl_kd").setLevel(logging.INFO)
-
+    screen = _screen()
     from ssl_kd.report import run_images, write_report
     from ssl_kd.runs.folder import RunFinished
     from ssl_kd.runs.stop import Interrupted
@@ -199,6 +251,80 @@ def _train(argv: Sequence[str], config: Path, prog: str) -> int:
     for name, file in files.items():
         out.print(f"{name}: {file}", soft_wrap=True, markup=False)
     return OK
+
+
+def _screen() -> Console:
+    """The terminal, or what stands in for it, with the library's log on it."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    screen = Console(stderr=True)
+    if screen.is_terminal:
+        handler = RichHandler(console=screen, show_path=False, show_time=False)
+        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    else:  # a file of the output: no line is broken
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)-8s %(message)s")
+    logging.getLogger("ssl_kd").setLevel(logging.INFO)
+    return screen
+
+
+def _distill(settings: LanguageSettings) -> int:
+    from rich.console import Console
+
+    screen = _screen()
+    from ssl_kd.language.run import run
+    from ssl_kd.report import write_report
+    from ssl_kd.runs.folder import RunFinished
+    from ssl_kd.runs.stop import Interrupted
+
+    with Progress(screen) as progress:
+        try:
+            path = run(settings, progress=progress)
+        except RunFinished as ended:  # all but the report, perhaps
+            if (ended.path / "report.html").exists():
+                raise
+            path = ended.path
+        try:
+            report = write_report(path)
+        except KeyboardInterrupt:
+            raise Interrupted(signal.SIGINT, path) from None
+    out = Console()
+    metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
+    out.print(language_table(metrics))
+    for name, file in {"Student": path / "student", "Report": report}.items():
+        out.print(f"{name}: {file}", soft_wrap=True, markup=False)
+    return OK
+
+
+def language_table(metrics: dict[str, Any]) -> Table:
+    """The final table of a language run, from its `metrics.json`; a dash for no value."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = {
+        "perplexity": "{:.3f}",
+        "bits_per_character": "{:.3f}",
+        "agreement": "{:.1%}",
+        "kl": "{:.3f}",
+        "ece": "{:.3f}",
+        "answer_accuracy": "{:.1%}",
+        "answer_rate": "{:.1%}",
+    }
+    rows = metrics["table"]
+    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
+    table = Table(title="Held-out text", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("model", no_wrap=True)
+    for name in shown:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        values = [row.get(name) for name in shown]
+        cells = [
+            "-" if v is None else columns[n].format(v) for n, v in zip(shown, values, strict=True)
+        ]
+        style = "bold" if row["name"] == "student" else None
+        table.add_row(Text(row["name"]), *cells, style=style)
+    return table
 
 
 def results_table(metrics: dict[str, Any]) -> Table:
@@ -293,6 +419,11 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _distill_here(argv: Sequence[str]) -> int:
+    """Distil a language model; --help lists all settings."""
+    return distill(argv, prog="ssl_kd distill")
+
+
 def _doctor(argv: Sequence[str]) -> int:
     """Check model, losses, gradients and cache for NaN and infinity."""
     return _check("nan_issues", argv)
@@ -329,6 +460,7 @@ def _replay(argv: Sequence[str]) -> int:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train_here,
+    "distill": _distill_here,
     "doctor": _doctor,
     "install-check": _install_check,
     "replay": _replay,

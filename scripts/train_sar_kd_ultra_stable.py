@@ -1,0 +1,10 @@
+"""Distil with the preset `ultra_stable`: python scripts/train_sar_kd_ultra_stable.py --train_steps 500."""
+
+import sys
+from pathlib import Path
+
+from ssl_kd.cli import distill
+
+if __name__ == "__main__":
+    config = Path(__file__).with_name("config.py")
+    sys.exit(distill(sys.argv[1:], preset="ultra_stable", config=config, prog=sys.argv[0]))

@@ -1,0 +1,292 @@
+"""The settings of the language mode and its presets: each a type, a range and a meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from ssl_kd.settings import RunSettings, SettingsError, setting
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "js", "skew_kl", "skew_reverse_kl", "tvd")
+
+
+@dataclass(frozen=True)
+class LanguageSettings(RunSettings):
+    """Every setting of `scripts/distill.py`; `scripts/config.py` holds them in UPPER_CASE."""
+
+    free_on_resume: ClassVar[frozenset[str]] = RunSettings.free_on_resume | {
+        "clear_cache_every_step",
+        "force_recompute",
+        "log_every",
+        "save_steps",
+        "teacher_offload",
+        "tensorboard",
+    }
+
+    # Models
+    teacher_model: str = setting(
+        "train",
+        "folder or hub name of a causal LM; train: a small one is trained on the data first; none:"
+        " cross-entropy alone",
+    )
+    student_model: str = setting(
+        "fresh:2x128",
+        "folder or hub name; layers:N: cut from the teacher's layers; fresh:LAYERSxDIM: new weights"
+        " of the teacher's architecture",
+    )
+    teacher_cache: str | None = setting(
+        None, "folder of the teacher's cached distribution; None: the teacher itself, live"
+    )
+    model_dtype: str = setting(
+        "auto",
+        "what models compute in; weights that are trained and losses are float32 always; auto: what"
+        " suits the device",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    emulate_fp16: bool = setting(
+        False, "with float16 on a CPU: compute in it all the same, slowly, to see what a GPU would"
+    )
+    teacher_steps: int = setting(800, "steps that a teacher which is trained here gets", low=1)
+    teacher_size: str = setting(
+        "4x192", "LAYERSxDIM of a teacher that is trained here", forms=(("LAYERSxDIM", r"\d+x\d+"),)
+    )
+    vocabulary: int = setting(
+        1024, "tokens of a tokenizer that is trained here", low=260, high=262_144
+    )
+
+    # Data
+    data_path: str = setting(
+        "stdlib",
+        "text to learn from: .jsonl, .txt, a folder of them, hf:NAME, or stdlib, the source of"
+        " Python's own library",
+    )
+    eval_path: str | None = setting(
+        None, "held-out text; None: a share of DATA_PATH that nothing is trained on"
+    )
+    block_size: int = setting(256, "tokens of a row", low=8, high=1_048_576)
+    packing: bool = setting(
+        True, "several documents in a row, which do not see each other where the model allows it"
+    )
+
+    # Loss
+    divergence: str = setting(
+        "auto",
+        "between teacher and student; auto: forward_kl, or reverse_kl where ROUTER_MODE is all, ka"
+        " or sar, as in the paper",
+        choices=("auto", *DIVERGENCES),
+    )
+    temperature: float = setting(2.0, "of both in the divergence", low=0.05, high=100)
+    alpha_kd: float = setting(0.5, "weight of the divergence, times temperature squared", low=0)
+    alpha_ce: float = setting(0.5, "weight of the cross-entropy with the text", low=0)
+    legacy_clamp: str | None = setting(
+        None,
+        "the clamps of older scripts, to see what they cost: the logits' C, or C:LOW:HIGH with a"
+        " window for the losses",
+    )
+
+    # Teachers that do not match
+    align: str = setting(
+        "auto",
+        "how a teacher with another tokenizer is followed: hidden states by overlap, sorted"
+        " probabilities (uld), or chunks of text; auto: the tokenizers are the same",
+        choices=("auto", "hidden", "uld", "chunks"),
+    )
+    router_mode: str = setting(
+        "native",
+        "experts of a mixture-of-experts teacher: native, as it came; all; ka, all but one, some"
+        " sampled; sar, all, with a router that learns from the student",
+        choices=("native", "all", "ka", "sar"),
+    )
+    router_renorm: str = setting(
+        "auto",
+        "what the weights of the chosen experts sum to: one (selected), or what they sum to in the"
+        " model as it came (native); auto: selected where the model itself renormalises",
+        choices=("auto", "selected", "native"),
+    )
+    router_lr: float = setting(1e-5, "learning rate of the router in sar", low=0, high=100)
+    router_beta: float = setting(0.01, "weight of the load balance in sar", low=0)
+    router_joint: bool = setting(
+        False,
+        "the older scripts' sar: router and student step together, the router held by an L2 anchor"
+        " (1e-4), load balance (1e-3) and an entropy bonus (1e-4)",
+    )
+    router_drift: float = setting(
+        0.5, "nats from the original gate at which the router stops: it may only imitate", above=0
+    )
+    router_weights: str | None = setting(None, "router file of an earlier run, for the teacher")
+    ka_lambda: float = setting(
+        0.05, "probability that a token's experts are sampled in ka", low=0, high=1
+    )
+    ka_forwards: int = setting(2, "teacher forward passes of a batch in ka", low=1)
+
+    # Optimisation
+    train_steps: int = setting(500, "optimizer steps", low=1)
+    epochs: float | None = setting(None, "passes over the data, in place of TRAIN_STEPS", above=0)
+    per_device_batch_size: int = setting(8, "rows of a forward pass", low=1)
+    gradient_accumulation_steps: int = setting(
+        1, "forward passes of a step; the loss is the mean over all their tokens", low=1
+    )
+    student_lr: float = setting(1e-3, "peak learning rate of AdamW", low=0, high=100)
+    warmup_fraction: float = setting(
+        0.1, "share of the steps that warm up; the cosine follows", low=0, below=1
+    )
+    weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
+    max_grad_norm: float | None = setting(
+        1.0, "largest norm of the gradient; None: no clipping", above=0
+    )
+    lora_rank: int = setting(
+        0, "train low-rank adapters of this rank in place of all weights; 0: all weights", low=0
+    )
+    lora_alpha: float = setting(16.0, "scale of the adapters, times 1 / LORA_RANK", above=0)
+
+    # Guard
+    spike_factor: float = setting(
+        100.0, "a gradient norm this many times its median is skipped", above=1
+    )
+    stop_after: int | None = setting(
+        10, "bad steps in a row that end the run; None: see RESTORE_AFTER", low=1
+    )
+    restore_after: int = setting(
+        20,
+        "bad steps in a row before the student goes back to its last good state with a fresh"
+        " optimizer; as many again end the run",
+        low=1,
+    )
+
+    # Memory
+    teacher_offload: bool = setting(
+        False, "keep the teacher in the host's memory between forward passes"
+    )
+    gradient_checkpointing: bool = setting(
+        False, "compute activations again in the backward pass in place of keeping them"
+    )
+    clear_cache_every_step: bool = setting(
+        False, "give the GPU's cached memory back after every step: slower, less fragmented"
+    )
+
+    # Judging
+    eval_steps: int = setting(100, "steps between two looks at held-out text", low=1)
+    eval_rows: int = setting(200, "held-out rows that are looked at, at most", low=1)
+    baseline: bool = setting(
+        False, "train the same student by cross-entropy alone, too, on an equal budget"
+    )
+    generations: int = setting(4, "prompts that the report shows answers to", low=0, high=100)
+    max_new_tokens: int = setting(64, "tokens of an answer, at most", low=1)
+    answer_prompts: int = setting(
+        100, "held-out prompts with answers that are asked, at most; 0: none", low=0
+    )
+
+    # Run
+    log_every: int = setting(10, "steps between two lines of metrics.jsonl", low=1)
+    save_steps: int = setting(100, "steps between two checkpoints", low=1)
+    dry_run: bool = setting(
+        False, "five steps with evaluation and saving, to see whether everything fits"
+    )
+    verbose_steps: int = setting(
+        0, "first steps whose logit shapes and loss terms are logged one by one", low=0
+    )
+    device: str = setting(
+        "auto",
+        "where to compute; auto: a GPU if there is one",
+        choices=("auto", "cpu", "cuda", "mps"),
+        forms=(("cuda:N", r"cuda:\d+"),),
+    )
+    seed: int = setting(0, "seed of everything random", low=0, high=2**32 - 1)
+    force_recompute: bool = setting(
+        False, "rebuild a teacher's cache that is damaged or of something else"
+    )
+    tensorboard: bool = setting(False, "write TensorBoard files into the run folder")
+
+    @property
+    def kind_of_divergence(self) -> Any:
+        """DIVERGENCE, decided where it is `auto`."""
+        if self.divergence != "auto":
+            return self.divergence
+        return "forward_kl" if self.router_mode == "native" else "reverse_kl"
+
+    def check_together(self) -> None:
+        """Raise SettingsError where settings that are fine alone do not fit together."""
+        super().check_together()
+        if self.alpha_kd == self.alpha_ce == 0:
+            raise SettingsError("ALPHA_KD and ALPHA_CE are both 0, so there is nothing to learn.")
+        if self.teacher_model == "none" and self.alpha_ce == 0:
+            raise SettingsError("TEACHER_MODEL is 'none', so ALPHA_CE must be above 0.")
+        if self.teacher_model == "none" and self.teacher_cache is not None:
+            raise SettingsError("TEACHER_CACHE needs the TEACHER_MODEL that it was made by.")
+        if self.teacher_cache is not None and (self.router_mode == "sar" or self.align != "auto"):
+            way = "set TEACHER_CACHE to None, or ROUTER_MODE to 'ka' and ALIGN to 'auto'"
+            raise SettingsError(
+                "TEACHER_CACHE holds what the teacher said: a router that learns (ROUTER_MODE "
+                f"'sar') and ALIGN need the teacher itself. {way.capitalize()}."
+            )
+        if self.router_mode == "sar" and self.align != "auto":
+            raise SettingsError(
+                "ROUTER_MODE 'sar' compares teacher and student token by token, so ALIGN must be"
+                " 'auto' and the tokenizers the same; 'all' and 'ka' go with any ALIGN."
+            )
+        if self.router_mode == "sar" and self.teacher_offload:
+            raise SettingsError(
+                "ROUTER_MODE 'sar' runs backwards through the teacher, which TEACHER_OFFLOAD has"
+                " left by then: set it to False, or ROUTER_MODE to 'ka'."
+            )
+        if self.router_joint and self.kind_of_divergence.startswith("skew"):
+            raise SettingsError("ROUTER_JOINT takes forward_kl, reverse_kl, js or tvd.")
+        if self.emulate_fp16 and self.model_dtype != "float16":
+            raise SettingsError("EMULATE_FP16 is for MODEL_DTYPE 'float16' only.")
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # Small steps, little of the teacher: what the older scripts called stable.
+        "stable": {
+            "student_lr": 1e-5,
+            "temperature": 2.0,
+            "alpha_kd": 0.1,
+            "alpha_ce": 0.9,
+            "max_grad_norm": 0.5,
+            "per_device_batch_size": 1,
+            "block_size": 512,
+        },
+        # The same for cards without bf16: half-precision products, float32 weights and losses.
+        "fp16_safe": {
+            "student_lr": 1e-5,
+            "temperature": 2.0,
+            "alpha_kd": 0.1,
+            "alpha_ce": 0.9,
+            "max_grad_norm": 0.5,
+            "per_device_batch_size": 1,
+            "block_size": 512,
+            "model_dtype": "float16",
+        },
+        # Goes back and begins again where the others stop.
+        "ultra_stable": {
+            "student_lr": 5e-6,
+            "temperature": 1.5,
+            "alpha_kd": 0.05,
+            "alpha_ce": 0.95,
+            "max_grad_norm": 0.5,
+            "per_device_batch_size": 1,
+            "block_size": 512,
+            "stop_after": None,
+        },
+        "most_conservative": {
+            "student_lr": 2e-6,
+            "temperature": 1.2,
+            "alpha_kd": 0.01,
+            "alpha_ce": 0.99,
+            "max_grad_norm": 0.25,
+            "per_device_batch_size": 1,
+            "block_size": 512,
+            "stop_after": None,
+        },
+        "balanced": {
+            "student_lr": 1e-5,
+            "temperature": 2.0,
+            "alpha_kd": 0.1,
+            "alpha_ce": 0.9,
+            "max_grad_norm": 1.0,
+        },
+    }
+)

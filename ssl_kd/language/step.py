@@ -1,0 +1,298 @@
+"""One step of a student: its own text, the teacher's word on it, and the guard between both."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.loop import Guard
+from ssl_kd.guard.microscope import Microscope, diagnose
+from ssl_kd.guard.precision import Precision, promote_to_fp32
+from ssl_kd.language.alignment import AlignedBatch
+from ssl_kd.language.blocks import Batch
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Aligned, Routed, Source
+from ssl_kd.losses.linear_distillation import (
+    LinearTeacher,
+    LogitsTeacher,
+    Teacher,
+    linear_distillation,
+    logits_distillation,
+)
+from ssl_kd.losses.token_distillation import LegacyClamp, next_token_targets
+from ssl_kd.teachers.causal import hidden_states, linear_head
+
+logger = logging.getLogger(__name__)
+
+
+def precision_of(settings: LanguageSettings) -> Precision:
+    """The dtypes of a run: what suits the device, or what was asked for where the device has it."""
+    asked = {"auto": True, "float32": False}.get(
+        settings.model_dtype, getattr(torch, settings.model_dtype, True)
+    )
+    if settings.model_dtype == "auto" and settings.device in ("auto", "cpu"):
+        plain = Precision.for_device(settings.device)
+        asked = plain.device.type == "cuda"
+    precision = Precision.for_device(settings.device, asked)
+    if settings.model_dtype == "float32":
+        precision = dataclasses.replace(precision, teacher=torch.float32)
+    if settings.emulate_fp16 and precision.device.type == "cpu":
+        return dataclasses.replace(
+            precision,
+            teacher=torch.float16,
+            student=torch.float16,
+            scale=True,
+            why="CPU: fp16 emulated, to see what a GPU without bf16 would",
+        )
+    return precision
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step.
+
+    Attributes:
+        ce: cross-entropy with the text, nats a token; NaN where it was not finite.
+        kd: the divergence times temperature squared, nats a token; None without a teacher.
+        router: what the teacher's router did, by name; empty where none learns.
+        loss: the weighted sum of those that the guard let through.
+        grad_norm: before clipping.
+        updated: whether the student moved.
+        tokens: real tokens.
+    """
+
+    ce: float
+    kd: float | None
+    loss: float
+    grad_norm: float
+    updated: bool
+    tokens: int
+    router: dict[str, float | None]
+
+
+class Distiller:
+    """A student with its optimizer and guard.
+
+    The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`, both means over the real tokens of
+    the whole step, however many batches it is made of. `ce` and `kd` fail alone: a NaN in one
+    leaves the other training on that step; without either the step is skipped.
+
+    Args:
+        student: a causal LM; its trainable weights become float32.
+        settings: weights of the terms, optimizer, guard.
+        precision: of the forward pass.
+        source: what the teacher says of a batch; None for cross-entropy alone.
+        aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
+        events: a file to append the guard's decisions to.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        settings: LanguageSettings,
+        precision: Precision,
+        source: Source | None = None,
+        events: Any = None,
+        aligned: Aligned | None = None,
+    ) -> None:
+        self.settings, self.precision, self.source = settings, precision, source
+        self.aligned = None if aligned is None else aligned.to(precision.device)
+        self.student = student.to(precision.device).train()
+        if (line := promote_to_fp32(student)) is not None:
+            logger.info("%s", line)
+        if settings.gradient_checkpointing:
+            _checkpoint_activations(student)
+        self.head = linear_head(student)
+        self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
+        modules = [student] if aligned is None else [student, aligned]
+        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.student_lr,
+            betas=(0.9, 0.95),
+        )
+        self.guard = Guard(
+            student,
+            self.optimizer,
+            thresholds=Thresholds(
+                spike_factor=settings.spike_factor,
+                restore_after=settings.restore_after,
+                stop_after=settings.stop_after,
+            ),
+            clip_grad=settings.max_grad_norm,
+            scaler=precision.scale,
+            fresh_optimizer=True,
+            events=events,
+        )
+        self.tokens = 0
+        self._explained: set[str] = set()
+
+    def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StepResult:
+        """Learn from some batches as from one large one.
+
+        Raises:
+            TooFewHealthyParts: going on would be a waste; the student is at its last good state.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        tokens = sum(int(_own(batch).counts.sum()) for batch in batches)
+        sums = torch.zeros(2, device=self.precision.device)
+        for batch in batches:
+            terms = self.terms(batch) / max(tokens, 1)
+            sums += terms.detach()
+            self.guard.backward(self._weighted(terms))
+        self.tokens += tokens
+        first = len(self.guard.events)
+        router = self._router_events()
+        updated = bool(self.guard.step())
+        ce, kd = sums.tolist()
+        if len(self.guard.events) > first:
+            self._explain(batches, self.guard.events.events[first:])
+        weighted = {"ce": self.settings.alpha_ce * ce, "kd": self.settings.alpha_kd * kd}
+        finite = [value for value in weighted.values() if abs(value) < float("inf")]
+        return StepResult(
+            ce=ce,
+            kd=kd if self.has_teacher else None,
+            loss=sum(finite) if finite else float("nan"),
+            grad_norm=float(self.guard.grad_norm[0]),
+            updated=updated,
+            tokens=tokens,
+            router=router,
+        )
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is more to learn from than the text."""
+        return self.source is not None or self.aligned is not None
+
+    def terms(self, of: Batch | AlignedBatch) -> Tensor:
+        """Sums over the batch's real tokens of cross-entropy and divergence, `[2]` float32."""
+        batch = _own(of)
+        rows, targets = next_token_targets(batch.input_ids, batch.counts)
+        options: dict[str, Any] = {
+            "temperature": self.settings.temperature,
+            "divergence": self.settings.kind_of_divergence,
+            "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
+            "legacy_clamp": self.clamp,
+        }
+        with self.precision.autocast():
+            if self.head is None:
+                logits = self.student(**batch.model_inputs(), use_cache=False).logits
+                logits = logits.flatten(0, 1)[rows]
+                teachers = self._ask(batch, rows, LogitsTeacher(logits.detach()))
+                return logits_distillation(logits, targets, teachers, **options)
+            every = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
+            hidden, weight, bias = every[rows], self.head.weight, self.head.bias
+            if isinstance(of, AlignedBatch) and self.aligned is not None:
+                ce = linear_distillation(hidden, weight, bias, targets, (), **options)[0]
+                kd = self.aligned(of, every, lambda some: F.linear(every[some], weight, bias))
+                return torch.stack([ce, kd.float() * len(rows)])
+            fixed = None if bias is None else bias.detach()
+            own = LinearTeacher(hidden.detach(), weight.detach(), fixed)
+            teachers = self._ask(batch, rows, own)
+            return linear_distillation(hidden, weight, bias, targets, teachers, **options)
+
+    def _ask(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
+        return () if self.source is None else self.source(batch, rows, own)
+
+    def _router_events(self) -> dict[str, float | None]:
+        """Fetch what the teacher's router had to say."""
+        if not isinstance(self.source, Routed) or self.source.record is None:
+            return {}
+        events, self.source.events = self.source.events, []
+        self.guard.events.extend([replace(e, step=self.guard.steps) for e in events])
+        seen = self.source.record
+        return {
+            "router": seen.loss,
+            "router_drift": seen.drift,
+            "router_entropy": seen.entropy,
+            "teacher_ce": self.source.ce,
+        }
+
+    def _weighted(self, terms: Tensor) -> dict[str, Tensor]:
+        losses = {"ce": self.settings.alpha_ce * terms[0]}
+        if self.has_teacher:
+            losses["kd"] = self.settings.alpha_kd * terms[1]
+        return losses
+
+    def _explain(self, batches: Sequence[Batch | AlignedBatch], events: Sequence[Event]) -> None:
+        """Name the rows of a sick batch and, the first time a part is sick, the operation."""
+        for event in events:
+            if event.stage not in ("loss", "gradient") or event.part in self._explained:
+                continue
+            if event.action == "taken in again":
+                continue
+            self._explained.add(event.part)
+            for batch in batches:
+                if (words := self.explain(batch, event.part)) is not None:
+                    self.guard.events.extend(
+                        [Event(event.step, event.part, "replay", words, "explained")]
+                    )
+                    break
+
+    def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
+        """Run a batch again under the microscope; what first went wrong, and what to change.
+
+        The weights are those of the sick step: it changed none.
+        """
+        named = {
+            f"student weight {name}": p.detach() for name, p in self.student.named_parameters()
+        }
+        with Microscope(named) as scope:
+            terms = self._weighted(self.terms(batch))
+            looked = [terms[part]] if part in terms else list(terms.values())
+            fault = scope.fault(*looked)
+        if fault is None:
+            return None
+        where = f"rows {', '.join(map(str, _own(batch).rows.tolist()))}"
+        return f"{where}: {diagnose(fault, self.settings.to_dict())}"
+
+    def state(self) -> dict[str, Any]:
+        """All that a resumed run needs."""
+        trained = {n: p.detach() for n, p in self.student.named_parameters() if p.requires_grad}
+        return {
+            "student": trained,
+            "optimizer": self.optimizer.state_dict(),
+            "guard": self.guard.state_dict(),
+            "tokens": self.tokens,
+            "aligned": {} if self.aligned is None else self.aligned.state_dict(),
+            "router": self.source.state() if isinstance(self.source, Routed) else {},
+        }
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave."""
+        for name, p in self.student.named_parameters():
+            if p.requires_grad:
+                p.copy_(state["student"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.guard.load_state_dict(state["guard"])
+        self.tokens = state["tokens"]
+        if self.aligned is not None:
+            self.aligned.load_state_dict(state["aligned"])
+        if isinstance(self.source, Routed):
+            self.source.load(state["router"])
+
+
+def _own(batch: Batch | AlignedBatch) -> Batch:
+    """The student's side."""
+    return batch.student if isinstance(batch, AlignedBatch) else batch
+
+
+def _checkpoint_activations(model: Any) -> None:
+    name = "activation_checkpointing_enable"  # since transformers 5.3
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

@@ -1,0 +1,406 @@
+"""Students: loaded, cut from a teacher's layers or new; adapters; and the folder they end in."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssl_kd.guard.files import sync_folder
+from ssl_kd.guard.memory import is_out_of_memory
+from ssl_kd.teachers.causal import (
+    CausalLM,
+    llm_module,
+    load_causal_lm,
+    quiet,
+    tokenizer_id,
+    without_adapters,
+)
+
+__all__ = ["add_lora", "build_student", "save_student"]
+
+logger = logging.getLogger(__name__)
+
+# What scales with the width of a model, as configurations of different families call it.
+_WIDTHS = (
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "word_embed_proj_dim",
+)
+_HEAD_DIM = 64  # of a new Llama, where the width allows it
+
+
+def build_student(
+    spec: str,
+    teacher: CausalLM | None,
+    tokenizer: Any = None,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> CausalLM:
+    """Make or load a student.
+
+    Args:
+        spec: a folder or a name on the Hub (the student then has its own tokenizer); `layers:N`, N
+            evenly spaced layers of the teacher, first and last included, with its embeddings, norm
+            and head; or `fresh:LAYERSxDIM`, new weights of that size in the teacher's architecture,
+            or in Llama's without a teacher.
+        teacher: what to cut, or whose architecture to take. It is left alone.
+        tokenizer: for new weights; None takes the teacher's. The vocabulary is the teacher's where
+            that has this tokenizer, else the tokenizer's, up to the next multiple of 8.
+        seed: of new weights; the global random state is left alone.
+        dtype: float32, but for the frozen base of adapters.
+
+    Returns:
+        The student, in evaluation mode on the CPU.
+
+    Raises:
+        ValueError: the form of `spec`, more layers than there are, a size or an architecture that
+            does not work.
+        FileNotFoundError, CausalLMUnavailable: as by `load_causal_lm`.
+    """
+    kind, _, size = spec.partition(":")
+    if kind not in ("layers", "fresh"):
+        return load_causal_lm(spec, dtype=dtype)
+    form = r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)"
+    match = re.fullmatch(form, size)
+    if match is None or 0 in (numbers := [int(n) for n in match.groups()]):
+        way = "layers:3 (3 of the teacher's layers)" if kind == "layers" else "fresh:2x128"
+        raise ValueError(f"student {spec!r}: expected {way}, with numbers of at least 1")
+    if kind == "layers":
+        if teacher is None:
+            raise ValueError(f"student {spec!r} is cut from a teacher's layers: name a teacher")
+        model, tokenizer = _cut(spec, teacher, numbers[0], seed), teacher.tokenizer
+    else:
+        if tokenizer is None:
+            if teacher is None:
+                raise ValueError(f"student {spec!r} needs a tokenizer, or a teacher that has one")
+            tokenizer = teacher.tokenizer
+        model = _fresh(spec, teacher, tokenizer, numbers[0], numbers[1], seed)
+    return CausalLM.of(model.to(dtype), tokenizer, spec)
+
+
+def add_lora(
+    model: Any,
+    rank: int,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    targets: str | Sequence[str] = "all-linear",
+    *,
+    seed: int = 0,
+) -> Any:
+    """Freeze a model and put trainable low-rank adapters beside its linear layers, in place.
+
+    Args:
+        model: a causal language model of transformers.
+        rank: of the adapters, at least 1.
+        alpha: their scale, times 1 / rank.
+        dropout: of their input, in [0, 1).
+        targets: names of layers, or `all-linear` for all but the head.
+        seed: of their new weights, which are float32; the global random state is left alone.
+
+    Returns:
+        PEFT's wrapping of the model; with the adapters as they are now it gives the same logits.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: a rank, dropout or target that does not work.
+    """
+    if rank < 1 or not 0 <= dropout < 1:
+        raise ValueError(
+            f"adapters need a rank of at least 1 and a dropout in [0, 1), got {rank} and {dropout}"
+        )
+    peft = llm_module("peft")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        # GPT-2 keeps its linear layers transposed.
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+    )
+    with _seeded(seed), warnings.catch_warnings():
+        # peft asks transformers by names that are deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(model, config)
+
+
+def save_student(
+    model: Any,
+    tokenizer: Any,
+    folder: str | os.PathLike[str],
+    card: str | Sequence[Mapping[str, Any]],
+    *,
+    merge: bool = False,
+) -> None:
+    """Write a student that `AutoModelForCausalLM` loads, or adapters that peft loads.
+
+    Weights (safetensors), configuration, generation configuration, tokenizer and model card are
+    written beside the folder and take its name when they are complete, in place of what was there.
+
+    Args:
+        model: the student; adapters are saved without their base.
+        tokenizer: its tokenizer.
+        folder: where to.
+        card: Markdown, or the rows of the run's table: one mapping of columns each.
+        merge: write adapters and base as one plain model. Always so where the base was made in
+            memory, for nobody could load the adapters. The model itself keeps its adapters.
+
+    Raises:
+        FileExistsError: the folder holds something other than a saved model.
+        OSError: the disk is full or failed; a folder already there is unchanged.
+    """
+    folder = Path(folder)
+    base = getattr(without_adapters(model).config, "_name_or_path", "")
+    adapters = without_adapters(model) is not model
+    if adapters and not merge and not base:
+        logger.info("the adapters are merged into their base, which was made in memory")
+        merge = True
+    if adapters and merge:
+        model, adapters = copy.deepcopy(model).merge_and_unload(), False
+    causal = without_adapters(model)
+    transformers = llm_module("transformers")
+    with quiet(transformers), _generation(causal) as generation, _replaced(folder) as new:
+        model.save_pretrained(new)
+        generation.save_pretrained(new)  # adapters come without
+        tokenizer.save_pretrained(new)
+        text = _card(folder.name, card, base, adapters)
+        (new / "README.md").write_text(text, encoding="utf-8")
+        again = transformers.AutoTokenizer.from_pretrained(new)
+    if tokenizer_id(again) != tokenizer_id(tokenizer):
+        # For some architectures (Qwen 2, Phi 3) it takes the class that they usually have.
+        logger.warning(
+            "AutoTokenizer makes another tokenizer of what is in %s, for the sake of the model's "
+            "architecture; load it with PreTrainedTokenizerFast.from_pretrained",
+            folder,
+        )
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
+    config = teacher.model.config.get_text_config()
+    depth = config.num_hidden_layers
+    if layers > depth:
+        raise ValueError(
+            f"student {spec!r}: the teacher {teacher.name!r} has {depth} layers; expected layers:N "
+            f"with N from 1 to {depth}"
+        )
+    kept = _evenly(layers, depth)
+    stacks = (
+        name
+        for name, module in teacher.model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    )
+    stack = f"{next(stacks, '')}."  # the outermost comes first
+    own, state = teacher.model.state_dict(), {}
+    for name, tensor in own.items():
+        if name.startswith(stack):
+            number, _, rest = name.removeprefix(stack).partition(".")
+            for new in [i for i, old in enumerate(kept) if old == int(number)]:
+                state[f"{stack}{new}.{rest}"] = tensor
+        else:
+            state[name] = tensor
+    model = _make(spec, _changed(config, kept, {}), seed, state)
+    model.generation_config = copy.deepcopy(teacher.model.generation_config)
+    return model
+
+
+def _fresh(
+    spec: str, teacher: CausalLM | None, tokenizer: Any, layers: int, dim: int, seed: int
+) -> nn.Module:
+    vocabulary = 8 * math.ceil((max(tokenizer.get_vocab().values()) + 1) / 8)
+    special = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    if teacher is None:
+        heads = _heads(dim, dim / _HEAD_DIM)
+        config = llm_module("transformers").LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=dim,
+            intermediate_size=8 * math.ceil(dim / 3),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            tie_word_embeddings=True,
+            **special,
+        )
+        return _make(spec, config, seed)
+    old = teacher.model.config.get_text_config()
+    same = tokenizer_id(tokenizer) == tokenizer_id(teacher.tokenizer)
+    if same:
+        vocabulary = old.vocab_size
+    changes = {"hidden_size": dim, "vocab_size": vocabulary, **({} if same else special)}
+    old_head_dim = getattr(old, "head_dim", None) or old.hidden_size // old.num_attention_heads
+    heads = _heads(dim, dim / old_head_dim)
+    changes["num_attention_heads"] = heads
+    if getattr(old, "num_key_value_heads", None):
+        shared = max(1, heads * old.num_key_value_heads // old.num_attention_heads)
+        changes["num_key_value_heads"] = next(n for n in range(shared, 0, -1) if heads % n == 0)
+    if getattr(old, "head_dim", None):
+        changes["head_dim"] = dim // heads
+    if getattr(old, "query_pre_attn_scalar", None) == old_head_dim:
+        changes["query_pre_attn_scalar"] = dim // heads
+    for name in _WIDTHS:
+        width = getattr(old, name, None)
+        if width:
+            changes[name] = 8 * math.ceil(width * dim / old.hidden_size / 8)
+    if getattr(old, "word_embed_proj_dim", None) == old.hidden_size:  # not a multiple of 8, perhaps
+        changes["word_embed_proj_dim"] = dim
+    model = _make(spec, _changed(old, _evenly(layers, old.num_hidden_layers), changes), seed)
+    if same:
+        model.generation_config = copy.deepcopy(teacher.model.generation_config)
+    return model
+
+
+def _evenly(layers: int, depth: int) -> list[int]:
+    """Evenly spaced layers of a depth, the first and the last among them."""
+    return [round(i * (depth - 1) / max(layers - 1, 1)) for i in range(layers)]
+
+
+def _heads(dim: int, wished: float) -> int:
+    """How many heads: divides the width into even parts (rotary), nearest to what is wished for."""
+    possible = [n for n in range(1, dim + 1) if dim % n == 0 and dim // n % 2 == 0]
+    if not possible:
+        raise ValueError(f"a model of width {dim} has no heads of even width: take an even one")
+    return min(possible, key=lambda n: abs(math.log(n / wished)))
+
+
+def _changed(config: Any, kept: Sequence[int], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration with some of its layers and other changes."""
+    values = config.to_dict()
+    for name, value in values.items():  # layer_types, no_rope_layers, ...: an entry per layer
+        if isinstance(value, list) and len(value) == config.num_hidden_layers and "layer" in name:
+            values[name] = [value[i] for i in kept]
+    for name, value in {"num_hidden_layers": len(kept), **changes}.items():
+        values[config.attribute_map.get(name, name)] = value
+    return values
+
+
+def _make(
+    spec: str, config: Any, seed: int, state: Mapping[str, torch.Tensor] | None = None
+) -> Any:
+    """A model of a configuration that works: new weights, or those of `state`, all of them."""
+    transformers = llm_module("transformers")
+    try:
+        if isinstance(config, dict):
+            config = transformers.AutoConfig.for_model(**config)
+        config.name_or_path = ""  # a copy has the teacher's
+        with _seeded(seed):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if state is not None:
+            model.load_state_dict(state)
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+    except Exception as error:  # each architecture has its own way to say what does not fit
+        if is_out_of_memory(error):
+            raise
+        reason = shorten(str(error) or type(error).__name__, 200, placeholder=" …")
+        raise ValueError(
+            f"student {spec!r} cannot be made in the teacher's architecture ({reason}): take "
+            "another size, or a folder by save_pretrained"
+        ) from error
+    return model
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the name of `folder` once it is complete and on the disk."""
+    if folder.exists() and any(folder.iterdir()):
+        if not any((folder / f).is_file() for f in ("config.json", "adapter_config.json")):
+            raise FileExistsError(
+                f"{folder} holds something other than a saved model: name another folder, or "
+                "remove it"
+            )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tag = secrets.token_hex(4)
+    new, old = (folder.with_name(f".{folder.name}.{tag}.{kind}") for kind in ("tmp", "old"))
+    new.mkdir()
+    try:
+        yield new
+        for file in new.iterdir():
+            with open(file, "rb+") as handle:
+                os.fsync(handle.fileno())
+        sync_folder(new)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    sync_folder(folder.parent)
+
+
+@contextmanager
+def _generation(causal: Any) -> Iterator[Any]:
+    """A model with a generation configuration that can be saved, for as long as it is saved.
+
+    Some on the Hub have a temperature without sampling, which transformers refuses to write.
+    """
+    own = causal.generation_config
+    causal.generation_config = copy.deepcopy(own)
+    try:
+        causal.generation_config.validate(strict=True)
+    except ValueError:
+        causal.generation_config.do_sample = True
+    try:
+        yield causal.generation_config
+    finally:
+        causal.generation_config = own
+
+
+def _card(title: str, card: str | Sequence[Mapping[str, Any]], base: str, adapters: bool) -> str:
+    """A model card with the front matter that the Hub reads."""
+    hub = llm_module("huggingface_hub")
+    matter = hub.ModelCardData(
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag="text-generation",
+        tags=["distillation", "ssl_kd"],
+        base_model=None if not base or Path(base).exists() else base,
+    )
+    body = card if isinstance(card, str) else _table(card)
+    return f"---\n{matter.to_yaml()}\n---\n\n# {title}\n\n{body.rstrip()}\n"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[_cell(row.get(name)) for name in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")

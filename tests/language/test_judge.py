@@ -1,0 +1,342 @@
+"""Judging language models: tiny real ones against what they say when asked directly."""
+
+import json
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
+from ssl_kd.language import judge  # noqa: E402
+from ssl_kd.language.blocks import make_blocks, train_tokenizer  # noqa: E402
+from ssl_kd.language.judge import generate, judge_answers, judge_tokens  # noqa: E402
+from ssl_kd.teachers.causal import FrozenTeacher, linear_head  # noqa: E402
+
+TEXTS = (
+    "A cat sat on the mat, and a dog sat on the cat.",
+    "The sun was up. Tom ran to the park.",
+    "Lily had a red ball, and she let Tom play with it until the evening came.",
+    "No.",
+    "2 + 2 = 4; 3 + 3 = 6; 4 + 4 = 8.",
+)
+DATASET = TextDataset(
+    "texts", "test", tuple(Example(f"t:{i}", text=t) for i, t in enumerate(TEXTS)), "", ()
+)
+TOKENIZER = train_tokenizer(DATASET, 300)
+
+
+def llama(seed=0, kind="Llama", **changes):
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=changes.pop("vocab_size", len(TOKENIZER)),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=TOKENIZER.bos_token_id,
+        eos_token_id=TOKENIZER.eos_token_id,
+        **changes,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def blocks(packing=True):
+    return make_blocks(DATASET, TOKENIZER, 32, packing=packing)
+
+
+def direct(model, text_blocks, teacher=None):
+    """Each document alone, whole logits, float64: nll and KL per target."""
+    nll, kl = [], []
+    for ids, counts, documents in zip(
+        text_blocks.ids, text_blocks.counts, text_blocks.documents, strict=True
+    ):
+        for document in range(1, int(documents.max()) + 1):
+            mine = documents == document
+            x, real = ids[mine][None], counts[mine]
+            log_q = model(x).logits[0].double().log_softmax(-1)
+            for t in range(1, len(real)):
+                if real[t]:
+                    nll.append(-log_q[t - 1, x[0, t]].item())
+                    if teacher is not None:
+                        log_p = teacher(x).logits[0, t - 1].double().log_softmax(-1)
+                        kl.append((log_p.exp() * (log_p - log_q[t - 1])).sum().item())
+    return torch.tensor(nll), torch.tensor(kl)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("linear", [True, False])
+def test_tokens_are_judged_as_by_the_models_own_logits(packing, linear, monkeypatch):
+    # Granite scales its logits: they are not hidden @ weight.T, and the judge must ask for them.
+    own = {} if linear else {"kind": "Granite", "logits_scaling": 3.0}
+    model, teacher = llama(seed=1, **own).eval(), llama(seed=2, **own).eval()
+    assert (linear_head(model) is not None) is linear
+    text = blocks(packing)
+    with torch.no_grad():
+        nll, kl = direct(model, text, teacher)
+    monkeypatch.setattr(judge, "CHUNK_BYTES", 4 * 5 * len(TOKENIZER))  # five tokens a chunk
+    scores = judge_tokens(model, text, teacher=FrozenTeacher(teacher), batch_size=2)
+    assert scores.tokens == len(nll) == int(text.counts.sum()) and scores.left_out == []
+    assert scores.nll == pytest.approx(nll.mean().item(), rel=1e-5)
+    assert scores.kl == pytest.approx(kl.mean().item(), rel=1e-4)
+    characters = sum(map(len, TEXTS))
+    bits = nll.sum().item() / math.log(2) / characters
+    assert scores.bits_per_character == pytest.approx(bits, rel=1e-5)
+    assert scores.agreement not in (0, 1)
+
+
+def test_chunks_and_batches_change_nothing(monkeypatch):
+    model, teacher, text = llama(seed=1), FrozenTeacher(llama(seed=2)), blocks()
+
+    def row(batch_size, tokens):
+        monkeypatch.setattr(judge, "CHUNK_BYTES", 4 * tokens * len(TOKENIZER))
+        scores = judge_tokens(model, text, teacher=teacher, batch_size=batch_size)
+        return [scores.nll, scores.kl, scores.agreement, scores.ece, scores.bits_per_character]
+
+    whole = row(len(text), 10_000)
+    for batch_size, tokens in ((len(text), 1), (1, 7), (3, 10_000)):
+        assert row(batch_size, tokens) == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_teacher_is_its_own_twin_and_can_be_judged_itself():
+    model, text = llama(), blocks()
+    teacher = FrozenTeacher(llama())
+    scores = judge_tokens(model, text, teacher=teacher)
+    assert scores.agreement == 1 and scores.kl == pytest.approx(0, abs=1e-6)
+    row, own = judge_tokens(teacher, text).table_row("t"), judge_tokens(model, text).table_row("t")
+    assert row == own and row["kl"] is None and row["agreement"] is None
+
+
+def test_vocabularies_of_different_padding():
+    model, text = llama(seed=1), blocks()
+    teacher, padded = llama(seed=2), llama(seed=2)
+    size = len(TOKENIZER)
+    padded.resize_token_embeddings(size + 20, mean_resizing=False)
+    plain, wide = (judge_tokens(model, text, teacher=FrozenTeacher(t)) for t in (teacher, padded))
+    assert wide.kl == pytest.approx(plain.kl, rel=1e-5) and wide.agreement == plain.agreement
+
+
+def test_the_model_is_left_as_it_was():
+    model = llama(attention_dropout=0.5).train()
+    model.lm_head.eval()  # a user's own choice
+    modes = [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    first, second = judge_tokens(model, blocks()), judge_tokens(model, blocks())
+    generate(model, TOKENIZER, ["Tom"], 3)
+    assert first.nll == second.nll  # no dropout
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    with torch.no_grad():
+        assert first.nll == pytest.approx(direct(model.eval(), blocks())[0].mean().item(), rel=1e-5)
+
+
+def test_half_precision_is_the_models_and_not_the_scores():
+    model, text = llama(), blocks()
+    exact = judge_tokens(model, text).nll
+    rounded = judge_tokens(
+        model, text, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)
+    ).nll
+    assert rounded != exact and rounded == pytest.approx(exact, rel=0.02)
+
+
+def test_a_sick_batch_is_named_and_the_others_count(caplog):
+    model, text = llama(), blocks(packing=False)
+    [sick] = [i for i, row in enumerate(text.ids) if "ball" in TOKENIZER.decode(row)]
+    others = [i for i in range(len(text)) if i != sick]
+    token = next(t for t in text.ids[sick].tolist() if t not in text.ids[others])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[token] = math.nan
+        nll = torch.cat([direct(model, subset(text, [i]))[0] for i in others])
+    scores = judge_tokens(model, text, batch_size=1)
+    assert len(scores.left_out) == 1
+    assert scores.left_out[0].startswith(f"blocks {sick}: not finite: nll in ")
+    assert f"left out: blocks {sick}" in caplog.text
+    assert scores.tokens == len(nll) and scores.nll == pytest.approx(nll.mean().item(), rel=1e-5)
+
+
+def subset(text, rows):
+    parts = (text.ids, text.counts, text.documents, text.row_characters)
+    return type(text)(*(part[rows] for part in parts), left_out=(), digest="")
+
+
+# --- generating -----------------------------------------------------------------------------------
+
+
+def greedy(model, prompt, n):
+    """The largest logit, again and again, without a cache."""
+    ids = TOKENIZER(prompt).input_ids
+    start = len(ids)
+    for _ in range(n):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == TOKENIZER.eos_token_id:
+            ids.pop()
+            break
+    return TOKENIZER.decode(ids[start:])
+
+
+@torch.no_grad()
+def test_generating_is_greedy_whatever_stands_beside_it():
+    model = llama(seed=3).eval()
+    model.generation_config.update(do_sample=True, temperature=0.3, repetition_penalty=5.0)
+    prompts = ["A", "Tom ran to the park", "", "2 + 2 =", "The sun was up, and"]
+    expected = [greedy(model, prompt, 12) for prompt in prompts]
+    side = TOKENIZER.padding_side
+    assert generate(model, TOKENIZER, prompts, 12, batch_size=3) == expected
+    assert generate(model, TOKENIZER, prompts, 12, batch_size=1) == expected
+    assert len(set(expected)) > 1 and TOKENIZER.padding_side == side
+    assert generate(model, TOKENIZER, []) == []
+
+
+def test_a_text_ends_where_the_model_ends_it():
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        end = TOKENIZER.eos_token_id
+        model.lm_head.register_forward_hook(
+            lambda _, __, out: out.index_add(
+                -1, torch.tensor([end]), out.new_ones(*out.shape[:2], 1)
+            )
+        )
+    assert generate(model, TOKENIZER, ["Tom", "A cat"], 5) == ["", ""]
+
+
+QUESTIONS = tuple(
+    Example(f"q.jsonl:{i + 1}", prompt=prompt, completion=completion)
+    for i, (prompt, completion) in enumerate(
+        [
+            ("2 + 2 =", " <answer>4</answer>"),
+            ("the cat sat on", " a <answer>mat</answer>"),
+            ("3 + 3 =", " <answer>6</answer>"),
+            ("who ran?", " Tom\n#### Tom"),
+            ("nothing to be found in", " this"),
+        ]
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A model that has learned the questions by heart."""
+    model = llama().train()
+    text = make_blocks(TextDataset("q", "train", QUESTIONS, "", ()), TOKENIZER, 64, packing=False)
+    batch = text.batch(range(len(text)))
+    labels = torch.where(batch.counts, batch.input_ids, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(80):
+        loss = model(**batch.model_inputs(), labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+    return model
+
+
+def test_answers_are_counted(trained):
+    scores, generations = judge_answers(trained, TOKENIZER, QUESTIONS, batch_size=3)
+    # The last example states no answer: it is no question.
+    assert (scores.n, scores.answered, scores.right, scores.faults) == (4, 4, 4, ())
+    assert [g.where for g in generations] == [f"q.jsonl:{i}" for i in (1, 2, 3, 4)]
+    assert [g.reference for g in generations] == ["4", "mat", "6", "Tom"]
+    assert generations[1].prompt == "the cat sat on"
+    assert generations[1].text == " a <answer>mat</answer>"
+
+    changed = [
+        Example("w:1", prompt="2 + 2 =", completion="<answer>5</answer>"),
+        Example("w:2", prompt="nothing to be found in", completion="<answer>this</answer>"),
+        *QUESTIONS[1:],
+    ]
+    scores, _ = judge_answers(trained, TOKENIZER, changed, limit=4)
+    assert (scores.n, scores.answered, scores.right) == (4, 3, 2)
+    scores, _ = judge_answers(trained, TOKENIZER, changed[:1], tolerance=0.25)
+    assert scores.accuracy == 1
+    nothing, generations = judge_answers(trained, TOKENIZER, QUESTIONS[-1:])
+    assert nothing.accuracy is None and generations == []
+
+
+def test_chats_are_asked_by_the_tokenizers_template(trained):
+    tokenizer = train_tokenizer(DATASET, 300)
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+
+    def chat(where, role, question, answer):
+        turns = ({"role": role, "content": question}, {"role": "assistant", "content": answer})
+        return Example(where, messages=(*turns, {"role": "user", "content": "thanks"}))
+
+    examples = [
+        chat("c:1", "user", "3 + 3 =", "<answer>6</answer>"),
+        chat("c:2", "odd", "3 + 3 =", "<answer>6</answer>"),
+        chat("c:3", "user", "3 + 3 =", "six"),
+    ]
+    scores, generations = judge_answers(trained, tokenizer, examples)
+    assert (scores.n, scores.right) == (1, 1)
+    assert generations[0].prompt == "<s>3 + 3 ="
+    assert generations[0].text == " <answer>6</answer>"
+
+
+def test_generations_that_fail_are_named_and_counted(trained, caplog):
+    model = llama(vocab_size=len(TOKENIZER) - 1)  # knows one token less than the tokenizer
+    model.load_state_dict(
+        {
+            name: value[:-1] if value.shape[:1] == (len(TOKENIZER),) else value
+            for name, value in trained.state_dict().items()
+        }
+    )
+    nan, unknown = TOKENIZER("@", add_special_tokens=False).input_ids[0], len(TOKENIZER) - 1
+    with torch.no_grad():
+        model.model.embed_tokens.weight[nan] = math.nan
+    questions = [
+        QUESTIONS[0],
+        Example("bad:nan", prompt="@", completion="#### 1"),
+        Example("bad:crash", prompt=TOKENIZER.decode([unknown]), completion="#### 1"),
+        Example("bad:long", prompt="z" * 130, completion="#### 1"),
+        QUESTIONS[2],
+    ]
+    scores, generations = judge_answers(model, TOKENIZER, questions, max_new_tokens=20)
+    assert (scores.n, scores.answered, scores.right) == (5, 2, 2)
+    nan_fault, crash, long = scores.faults
+    assert nan_fault == "bad:nan: logits not finite at new token 1"
+    assert crash.startswith("bad:crash: IndexError: ")
+    assert long.startswith("bad:long: the prompt has 131 tokens and the model 128 positions")
+    assert "3 of 5 questions got no text, the first: bad:nan: logits not finite" in caplog.text
+    assert [g.text == "" for g in generations] == [False, True, True, True, False]
+    assert generate(model, TOKENIZER, ["@", "2 + 2 ="], 20) == ["", " <answer>4</answer>"]
+    assert "prompt '@': logits not finite" in caplog.text
+
+
+def test_the_last_position_of_a_model_ends_a_text_and_no_other():
+    model = llama(seed=3).eval()
+    long = "z" * 120  # 121 tokens and BOS leave room for seven
+    with torch.no_grad():
+        expected = [greedy(model, "Tom", 12), greedy(model, long, 7)]
+    assert generate(model, TOKENIZER, ["Tom", long], 12) == expected
+
+
+def test_a_nan_behind_the_end_of_a_text_does_no_harm():
+    ends = torch.tensor([2])
+    watch = judge._Watch(3, ends)
+    scores = torch.tensor([[0.0, math.nan], [0.0, -math.inf], [0.0, math.nan]])
+    assert watch(torch.tensor([[2, 0, 0, 2], [2, 0, 0, 5], [2, 0, 0, 5]]), scores) is scores
+    watch(torch.zeros(3, 6, dtype=torch.long), scores)
+    assert watch.first == {0: 4, 2: 2}
+
+
+def test_real_stories(shared_data):
+    folder = shared_data / "lm"
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder / "stories260K", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "stories260K")
+    lines = (shared_data / "text" / "tinystories_valid.jsonl").read_text().splitlines()[:4]
+    stories = tuple(Example(f"s:{i}", text=json.loads(s)["text"]) for i, s in enumerate(lines))
+    text = make_blocks(TextDataset("s", "test", stories, "", ()), tokenizer, 256)
+    scores = judge_tokens(model, text)
+    assert scores.perplexity == pytest.approx(4.4, abs=1)
+    assert scores.bits_per_character == pytest.approx(1.1, abs=0.2)
+    assert scores.ece == pytest.approx(0, abs=0.1)
+    [story] = generate(model, tokenizer, ["Once upon a time, there was a"], 20)
+    assert story.startswith(" little girl named Lily")

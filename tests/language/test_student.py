@@ -1,0 +1,414 @@
+"""Students of several real architectures: built, adapted, saved and loaded again."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from ssl_kd.language import student as module  # noqa: E402
+from ssl_kd.language.step import _checkpoint_activations  # noqa: E402
+from ssl_kd.language.student import (  # noqa: E402
+    add_lora,
+    build_student,
+    save_student,
+)
+from ssl_kd.teachers.causal import (  # noqa: E402
+    CausalLM,
+    hidden_states,
+    linear_head,
+    load_causal_lm,
+    tokenizer_id,
+)
+
+# peft asks transformers by a name that is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+VOCAB, DEPTH = 64, 5
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": DEPTH, "n_head": 4, "n_positions": 64}
+ARCHITECTURES = {
+    "llama": ("LlamaConfig", SMALL),
+    "gpt2": ("GPT2Config", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}),
+    "qwen2": ("Qwen2Config", SMALL),
+    "gemma2": ("Gemma2Config", {**SMALL, "head_dim": 8}),
+    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32, **SMALL}),
+    "gpt_neox": ("GPTNeoXConfig", SMALL),
+}
+each = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def make_tokenizer(words=26):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i + 3 for i in range(words)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def make(architecture, **changes):
+    kind, options = ARCHITECTURES[architecture]
+    torch.manual_seed(1)
+    config = getattr(transformers, kind)(**{**options, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    return CausalLM.of(model, make_tokenizer(), architecture)
+
+
+def logits_of(model):
+    ids = torch.arange(14).view(2, 7) + 3
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+@each
+def test_a_cut_keeps_layers_embeddings_and_head(architecture):
+    teacher = make(architecture)
+    before = copy.deepcopy(teacher.model.state_dict())
+    student = build_student("layers:3", teacher, seed=0).model
+    # The oracle: the teacher itself without the layers between.
+    cut = copy.deepcopy(teacher.model)
+    stack = next(m for m in cut.modules() if isinstance(m, torch.nn.ModuleList))
+    layers = [stack[i] for i in (0, 2, 4)]
+    del stack[:]
+    stack.extend(layers)
+    for holder in cut.modules():
+        if hasattr(holder, "config"):
+            holder.config = student.config
+    torch.testing.assert_close(logits_of(student), logits_of(cut))
+    assert student.config.num_hidden_layers == 3
+
+    loss = logits_of(student).sum()
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(1)
+    assert loss.isfinite()
+    assert all(torch.equal(v, before[k]) for k, v in teacher.model.state_dict().items())
+
+
+def test_all_layers_are_the_teacher():
+    teacher = make("qwen2")
+    student = build_student(f"layers:{DEPTH}", teacher, seed=0)
+    assert torch.equal(logits_of(student.model), logits_of(teacher.model))
+    assert len(build_student("layers:1", teacher, seed=0).model.model.layers) == 1
+
+
+def test_lists_with_an_entry_per_layer_are_cut_too():
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    teacher = make("gemma2", layer_types=kinds)
+    config = build_student("layers:2", teacher, seed=0).model.config
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    # Two ids that end a text are not an entry per layer.
+    teacher = make("llama", num_hidden_layers=2, eos_token_id=[1, 2])
+    assert build_student("layers:1", teacher, seed=0).model.config.eos_token_id == [1, 2]
+
+
+@pytest.mark.parametrize("spec", ["layers:2", "fresh:2x16"])
+def test_tied_weights_stay_tied(spec, tmp_path):
+    student = build_student(spec, make("gpt2"), seed=0)
+    model = student.model
+    assert model.lm_head.weight is model.transformer.wte.weight
+    save_student(model, student.tokenizer, tmp_path / "student", "")
+    again = load_causal_lm(tmp_path / "student").model
+    assert again.lm_head.weight is again.transformer.wte.weight
+
+
+@each
+def test_fresh_students_have_the_teachers_architecture(architecture):
+    teacher = make(architecture)
+    student = build_student("fresh:2x24", teacher, seed=0)
+    model = student.model
+    assert type(model) is type(teacher.model)
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (2, 24)
+    assert model.get_input_embeddings().weight.shape == (VOCAB, 24)
+    assert logits_of(model).isfinite().all()
+    assert model.num_parameters() < teacher.model.num_parameters()
+
+
+def test_fresh_students_without_a_teacher_are_llamas():
+    tokenizer = make_tokenizer(30)
+    student = build_student("fresh:2x48", None, tokenizer, seed=0)
+    config = student.model.config
+    assert config.model_type == "llama"
+    assert (config.vocab_size, config.pad_token_id, config.eos_token_id) == (40, 0, 2)
+    assert config.hidden_size % config.num_attention_heads == 0
+    assert student.tokenizer is tokenizer
+
+
+def test_a_tokenizer_of_its_own_gives_its_vocabulary():
+    student = build_student("fresh:2x16", make("llama"), make_tokenizer(200), seed=0)
+    assert student.model.config.vocab_size == 208
+
+
+def test_the_seed_decides_and_disturbs_nothing():
+    teacher = make("llama")
+    before = torch.random.get_rng_state()
+    first, again, other = (
+        build_student("fresh:2x16", teacher, seed=seed).weights_id for seed in (3, 3, 4)
+    )
+    assert first == again != other
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_half_precision_teachers_give_float32_students():
+    teacher = make("llama")
+    half = CausalLM.of(teacher.model.half(), teacher.tokenizer, "half")
+    student = build_student("layers:2", half, seed=0).model
+    assert {p.dtype for p in student.parameters()} == {torch.float32}
+    assert student.config.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("layers:6", "has 5 layers"),
+        ("layers:0", "expected layers:3"),
+        ("layers:x", "expected layers:3"),
+        ("fresh:2", "expected fresh:2x128"),
+        ("fresh:2x0", "expected fresh:2x128"),
+        ("fresh:2x15", "take an even one"),
+    ],
+)
+def test_specifications_that_do_not_work(spec, words):
+    with pytest.raises(ValueError, match=words) as error:
+        build_student(spec, make("llama"), seed=0)
+    assert spec in str(error.value) or "15" in str(error.value)
+
+
+def test_what_needs_a_teacher_says_so():
+    with pytest.raises(ValueError, match="name a teacher"):
+        build_student("layers:2", None, make_tokenizer(), seed=0)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        build_student("fresh:2x16", None, seed=0)
+
+
+def test_layers_that_do_not_fit_where_they_would_go_are_refused():
+    # Layer 1 is dense, the others have experts: kept are 0, 2 and 4, and the second has experts.
+    experts = {"num_experts": 2, "mlp_only_layers": [1], "moe_intermediate_size": 8}
+    config = transformers.Qwen2MoeConfig(**SMALL, **experts, shared_expert_intermediate_size=8)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="'layers:3' cannot be made.*a folder") as error:
+        build_student("layers:3", CausalLM.of(model, make_tokenizer(), "moe"), seed=0)
+    assert "\n" not in str(error.value)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@each
+def test_adapters_train_alone_and_begin_as_nothing(architecture):
+    teacher = make(architecture)
+    expected = logits_of(teacher.model)
+    model = add_lora(teacher.model, 4, alpha=8.0)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    assert torch.equal(logits_of(model), expected)
+    model.train()
+    hidden_states(model, {"input_ids": torch.arange(6)[None]}).square().sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@each
+def test_recomputed_activations_give_the_same_gradients(architecture):
+    def gradients(recompute):
+        model = add_lora(make(architecture, **no_dropout).model, 2)
+        model.train()
+        if recompute:
+            _checkpoint_activations(model)
+        saved = 0
+
+        def pack(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = hidden_states(model, {"input_ids": torch.arange(6)[None]}).square().sum()
+        loss.backward()
+        return saved, [p.grad for p in model.parameters() if p.requires_grad]
+
+    no_dropout = {n: 0.0 for n in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")}
+    kept, expected = gradients(recompute=False)
+    less, got = gradients(recompute=True)
+    assert less < kept / 2
+    torch.testing.assert_close(got, expected)
+    assert any(g.abs().sum() > 0 for g in got)
+
+
+def test_adapters_of_a_half_precision_base_are_float32():
+    model = add_lora(make("llama").model.bfloat16(), 4)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_adapters_follow_their_seed():
+    def first(seed):
+        base = make("llama").model
+        before = torch.random.get_rng_state()
+        model = add_lora(base, 2, seed=seed)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        return next(p for n, p in model.named_parameters() if "lora_A" in n)
+
+    assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 0}, {"rank": 2, "dropout": 1.0}])
+def test_adapters_that_do_not_work(wrong):
+    with pytest.raises(ValueError, match="rank of at least 1"):
+        add_lora(make("llama").model, **wrong)
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+@each
+def test_a_saved_student_loads_with_identical_logits(architecture, tmp_path, capfd):
+    student = build_student("layers:2", make(architecture), seed=0)
+    rows = [{"name": "teacher", "perplexity": 3.14159, "ece": None}, {"name": "a|b", "left_out": 0}]
+    save_student(student.model, student.tokenizer, tmp_path / "student", rows)
+    assert capfd.readouterr() == ("", "")
+    names = {path.name for path in (tmp_path / "student").iterdir()}
+    assert names >= {"model.safetensors", "config.json", "generation_config.json", "README.md"}
+    assert names >= {"tokenizer.json", "tokenizer_config.json"}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "student").eval()
+    assert torch.equal(logits_of(again), logits_of(student.model))
+    fast = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "student")
+    assert tokenizer_id(fast) == tokenizer_id(student.tokenizer)
+    card = (tmp_path / "student" / "README.md").read_text(encoding="utf-8")
+    assert "| teacher | 3.142 | - | - |\n| a\\|b | - | - | 0 |" in card
+    assert os.listdir(tmp_path) == ["student"]
+
+
+def test_the_card_is_valid_for_the_hub(tmp_path):
+    from huggingface_hub import ModelCard
+
+    student = build_student("layers:2", make("llama"), seed=0)
+    save_student(student.model, student.tokenizer, tmp_path / "student", "What it is.")
+    card = ModelCard.load(tmp_path / "student" / "README.md")
+    assert card.data.to_dict()["library_name"] == "transformers"
+    assert card.data.to_dict()["pipeline_tag"] == "text-generation"
+    assert card.text.strip() == "# student\n\nWhat it is."
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    """A base in a folder, and adapters on it that do something."""
+    base = make("gpt2")
+    save_student(base.model, base.tokenizer, tmp_path / "base", "")
+    base = load_causal_lm(tmp_path / "base")
+    model = add_lora(base.model, 4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    return model, base.tokenizer
+
+
+def test_adapters_load_with_peft(on_disk, tmp_path):
+    model, tokenizer = on_disk
+    save_student(model, tokenizer, tmp_path / "adapters", "")
+    files = {path.name for path in (tmp_path / "adapters").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    assert torch.equal(logits_of(again), logits_of(model))
+    card = (tmp_path / "adapters" / "README.md").read_text(encoding="utf-8")
+    assert "library_name: peft" in card
+
+
+def test_adapters_are_merged_if_asked_and_stay_in_the_model(on_disk, tmp_path):
+    model, tokenizer = on_disk
+    expected = logits_of(model)
+    save_student(model, tokenizer, tmp_path / "merged", "", merge=True)
+    again = load_causal_lm(tmp_path / "merged").model
+    torch.testing.assert_close(logits_of(again), expected, rtol=1e-4, atol=1e-5)
+    assert not any("lora" in name for name, _ in again.named_parameters())
+    assert torch.equal(logits_of(model), expected)
+    assert any("lora_A" in name for name, _ in model.named_parameters())
+
+
+def test_adapters_of_a_base_that_lies_nowhere_are_merged(tmp_path, caplog):
+    student = build_student("layers:2", make("llama"), seed=0)
+    model = add_lora(student.model, 2)
+    with caplog.at_level("INFO", "ssl_kd"):
+        save_student(model, student.tokenizer, tmp_path / "student", "")
+    assert "merged" in caplog.text
+    assert torch.equal(logits_of(load_causal_lm(tmp_path / "student").model), logits_of(model))
+
+
+def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch):
+    student = build_student("layers:2", make("llama"), seed=0)
+    folder = tmp_path / "student"
+    save_student(student.model, student.tokenizer, folder, "first")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(module, "_card", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_student(student.model, student.tokenizer, folder, "second")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert os.listdir(tmp_path) == ["student"]
+    monkeypatch.undo()
+    save_student(student.model, student.tokenizer, folder, "third")
+    assert "third" in (folder / "README.md").read_text(encoding="utf-8")
+    assert os.listdir(tmp_path) == ["student"]
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    student = build_student("layers:1", make("llama"), seed=0)
+    with pytest.raises(FileExistsError, match="other than a saved model"):
+        save_student(student.model, student.tokenizer, tmp_path, "")
+    assert os.listdir(tmp_path) == ["thesis.txt"]
+
+
+def test_a_tokenizer_that_would_load_as_another_is_said(tmp_path, caplog):
+    # transformers takes Qwen's own class for a model of its architecture, whatever was saved.
+    for architecture, said in {"llama": False, "qwen2": True}.items():
+        student = build_student("layers:1", make(architecture), seed=0)
+        save_student(student.model, student.tokenizer, tmp_path / architecture, "")
+        assert ("AutoTokenizer makes another" in caplog.text) == said
+
+
+def test_an_odd_generation_configuration_does_not_cost_the_student(tmp_path):
+    student = build_student("layers:1", make("llama"), seed=0)
+    student.model.generation_config.temperature = 0.6  # without do_sample, as some on the Hub
+    save_student(student.model, student.tokenizer, tmp_path / "student", "")
+    again = transformers.GenerationConfig.from_pretrained(tmp_path / "student")
+    assert (again.temperature, again.do_sample) == (0.6, True)
+
+
+def test_real_models(shared_data, tmp_path):
+    teacher = load_causal_lm(shared_data / "lm" / "stories3M")
+    ids = teacher.tokenizer("Once upon a time, there was a little girl", return_tensors="pt")
+    cut = build_student("layers:3", teacher, seed=0)
+    fresh = build_student("fresh:2x64", teacher, seed=0)
+    own = build_student(str(shared_data / "lm" / "stories260K"), teacher, seed=0)
+    assert (own.model.config.vocab_size, fresh.model.config.vocab_size) == (512, 4096)
+    assert linear_head(cut.model) and linear_head(fresh.model)
+
+    def loss(model):
+        with torch.no_grad():
+            return model(**ids, labels=ids.input_ids).loss.item()
+
+    assert loss(teacher.model) < loss(cut.model)
+    assert cut.model.generation_config.eos_token_id == [1, 2]
+    save_student(cut.model, cut.tokenizer, tmp_path / "student", "")
+    assert loss(load_causal_lm(tmp_path / "student").model) == loss(cut.model)
