@@ -1,18 +1,22 @@
-"""Data sets by name: images and ready-made features, one call for all."""
+"""Data sets by name: images and ready-made features, one call for all; text, another."""
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset
 from ssl_kd.datasets.named import DatasetUnavailable, open_dataset
+from ssl_kd.datasets.text import Example, TextDataset, open_text
 
 __all__ = [
     "ArrayDataset",
     "DatasetUnavailable",
+    "Example",
     "FeatureDataset",
     "FolderDataset",
     "ImageDataset",
+    "TextDataset",
     "UnreadableImage",
     "decode",
     "open_dataset",
     "open_features",
+    "open_text",
 ]

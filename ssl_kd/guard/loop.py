@@ -100,6 +100,10 @@ class Guard:
             modules have their `reset_parameters` called; other parts skip this rung.
         events: a file to append the guard's decisions to, one line of JSON each.
 
+    Attributes:
+        grad_norm: gradient norm of each part in the last step, before clipping, `[part]` float32 on
+            the CPU; NaN for a part that was cut out.
+
     Raises:
         ValueError: parts and optimizer do not fit, an argument is out of range, or a parameter is
             complex.
@@ -155,6 +159,7 @@ class Guard:
         self._scales = bool(self._masters) if scaler is None else scaler
         self.scale = torch.full((len(self._parts),), _FIRST_SCALE if self._scales else 1.0)
         self._one_scale = bool(self._beside)
+        self.grad_norm = torch.zeros(len(self._parts))
         self._terms: dict[str, Health] = {}
         self._keep_buffers(range(len(self._parts)))
         self._forget()
@@ -237,6 +242,7 @@ class Guard:
                     g.mul_(1 / self._scale_of(i))
         norms = [_norm(grads) for grads in gradients]
         loss, norm = self._read_step(norms)
+        self.grad_norm = norm
         stage = self.health.judge(loss, norm, self.thresholds)
         healthy = is_healthy(stage)
         for i, part in enumerate(self._parts):

@@ -1,0 +1,1 @@
+"""The language mode: a teacher language model teaches a student, token by token."""

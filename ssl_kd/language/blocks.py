@@ -1,0 +1,500 @@
+"""From documents to blocks of tokens: what counts as a target, and who may see whom."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ssl_kd.datasets.text import Example, TextDataset, first_few
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["Batch", "Blocks", "isolates_documents", "make_blocks", "train_tokenizer"]
+
+_BATCH = 256  # documents handed to the tokenizer at once
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows of a `Blocks`, cut to the longest of them.
+
+    Attributes:
+        input_ids: int64 `[B, T]`; padding holds any valid token.
+        position_ids: int64 `[B, T]`, from 0 in each document.
+        counts: bool `[B, T]`, the token is a target that counts; never a document's first.
+        documents: int32 `[B, T]`, the number of the document in its row, from 1; 0 is padding.
+        rows: int64 `[B]` on the CPU, which rows these are.
+        characters: how many characters of text the targets that count stand for.
+        packed: some row holds more than one document.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    counts: Tensor
+    documents: Tensor
+    rows: Tensor
+    characters: int
+    packed: bool
+
+    def model_inputs(self) -> dict[str, Tensor]:
+        """What a causal model of transformers gets, with `use_cache=False`.
+
+        There is no attention mask. Padding stands at the end, where nothing that counts can see it.
+        Documents are told apart by positions that begin anew, which transformers looks for where it
+        gets neither a mask nor a cache; `isolates_documents` asks a model whether it does.
+        """
+        if self.packed:
+            return {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        return {"input_ids": self.input_ids}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tokens in rows of one length.
+
+    Attributes:
+        ids: int64 `[n, T]`.
+        counts: bool `[n, T]`, the token is a target that counts. Labels are not shifted here.
+        documents: int32 `[n, T]`, the number of the document in its row, from 1; 0 is padding.
+        row_characters: int64 `[n]`, characters of text that the row's targets stand for.
+        left_out: documents that were left out, shortened or split, the first few.
+        digest: SHA-256 of ids, counts and documents.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    documents: Tensor
+    row_characters: Tensor
+    left_out: tuple[str, ...]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def characters(self) -> int:
+        """Characters of text that all targets stand for; see `make_blocks`."""
+        return int(self.row_characters.sum())
+
+    def batch(
+        self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
+    ) -> Batch:
+        """Gather rows, without the columns that are padding in all of them.
+
+        Args:
+            rows: which, in any order.
+            device: where to; None leaves them on the CPU.
+        """
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        documents = self.documents[rows]
+        width = int((documents > 0).any(0).sum())
+        documents = documents[:, :width]
+        column = torch.arange(width).expand(len(rows), -1)
+        begins = torch.zeros_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        first = torch.where(begins, column, 0).cummax(1).values
+        return Batch(
+            input_ids=self.ids[rows, :width].to(device),
+            position_ids=(column - first).to(device),
+            counts=self.counts[rows, :width].to(device),
+            documents=documents.to(device),
+            rows=rows,
+            characters=int(self.row_characters[rows].sum()),
+            packed=bool((documents > 1).any()),
+        )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens that see each other: a document, or a part of one that is longer than a block."""
+
+    ids: np.ndarray
+    counts: np.ndarray
+    characters: np.ndarray
+
+
+def make_blocks(
+    dataset: TextDataset,
+    tokenizer: PreTrainedTokenizerFast,
+    block_size: int,
+    *,
+    packing: bool = True,
+    end_token: int | None = None,
+) -> Blocks:
+    """Turn documents into blocks of tokens.
+
+    What stands in a document and what of it counts as a target:
+
+    - text: a start token, the text, the end token; all but the start count. The start is the
+      tokenizer's BOS, or the end token where it has none, so that the first word is predicted too.
+    - prompt and completion: joined as they are and tokenized as one, with the end token after
+      them (and BOS before them where the tokenizer puts it there itself). Tokens that reach
+      beyond the prompt count, and the end token.
+    - messages: what the tokenizer's own chat template makes of them. The assistant's turns count,
+      with what the template puts after them.
+
+    A document longer than a block loses the beginning of its prompt, as far as that goes; what is
+    still too long is split. Each further part begins with the last token of the part before, as
+    context that does not count: every target counts once, in whatever blocks. Parts
+    without a target are dropped.
+
+    `characters` are those of the texts, completions and assistant's messages themselves: not of
+    prompts, end tokens or the template. So it is the same number for all tokenizers, and nats
+    summed over the targets / characters / ln 2 compares them. (A tokenizer's part in a row is found
+    by its offsets.)
+
+    Args:
+        dataset: the documents.
+        tokenizer: a fast one. Never changed; padding is the end token, which every model knows.
+        block_size: tokens in a row, at least 2.
+        packing: several documents in a row, each whole, where the longest go first into the
+            fullest row that has room (best fit decreasing); else one a row.
+        end_token: id of the token that ends a document; None for the tokenizer's EOS.
+
+    Raises:
+        ValueError: a tokenizer that is not fast, lacks an EOS, or lacks the chat template
+            that messages need; a block size below 2; a data set of which no target is left.
+    """
+    if block_size < 2:
+        raise ValueError(f"block_size must be at least 2 (a token and its target): {block_size}")
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer, as "
+            "AutoTokenizer.from_pretrained does where tokenizer.json is there"
+        )
+    end: Any = tokenizer.eos_token_id if end_token is None else end_token
+    if end is None:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} names no token that ends a document: "
+            "set tokenizer.eos_token, or give end_token"
+        )
+    left_out: list[str] = []
+    cut: list[str] = []
+    pieces: list[_Piece] = []
+    for start in range(0, len(dataset), _BATCH):
+        batch = dataset.examples[start : start + _BATCH]
+        for example, document in _tokenize(batch, tokenizer, end, left_out):
+            parts = _fit(document, block_size)
+            pieces += parts
+            if not parts:
+                left_out.append(f"{example.where}: no token of it counts")
+            elif len(document.ids) > block_size:
+                cut.append(_describe_cut(document, parts, block_size, example.where))
+    if not pieces:
+        raise ValueError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
+    rows = (
+        _best_fit([len(p.ids) for p in pieces], block_size)
+        if packing
+        else [[i] for i in range(len(pieces))]
+    )
+    return _lay_out(pieces, rows, block_size, end, (*first_few(left_out), *first_few(cut, 5)))
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A string, and what of it counts: (begin, end, characters of its own), the end exclusive."""
+
+    text: str
+    spans: tuple[tuple[int, int, int], ...]
+
+
+def _render(example: Example, tokenizer: PreTrainedTokenizerFast) -> _Rendered | str:
+    """The text of an example, or why there is none."""
+    if example.messages is not None:
+        return _render_chat(example.messages, tokenizer, example.where)
+    if example.text is not None:
+        return _Rendered(example.text, ((0, len(example.text), len(example.text)),))
+    prompt, completion = example.prompt or "", example.completion or ""
+    whole = prompt + completion
+    return _Rendered(whole, ((len(prompt), len(whole), len(completion)),))
+
+
+def _render_chat(
+    messages: Sequence[Any], tokenizer: PreTrainedTokenizerFast, where: str
+) -> _Rendered | str:
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where}: messages need a chat template, and the tokenizer "
+            f"{tokenizer.name_or_path!r} has none: take the tokenizer of a chat model, set "
+            "tokenizer.chat_template, or write the data as prompt and completion"
+        )
+
+    def render(upto: int, prompt: bool = False) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages[:upto]), tokenize=False, add_generation_prompt=prompt
+            )
+        )
+
+    spans = []
+    try:
+        whole = render(len(messages))
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = render(i, prompt=True) if i else "", render(i + 1)
+                # A template that rewrites earlier turns (drops thoughts, say) hides where they are.
+                if whole.startswith(before) and whole.startswith(after):
+                    spans.append((len(before), len(after), len(message["content"])))
+    except TemplateError as error:
+        return f"{where}: the chat template refuses the messages: {error}"
+    if not spans:
+        return f"{where}: the chat template shows no turn of the assistant as it was generated"
+    return _Rendered(whole, tuple(spans))
+
+
+def _tokenize(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerFast,
+    end: int,
+    left_out: list[str],
+) -> Iterator[tuple[Example, _Piece]]:
+    kept: list[tuple[Example, _Rendered]] = []
+    for example in examples:
+        rendered = _render(example, tokenizer)
+        if isinstance(rendered, str):
+            left_out.append(rendered)
+        else:
+            kept.append((example, rendered))
+    if not kept:
+        return
+    encoded: Any = tokenizer(
+        [rendered.text for _, rendered in kept],
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        verbose=False,  # no warning that a document is longer than the model's context
+    )
+    own = tokenizer("")["input_ids"]
+    bos = tokenizer.bos_token_id
+    start_of_prompt = [bos] if bos is not None and own[:1] == [bos] else []
+    start_of_text = [end if bos is None else bos]
+    for (example, rendered), ids, offsets in zip(
+        kept, encoded["input_ids"], encoded["offset_mapping"], strict=True
+    ):
+        if not ids:
+            left_out.append(f"{example.where}: the tokenizer makes no token of it")
+            continue
+        counts, characters = _count(offsets, rendered)
+        before, after = start_of_prompt, [end]
+        if example.text is not None or (example.prompt == "" and not start_of_prompt):
+            before = start_of_text
+        if example.messages is not None:  # the template has put there what belongs there
+            before = after = []
+        counts = np.pad(counts, (len(before), len(after)))
+        counts[len(counts) - len(after) :] = True
+        counts[0] = False  # nothing predicts it
+        yield (
+            example,
+            _Piece(
+                np.array([*before, *ids, *after], dtype=np.int64),
+                counts,
+                np.pad(characters, (len(before), len(after))),
+            ),
+        )
+
+
+def _count(
+    offsets: Sequence[tuple[int, int]], rendered: _Rendered
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens count, and how many characters each stands for; each span's sum is exact."""
+    # A token stands for all up to its end: spaces that some tokenizers leave between offsets, too.
+    ends = np.array(offsets, dtype=np.int64)[:, 1]
+    counts = np.zeros(len(ends), dtype=bool)
+    characters = np.zeros(len(ends), dtype=np.int64)
+    for begin, stop, own in rendered.spans:
+        inside = np.flatnonzero((ends > begin) & (ends <= stop) if begin else ends <= stop)
+        if not len(inside):
+            continue
+        reached = np.clip(ends[inside] - begin, 0, own)
+        reached[-1] = own
+        counts[inside] = True
+        characters[inside] = np.diff(reached, prepend=0)
+    return counts, characters
+
+
+def _fit(document: _Piece, block_size: int) -> list[_Piece]:
+    """Cut a document to pieces of at most `block_size` that hold every target once."""
+    length = len(document.ids)
+    targets = np.flatnonzero(document.counts)
+    if not len(targets):
+        return []
+    # Of a prompt as much is kept as there is room for, and one token in any case.
+    begin = min(max(length - block_size, 0), int(targets[0]) - 1)
+    pieces = []
+    for start in range(begin, length - 1, block_size - 1):
+        part = slice(start, start + block_size)
+        counts = document.counts[part].copy()
+        counts[0] = False
+        if counts.any():
+            characters = np.where(counts, document.characters[part], 0)
+            pieces.append(_Piece(document.ids[part], counts, characters))
+    return pieces
+
+
+def _describe_cut(document: _Piece, parts: Sequence[_Piece], block_size: int, where: str) -> str:
+    first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
+    lost = f"the first {first} tokens of the prompt cut off" if first else ""
+    split = f"split into {len(parts)} parts" if len(parts) > 1 else ""
+    what = " and ".join(filter(None, (lost, split)))
+    return f"{where}: {len(document.ids)} tokens for blocks of {block_size}, {what}"
+
+
+def _best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
+    """Which pieces share a row: the longest first, each into the fullest row with room for it."""
+    open_rows: dict[int, list[list[int]]] = {}
+    rooms: list[int] = []  # the keys of open_rows, sorted
+    rows: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, lengths[i])
+        if at == len(rooms):
+            room, row = block_size, []
+            rows.append(row)
+        else:
+            room = rooms[at]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                del open_rows[room], rooms[at]
+        row.append(i)
+        room -= lengths[i]
+        if room not in open_rows:
+            open_rows[room] = []
+            insort(rooms, room)
+        open_rows[room].append(row)
+    # In the order of the documents again: the first rows must not be those of the longest ones.
+    return sorted(sorted(row) for row in rows)
+
+
+def _lay_out(
+    pieces: Sequence[_Piece],
+    rows: Sequence[Sequence[int]],
+    block_size: int,
+    padding: int,
+    left_out: Sequence[str],
+) -> Blocks:
+    shape = (len(rows), block_size)
+    ids = np.full(shape, padding, dtype=np.int64)
+    counts = np.zeros(shape, dtype=bool)
+    documents = np.zeros(shape, dtype=np.int32)
+    characters = np.zeros(len(rows), dtype=np.int64)
+    for r, row in enumerate(rows):
+        at = 0
+        for number, i in enumerate(row, 1):
+            piece = pieces[i]
+            part = slice(at, at + len(piece.ids))
+            ids[r, part], counts[r, part], documents[r, part] = piece.ids, piece.counts, number
+            characters[r] += piece.characters.sum()
+            at = part.stop
+    digest = hashlib.sha256(repr(shape).encode())
+    for array in (ids, counts, documents):
+        digest.update(array.tobytes())
+    return Blocks(
+        torch.from_numpy(ids),
+        torch.from_numpy(counts),
+        torch.from_numpy(documents),
+        torch.from_numpy(characters),
+        tuple(left_out),
+        digest.hexdigest(),
+    )
+
+
+@torch.no_grad()
+def isolates_documents(model: Any) -> bool:
+    """Ask a model whether documents in one row are hidden from each other.
+
+    Two rows of two documents, of which the first is then changed: the logits of the second must
+    stay as they are, up to rounding. They do not in models whose attention ignores positions, or
+    that find packed documents only in batches of one (FlashAttention): those need `packing=False`.
+
+    Args:
+        model: a causal model of transformers, on any device.
+
+    Returns:
+        True where packing is safe. The model and all random states are left as they were.
+    """
+    modes: list[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]
+    device = next(model.parameters()).device
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(0))
+    changed = torch.cat([(ids[:, :6] + 1) % vocabulary, ids[:, 6:]], dim=1)
+    positions = (torch.arange(12) % 6).expand(2, -1).to(device)
+    try:
+        model.eval()
+        before, after = (
+            model(input_ids=i.to(device), position_ids=positions, use_cache=False).logits
+            for i in (ids, changed)
+        )
+    except TypeError:  # takes no positions: cannot know of documents
+        return False
+    finally:
+        for module, training in modes:
+            module.training = training
+    moved = (before - after).abs().amax((0, 2))
+    # Not to the bit: a mixture of experts sorts tokens anew, which rounds differently.
+    return bool(moved[6:].max() <= 1e-5 * before.abs().max() and moved[:6].min() > 0)
+
+
+def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on a data set; the same data give the same tokenizer.
+
+    Args:
+        dataset: documents; of prompts, completions and messages both sides are read.
+        vocab_size: at least 259, for the bytes and `<s>`, `</s>`, `<pad>`. A small data set may
+            end with fewer: `len(tokenizer)` says.
+
+    Returns:
+        A tokenizer that puts `<s>` before a text, and saves and loads with `AutoTokenizer`.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: `vocab_size` is below 259.
+
+    References:
+        Sennrich, Haddow, Birch (2016), Neural machine translation of rare words with subword units.
+    """
+    specials = ["<s>", "</s>", "<pad>"]
+    if vocab_size < 256 + len(specials):
+        raise ValueError(
+            f"vocab_size must be at least {256 + len(specials)} (256 bytes and "
+            f"{', '.join(specials)}), got {vocab_size}"
+        )
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ImportError("a tokenizer needs transformers: pip install 'ssl_kd[llm]'") from error
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_texts(dataset), trainer)
+    bpe.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def _texts(dataset: TextDataset) -> Iterator[str]:
+    for example in dataset.examples:
+        if example.messages is not None:
+            yield from (message["content"] for message in example.messages)
+        elif example.text is not None:
+            yield example.text
+        else:
+            yield (example.prompt or "") + (example.completion or "")

@@ -1,0 +1,274 @@
+import builtins
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssl_kd.datasets import DatasetUnavailable, Example, open_text
+from ssl_kd.datasets.text import LONGEST, first_few
+
+
+def write_jsonl(path, records):
+    lines = (r if isinstance(r, str) else json.dumps(r) for r in records)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+def test_the_forms_of_a_line(tmp_path):
+    path = write_jsonl(
+        tmp_path / "f.jsonl",
+        [
+            {"text": "once"},
+            {"prompt": "2+2=", "completion": "4", "text": "not this"},
+            {"question": "How many?", "answer": "One and one.\n#### 2"},
+            {"messages": CHAT, "id": 7},
+        ],
+    )
+    assert open_text(path, "all").examples == (
+        Example("f.jsonl:1", text="once"),
+        Example("f.jsonl:2", prompt="2+2=", completion="4"),
+        Example("f.jsonl:3", prompt="How many?\n", completion="One and one.\n#### 2"),
+        Example("f.jsonl:4", messages=tuple(CHAT)),
+    )
+
+
+def test_another_field(tmp_path):
+    path = write_jsonl(tmp_path / "f.jsonl", [{"content": "once", "text": 5}])
+    assert open_text(path, "all", field="content").examples == (Example("f.jsonl:1", text="once"),)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("", "empty"),
+        ("{'text': 'a'}", "not JSON"),
+        ("[" * 200_000, "not JSON"),
+        ('["a"]', "not an object but list"),
+        ({"txt": "a"}, r"holds \['txt'\]; expected strings in messages"),
+        ({"text": None}, r"holds \['text'\]"),
+        ({"text": " \n"}, "text is empty"),
+        ({"prompt": "a", "completion": ""}, "completion is empty"),
+        ({"messages": ["hello"]}, "must hold the strings role and content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "must hold the strings"),
+        ({"messages": CHAT[:1]}, "no message of the assistant"),
+        ({"text": "a" * LONGEST}, r"1,000,002 bytes, more than 1,000,000"),
+        ('{"text": "\\ud800"}', "half of a surrogate pair"),
+    ],
+)
+def test_lines_that_cannot_be_used_are_named(tmp_path, line, complaint):
+    good = {"text": "once"}
+    path = write_jsonl(tmp_path / "f.jsonl", [good, line, good])
+    data = open_text(path, "all")
+    assert [e.where for e in data.examples] == ["f.jsonl:1", "f.jsonl:3"]
+    (named,) = data.left_out
+    assert named.startswith("f.jsonl:2: ")
+    with pytest.raises(ValueError, match=complaint):
+        open_text(write_jsonl(tmp_path / "bad.jsonl", [line]), "all")
+
+
+def test_bytes_that_are_no_text_and_a_byte_order_mark(tmp_path):
+    good = '{"text": "é"}'.encode()
+    (tmp_path / "f.jsonl").write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\xff\xfe\n" + good)
+    data = open_text(tmp_path / "f.jsonl", "all")
+    assert [e.text for e in data.examples] == ["é", "é"]
+    assert data.left_out[0].startswith("f.jsonl:2: not JSON")
+    (tmp_path / "f.txt").write_bytes(b"\xef\xbb\xbfone\r\n\xff\nthree\n")
+    data = open_text(tmp_path / "f.txt", "all")
+    assert data.examples == (Example("f.txt:1", text="one\nthree"),)
+    assert data.left_out == ("f.txt:2: not UTF-8 (invalid start byte)",)
+
+
+def test_few_of_many_complaints_are_listed(tmp_path):
+    data = open_text(write_jsonl(tmp_path / "f.jsonl", ["{"] * 50 + [{"text": "a"}]), "all")
+    assert len(data.left_out) == 21
+    assert data.left_out[-1] == "and 30 more"
+    assert first_few(["a", "b"], 2) == ("a", "b")
+
+
+def test_a_jsonl_file_without_a_usable_line_is_an_error_in_a_folder_too(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"txt": "b"}, "{"])
+    with pytest.raises(ValueError, match=r"b\.jsonl has no usable line: b\.jsonl:1: holds"):
+        open_text(tmp_path, "all")
+    (tmp_path / "b.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"b\.jsonl has no usable line: it is empty"):
+        open_text(tmp_path, "all")
+
+
+def test_plain_text_is_cut_between_paragraphs(tmp_path):
+    paragraph = "word " * 500 + "\n"
+    (tmp_path / "f.md").write_text("# Title\n\n" + f"{paragraph}\n" * 5)
+    (tmp_path / "g.txt").write_text("word " * 100 + "\n" + "line without a blank one\n" * 3000)
+    (tmp_path / "h.raw").write_text("\n \n")
+    (tmp_path / "i.png").write_bytes(b"\x89PNG")
+    data = open_text(tmp_path, "all")
+    places = [e.where for e in data.examples]
+    assert places[:4] == ["f.md:1", "f.md:7", "f.md:11", "g.txt:1"]
+    assert data.left_out == ("h.raw:1: empty",)
+    texts = [str(e.text) for e in data.examples]
+    assert "\n\n".join(texts[:3]) == (tmp_path / "f.md").read_text().strip("\n")
+    assert "\n".join(texts[3:]) == (tmp_path / "g.txt").read_text().strip("\n")
+    assert max(map(len, texts[3:])) < 17_000
+
+
+def test_held_out_documents_stay_the_same_and_duplicates_stay_together(tmp_path):
+    records = [{"text": f"story {i % 200}"} for i in range(400)]
+    path = write_jsonl(tmp_path / "f.jsonl", records)
+    train, test = open_text(path, "train"), open_text(path, "test")
+    told = [{e.text for e in part.examples} for part in (train, test)]
+    assert not told[0] & told[1]
+    assert told[0] | told[1] == {r["text"] for r in records}
+    assert len(train) + len(test) == 400
+    assert 20 <= len(test) <= 70  # 10 % of 200 stories, each twice
+    # A story keeps its side whatever else is added, and wherever it is.
+    more = write_jsonl(tmp_path / "more.jsonl", [{"text": "new"}, *records[::-1]])
+    assert {e.text for e in open_text(more, "test").examples} - {"new"} == told[1]
+    half = open_text(path, "test", held_out=0.5)
+    assert told[1] < {e.text for e in half.examples}
+
+
+def test_one_document_cannot_be_divided(tmp_path):
+    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "the only one"}])
+    with pytest.raises(ValueError, match="nothing is left for the test split .* of 1 documents"):
+        open_text(path, "test", held_out=1e-9)
+
+
+@pytest.mark.parametrize("name", ["test", "validation", "valid", "val", "eval"])
+def test_a_split_of_its_own(tmp_path, name):
+    train = write_jsonl(tmp_path / "my_train.jsonl", [{"text": "a"}])
+    write_jsonl(tmp_path / f"my_{name}.jsonl", [{"text": "b"}])
+    assert [e.text for e in open_text(train, "train").examples] == ["a"]
+    assert [e.text for e in open_text(train, "test").examples] == ["b"]
+    assert [e.text for e in open_text(train, "all").examples] == ["a"]
+    folder = tmp_path / "folder"
+    (folder / "train").mkdir(parents=True)
+    (folder / name).mkdir()
+    write_jsonl(folder / "train" / "x.jsonl", [{"text": "a"}])
+    write_jsonl(folder / name / "x.jsonl", [{"text": "b"}])
+    assert [e.text for e in open_text(folder, "train").examples] == ["a"]
+    assert [e.text for e in open_text(folder, "test").examples] == ["b"]
+    assert len(open_text(folder, "all")) == 2
+
+
+def test_the_digest_is_that_of_what_was_read(tmp_path):
+    first = open_text(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}]), "all")
+    same = open_text(write_jsonl(tmp_path / "b.jsonl", ["", {"text": "a"}, {"text": "b"}]), "all")
+    other = open_text(write_jsonl(tmp_path / "c.jsonl", [{"text": "b"}, {"text": "a"}]), "all")
+    form = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}])
+    longer = write_jsonl(tmp_path / "e.jsonl", [{"text": "a"}, {"text": "b and more"}])
+    another = write_jsonl(tmp_path / "f.jsonl", [{"text": "a"}, {"text": "b and less"}])
+    others = [other, *(open_text(path, "all") for path in (form, longer, another))]
+    assert first.digest == same.digest
+    assert len({d.digest for d in (first, *others)}) == 5
+
+
+def test_reading_stops_at_max_bytes(tmp_path):
+    path = write_jsonl(tmp_path / "f.jsonl", [{"text": "12345678"}] * 5)
+    data = open_text(path, "all", max_bytes=25)  # ten bytes each, with the quotes
+    assert len(data) == 2
+    assert data.left_out == ("f.jsonl:3 and all after it: max_bytes is 25",)
+
+
+def test_the_standard_library():
+    train = open_text("stdlib", "train", max_bytes=1_000_000)
+    test = open_text("stdlib", "test", max_bytes=1_000_000)
+    assert {e.where for e in train.examples}.isdisjoint(e.where for e in test.examples)
+    assert len(train) > 10 and len(test) > 0
+    both = [*train.examples, *test.examples]
+    assert 500_000 < sum(len(e.content()) for e in both) <= 1_000_000
+    assert all(e.where.endswith(".py") and e.text.strip() for e in both)
+    assert not any("test" in e.where.split("/")[:-1] for e in both)
+    assert not any("site-packages" in e.where for e in both)
+    (stopped,) = train.left_out  # and no complaint of modules that are empty on purpose
+    assert stopped.endswith("and all after it: max_bytes is 1,000,000")
+    assert open_text("stdlib", "train", max_bytes=1_000_000) == train
+
+
+@pytest.mark.parametrize("name", ["nothing.jsonl", "table.csv"])
+def test_no_such_source(tmp_path, name):
+    (tmp_path / "table.csv").write_text("a,b")
+    with pytest.raises(DatasetUnavailable, match=r"no file of text .* 'stdlib' .* 'hf:NAME'"):
+        open_text(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"split": "dev"}, "split must be .* 'dev'"), ({"held_out": 1.0}, "held_out .* got 1.0")],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        open_text("stdlib", **arguments)
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=st.lists(st.text(), max_size=8))
+def test_any_text_comes_back_or_is_named(tmp_path_factory, texts):
+    path = tmp_path_factory.mktemp("any") / "f.jsonl"
+    data = open_text(write_jsonl(path, [{"text": t} for t in [*texts, "end"]]), "all")
+    assert [e.text for e in data.examples] == [t for t in [*texts, "end"] if t.strip()]
+    assert len(data.left_out) == sum(not t.strip() for t in texts)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A data set as `datasets` opens it, from a folder instead of the network."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "stories"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", [{"text": f"story {i}"} for i in range(50)])
+    return folder
+
+
+def test_hugging_face(hub):
+    train, test = open_text(f"hf:{hub}", "train"), open_text(f"hf:{hub}", "test")
+    assert len(train) + len(test) == 50 and len(test)
+    assert train.examples[0].where.endswith("stories[train]:1")
+    write_jsonl(hub / "test.jsonl", [{"text": "the end"}, {"text": ""}])
+    test = open_text(f"hf:{hub}", "test")
+    assert [e.text for e in test.examples] == ["the end"]
+    assert test.left_out[0].endswith("stories[test]:2: text is empty")
+    assert len(open_text(f"hf:{hub}", "train")) == 50
+    assert len(open_text(f"hf:{hub}", "all")) == 51
+
+
+def test_hugging_face_that_cannot_be_opened(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def no_network(*arguments):
+        raise ConnectionError(f"no route to the hub for {arguments}")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", no_network)
+    with pytest.raises(DatasetUnavailable, match=r"\('wikitext', 'raw-v1'\).*name a \.jsonl file"):
+        open_text("hf:wikitext:raw-v1")
+
+
+def test_hugging_face_without_the_package(monkeypatch):
+    load = builtins.__import__
+
+    def no_datasets(name, *arguments, **more):
+        if name == "datasets":
+            raise ImportError(name)
+        return load(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", no_datasets)
+    with pytest.raises(ImportError, match=r"pip install 'ssl_kd\[llm\]'"):
+        open_text("hf:wikitext")
+
+
+def test_real_text(shared_data):
+    text = shared_data / "text"
+    stories = open_text(text / "tinystories_train.jsonl", "train")
+    told = open_text(text / "tinystories_train.jsonl", "test")
+    assert (len(stories), len(told)) == (854, 95)
+    assert not stories.left_out
+    plays = open_text(text / "tinyshakespeare.txt", "all")
+    assert plays.left_out == () and len(plays) > 100
+    whole = (text / "tinyshakespeare.txt").read_text()
+    assert [w for e in plays.examples for w in e.text.split()] == whole.split()
+    sums = open_text(shared_data / "gsm8k", "test")
+    assert len(sums) == 100 and all("#### " in str(e.completion) for e in sums.examples)
