@@ -1,6 +1,16 @@
 """Losses: pure functions, tensors in, one value per sample or part out, float32 inside."""
 
 from ssl_kd.guard.finite import safe_normalize_weights
+from ssl_kd.losses.divergences import Divergence
+from ssl_kd.losses.linear_distillation import (
+    LinearTeacher,
+    LogitsTeacher,
+    SampledTeacher,
+    Teacher,
+    TopKTeacher,
+    linear_distillation,
+    logits_distillation,
+)
 from ssl_kd.losses.mutual_information import (
     InstanceWeight,
     agreement,
@@ -14,16 +24,28 @@ from ssl_kd.losses.self_distillation import (
     sharpened_cross_entropy,
     sinkhorn_targets,
 )
+from ssl_kd.losses.token_distillation import LegacyClamp, next_token_targets, token_kd
 
 __all__ = [
+    "Divergence",
     "InstanceWeight",
+    "LegacyClamp",
+    "LinearTeacher",
+    "LogitsTeacher",
+    "SampledTeacher",
+    "Teacher",
+    "TopKTeacher",
     "agreement",
     "beta_mi",
     "centred_targets",
     "instance_weights",
+    "linear_distillation",
     "log_probabilities",
+    "logits_distillation",
+    "next_token_targets",
     "safe_normalize_weights",
     "sharpened_cross_entropy",
     "sinkhorn_targets",
     "temi",
+    "token_kd",
 ]

@@ -1,0 +1,372 @@
+"""Distillation between models whose tokenizers differ, on an alignment made beforehand.
+
+Everything here works on compacted positions: a row of logits is a position that predicts a token
+that counts, a group is a stretch of text that both tokenizers cut at the same characters. Which row
+and which group is the alignment's business (`ssl_kd.language.alignment`). Arithmetic is float32
+inside (float64 for float64), gradients flow to the student only, and a NaN stays a NaN: finding it
+is the guard's business, and `reduction="none"` says which group it sits in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ssl_kd.guard.finite import compute_dtype
+from ssl_kd.losses.divergences import (
+    SATURATION,
+    Divergence,
+    check_divergence,
+    divergence_,
+    log_softmax_,
+)
+from ssl_kd.losses.mutual_information import check_temperature
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Positions(NamedTuple):
+    """The positions of one side that predict a token that counts, in order of the groups.
+
+    Attributes:
+        rows: `[n]` int64 into the flattened `[batch * token]` hidden states or logits; the token
+            predicted is the one after it.
+        targets: `[n]` int64, that token.
+        groups: `[n]` int64 in `[0, G)`, the group it belongs to; ascending.
+        first: `[G]` int64 into `rows`, the position that predicts the group's first token.
+    """
+
+    rows: Tensor
+    targets: Tensor
+    groups: Tensor
+    first: Tensor
+
+
+class VocabularyMap(NamedTuple):
+    """Which class of the common vocabulary each token of one side belongs to.
+
+    Attributes:
+        classes: `[tokens]` int64; `size` for a token that belongs to none.
+        size: number of classes.
+    """
+
+    classes: Tensor
+    size: int
+
+
+class _Saturate(torch.autograd.Function):
+    """Infinities become +-65504; their gradient passes, so that an overflow can be unlearned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.nan_to_num(nan=float("nan"), posinf=SATURATION, neginf=-SATURATION)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+        return grad_output
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return _Saturate.apply(logits.to(compute_dtype(logits)))  # pyright: ignore[reportReturnType]
+
+
+class _Divergence(torch.autograd.Function):
+    """`[row]` divergences times T^2 from logits, with the closed-form gradient of `divergence_`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, temperature: float, name: Divergence
+    ) -> Tensor:
+        # A class that one model has no output for is -inf there: as good as never, but finite.
+        teacher = teacher.to(student.dtype).clamp(min=-SATURATION)
+        log_p, p = log_softmax_(teacher, temperature)
+        log_q, q = log_softmax_(student.clamp(min=-SATURATION), temperature)
+        value, gradient = divergence_(name, log_p, p, log_q, q, gradient=ctx.needs_input_grad[0])
+        if gradient is not None:
+            ctx.save_for_backward(gradient.mul_(temperature))  # T^2 / T
+        return value * temperature**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_output.unsqueeze(-1), None, None, None
+
+
+def _reduce(values: Tensor, reduction: Reduction) -> Tensor:
+    """The mean is 0 where there is nothing to average, and still part of the graph."""
+    if reduction == "mean":
+        return values.sum() / max(len(values), 1)
+    return values.sum() if reduction == "sum" else values
+
+
+def _check_rows(student: Tensor, teacher: Tensor, what: str) -> None:
+    if len(student) != len(teacher):
+        raise ValueError(
+            f"{len(student)} {what} of the student and {len(teacher)} of the teacher: "
+            "both sides must come from the same alignment"
+        )
+
+
+def uld(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Universal logit distillation: L1 distance of the sorted next-token probabilities.
+
+    $\sum_i |q_{(i)} - p_{(i)}|$, with student $q$ and teacher $p$ in descending order and the
+    smaller vocabulary padded with zeros. It needs no correspondence between the vocabularies, only
+    positions that stand before the same character of the text; the value lies in [0, 2].
+
+    Args:
+        student_logits: `[group, vocabulary]`, at the positions that predict a group's first token.
+        teacher_logits: `[group, vocabulary']` at the same character boundaries; no gradient.
+        temperature: divides the logits of both sides.
+        reduction: `mean` or `sum` over groups, or `none`.
+
+    Returns:
+        A scalar, or `[group]`.
+
+    Raises:
+        ValueError: the numbers of groups differ, or the temperature is out of range.
+
+    References:
+        Boizard et al., Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss
+        for LLMs, 2024, equation 5 (there by token index, here at common character boundaries).
+
+    >>> uld(torch.zeros(1, 2), torch.zeros(1, 4))  # |1/2 - 1/4| twice, |0 - 1/4| twice
+    tensor(1.)
+    """
+    check_temperature("temperature", temperature)
+    _check_rows(student_logits, teacher_logits, "aligned positions")
+    student, teacher = (
+        torch.softmax(_exact(logits) / temperature, -1).sort(-1, descending=True).values
+        for logits in (student_logits, teacher_logits.detach())
+    )
+    missing = student.shape[-1] - teacher.shape[-1]
+    student = torch.nn.functional.pad(student, (0, max(-missing, 0)))
+    teacher = torch.nn.functional.pad(teacher, (0, max(missing, 0)))
+    return _reduce((student - teacher.to(student.dtype)).abs().sum(-1), reduction)
+
+
+def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor:
+    """What a next-token distribution says about classes of tokens, given that one of them comes.
+
+    `log sum_{v in class} softmax(logits)_v`, renormalised over the classes.
+
+    Args:
+        logits: `[row, vocabulary]`; entries beyond the map (padding of the output layer) count for
+            nothing.
+        vocabulary: the class of each token. A class without a token gets no mass: -inf.
+
+    Returns:
+        `[row, class]`, float32 (float64 for float64).
+    """
+    known = min(logits.shape[-1], len(vocabulary.classes))
+    logits = _exact(logits[:, :known])
+    index = vocabulary.classes[:known].expand(len(logits), -1)
+    # Each class minus its own maximum: one that is 200 nats below the best keeps its gradient.
+    largest = logits.new_full((len(logits), vocabulary.size + 1), -torch.inf)
+    largest = largest.scatter_reduce(1, index, logits.detach(), "amax")
+    shifted = (logits - largest.gather(1, index)).exp()
+    mass = torch.zeros_like(largest).scatter_add(1, index, shifted)
+    return torch.log_softmax((mass.log() + largest)[:, : vocabulary.size], dim=-1)
+
+
+def chunk_log_likelihood(logits: Tensor, targets: Tensor, groups: Tensor, size: int) -> Tensor:
+    r"""Log-probability of each group's own tokens, by the chain rule.
+
+    $\log p(c) = \sum_{t \in c} \log p(x_t \mid x_{<t})$: row t of `logits` must be the position
+    *before* its target.
+
+    Args:
+        logits: `[row, vocabulary]`.
+        targets: `[row]` int64, the token each row predicts.
+        groups: `[row]` int64 in `[0, size)`, the group that the target belongs to.
+        size: number of groups.
+
+    Returns:
+        `[size]`, at most 0, float32 (float64 for float64); 0 for a group without a row.
+    """
+    token = torch.log_softmax(_exact(logits), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    return token.new_zeros(size).index_add(0, groups, token)
+
+
+def likelihood_matching(
+    student_log_likelihood: Tensor,
+    teacher_log_likelihood: Tensor,
+    *,
+    temperature: float = 100.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Approximate likelihood matching: how far apart both models hold a chunk to be likely.
+
+    With $a = p(c)^{1/\tau}$ of the teacher and $b = q(c)^{1/\tau}$ of the student, the binary
+    divergence "this chunk or another" is
+    $\tau \, [a \log \frac{a}{b} + (1 - a) \log \frac{1 - a}{1 - b}]$.
+
+    Why this form: it is zero only where both agree (a chunk the teacher finds unlikely is not
+    pushed up, as plain likelihood would), and a large temperature keeps a and b off 0, where the
+    gradient of an improbable chunk would vanish. The factor tau keeps the size of the loss: for
+    large tau it tends to $u \log(u / v) + v - u$ with the surprisals $u = -\log p(c)$ and
+    $v = -\log q(c)$, in nats, which needs no normalisation by length. A gradient that is not 0 or
+    huge at surprisal 0 is seen to by an additive `eps` of the dtype on both surprisals.
+
+    Args:
+        student_log_likelihood: `[group]` from `chunk_log_likelihood`.
+        teacher_log_likelihood: `[group]`; no gradient.
+        temperature: tau; 1 compares the probabilities as they are.
+        reduction: `mean` or `sum` over groups, or `none`.
+
+    Returns:
+        A scalar, or `[group]`.
+
+    Raises:
+        ValueError: the numbers of groups differ, or the temperature is out of range.
+
+    References:
+        Minixhofer et al., Universal Cross-Tokenizer Distillation via Approximate Likelihood
+        Matching, 2025, section 3 (there without the factor tau, at tau = 100 in their code).
+
+    >>> likelihood_matching(torch.tensor([-1.0]), torch.tensor([-2.0]), temperature=1e4)
+    tensor(0.3863)
+    """
+    check_temperature("temperature", temperature)
+    _check_rows(student_log_likelihood, teacher_log_likelihood, "groups")
+    dtype = compute_dtype(student_log_likelihood)
+    eps = torch.finfo(dtype).eps
+    v = (eps - student_log_likelihood.to(dtype)) / temperature
+    u = (eps - teacher_log_likelihood.detach().to(dtype)) / temperature
+    other_u, other_v = -torch.expm1(-u), -torch.expm1(-v)
+    values = (-u).exp() * (v - u) + other_u * (other_u.log() - other_v.log())
+    return _reduce(temperature * values, reduction)
+
+
+def chunk_matching(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    student: Positions,
+    teacher: Positions,
+    matched: Tensor,
+    student_vocabulary: VocabularyMap,
+    teacher_vocabulary: VocabularyMap,
+    *,
+    temperature: float = 2.0,
+    likelihood_temperature: float = 100.0,
+    divergence: Divergence = "forward_kl",
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Divergence where one token stands against one of the same text, likelihood elsewhere.
+
+    A matched group gets T^2 times the divergence of the two next-token distributions, carried onto
+    the common vocabulary (`class_log_probabilities`); any other group `likelihood_matching` of its
+    two chunk likelihoods. Both are in nats a group. With one tokenizer on both sides every group is
+    matched and this is `token_kd`.
+
+    Args:
+        student_logits: `[n, vocabulary]`, of `student.rows`.
+        teacher_logits: `[n', vocabulary']`, of `teacher.rows`; no gradient.
+        student: the student's positions.
+        teacher: the teacher's positions, of the same G groups.
+        matched: `[G]` bool.
+        student_vocabulary: from the student's tokens to the common classes.
+        teacher_vocabulary: from the teacher's tokens to the same classes.
+        temperature: of the divergence.
+        likelihood_temperature: of the likelihood matching.
+        divergence: see `token_kd`.
+        reduction: `mean` or `sum` over groups, or `none`.
+
+    Returns:
+        A scalar, or `[G]`.
+
+    Raises:
+        ValueError: the sides have different numbers of groups or classes, a temperature is out of
+            range, or there is no such divergence.
+    """
+    check_temperature("temperature", temperature)
+    check_divergence(divergence)
+    _check_rows(student.first, teacher.first, "groups")
+    if student_vocabulary.size != teacher_vocabulary.size:
+        raise ValueError(
+            f"{student_vocabulary.size} classes of the student and {teacher_vocabulary.size} of "
+            "the teacher: both maps must come from the same common vocabulary"
+        )
+    groups = len(matched)
+    teacher_logits = teacher_logits.detach()
+    alike, others = matched.nonzero().squeeze(1), (~matched).nonzero().squeeze(1)
+    values = _Divergence.apply(
+        class_log_probabilities(student_logits[student.first[alike]], student_vocabulary),
+        class_log_probabilities(teacher_logits[teacher.first[alike]], teacher_vocabulary),
+        temperature,
+        divergence,
+    )
+    likelihoods = [
+        _likelihood_of(logits, side, others, groups)
+        for logits, side in ((student_logits, student), (teacher_logits, teacher))
+    ]
+    rest = likelihood_matching(*likelihoods, temperature=likelihood_temperature, reduction="none")
+    every = rest.new_zeros(groups).index_copy(0, alike, values)  # pyright: ignore[reportArgumentType]
+    return _reduce(every.index_copy(0, others, rest), reduction)
+
+
+def _likelihood_of(logits: Tensor, side: Positions, chosen: Tensor, groups: int) -> Tensor:
+    """`chunk_log_likelihood` of some groups, from their rows alone."""
+    number = torch.full((groups,), -1, device=chosen.device)
+    number[chosen] = torch.arange(len(chosen), device=chosen.device)
+    group = number[side.groups]
+    rows = (group >= 0).nonzero().squeeze(1)
+    return chunk_log_likelihood(logits[rows], side.targets[rows], group[rows], len(chosen))
+
+
+def hidden_matching(
+    student_hidden: Tensor,
+    projected_teacher: Tensor,
+    student_index: Tensor,
+    teacher_index: Tensor,
+    weights: Tensor,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Mean squared distance of hidden states, the teacher's averaged by overlap of characters.
+
+    $\frac{1}{H} \| h_i - \sum_j w_{ij} \, W g_j \|^2$ for student token i, where $w_{ij}$ is the
+    share of its characters that teacher token j covers. Gradients flow to both arguments: the
+    projection $W$ learns too, the teacher before it is frozen by its owner. A teacher token that
+    reaches beyond the student's has already read more text than the student may know.
+
+    Args:
+        student_hidden: `[token, H]`.
+        projected_teacher: `[token', H]`, the teacher's hidden states through the projection.
+        student_index: `[overlap]` int64, student token of each overlapping pair.
+        teacher_index: `[overlap]` int64, teacher token of each overlapping pair.
+        weights: `[overlap]`, summing to one per student token; a student token that has none does
+            not count.
+        reduction: `mean` or `sum` over the student tokens that count, or `none`.
+
+    Returns:
+        A scalar, or `[token]` with 0 where a token does not count.
+
+    Raises:
+        ValueError: the hidden sizes differ.
+    """
+    if student_hidden.shape[-1] != projected_teacher.shape[-1]:
+        raise ValueError(
+            f"hidden size {student_hidden.shape[-1]} of the student and "
+            f"{projected_teacher.shape[-1]} of the projected teacher: "
+            "the projection must map to the student's size"
+        )
+    dtype = compute_dtype(student_hidden)
+    contributions = weights.to(dtype).unsqueeze(1) * projected_teacher.to(dtype)[teacher_index]
+    tokens, rows = torch.unique(student_index, return_inverse=True)
+    student = student_hidden.to(dtype)[tokens]
+    target = torch.zeros_like(student).index_add(0, rows, contributions)
+    values = (student - target).square().mean(-1)
+    if reduction == "none":
+        return values.new_zeros(len(student_hidden)).index_copy(0, tokens, values)
+    return _reduce(values, reduction)

@@ -1,0 +1,189 @@
+"""Token-level distillation: the loss on whole logits, shifted targets, and the old clamps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ssl_kd.losses.divergences import Divergence
+from ssl_kd.losses.linear_distillation import LogitsTeacher, logits_distillation
+
+
+def token_kd(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float = 2.0,
+    divergence: Divergence = "forward_kl",
+) -> Tensor:
+    r"""Mean over real tokens of `T^2 D(p, q)`, with teacher p and student q at temperature T.
+
+    | divergence | D |
+    |---|---|
+    | `forward_kl` | KL(p, q) |
+    | `reverse_kl` | KL(q, p) |
+    | `js` | KL(p, m) / 2 + KL(q, m) / 2 with m = (p + q) / 2 |
+    | `skew_kl` | KL(p, 0.1 p + 0.9 q) |
+    | `skew_reverse_kl` | KL(q, 0.9 p + 0.1 q) |
+    | `tvd` | sum abs(p - q) / 2 |
+
+    A vocabulary entry that is -inf at every real token on either side is outside the common
+    vocabulary: both sides are normalised without it. Any other infinity is an overflow and counts
+    as +-65504, with the gradient of that value. A NaN in a real token stays one.
+
+    Args:
+        student_logits: `[batch, token, vocab]`, any floating dtype.
+        teacher_logits: `[batch, token, vocab]`; the vocabularies may be padded differently, and
+            the common first part counts. No gradient flows into it.
+        mask: `[batch, token]`, 1 or True for real tokens; the others may hold anything. None: all
+            are real.
+        temperature: in [1e-4, 1e4].
+        divergence: one of the above.
+
+    Returns:
+        A scalar, float32 (float64 for float64 input); 0, still attached to the graph, where every
+        token is masked.
+
+    Raises:
+        ValueError: names the argument that is out of range, or the shapes that do not fit.
+
+    References:
+        Hinton et al., Distilling the Knowledge in a Neural Network, 2015 (T^2). Ko et al.,
+        DistiLLM: Towards Streamlined Distillation for Large Language Models, ICML 2024: skew
+        divergences KL(p, a p + (1 - a) q) and KL(q, (1 - a) p + a q), with a = 0.1.
+
+    >>> import torch
+    >>> logits = torch.zeros(1, 3, 4)
+    >>> token_kd(logits, logits)
+    tensor(0.)
+    """
+    shape = student_logits.shape[:-1]
+    fits = teacher_logits.shape[:-1] == shape and (mask is None or mask.shape == shape)
+    if student_logits.ndim != 3 or not fits:
+        raise ValueError(
+            f"student_logits {tuple(student_logits.shape)}, teacher_logits "
+            f"{tuple(teacher_logits.shape)} and mask {None if mask is None else tuple(mask.shape)} "
+            "do not fit: expected [batch, token, vocab] twice and [batch, token]"
+        )
+    student = student_logits.flatten(0, 1)
+    teacher = teacher_logits.detach().flatten(0, 1)
+    if mask is not None and not mask.all():
+        rows = mask.flatten().nonzero().flatten()
+        student, teacher = student[rows], teacher[rows]
+    total = logits_distillation(
+        student,
+        None,
+        [LogitsTeacher(teacher)],
+        temperature=temperature,
+        divergence=divergence,
+    )
+    return total[1] / max(1, len(student))
+
+
+def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions that predict a token that counts, and that token: labels are shifted here, once.
+
+    Args:
+        input_ids: `[batch, token]`, integer.
+        counts: `[batch, token]` bool: whether the token itself counts as a target. The first of a
+            row never does: nothing comes before it.
+
+    Returns:
+        rows: `[n]` int64, into hidden states flattened to `[batch * token, dim]`.
+        targets: `[n]` int64, the next token of each of these positions.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    >>> import torch
+    >>> next_token_targets(torch.tensor([[5, 6, 7]]), torch.tensor([[True, False, True]]))
+    (tensor([1]), tensor([7]))
+    """
+    if input_ids.ndim != 2 or counts.shape != input_ids.shape:
+        raise ValueError(
+            f"input_ids {tuple(input_ids.shape)} and counts {tuple(counts.shape)} do not fit: "
+            "expected [batch, token] twice"
+        )
+    batch, position = counts[:, 1:].bool().nonzero(as_tuple=True)
+    targets = input_ids[batch, position + 1].long()
+    return batch * input_ids.shape[1] + position, targets
+
+
+@dataclass(frozen=True)
+class LegacyClamp:
+    """The clamps of older scripts: logits held in [-c, c], each token's terms in a window.
+
+    They are here to be compared with. Values held have no gradient, and the lowest perplexity that
+    clamped logits allow is far above 1 (`lowest_perplexity`).
+
+    Args:
+        logits: c, positive.
+        low: lower end of the window of each token's cross-entropy and T^2 D; None for no window.
+        high: upper end.
+
+    Raises:
+        ValueError: c that is not positive, half a window, or an empty one.
+    """
+
+    logits: float
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.logits < math.inf:
+            raise ValueError(f"the clamp of the logits is {self.logits!r}, expected more than 0")
+        if (self.low is None) != (self.high is None):
+            raise ValueError(f"the loss window is {self.low!r} to {self.high!r}: give both ends")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError(f"the loss window is {self.low!r} to {self.high!r}, and is empty")
+
+    @classmethod
+    def parse(cls, text: str) -> LegacyClamp:
+        """Read `"2.5"` (logits) or `"2.5:0.1:5.0"` (logits, and the loss window).
+
+        Raises:
+            ValueError: anything else.
+        """
+        try:
+            numbers = [float(part) for part in text.split(":")]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (1, 3):
+            raise ValueError(f"legacy_clamp is {text!r}, expected LOGITS or LOGITS:LOW:HIGH")
+        return cls(*numbers)
+
+    def lowest_perplexity(self, vocab: int) -> float:
+        """The best any model can do: the target at c, all others at -c.
+
+        >>> round(LegacyClamp(2.5).lowest_perplexity(50257))
+        340
+        """
+        return 1 + (vocab - 1) * math.exp(-2 * self.logits)
+
+    def check(self, vocab: int) -> None:
+        """Refuse a window that holds every possible loss: its gradient is 0 for every model.
+
+        Raises:
+            ValueError: names the lowest (or highest) cross-entropy that the clamp allows.
+        """
+        if self.low is None or self.high is None:
+            return
+        perplexity = self.lowest_perplexity(vocab)
+        lowest = math.log(perplexity)
+        highest = math.log1p((vocab - 1) * math.exp(2 * self.logits))
+        if self.high <= lowest:
+            raise ValueError(
+                f"logits held at +-{self.logits:g} allow no perplexity below {perplexity:.3g} "
+                f"(cross-entropy {lowest:.3g}) with {vocab} tokens, and the loss is held at "
+                f"{self.high:g} or less: it is the constant {self.high:g} for every model, and "
+                "nothing is learned. Leave the clamp out, or raise the window's upper end"
+            )
+        if self.low >= highest:
+            raise ValueError(
+                f"logits held at +-{self.logits:g} allow no cross-entropy above {highest:.3g} "
+                f"with {vocab} tokens, and the loss is held at {self.low:g} or more: it is a "
+                "constant, and nothing is learned. Leave the clamp out, or lower the window"
+            )

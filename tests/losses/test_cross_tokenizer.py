@@ -1,0 +1,323 @@
+import math
+
+import pytest
+import torch
+
+from ssl_kd.losses.cross_tokenizer import (
+    Positions,
+    VocabularyMap,
+    chunk_log_likelihood,
+    chunk_matching,
+    class_log_probabilities,
+    hidden_matching,
+    likelihood_matching,
+    uld,
+)
+from ssl_kd.losses.token_distillation import token_kd
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "js", "skew_kl", "skew_reverse_kl", "tvd")
+
+
+def logits(*shape, seed=0, scale=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+
+def case():
+    """Five groups: of 1, 2, 1, 1 and 2 student tokens and 1, 1, 3, 1 and 2 teacher tokens."""
+    student_groups = torch.tensor([0, 1, 1, 2, 3, 4, 4])
+    teacher_groups = torch.tensor([0, 1, 2, 2, 2, 3, 4, 4])
+    student = Positions(
+        torch.arange(7),
+        torch.tensor([3, 0, 1, 2, 5, 4, 1]),
+        student_groups,
+        torch.tensor([0, 1, 3, 4, 5]),
+    )
+    teacher = Positions(
+        torch.arange(8),
+        torch.tensor([2, 7, 1, 1, 0, 4, 6, 3]),
+        teacher_groups,
+        torch.tensor([0, 1, 2, 5, 6]),
+    )
+    matched = torch.tensor([True, False, False, True, False])
+    student_map = VocabularyMap(torch.tensor([0, 1, 1, 2, 3, 3]), 3)
+    teacher_map = VocabularyMap(torch.tensor([3, 0, 2, 1, 1, 0, 2, 2]), 3)
+    return (logits(7, 6), logits(8, 8, seed=1), student, teacher, matched, student_map, teacher_map)
+
+
+def classes_oracle(row, vocabulary):
+    mass = [0.0] * (vocabulary.size + 1)
+    for z, k in zip(row, vocabulary.classes.tolist(), strict=True):
+        mass[k] += math.exp(z)
+    return [m / sum(mass[:-1]) for m in mass[:-1]]
+
+
+def likelihood_oracle(z, side, group):
+    total = 0.0
+    for row, (target, g) in enumerate(
+        zip(side.targets.tolist(), side.groups.tolist(), strict=True)
+    ):
+        if g == group:
+            row_logits = z[row].tolist()
+            total += row_logits[target] - math.log(sum(math.exp(x) for x in row_logits))
+    return total
+
+
+def binary_kl(u, v, temperature):
+    a, b = math.exp(u / temperature), math.exp(v / temperature)
+    return temperature * (a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)))
+
+
+def test_uld_equals_the_sorted_difference():
+    student, teacher = logits(4, 5), logits(4, 9, seed=1)
+    expected = []
+    for row in range(4):
+        q, p = (
+            sorted(torch.softmax(z[row] / 1.7, -1).tolist(), reverse=True) + [0.0] * (9 - width)
+            for z, width in ((student, 5), (teacher, 9))
+        )
+        expected.append(sum(abs(x - y) for x, y in zip(q, p, strict=True)))
+    expected = torch.tensor(expected, dtype=torch.float64)
+    ours = uld(student, teacher, temperature=1.7, reduction="none")
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(uld(student, teacher, temperature=1.7), expected.mean())
+    torch.testing.assert_close(
+        uld(teacher, student, temperature=1.7, reduction="sum"), expected.sum()
+    )
+
+
+def test_uld_knows_no_names_and_stays_in_its_range():
+    student = logits(6, 11, scale=20.0)
+    permuted = student[:, torch.randperm(11)]
+    assert uld(student, permuted) < 1e-12
+    far = uld(torch.tensor([[1e3, 0.0]]).double(), torch.zeros(1, 1000).double())
+    assert 1.99 < far <= 2.0
+
+
+def test_classes_sum_the_mass_of_their_tokens():
+    z, vocabulary = logits(3, 8), case()[-1]
+    expected = torch.tensor([classes_oracle(row, vocabulary) for row in z.tolist()]).double()
+    torch.testing.assert_close(
+        class_log_probabilities(z, vocabulary).exp(), expected, rtol=1e-6, atol=0
+    )
+    padded = torch.cat([z, torch.full((3, 4), 50.0, dtype=torch.float64)], 1)
+    assert torch.equal(
+        class_log_probabilities(padded, vocabulary), class_log_probabilities(z, vocabulary)
+    )
+
+
+def test_a_class_far_below_the_best_keeps_value_and_gradient():
+    z = torch.tensor([[0.0, -200.0, -201.0]], requires_grad=True)
+    vocabulary = VocabularyMap(torch.tensor([0, 1, 1]), 2)
+    low = class_log_probabilities(z, vocabulary)[0, 1]
+    assert math.isclose(low.item(), -200 + math.log1p(math.exp(-1)), rel_tol=1e-6)
+    low.backward()
+    torch.testing.assert_close(z.grad, torch.tensor([[-1.0, 0.7310586, 0.2689414]]))
+
+
+def test_the_likelihood_of_a_chunk_is_the_product_of_its_tokens():
+    student_logits, _, student, *_ = case()
+    expected = torch.tensor([likelihood_oracle(student_logits, student, g) for g in range(5)])
+    ours = chunk_log_likelihood(student_logits, student.targets, student.groups, 5)
+    torch.testing.assert_close(ours, expected.double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 10.0, 100.0])
+def test_likelihood_matching_is_the_binary_divergence(temperature):
+    student, teacher = -logits(6).abs() - 0.01, -logits(6, seed=1).abs() - 0.01
+    pairs = zip(teacher.tolist(), student.tolist(), strict=True)
+    expected = torch.tensor([binary_kl(u, v, temperature) for u, v in pairs]).double()
+    ours = likelihood_matching(student, teacher, temperature=temperature, reduction="none")
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_likelihood_matching_pulls_towards_the_teacher_from_both_sides():
+    teacher = torch.tensor([-5.0, -5.0, -5.0, -0.0, -300.0])
+    student = torch.tensor([-9.0, -5.0, -1.0, -3.0, -1.0], requires_grad=True)
+    values = likelihood_matching(student, teacher, reduction="none")
+    values.sum().backward()
+    assert (values >= 0).all() and values[1] == 0
+    assert student.grad[0] < 0 and student.grad[3] < 0  # a step downhill raises the likelihood
+    assert student.grad[1] == 0
+    assert student.grad[2] > 0 and student.grad[4] > 0
+
+
+def test_likelihoods_of_exactly_one_are_finite_and_correct_the_student():
+    student = torch.tensor([0.0, 0.0], requires_grad=True)
+    value = likelihood_matching(student, torch.tensor([0.0, -2.0]), reduction="none")
+    value.sum().backward()
+    assert value[0] == 0 and student.grad[0] == 0
+    assert torch.isfinite(value).all() and torch.isfinite(student.grad).all()
+    assert student.grad[1] > 0
+
+
+def test_chunk_matching_is_divergence_where_matched_and_likelihood_elsewhere():
+    arguments = case()
+    student_logits, teacher_logits, student, teacher, matched, student_map, teacher_map = arguments
+    expected = []
+    for g in range(5):
+        if matched[g]:
+            p = classes_oracle((teacher_logits[teacher.first[g]]).tolist(), teacher_map)
+            q = classes_oracle((student_logits[student.first[g]]).tolist(), student_map)
+            p, q = (torch.tensor(x).double().log() / 2 for x in (p, q))
+            p, q = p.softmax(-1), q.softmax(-1)
+            expected.append(4 * (p * (p / q).log()).sum().item())
+        else:
+            u, v = (
+                likelihood_oracle(teacher_logits, teacher, g),
+                likelihood_oracle(student_logits, student, g),
+            )
+            expected.append(binary_kl(u, v, 100.0))
+    expected = torch.tensor(expected, dtype=torch.float64)
+    ours = chunk_matching(*arguments, reduction="none")
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(chunk_matching(*arguments), expected.mean(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        chunk_matching(*arguments, reduction="sum"), expected.sum(), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_with_one_tokenizer_it_is_token_kd(divergence):
+    student, teacher = logits(9, 7).requires_grad_(), logits(9, 7, seed=1)
+    other = student.detach().clone().requires_grad_()
+    side = Positions(torch.arange(9), torch.arange(9) % 7, torch.arange(9), torch.arange(9))
+    same = VocabularyMap(torch.arange(7), 7)
+    ours = chunk_matching(
+        student, teacher, side, side, torch.ones(9, dtype=torch.bool), same, same,
+        temperature=1.5, divergence=divergence,
+    )  # fmt: skip
+    plain = token_kd(other[None], teacher[None], temperature=1.5, divergence=divergence)
+    torch.testing.assert_close(ours, plain)
+    ours.backward(), plain.backward()
+    torch.testing.assert_close(student.grad, other.grad)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradients_of_chunk_matching(divergence):
+    student_logits, *rest = case()
+    assert torch.autograd.gradcheck(
+        lambda z: chunk_matching(z, *rest, divergence=divergence, reduction="none"),
+        student_logits.requires_grad_(),
+    )
+
+
+def test_gradients_of_the_others():
+    teacher = logits(4, 6, seed=1)
+    assert torch.autograd.gradcheck(lambda z: uld(z, teacher), logits(4, 5).requires_grad_())
+    likely = -logits(4, seed=2).abs() - 0.1
+    assert torch.autograd.gradcheck(
+        lambda x: likelihood_matching(x, likely, temperature=3.0),
+        (-logits(4).abs() - 0.1).requires_grad_(),
+    )
+    pairs = torch.tensor([0, 0, 1, 3]), torch.tensor([0, 1, 1, 2]), torch.tensor([0.25, 0.75, 1, 1])
+    assert torch.autograd.gradcheck(
+        lambda s, t: hidden_matching(s, t, *pairs),
+        (logits(4, 3).requires_grad_(), logits(3, 3, seed=1).requires_grad_()),
+    )
+
+
+def test_the_teacher_gets_no_gradient():
+    student_logits, teacher_logits, *rest = case()
+    student_logits.requires_grad_(), teacher_logits.requires_grad_()
+    loss = chunk_matching(student_logits, teacher_logits, *rest)
+    loss = loss + uld(student_logits[:4], teacher_logits[:4])
+    loss.backward()
+    assert teacher_logits.grad is None and student_logits.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_precision_logits_are_computed_in_float32(dtype):
+    student_logits, teacher_logits, *rest = case()
+    rounded = student_logits.to(dtype), teacher_logits.to(dtype)
+    reference = [x.double().requires_grad_() for x in rounded]
+    ours = rounded[0].clone().requires_grad_()
+    for loss in (chunk_matching, lambda z, t, *_: uld(z[:7], t[:7])):
+        value, expected = loss(ours, rounded[1], *rest), loss(*reference, *rest)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-6)
+        ours.grad = reference[0].grad = None
+        value.backward(), expected.backward()
+        torch.testing.assert_close(
+            ours.grad, reference[0].grad, rtol=2e-2, atol=2e-3, check_dtype=False
+        )
+
+
+def test_a_nan_in_one_group_is_named_and_leaves_the_others_alone():
+    student_logits, teacher_logits, *rest = case()
+    healthy = chunk_matching(student_logits, teacher_logits, *rest, reduction="none")
+    for sick_row, group in ((2, 1), (4, 3)):  # one of a group of two, one that is matched
+        broken = student_logits.clone()
+        broken[sick_row, 2] = torch.nan
+        values = chunk_matching(broken, teacher_logits, *rest, reduction="none")
+        assert values.isnan().nonzero().squeeze(1).tolist() == [group]
+        others = torch.arange(5) != group
+        assert torch.equal(values[others], healthy[others])
+        assert chunk_matching(broken, teacher_logits, *rest).isnan()
+    teacher_logits[6] = torch.nan
+    values = chunk_matching(student_logits, teacher_logits, *rest, reduction="none")
+    assert values.isnan().nonzero().squeeze(1).tolist() == [4]
+    student_logits[2, 0] = torch.nan
+    assert uld(student_logits, student_logits, reduction="none").isnan().nonzero().tolist() == [[2]]
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, 6e4, -6e4])
+def test_logits_that_overflowed_can_be_unlearned(value):
+    student_logits, teacher_logits, *rest = case()
+    student_logits = student_logits.float()
+    student_logits[0, 3] = student_logits[1, 0] = value  # the tokens that came
+    student_logits.requires_grad_()
+    loss = chunk_matching(student_logits, teacher_logits, *rest)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(student_logits.grad).all()
+    if value < 0:
+        assert student_logits.grad[0, 3] < 0 and student_logits.grad[1, 0] < 0
+
+
+def test_hidden_states_are_compared_with_the_weighted_mean():
+    student, teacher = logits(5, 4), logits(4, 4, seed=1)
+    weights = torch.tensor(
+        [[1, 0, 0, 0], [0.25, 0.75, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0, 1]]
+    )
+    pairs = weights.nonzero().T
+    target = weights.double() @ teacher
+    each = (student - target).square().mean(-1)
+    counts = torch.tensor([0, 1, 3, 4])
+    ours = hidden_matching(student, teacher, pairs[0], pairs[1], weights[tuple(pairs)])
+    torch.testing.assert_close(ours, each[counts].mean())
+    named = hidden_matching(
+        student, teacher, pairs[0], pairs[1], weights[tuple(pairs)], reduction="none"
+    )
+    each[2] = 0  # overlaps nothing: does not count
+    torch.testing.assert_close(named, each)
+
+
+def test_nothing_to_compare_is_zero_and_part_of_the_graph():
+    none, empty = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 5, requires_grad=True)
+    side = Positions(none, none, none, none)
+    same = VocabularyMap(torch.arange(5), 5)
+    nothing = chunk_matching(empty, empty, side, side, none.bool(), same, same)
+    for loss in (nothing, uld(empty, empty), hidden_matching(empty, empty, none, none, none)):
+        assert loss == 0 and loss.requires_grad
+        loss.backward()
+
+
+def test_bad_arguments_are_named():
+    student_logits, teacher_logits, student, teacher, matched, student_map, teacher_map = case()
+    rest = matched, student_map, teacher_map
+    with pytest.raises(ValueError, match="temperature is 0"):
+        uld(student_logits, student_logits, temperature=0)
+    with pytest.raises(ValueError, match="7 aligned positions of the student and 8"):
+        uld(student_logits, teacher_logits)
+    with pytest.raises(ValueError, match="temperature is -1"):
+        likelihood_matching(student_logits[:, 0], student_logits[:, 0], temperature=-1)
+    with pytest.raises(ValueError, match="divergence is 'kl'"):
+        chunk_matching(student_logits, teacher_logits, student, teacher, *rest, divergence="kl")
+    fewer = teacher._replace(first=teacher.first[:4])
+    with pytest.raises(ValueError, match="5 groups of the student and 4"):
+        chunk_matching(student_logits, teacher_logits, student, fewer, *rest)
+    other = (matched, student_map, VocabularyMap(teacher_map.classes, 9))
+    with pytest.raises(ValueError, match="3 classes of the student and 9"):
+        chunk_matching(student_logits, teacher_logits, student, teacher, *other)
+    with pytest.raises(ValueError, match="hidden size 6 of the student and 8"):
+        hidden_matching(student_logits, teacher_logits, *[torch.zeros(0, dtype=torch.int64)] * 3)

@@ -1,0 +1,398 @@
+import sys
+from typing import get_args
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssl_kd.losses import (
+    Divergence,
+    LegacyClamp,
+    LinearTeacher,
+    LogitsTeacher,
+    SampledTeacher,
+    TopKTeacher,
+    linear_distillation,
+    logits_distillation,
+)
+from tests.oracles import token_objectives as oracle
+
+DIVERGENCES = get_args(Divergence)
+N, DIM, TEACHER_DIM, VOCAB = 11, 6, 5, 23
+INF = float("inf")
+
+
+def _student(dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, DIM, generator=g, dtype=torch.float64)
+    weight = torch.randn(VOCAB, DIM, generator=g, dtype=torch.float64)
+    bias = torch.randn(VOCAB, generator=g, dtype=torch.float64)
+    targets = torch.randint(VOCAB, (N,), generator=g)
+    hidden, weight, bias = (x.to(dtype).requires_grad_() for x in (hidden, weight, bias))
+    return (hidden, weight, bias), targets
+
+
+def _linear(dtype=torch.float64, seed=1, vocab=VOCAB):
+    g = torch.Generator().manual_seed(seed)
+    shapes = (N, TEACHER_DIM), (vocab, TEACHER_DIM), (vocab,)
+    return LinearTeacher(
+        *(torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes)
+    )
+
+
+def _logits(teacher):
+    return torch.nn.functional.linear(teacher.hidden, teacher.weight, teacher.bias)
+
+
+def _teacher(kind, temperature, dtype=torch.float64):
+    z = _logits(_linear(dtype)).double()
+    log_p = torch.log_softmax(z / temperature, -1)
+    if kind == "linear":
+        return _linear(dtype)
+    if kind == "logits":
+        return LogitsTeacher(z.to(dtype))
+    if kind == "top_k":
+        values, indices = log_p.topk(4)
+        return TopKTeacher(indices, values, torch.log1p(-values.exp().sum(-1)))
+    indices = torch.multinomial(log_p.exp(), 50, replacement=True)
+    weights = torch.full((N, 50), 1 / 50, dtype=torch.float64)
+    return SampledTeacher(indices, weights, -(log_p.exp() * log_p).sum(-1))
+
+
+def _expected(student, targets, teachers, temperature, name):
+    """Both sums, token by token, from the oracle; differentiable."""
+    z = torch.nn.functional.linear(*student)
+    ce = torch.nn.functional.cross_entropy(z, targets, reduction="sum")
+    kd = 0.0
+    for teacher in teachers:
+        for i in range(N):
+            if isinstance(teacher, TopKTeacher):
+                row = teacher.indices[i], teacher.log_probs[i], teacher.log_tail[i]
+                kd += oracle.top_k(z[i], *row, temperature=temperature, name=name)
+            elif isinstance(teacher, SampledTeacher):
+                row = teacher.indices[i], teacher.weights[i], teacher.entropy[i]
+                kd += oracle.sampled(z[i], *row, temperature=temperature)
+            else:
+                t = _logits(teacher) if isinstance(teacher, LinearTeacher) else teacher.logits
+                log_p = torch.log_softmax(t[i] / temperature, -1)
+                log_q = torch.log_softmax(z[i] / temperature, -1)
+                kd += temperature**2 * oracle.divergence(name, log_p, log_q)
+    return torch.stack([ce, kd / len(teachers)])
+
+
+def _gradients(terms, student, weights):
+    loss = terms @ torch.tensor(weights, dtype=terms.dtype)
+    return torch.autograd.grad(loss, student, retain_graph=True)
+
+
+KINDS = [(kind, name) for kind in ("linear", "logits", "top_k") for name in DIVERGENCES]
+KINDS.append(("sampled", "forward_kl"))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, None])
+@pytest.mark.parametrize(("kind", "name"), KINDS)
+def test_values_and_gradients_equal_the_oracle(kind, name, chunk, monkeypatch):
+    # Three rows at once, so that blocks of rows within a chunk are met too.
+    module = sys.modules[linear_distillation.__module__]  # its name is the function's, too
+    monkeypatch.setattr(module, "ROW_BYTES", 3 * VOCAB * 8)
+    student, targets = _student()
+    teachers = [_teacher(kind, 1.5)]
+    weights = (0.9, 0.1)
+    options = {"temperature": 1.5, "divergence": name, "chunk_tokens": chunk}
+    ours = linear_distillation(*student, targets, teachers, weights=weights, **options)
+    reference = _expected(student, targets, teachers, 1.5, name)
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    slopes = _gradients(ours, student, weights), _gradients(reference, student, weights)
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
+    z = torch.nn.functional.linear(*student)
+    given = logits_distillation(z, targets, teachers, weights=weights, **options)
+    torch.testing.assert_close(given, reference, rtol=1e-12, atol=1e-12)
+    slopes = _gradients(given, student, weights), _gradients(reference, student, weights)
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
+
+
+def test_several_teachers_are_averaged():
+    student, targets = _student()
+    teachers = [_linear(), _linear(seed=2), _teacher("top_k", 2.0)]
+    ours = linear_distillation(*student, targets, teachers, temperature=2.0, divergence="js")
+    reference = _expected(student, targets, teachers, 2.0, "js")
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    slopes = _gradients(ours, student, (1.0, 1.0)), _gradients(reference, student, (1.0, 1.0))
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_gradcheck(name):
+    student, targets = _student()
+    options = {"temperature": 1.5, "divergence": name, "chunk_tokens": 4}
+
+    def terms(hidden, weight, bias):
+        return linear_distillation(hidden, weight, bias, targets, [_linear()], **options)
+
+    assert torch.autograd.gradcheck(terms, student)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_low_precision_inputs_are_near_float64(dtype, name):
+    student, targets = _student(dtype)
+    hidden, weight, bias = (x.detach().double().requires_grad_() for x in student)
+    exact = hidden, weight, bias
+    teacher = _linear(dtype)
+    wide = LinearTeacher(teacher.hidden.double(), teacher.weight.double(), teacher.bias.double())
+    options = {"temperature": 2.0, "divergence": name, "chunk_tokens": 4}
+    ours = linear_distillation(*student, targets, [teacher], **options)
+    reference = linear_distillation(*exact, targets, [wide], **options)
+    assert ours.dtype == torch.float32
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-6}[dtype]
+    torch.testing.assert_close(ours.double(), reference, rtol=tolerance, atol=tolerance)
+    pairs = _gradients(ours, student, (1.0, 1.0)), _gradients(reference, exact, (1.0, 1.0))
+    for mine, theirs in zip(*pairs, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_multiplies_as_the_layer_would(dtype):
+    student, targets = _student(torch.float32)
+    teacher = _linear(torch.float32)
+    with torch.autocast("cpu", dtype):
+        z, t = torch.nn.functional.linear(*student), _logits(teacher)
+        ours = linear_distillation(*student, targets, [teacher], temperature=2.0)
+    assert z.dtype == dtype
+    reference = logits_distillation(z, targets, [LogitsTeacher(t)], temperature=2.0)
+    torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-6)
+    pairs = _gradients(ours, student, (1.0, 1.0)), _gradients(reference, student, (1.0, 1.0))
+    for mine, theirs in zip(*pairs, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - theirs).norm() <= 8e-3 * theirs.norm()
+
+
+def test_small_gradients_survive_fp16():
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 8, generator=g).half()
+    weight = (torch.randn(20_000, 8, generator=g) * 2).half().requires_grad_()
+    targets = torch.tensor([3, 4])
+    linear_distillation(hidden, weight, None, targets, temperature=1.0)[0].backward()
+    logits = torch.nn.functional.linear(hidden, weight.detach()).double()
+    slope = torch.softmax(logits, -1)
+    slope[[0, 1], targets] -= 1
+    expected = slope.T @ hidden.double()
+    assert (weight.grad.double() - expected).norm() <= 1e-3 * expected.norm()
+    rare = expected.abs() < 1e-5  # what a float16 d loss / d logits would round away
+    assert (weight.grad.double() - expected)[rare].abs().max() < 6e-8
+
+
+def _poisoned():
+    student, targets = _student(torch.float32)
+    teacher = _linear(torch.float32)
+    teacher.hidden[4] = float("nan")
+    return student, targets, teacher
+
+
+def test_a_term_that_was_cut_out_is_not_touched():
+    student, targets, teacher = _poisoned()
+    terms = linear_distillation(*student, targets, [teacher], temperature=2.0, weights=(0.9, 0.1))
+    assert terms[0].isfinite() and terms[1].isnan()
+    cut = torch.autograd.grad(terms, student, torch.tensor([0.9, 0.0]))
+    alone = linear_distillation(*student, targets, temperature=2.0, weights=(0.9, 0.1))
+    kept = torch.autograd.grad(alone, student, torch.tensor([0.9, 0.0]))
+    for mine, theirs in zip(cut, kept, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_both_terms_cut_out_are_zeros():
+    student, targets, teacher = _poisoned()
+    terms = linear_distillation(*student, targets, [teacher], temperature=2.0)
+    for slope in torch.autograd.grad(terms, student, torch.zeros(2)):
+        assert torch.equal(slope, torch.zeros_like(slope))
+
+
+@pytest.mark.parametrize("incoming", [(0.9, 0.1), (1.8, 0.2), (0.5, 0.5), (0.0, 2.0), (-1.0, 3.0)])
+def test_any_incoming_gradient_is_right_and_repeatable(incoming):
+    student, targets = _student()
+    terms = linear_distillation(
+        *student, targets, [_linear()], temperature=2.0, weights=(0.9, 0.1), chunk_tokens=4
+    )
+    reference = _expected(student, targets, [_linear()], 2.0, "forward_kl")
+    grad = torch.tensor(incoming, dtype=torch.float64)
+    first = torch.autograd.grad(terms, student, grad, retain_graph=True)
+    again = torch.autograd.grad(terms, student, grad)
+    torch.testing.assert_close(first, torch.autograd.grad(reference, student, grad))
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+class _Products(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+            torch.ops.aten.addmm_,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "products"), [((), 4), ((1, 2), 3), ((0, 1), 2), ((0, 1, 2), 2)]
+)
+def test_no_product_for_a_gradient_nobody_wants(frozen, products):
+    student, targets = _student()
+    for i in frozen:
+        student[i].requires_grad_(False)
+    with _Products() as mode:
+        terms = linear_distillation(*student, targets, [_linear()], temperature=2.0)
+    assert mode.count == products
+    if len(frozen) < 3:
+        terms.sum().backward()
+    for i, x in enumerate(student):
+        assert (x.grad is None) == (i in frozen)
+
+
+class _Largest(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_logits_of_all_tokens_are_never_there(dtype):
+    hidden = torch.randn(40, 4).to(dtype).requires_grad_()
+    weight = torch.randn(300, 4).to(dtype).requires_grad_()
+    teacher = LinearTeacher(torch.randn(40, 3).to(dtype), torch.randn(300, 3).to(dtype))
+    targets = torch.zeros(40, dtype=torch.int64)
+    with _Largest() as mode:
+        terms = linear_distillation(
+            hidden, weight, None, targets, [teacher], temperature=2.0, chunk_tokens=5
+        )
+        (terms[0] + terms[1]).backward()  # in proportion to the weights
+    assert mode.elements == 5 * 300
+
+
+def test_evaluation_computes_values_alone():
+    student, targets = _student()
+    with torch.no_grad(), _Products() as mode:
+        terms = linear_distillation(*student, targets, [_linear()], temperature=2.0)
+    assert mode.count == 2 and not terms.requires_grad
+    expected = _expected(student, targets, [_linear()], 2.0, "forward_kl")
+    torch.testing.assert_close(terms, expected.detach())
+
+
+def test_no_tokens_are_two_zeros_on_the_graph():
+    student, _ = _student(torch.float32)
+    empty = torch.zeros(0, DIM, requires_grad=True)
+    teacher = LinearTeacher(torch.zeros(0, TEACHER_DIM), _linear(torch.float32).weight)
+    targets = torch.zeros(0, dtype=torch.int64)
+    terms = linear_distillation(empty, *student[1:], targets, [teacher], temperature=2.0)
+    assert terms.tolist() == [0.0, 0.0]
+    terms.sum().backward()
+    assert empty.grad.shape == (0, DIM) and student[1].grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_bias_of_minus_infinity_is_outside_the_vocabulary(name, side):
+    student, _ = _student()
+    teacher = _linear(vocab=VOCAB + 3)
+    with torch.no_grad():
+        (student[2] if side == "student" else teacher.bias)[[3, 9]] = -INF
+    options = {"temperature": 2.0, "divergence": name, "chunk_tokens": 4}
+    terms = linear_distillation(*student, None, [teacher], **options)
+    kept = [i for i in range(VOCAB) if i not in (3, 9)]
+    weight, bias = (x.detach()[kept].requires_grad_() for x in student[1:])
+    fewer = student[0], weight, bias
+    expected = linear_distillation(
+        *fewer,
+        None,
+        [LinearTeacher(teacher.hidden, teacher.weight[kept], teacher.bias[kept])],
+        **options,
+    )
+    torch.testing.assert_close(terms, expected)
+    mine, theirs = _gradients(terms, student, (0.0, 1.0)), _gradients(expected, fewer, (0.0, 1.0))
+    torch.testing.assert_close(mine[0], theirs[0])
+    torch.testing.assert_close(mine[1][kept], theirs[1])
+    assert mine[1][[3, 9]].abs().max() == 0
+
+
+def test_an_overflowed_logit_is_corrected_and_a_nan_stays():
+    logits = torch.randn(3, VOCAB, requires_grad=True)
+    teacher = torch.randn(3, VOCAB)
+    with torch.no_grad():
+        logits[1, teacher[1].argmax()] = -INF
+    terms = logits_distillation(
+        logits, teacher.argmax(-1), [LogitsTeacher(teacher)], temperature=2.0
+    )
+    assert terms.isfinite().all()
+    terms.sum().backward()
+    assert logits.grad[1, teacher[1].argmax()] < -1
+    with torch.no_grad():
+        logits[2, 0] = float("nan")
+    assert logits_distillation(logits, teacher.argmax(-1), temperature=2.0)[0].isnan()
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_top_k_of_everything_is_the_whole_distribution(name):
+    student, targets = _student()
+    log_p = torch.log_softmax(_logits(_linear()) / 2, -1)
+    everything = TopKTeacher(
+        torch.arange(VOCAB).expand(N, VOCAB), log_p, torch.full((N,), -INF, dtype=torch.float64)
+    )
+    options = {"temperature": 2.0, "divergence": name}
+    ours = linear_distillation(*student, targets, [everything], **options)
+    full = linear_distillation(*student, targets, [_linear()], **options)
+    torch.testing.assert_close(ours, full)
+    pairs = _gradients(ours, student, (1.0, 1.0)), _gradients(full, student, (1.0, 1.0))
+    torch.testing.assert_close(*pairs)
+
+
+def test_the_legacy_clamp_equals_clamped_logits():
+    student, targets = _student()
+    clamp = LegacyClamp(1.0, 2.0, 4.0)
+    terms = linear_distillation(
+        *student, targets, [_linear()], temperature=2.0, legacy_clamp=clamp, chunk_tokens=4
+    )
+    z = torch.nn.functional.linear(*student).clamp(-1, 1)
+    log_p = torch.log_softmax(_logits(_linear()).clamp(-1, 1) / 2, -1)
+    log_q = torch.log_softmax(z / 2, -1)
+    ce = torch.nn.functional.cross_entropy(z, targets, reduction="none").clamp(2, 4)
+    kd = (4 * (log_p.exp() * (log_p - log_q)).sum(-1)).clamp(2, 4)
+    held = [(x > 2) & (x < 4) for x in (ce, kd)]
+    assert held[0].any() and not held[0].all()
+    reference = torch.stack([ce.sum(), kd.sum()])
+    torch.testing.assert_close(terms, reference)
+    pairs = _gradients(terms, student, (1.0, 1.0)), _gradients(reference, student, (1.0, 1.0))
+    torch.testing.assert_close(*pairs)
+
+
+def test_bad_arguments_are_named():
+    (hidden, weight, bias), targets = _student()
+    good = {"temperature": 2.0}
+    cases = [
+        ((hidden, weight.T, bias, targets), good, "do not fit"),
+        ((hidden, weight.float(), bias, targets), good, "float32"),
+        ((hidden, weight, bias, targets[:-1]), good, "targets"),
+        ((hidden, weight, bias, targets - 100), good, "next_token_targets"),
+        ((hidden, weight, bias, targets, [LogitsTeacher(torch.zeros(3, VOCAB))]), good, "3 rows"),
+        ((hidden, weight, bias, targets), {"temperature": 0.0}, "temperature is 0.0"),
+        ((hidden, weight, bias, targets), {**good, "chunk_tokens": 0}, "chunk_tokens is 0"),
+        ((hidden, weight, bias, targets), {**good, "divergence": "mse"}, "divergence is 'mse'"),
+        (
+            (hidden, weight, bias, targets, [_teacher("sampled", 2.0)]),
+            {**good, "divergence": "js"},
+            "forward_kl, not js",
+        ),
+        (
+            (hidden, weight, bias, targets, [_teacher("top_k", 2.0)]),
+            {**good, "legacy_clamp": LegacyClamp(5.0)},
+            "needs the teacher's logits",
+        ),
+        ((hidden, weight[:4], bias[:4], targets % 4, [_teacher("top_k", 2.0)]), good, "tokenizer"),
+    ]
+    for arguments, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            linear_distillation(*arguments, **options)

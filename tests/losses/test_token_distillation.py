@@ -1,0 +1,265 @@
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssl_kd import losses
+from ssl_kd.losses import Divergence, LegacyClamp, next_token_targets, token_kd
+from tests.oracles import token_objectives as oracle
+
+DIVERGENCES = get_args(Divergence)
+INF = float("inf")
+
+
+def _case(batch=2, tokens=3, vocab=7, scale=2.0, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shape = (batch, tokens, vocab)
+    student = torch.randn(shape, generator=g, dtype=torch.float64) * scale
+    teacher = torch.randn(shape, generator=g, dtype=torch.float64) * scale
+    return student.to(dtype), teacher.to(dtype)
+
+
+def _ours(student, teacher, **options):
+    student = student.detach().clone().requires_grad_()
+    value = token_kd(student, teacher, **options)
+    value.backward()
+    return value, student.grad
+
+
+def _ordinary():
+    return _case(vocab=50, dtype=torch.float16), {}
+
+
+def _huge(scale, temperature):
+    student, teacher = _case(vocab=50, scale=1.0)
+    student, teacher = (student * scale).clamp(-6e4, 6e4), (teacher * scale).clamp(-6e4, 6e4)
+    return (student.half(), teacher.half()), {"temperature": temperature}
+
+
+def _infinite():
+    student, teacher = _case(vocab=50, dtype=torch.float16)
+    student[0, 0, 3], student[1, 2, 8], teacher[0, 0, 3], teacher[0, 1, 6] = INF, -INF, INF, -INF
+    return (student, teacher), {}
+
+
+def _padded_teacher():
+    student, teacher = _case(vocab=50, dtype=torch.float16)
+    teacher[..., 44:] = -INF
+    return (student, teacher), {}
+
+
+def _padded_both():
+    (student, teacher), options = _padded_teacher()
+    student[..., 44:] = -INF
+    return (student, teacher), options
+
+
+def _student_only():
+    student, teacher = _case(vocab=50, dtype=torch.float16)
+    student[0, 1, teacher[0, 1].argmax()] = -INF
+    return (student, teacher), {}
+
+
+def _padding_nan():
+    student, teacher = _case(tokens=5, vocab=50, dtype=torch.float16)
+    mask = torch.ones(2, 5)
+    mask[0, 3:] = mask[1, 1:] = 0
+    student[mask == 0], teacher[mask == 0] = float("nan"), float("nan")
+    return (student, teacher), {"mask": mask}
+
+
+def _all_masked():
+    student, teacher = _case(vocab=50, dtype=torch.float16)
+    return (student, teacher), {"mask": torch.zeros(2, 3)}
+
+
+ELEVEN = {
+    "ordinary": _ordinary,
+    "logits of 1e4 at T = 4": lambda: _huge(1e4, 4.0),
+    "6e4 at T = 1": lambda: _huge(6e4, 1.0),
+    "4e4 at T = 0.5": lambda: _huge(4e4, 0.5),
+    "already inf": _infinite,
+    "teacher -inf in padded vocabulary": _padded_teacher,
+    "both -inf": _padded_both,
+    "student -inf only": _student_only,
+    "NaN in padding": _padding_nan,
+    "every label masked": _all_masked,
+    "long sequence": lambda: (_case(1, 600, 50, dtype=torch.float16), {}),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("case", ELEVEN)
+def test_the_eleven_fp16_cases(case, name):
+    (student, teacher), options = ELEVEN[case]()
+    value, gradient = _ours(student, teacher, divergence=name, **options)
+    expected, slope = oracle.token_kd(student, teacher, name=name, **options)
+    assert value.dtype == torch.float32 and gradient.dtype == torch.float16
+    torch.testing.assert_close(value.double(), expected, rtol=2e-3, atol=2e-3)
+    scale = slope.abs().max().clamp(min=1)
+    torch.testing.assert_close(
+        gradient / scale, slope / scale, rtol=2e-3, atol=1e-6, check_dtype=False
+    )
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
+def test_float64_equals_the_oracle(name, temperature):
+    student, teacher = _case()
+    options = {"temperature": temperature}
+    value, gradient = _ours(student, teacher, divergence=name, **options)
+    expected, slope = oracle.token_kd(student, teacher, name=name, **options)
+    assert value.dtype == torch.float64
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_gradcheck(name):
+    student, teacher = _case()
+    student.requires_grad_()
+    assert torch.autograd.gradcheck(lambda s: token_kd(s, teacher, divergence=name), student)
+
+
+def test_an_overflowed_student_is_still_corrected():
+    (student, teacher), _ = _student_only()
+    best = teacher[0, 1].argmax()
+    _, gradient = _ours(student, teacher)
+    assert gradient[0, 1, best] < -0.01
+    torch.testing.assert_close(gradient.sum(-1), torch.zeros(2, 3).half(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("side", [0, 1])
+def test_an_entry_outside_the_vocabulary_is_dropped_on_both_sides(name, side):
+    student, teacher = _case()
+    kept = [0, 1, 3, 4, 6]
+    with_hole = [student.clone(), teacher.clone()]
+    with_hole[side][..., [2, 5]] = -INF
+    value, gradient = _ours(*with_hole, divergence=name)
+    expected, slope = _ours(student[..., kept], teacher[..., kept], divergence=name)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradient[..., kept], slope)
+    assert gradient[..., [2, 5]].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_padding_of_the_vocabulary_gets_no_mass(name):
+    student, teacher = _case()
+    value, gradient = _ours(student, torch.cat([teacher, teacher + 9], -1), divergence=name)
+    expected, slope = _ours(student, teacher, divergence=name)
+    assert torch.equal(value, expected) and torch.equal(gradient, slope)
+    value, gradient = _ours(torch.cat([student, student + 9], -1), teacher, divergence=name)
+    assert torch.equal(value, expected) and torch.equal(gradient[..., :7], slope)
+    assert gradient[..., 7:].abs().max() == 0
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("junk", [float("nan"), INF, -INF, 1e4])
+def test_masked_tokens_change_no_bit(name, junk):
+    student, teacher = _case(dtype=torch.float16)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    value, gradient = _ours(student, teacher, mask=mask, divergence=name)
+    student[mask == 0], teacher[mask == 0] = junk, junk
+    again, slope = _ours(student, teacher, mask=mask, divergence=name)
+    assert torch.equal(value, again) and torch.equal(gradient, slope)
+    assert gradient[mask == 0].abs().max() == 0 < gradient[mask == 1].abs().max()
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_nan_in_a_real_token_stays_one(name, side):
+    both = _case()
+    both[side][1, 1, 4] = float("nan")
+    value, gradient = _ours(*both, divergence=name)
+    assert value.isnan() and gradient[1, 1].isnan().any() and gradient[0].isfinite().all()
+
+
+def test_every_token_masked_is_a_zero_on_the_graph():
+    student, teacher = _case()
+    value, gradient = _ours(student, teacher, mask=torch.zeros(2, 3))
+    assert value == 0 and torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_no_gradient_into_the_teacher():
+    student, teacher = _case()
+    student.requires_grad_(), teacher.requires_grad_()
+    token_kd(student, teacher).backward()
+    assert teacher.grad is None and student.grad is not None
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4, 6e4]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    temperature=st.sampled_from([1e-4, 0.5, 1.0, 2.0, 1e4]),
+    name=st.sampled_from(DIVERGENCES),
+    seed=st.integers(0, 10),
+)
+def test_finite_and_not_negative_at_every_extreme(scale, dtype, temperature, name, seed):
+    student, teacher = _case(vocab=11, scale=1.0, seed=seed)
+    student, teacher = (x.mul(scale).clamp(-65504, 65504).to(dtype) for x in (student, teacher))
+    options = {"temperature": temperature, "divergence": name}
+    student.requires_grad_()
+    value = token_kd(student.float(), teacher, **options)
+    (slope,) = torch.autograd.grad(value, student)
+    assert value.isfinite() and value >= -3e-7 * temperature**2
+    assert slope.float().isfinite().all() or slope.dtype == torch.float16  # a cast may overflow
+    same = token_kd(teacher.float(), teacher.float(), **options)
+    assert abs(same) <= 3e-7 * temperature**2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"divergence": "kl"}, "forward_kl, reverse_kl, js"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"mask": torch.ones(3, 2)}, r"mask \(3, 2\)"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        token_kd(*_case(), **options)
+
+
+def test_targets_are_the_next_tokens_that_count():
+    ids = torch.tensor([[5, 6, 7, 8], [9, 1, 2, 0]])
+    counts = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]]).bool()
+    rows, targets = next_token_targets(ids, counts)
+    assert rows.tolist() == [1, 2, 4] and targets.tolist() == [7, 8, 1]
+    with pytest.raises(ValueError, match=r"counts \(2, 3\)"):
+        next_token_targets(ids, counts[:, 1:])
+
+
+def test_the_clamp_says_the_lowest_perplexity():
+    assert LegacyClamp(2.5).lowest_perplexity(50257) == pytest.approx(339.6, abs=0.1)
+    assert LegacyClamp(5.0).lowest_perplexity(50257) == pytest.approx(3.28, abs=0.01)
+    logits = torch.full((1, 50257), -2.5)
+    logits[0, 7] = 2.5
+    best = torch.nn.functional.cross_entropy(logits.double(), torch.tensor([7]))
+    assert math.exp(best) == pytest.approx(LegacyClamp(2.5).lowest_perplexity(50257))
+
+
+def test_the_clamp_that_cannot_learn_is_refused():
+    clamp = LegacyClamp.parse("2.5:0.1:5.0")
+    assert clamp == LegacyClamp(2.5, 0.1, 5.0)
+    with pytest.raises(ValueError, match="no perplexity below 340"):
+        clamp.check(50257)
+    clamp.check(100)
+    with pytest.raises(ValueError, match="no cross-entropy above"):
+        LegacyClamp(0.5, 6.0, 7.0).check(100)
+    hidden, weight = torch.randn(3, 4), torch.randn(50257, 4)
+    with pytest.raises(ValueError, match="nothing is learned"):
+        losses.linear_distillation(
+            hidden, weight, None, torch.zeros(3).long(), temperature=1.0, legacy_clamp=clamp
+        )
+
+
+@pytest.mark.parametrize("text", ["", "2.5:1", "a", "0", "-1", "nan", "2.5:5:1", "1:2:3:4"])
+def test_a_clamp_that_makes_no_sense_is_refused(text):
+    with pytest.raises(ValueError, match="clamp|window"):
+        LegacyClamp.parse(text)

@@ -1,0 +1,76 @@
+"""Independent float64 formulas of token-level distillation, one token at a time, by autograd."""
+
+import torch
+
+HUGE = 65504.0
+
+
+def _kl(log_a, log_b):
+    return (log_a.exp() * (log_a - log_b)).sum()
+
+
+def _mix(share, log_a, log_b):
+    """log(share * a + (1 - share) * b)."""
+    first, second = torch.tensor([share, 1 - share], dtype=torch.float64).log()
+    return torch.logaddexp(log_a + first, log_b + second)
+
+
+def divergence(name, log_p, log_q):
+    """From log-probabilities `[outcome]` of teacher p and student q, as the papers print it."""
+    return {
+        "forward_kl": lambda: _kl(log_p, log_q),
+        "reverse_kl": lambda: _kl(log_q, log_p),
+        "js": lambda: (
+            _kl(log_p, _mix(0.5, log_p, log_q)) / 2 + _kl(log_q, _mix(0.5, log_p, log_q)) / 2
+        ),
+        "skew_kl": lambda: _kl(log_p, _mix(0.1, log_p, log_q)),
+        "skew_reverse_kl": lambda: _kl(log_q, _mix(0.9, log_p, log_q)),
+        "tvd": lambda: (log_p.exp() - log_q.exp()).abs().sum() / 2,
+    }[name]()
+
+
+def _saturated(logits):
+    return torch.where(logits.isinf(), logits.sign() * HUGE, logits)
+
+
+def token_kd(student, teacher, *, mask=None, temperature=2.0, name="forward_kl"):
+    """The contract of `token_kd`: mean over real tokens of T^2 D, and its gradient.
+
+    Returns the value and the gradient with respect to the student, both float64.
+    """
+    common = min(student.shape[-1], teacher.shape[-1])
+    z = student.detach().double()
+    gradient = torch.zeros_like(z)
+    real = [(b, t) for b in range(z.shape[0]) for t in range(z.shape[1])]
+    if mask is not None:
+        real = [(b, t) for b, t in real if mask[b, t]]
+    kept = [
+        v
+        for v in range(common)
+        if not all(z[b, t, v] == -torch.inf for b, t in real)
+        and not all(teacher[b, t, v] == -torch.inf for b, t in real)
+    ]
+    total = torch.zeros((), dtype=torch.float64)
+    for b, t in real:
+        row = _saturated(z[b, t, kept]).requires_grad_()
+        log_q = torch.log_softmax(row / temperature, -1)
+        log_p = torch.log_softmax(_saturated(teacher[b, t, kept].double()) / temperature, -1)
+        loss = temperature**2 * divergence(name, log_p, log_q) / len(real)
+        (gradient[b, t, kept],) = torch.autograd.grad(loss, row)
+        total += loss.detach()
+    return total, gradient
+
+
+def top_k(z, indices, log_probs, log_tail, *, temperature, name):
+    """T^2 D over the k outcomes and the tail, of one token's logits `[vocab]`."""
+    q = torch.softmax(z / temperature, -1)
+    rest = [v for v in range(len(z)) if v not in indices.tolist()]
+    coarse = torch.cat([q[indices], q[rest].sum().reshape(1)]).log()
+    return temperature**2 * divergence(name, torch.cat([log_probs, log_tail.reshape(1)]), coarse)
+
+
+def sampled(z, indices, weights, entropy, *, temperature):
+    """T^2 times the sampled estimate of KL(p, q), of one token's logits `[vocab]`."""
+    q = torch.softmax(z / temperature, -1)
+    terms = [-w * q[i].log() for i, w in zip(indices.tolist(), weights, strict=True)]
+    return temperature**2 * (sum(terms) - entropy)
