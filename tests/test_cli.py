@@ -204,7 +204,12 @@ def known_errors():
         (SettingsError("EMBEDDING_DIM is 3"), 2),
         (TeacherUnavailable("dinov2", "no network:\n no route"), 1),
         (DatasetUnavailable("cifar10 is not in data: --download"), 2),
-        (FingerprintMismatch(Path("embeddings_train.pt"), ["teacher: a, not b"]), 1),
+        (
+            FingerprintMismatch(
+                Path("embeddings_train.pt"), ["teacher: a, not b"], "embeddings_dir"
+            ),
+            1,
+        ),
         (NonFiniteRow("embeddings_train.pt", 3, 3, "a.jpg", float("nan")), 1),
         (CorruptFileError("embeddings_train.pt"), 1),
         (UnsupportedDevice("sm_37"), 1),

@@ -110,7 +110,8 @@ def open_text(
             folder of such files.
         split: `train`, `test`, or `all` of the source: a file or folder of its own for evaluation.
         field: name of the field that holds a text.
-        held_out: fraction of the documents to hold out, in (0, 1), where the source has no split.
+        held_out: fraction of the documents to hold out, from 0 to below 1, where the source has no
+            split.
         max_bytes: stop reading before the source exceeds this; None reads all.
 
     Raises:
@@ -120,8 +121,8 @@ def open_text(
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"split must be 'train', 'test' or 'all', got {split!r}")
-    if not 0 < held_out < 1:
-        raise ValueError(f"held_out must be a fraction between 0 and 1, got {held_out}")
+    if not 0 <= held_out < 1:
+        raise ValueError(f"held_out must be a fraction from 0 to below 1, got {held_out}")
     name = os.fspath(source)
     divided, items = _read(name, split, field)
     examples, left_out = _take(items, max_bytes)

@@ -43,6 +43,7 @@ from ssl_kd.teachers.causal import (
     tokenizer_id,
     without_adapters,
 )
+from ssl_kd.teachers.mixture import is_mixture
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         folder.write_config(settings, mode="language", precision=str(precision))
         with clock("prepare"):
             task = prepare(settings, precision, tell)
+        settings = _decided(settings, task)
         folder.keep_to(task.digest)
         folder.update_json("config.json", **_about(task))
         steps, student = n_steps(settings, len(task.blocks)), task.student.model
@@ -154,6 +156,15 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
     return folder.path
 
 
+def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
+    """ROUTER_MODE where it was left to the teacher."""
+    if settings.router_mode != "auto":
+        return settings
+    mode = "sar" if task.frozen is not None and is_mixture(task.frozen.model) else "native"
+    logger.info("ROUTER_MODE is %s: the teacher's experts decide", mode)
+    return settings.replace(router_mode=mode)
+
+
 def _dry(settings: LanguageSettings) -> LanguageSettings:
     """Five steps that try everything once."""
     return settings.replace(
@@ -188,10 +199,10 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         SettingsError: teacher, student, cache and text do not fit.
     """
     tell("prepare", 0, 3, {})
-    train_set = open_text(settings.data_path, "train")
     if settings.eval_path is None:
-        eval_set = open_text(settings.data_path, "test")
+        train_set, eval_set = (open_text(settings.data_path, split) for split in ("train", "test"))
     else:
+        train_set = open_text(settings.data_path, "train", held_out=0)
         eval_set = open_text(settings.eval_path, "all")
     tell("prepare", 1, 3, {"documents": len(train_set)})
 
@@ -201,6 +212,13 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
     teacher = None if name == "none" else load_causal_lm(name)
     tokenizer = train_tokenizer(train_set, settings.vocabulary) if teacher is None else None
     student = build_student(settings.student_model, teacher, tokenizer, seed=settings.seed)
+    for lm in (student, teacher):
+        room = lm and getattr(lm.model.config, "max_position_embeddings", None)
+        if lm and room and settings.block_size > room:
+            raise SettingsError(
+                f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
+                f"to {room} or less"
+            )
     aligned = teacher is not None and settings.align != "auto"
     if teacher is not None and not aligned:
         _check_tokenizers(student, teacher)
@@ -291,14 +309,15 @@ def trained_teacher(
         legacy_clamp=None,
     )
     decides = ("block_size", "packing", "per_device_batch_size", "gradient_accumulation_steps")
-    decides += ("teacher_size", "teacher_steps", "vocabulary", "seed", "weight_decay")
+    decides += ("teacher_size", "teacher_steps", "teacher_experts", "vocabulary", "seed")
     said = [texts.digest, str(precision.student), *(str(getattr(own, name)) for name in decides)]
     folder = TEACHERS / hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
     if folder.exists():
         logger.info("the teacher trained before on this text: %s", folder)
         return folder
     tokenizer = train_tokenizer(texts, settings.vocabulary)
-    teacher = build_student(own.student_model, None, tokenizer, seed=settings.seed)
+    spec, experts = own.student_model, settings.teacher_experts
+    teacher = build_student(spec, None, tokenizer, seed=settings.seed, experts=experts)
     packing = settings.packing and isolates_documents(teacher.model)
     blocks = make_blocks(texts, tokenizer, settings.block_size, packing=packing)
     distiller = Distiller(teacher.model, own, precision)

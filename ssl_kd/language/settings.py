@@ -34,7 +34,7 @@ class LanguageSettings(RunSettings):
     student_model: str = setting(
         "fresh:2x128",
         "folder or hub name; layers:N: cut from the teacher's layers; fresh:LAYERSxDIM: new weights"
-        " of the teacher's architecture",
+        " of the teacher's architecture; llama:LAYERSxDIM: of a Llama, whatever the teacher is",
     )
     teacher_cache: str | None = setting(
         None, "folder of the teacher's cached distribution; None: the teacher itself, live"
@@ -51,6 +51,9 @@ class LanguageSettings(RunSettings):
     teacher_steps: int = setting(800, "steps that a teacher which is trained here gets", low=1)
     teacher_size: str = setting(
         "4x192", "LAYERSxDIM of a teacher that is trained here", forms=(("LAYERSxDIM", r"\d+x\d+"),)
+    )
+    teacher_experts: int = setting(
+        0, "experts of a teacher that is trained here, two of them active; 0: dense", low=0
     )
     vocabulary: int = setting(
         1024, "tokens of a tokenizer that is trained here", low=260, high=262_144
@@ -96,8 +99,9 @@ class LanguageSettings(RunSettings):
     router_mode: str = setting(
         "native",
         "experts of a mixture-of-experts teacher: native, as it came; all; ka, all but one, some"
-        " sampled; sar, all, with a router that learns from the student",
-        choices=("native", "all", "ka", "sar"),
+        " sampled; sar, all, with a router that learns from the student; auto: sar, and native for"
+        " a teacher that is none",
+        choices=("native", "all", "ka", "sar", "auto"),
     )
     router_renorm: str = setting(
         "auto",
@@ -248,6 +252,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_grad_norm": 0.5,
             "per_device_batch_size": 1,
             "block_size": 512,
+            "router_mode": "auto",
         },
         # The same for cards without bf16: half-precision products, float32 weights and losses.
         "fp16_safe": {
@@ -258,6 +263,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_grad_norm": 0.5,
             "per_device_batch_size": 1,
             "block_size": 512,
+            "router_mode": "auto",
             "model_dtype": "float16",
         },
         # Goes back and begins again where the others stop.
@@ -269,6 +275,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_grad_norm": 0.5,
             "per_device_batch_size": 1,
             "block_size": 512,
+            "router_mode": "auto",
             "stop_after": None,
         },
         "most_conservative": {
@@ -279,6 +286,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_grad_norm": 0.25,
             "per_device_batch_size": 1,
             "block_size": 512,
+            "router_mode": "auto",
             "stop_after": None,
         },
         "balanced": {

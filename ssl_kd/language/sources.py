@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -46,10 +48,14 @@ class Plain:
 
     Args:
         answers: one, or the variants of a cache.
+
+    Attributes:
+        model: the live teacher's; None for a cache.
     """
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = answers
+        self.model: Any = getattr(answers[0], "model", None)
 
     def __call__(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
         """As `Source`."""
@@ -75,6 +81,7 @@ class Routed:
     Attributes:
         record: of the last router step; None before the first, and where no router learns.
         ce: the teacher's own cross-entropy in that step, nats a token.
+        model: the teacher's.
         events: what the router step had to say, for the event log to fetch.
 
     References:
@@ -86,6 +93,7 @@ class Routed:
     ) -> None:
         self.frozen, self.settings = frozen, settings
         renorm: Any = None if settings.router_renorm == "auto" else settings.router_renorm
+        self.model = frozen.model
         self.mixture = Mixture(frozen.model, renorm)
         if settings.router_weights is not None:
             self.mixture.load_router(settings.router_weights)
@@ -93,6 +101,7 @@ class Routed:
         self.ce: float | None = None
         self.events: list[Event] = []
         self.router: RouterStep | None = None
+        self.learns = True
         if settings.router_mode == "sar":
             old = settings.router_joint
             self.router = RouterStep(
@@ -121,11 +130,11 @@ class Routed:
         if self.router is None:
             draws = settings.ka_forwards if settings.router_mode == "ka" else 1
             return [self.answer(batch, rows) for _ in range(draws)]
-        if not settings.router_joint:
+        if self.learns and not settings.router_joint:
             self._learn(self.router, batch, own)
         with self.mixture.using(Routing("sar")):
             said = self.frozen(batch, rows)
-        if settings.router_joint:
+        if self.learns and settings.router_joint:
             self._learn(self.router, batch, own)
         return [said]
 
@@ -156,8 +165,9 @@ class Routed:
 
         with torch.enable_grad():
             self.record = router.step(objective, batch.documents > 0)
-        if self.record.event is not None:
-            self.events.append(self.record.event)
+        if (event := self.record.event) is not None:
+            reason = f"{named_rows(batch.rows)}: {event.reason}"
+            self.events.append(replace(event, reason=reason))
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the router and its optimizer."""
@@ -167,6 +177,24 @@ class Routed:
         """Take over what `state` gave."""
         if self.router is not None:
             self.router.load_state_dict(state)
+
+
+def named_rows(rows: Tensor) -> str:
+    """`rows 3, 17`: how a batch is named in an event."""
+    return f"rows {', '.join(map(str, rows.tolist()))}"
+
+
+@contextmanager
+def fixed(source: Source | None) -> Iterator[None]:
+    """Ask a teacher without its router learning from it."""
+    if not isinstance(source, Routed):
+        yield
+        return
+    source.learns = False
+    try:
+        yield
+    finally:
+        source.learns = True
 
 
 class Aligned(torch.nn.Module):
@@ -194,6 +222,11 @@ class Aligned(torch.nn.Module):
                 torch.manual_seed(settings.seed)
                 self.projection = HiddenProjection(teacher_dim, student_dim)
 
+    @property
+    def model(self) -> Any:
+        """The teacher's."""
+        return getattr(self.answer, "__self__", self.answer).model
+
     def forward(
         self, batch: AlignedBatch, hidden: Tensor, logits: Callable[[Tensor], Tensor]
     ) -> Tensor:
@@ -206,10 +239,12 @@ class Aligned(torch.nn.Module):
         """
         settings = self.settings
         if self.projection is not None:
-            every = torch.arange(batch.teacher.input_ids.numel(), device=hidden.device)
-            taught: Any = self.answer(batch.teacher, every)
+            mine, theirs, weights = batch.overlap()
+            # The rows that count alone: what else the teacher says may hold anything.
+            rows, theirs = theirs.unique(return_inverse=True)
+            taught: Any = self.answer(batch.teacher, rows)
             projected = self.projection(taught.hidden.float())
-            return hidden_matching(hidden, projected, *batch.overlap())
+            return hidden_matching(hidden, projected, mine, theirs, weights)
         groups = batch.groups()
         mine, theirs = groups.student, groups.teacher
         if self.how == "uld":

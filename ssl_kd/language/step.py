@@ -20,7 +20,7 @@ from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.alignment import AlignedBatch
 from ssl_kd.language.blocks import Batch
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Aligned, Routed, Source
+from ssl_kd.language.sources import Aligned, Routed, Source, fixed, named_rows
 from ssl_kd.losses.linear_distillation import (
     LinearTeacher,
     LogitsTeacher,
@@ -93,6 +93,10 @@ class Distiller:
         source: what the teacher says of a batch; None for cross-entropy alone.
         aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
         events: a file to append the guard's decisions to.
+
+    Attributes:
+        tokens: learned from so far.
+        recent: results of the steps since the last log line, which may be before a resume.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class Distiller:
             events=events,
         )
         self.tokens = 0
+        self.recent: list[StepResult] = []
         self._explained: set[str] = set()
 
     def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StepResult:
@@ -148,19 +153,23 @@ class Distiller:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        dice = torch.get_rng_state()
         tokens = sum(int(_own(batch).counts.sum()) for batch in batches)
-        sums = torch.zeros(2, device=self.precision.device)
+        zero = torch.zeros((), device=self.precision.device)
+        sums: dict[str, Tensor] = {"ce": zero, "kd": zero}
         for batch in batches:
-            terms = self.terms(batch) / max(tokens, 1)
-            sums += terms.detach()
+            terms = {name: term / max(tokens, 1) for name, term in self.terms(batch).items()}
+            sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
             self.guard.backward(self._weighted(terms))
         self.tokens += tokens
         first = len(self.guard.events)
         router = self._router_events()
-        updated = bool(self.guard.step())
-        ce, kd = sums.tolist()
-        if len(self.guard.events) > first:
-            self._explain(batches, self.guard.events.events[first:])
+        try:
+            updated = bool(self.guard.step())
+        finally:  # where the guard stops the run, above all
+            self.optimizer.zero_grad()
+            self._explain(batches, self.guard.events.events[first:], dice)
+        ce, kd = (float(sums[name]) for name in ("ce", "kd"))
         weighted = {"ce": self.settings.alpha_ce * ce, "kd": self.settings.alpha_kd * kd}
         finite = [value for value in weighted.values() if abs(value) < float("inf")]
         return StepResult(
@@ -178,8 +187,8 @@ class Distiller:
         """Whether there is more to learn from than the text."""
         return self.source is not None or self.aligned is not None
 
-    def terms(self, of: Batch | AlignedBatch) -> Tensor:
-        """Sums over the batch's real tokens of cross-entropy and divergence, `[2]` float32."""
+    def terms(self, of: Batch | AlignedBatch) -> dict[str, Tensor]:
+        """Sums over the batch's real tokens: `ce`, and with a teacher `kd`; float32."""
         batch = _own(of)
         rows, targets = next_token_targets(batch.input_ids, batch.counts)
         options: dict[str, Any] = {
@@ -193,17 +202,21 @@ class Distiller:
                 logits = self.student(**batch.model_inputs(), use_cache=False).logits
                 logits = logits.flatten(0, 1)[rows]
                 teachers = self._ask(batch, rows, LogitsTeacher(logits.detach()))
-                return logits_distillation(logits, targets, teachers, **options)
+                return self._named(logits_distillation(logits, targets, teachers, **options))
             every = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
             hidden, weight, bias = every[rows], self.head.weight, self.head.bias
             if isinstance(of, AlignedBatch) and self.aligned is not None:
                 ce = linear_distillation(hidden, weight, bias, targets, (), **options)[0]
                 kd = self.aligned(of, every, lambda some: F.linear(every[some], weight, bias))
-                return torch.stack([ce, kd.float() * len(rows)])
+                return {"ce": ce, "kd": kd.float() * len(rows)}
             fixed = None if bias is None else bias.detach()
             own = LinearTeacher(hidden.detach(), weight.detach(), fixed)
             teachers = self._ask(batch, rows, own)
-            return linear_distillation(hidden, weight, bias, targets, teachers, **options)
+            sums = linear_distillation(hidden, weight, bias, targets, teachers, **options)
+            return self._named(sums)
+
+    def _named(self, sums: Tensor) -> dict[str, Tensor]:
+        return {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
 
     def _ask(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
         return () if self.source is None else self.source(batch, rows, own)
@@ -222,43 +235,67 @@ class Distiller:
             "teacher_ce": self.source.ce,
         }
 
-    def _weighted(self, terms: Tensor) -> dict[str, Tensor]:
-        losses = {"ce": self.settings.alpha_ce * terms[0]}
-        if self.has_teacher:
-            losses["kd"] = self.settings.alpha_kd * terms[1]
-        return losses
+    def _weighted(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        weights = {"ce": self.settings.alpha_ce, "kd": self.settings.alpha_kd}
+        return {name: weights[name] * term for name, term in terms.items()}
 
-    def _explain(self, batches: Sequence[Batch | AlignedBatch], events: Sequence[Event]) -> None:
-        """Name the rows of a sick batch and, the first time a part is sick, the operation."""
+    def _explain(
+        self, batches: Sequence[Batch | AlignedBatch], events: Sequence[Event], dice: Tensor
+    ) -> None:
+        """Name the rows of a sick batch and the operation, once for each part.
+
+        Args:
+            batches: of the step.
+            events: what the guard said of it.
+            dice: state of the random numbers before the step.
+        """
         for event in events:
-            if event.stage not in ("loss", "gradient") or event.part in self._explained:
+            sick = event.stage in ("loss", "gradient") and event.action != "taken in again"
+            if not sick or event.part == "router" or event.part in self._explained:
                 continue
-            if event.action == "taken in again":
-                continue
-            self._explained.add(event.part)
-            for batch in batches:
-                if (words := self.explain(batch, event.part)) is not None:
-                    self.guard.events.extend(
-                        [Event(event.step, event.part, "replay", words, "explained")]
-                    )
-                    break
+            gpus = [self.precision.device] if self.precision.device.type == "cuda" else []
+            with torch.random.fork_rng(gpus):
+                torch.set_rng_state(dice)
+                said = (self.explain(batch, event.part) for batch in batches)
+                words = next((words for words in said if words is not None), None)
+            action = "explained"
+            if words is None:  # a fault of this moment: the rows are all that can be said
+                rows = torch.cat([_own(batch).rows for batch in batches])
+                words, action = f"{named_rows(rows)}: finite when run again", "not found again"
+            else:
+                self._explained.add(event.part)
+            self.guard.events.extend([Event(event.step, event.part, "replay", words, action)])
 
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
         """Run a batch again under the microscope; what first went wrong, and what to change.
 
-        The weights are those of the sick step: it changed none.
+        Nothing learns from it. Where another part was updated, the weights are those after.
         """
         named = {
             f"student weight {name}": p.detach() for name, p in self.student.named_parameters()
         }
-        with Microscope(named) as scope:
+        followed: Any = self.source if self.aligned is None else self.aligned
+        teacher = getattr(followed, "model", None)
+        named |= {  # all of a large one would be too much to look at in float64
+            f"teacher weight {name}": p.detach()
+            for name, p in ([] if teacher is None else teacher.named_parameters())
+            if not p.isfinite().all()
+        }
+        trained = [p for p in self.student.parameters() if p.requires_grad]
+        with fixed(self.source), Microscope(named) as scope:
             terms = self._weighted(self.terms(batch))
             looked = [terms[part]] if part in terms else list(terms.values())
             fault = scope.fault(*looked)
+            if fault is None:
+                total = sum(looked, torch.zeros(()))
+                found = torch.autograd.grad(total, trained, allow_unused=True)
+                fault = scope.fault(*(g for g in found if g is not None))
         if fault is None:
             return None
-        where = f"rows {', '.join(map(str, _own(batch).rows.tolist()))}"
-        return f"{where}: {diagnose(fault, self.settings.to_dict())}"
+        found, rows = diagnose(fault), named_rows(_own(batch).rows)
+        where = f"{fault.op}, {'backward' if fault.backward else 'forward'} pass"
+        where += f", {fault.place}" if fault.place else ""
+        return f"{rows}: {where}: {found.cause.value}: {found.words}. {found.remedy}"
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs."""
@@ -268,6 +305,8 @@ class Distiller:
             "optimizer": self.optimizer.state_dict(),
             "guard": self.guard.state_dict(),
             "tokens": self.tokens,
+            "recent": [dataclasses.asdict(result) for result in self.recent],
+            "explained": sorted(self._explained),
             "aligned": {} if self.aligned is None else self.aligned.state_dict(),
             "router": self.source.state() if isinstance(self.source, Routed) else {},
         }
@@ -280,7 +319,8 @@ class Distiller:
                 p.copy_(state["student"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.guard.load_state_dict(state["guard"])
-        self.tokens = state["tokens"]
+        self.tokens, self._explained = state["tokens"], set(state["explained"])
+        self.recent = [StepResult(**row) for row in state["recent"]]
         if self.aligned is not None:
             self.aligned.load_state_dict(state["aligned"])
         if isinstance(self.source, Routed):

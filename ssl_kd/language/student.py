@@ -53,19 +53,22 @@ def build_student(
     *,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    experts: int = 0,
 ) -> CausalLM:
     """Make or load a student.
 
     Args:
         spec: a folder or a name on the Hub (the student then has its own tokenizer); `layers:N`, N
             evenly spaced layers of the teacher, first and last included, with its embeddings, norm
-            and head; or `fresh:LAYERSxDIM`, new weights of that size in the teacher's architecture,
-            or in Llama's without a teacher.
+            and head; `fresh:LAYERSxDIM`, new weights of that size in the teacher's architecture, or
+            in Llama's without a teacher; or `llama:LAYERSxDIM`, new weights in Llama's anyway.
         teacher: what to cut, or whose architecture to take. It is left alone.
         tokenizer: for new weights; None takes the teacher's. The vocabulary is the teacher's where
             that has this tokenizer, else the tokenizer's, up to the next multiple of 8.
         seed: of new weights; the global random state is left alone.
         dtype: float32, but for the frozen base of adapters.
+        experts: for new weights without a teacher: a Mixtral of so many, two of them active, in
+            Llama's place; 0 for Llama.
 
     Returns:
         The student, in evaluation mode on the CPU.
@@ -76,7 +79,7 @@ def build_student(
         FileNotFoundError, CausalLMUnavailable: as by `load_causal_lm`.
     """
     kind, _, size = spec.partition(":")
-    if kind not in ("layers", "fresh"):
+    if kind not in ("layers", "fresh", "llama"):
         return load_causal_lm(spec, dtype=dtype)
     form = r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)"
     match = re.fullmatch(form, size)
@@ -92,7 +95,8 @@ def build_student(
             if teacher is None:
                 raise ValueError(f"student {spec!r} needs a tokenizer, or a teacher that has one")
             tokenizer = teacher.tokenizer
-        model = _fresh(spec, teacher, tokenizer, numbers[0], numbers[1], seed)
+        like = teacher if kind == "fresh" else None
+        model = _fresh(spec, like, tokenizer, numbers[0], numbers[1], seed, experts)
     return CausalLM.of(model.to(dtype), tokenizer, spec)
 
 
@@ -225,7 +229,13 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
 
 
 def _fresh(
-    spec: str, teacher: CausalLM | None, tokenizer: Any, layers: int, dim: int, seed: int
+    spec: str,
+    teacher: CausalLM | None,
+    tokenizer: Any,
+    layers: int,
+    dim: int,
+    seed: int,
+    experts: int,
 ) -> nn.Module:
     vocabulary = 8 * math.ceil((max(tokenizer.get_vocab().values()) + 1) / 8)
     special = {
@@ -233,7 +243,9 @@ def _fresh(
     }
     if teacher is None:
         heads = _heads(dim, dim / _HEAD_DIM)
-        config = llm_module("transformers").LlamaConfig(
+        transformers = llm_module("transformers")
+        mixed = {"num_local_experts": experts, "num_experts_per_tok": 2} if experts else {}
+        config = (transformers.MixtralConfig if experts else transformers.LlamaConfig)(
             vocab_size=vocabulary,
             hidden_size=dim,
             intermediate_size=8 * math.ceil(dim / 3),
@@ -242,6 +254,7 @@ def _fresh(
             num_key_value_heads=heads,
             tie_word_embeddings=True,
             **special,
+            **mixed,
         )
         return _make(spec, config, seed)
     old = teacher.model.config.get_text_config()

@@ -76,7 +76,7 @@ def train(
     """
     settings, device = distiller.settings, distiller.precision.device
     size, batches = settings.per_device_batch_size, settings.gradient_accumulation_steps
-    meter = _Meter(device)
+    meter = _Meter(device, distiller.recent)
     for step in range(start, steps):
         if should_stop():
             on_checkpoint(step)
@@ -110,16 +110,13 @@ def train(
 class _Meter:
     """Means since the last log line."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._clear()
-
-    def _clear(self) -> None:
-        self._results: list[StepResult] = []
-        self._began = time.perf_counter()
+    def __init__(self, device: torch.device, results: list[StepResult]) -> None:
+        self._device, self._results = device, results
+        self._began, self._tokens = time.perf_counter(), 0
 
     def add(self, result: StepResult) -> None:
         self._results.append(result)
+        self._tokens += result.tokens
 
     def row(self, step: int, learning_rate: float, streak: int) -> Row:
         results, seconds = self._results, time.perf_counter() - self._began
@@ -134,11 +131,12 @@ class _Meter:
             "success_rate": updated / len(results),
             "consecutive_nans": streak,
             "gpu_memory_gb": self._peak(),
-            "tokens_per_second": sum(result.tokens for result in results) / max(seconds, 1e-9),
+            "tokens_per_second": self._tokens / max(seconds, 1e-9),
         }
         for name in results[-1].router:
             row[name] = _mean([result.router.get(name) for result in results])
-        self._clear()
+        results.clear()
+        self._began, self._tokens = time.perf_counter(), 0
         return row
 
     def _peak(self) -> float | None:

@@ -1,16 +1,20 @@
-"""What a frozen teacher knows, written once: verified shards of embeddings, and neighbours."""
+"""What a frozen teacher knows, written once: verified shards of columns, and neighbours."""
 
-from ssl_kd.store.embeddings import EmbeddingStore, NonFiniteRow
-from ssl_kd.store.fingerprint import Fingerprint, FingerprintMismatch
+from ssl_kd.store.embeddings import EmbeddingStore, EmbeddingWriter
+from ssl_kd.store.fingerprint import BaseFingerprint, Fingerprint, FingerprintMismatch
 from ssl_kd.store.neighbours import cached_neighbours, nearest_neighbours
-from ssl_kd.store.writer import EmbeddingWriter
+from ssl_kd.store.shards import NonFiniteRow, ShardStore
+from ssl_kd.store.writer import ShardWriter
 
 __all__ = [
+    "BaseFingerprint",
     "EmbeddingStore",
     "EmbeddingWriter",
     "Fingerprint",
     "FingerprintMismatch",
     "NonFiniteRow",
+    "ShardStore",
+    "ShardWriter",
     "cached_neighbours",
     "nearest_neighbours",
 ]

@@ -1,75 +1,46 @@
-"""Read the embeddings of one split: verified once, then gathered from memory-mapped shards.
+"""The embeddings of one split: a cache whose columns are `embeddings` [m, D] and `labels` [m].
 
-On disk, for a split `train`:
-
-- `embeddings_train.pt`, or `embeddings_train_00000.pt`, `..._00001.pt`, ... where there are more
-  than one shard holds of. Each is what `torch.save` writes of a dictionary: `embeddings` [m, D],
-  `labels` int64 [m] (-1: unknown), `indices` int64 [m] (the rows of the data set), and `ids`
-  (uint8, a JSON list of the samples' names).
-- `embeddings_train.json`, the manifest: fingerprint, shapes, and for each shard its checksum and
-  statistics.
+For a split `train` it is called `embeddings_train`; `ssl_kd.store.shards` says which files that
+makes. Labels are int64, -1 where unknown.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import json
-import mmap
-import os
 import re
-import sys
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.files import (
-    CorruptFileError,
-    atomic_write_json,
-    load_tensors,
-    sha256_file,
+from ssl_kd.store.fingerprint import Fingerprint
+from ssl_kd.store.shards import (
+    Columns,
+    Content,
+    Manifest,
+    NonFiniteRow,
+    ShardStore,
+    read_manifest,
+    write_manifest,
 )
-from ssl_kd.store.fingerprint import Fingerprint, FingerprintMismatch
+from ssl_kd.store.writer import ShardWriter
+
+__all__ = [
+    "EmbeddingStore",
+    "EmbeddingWriter",
+    "NonFiniteRow",
+    "is_bad",
+    "manifest_path",
+    "read_manifest",
+    "row_peaks",
+    "write_manifest",
+]
 
 # A value beyond this is no embedding: the square of its norm is on its way out of float32.
 LARGEST = 1e12
 # So is one that is this many times the typical row's largest value.
 LARGEST_RATIO = 1e6
-# Mapped pages count as resident: let go of them when there may be this much.
-RESIDENT_BYTES = 512 << 20
-# One touched row may bring in a whole huge page of the page cache.
-BYTES_PER_TOUCH = 2 << 20
 ROWS_PER_SCAN = 8192
-
-Manifest = dict[str, Any]
-
-
-class NonFiniteRow(ValueError):
-    """An embedding that is NaN, infinite or far out of range.
-
-    Attributes:
-        file: name of the shard.
-        row: the sample's row in the data set.
-        sample: its name.
-    """
-
-    def __init__(self, file: str, position: int, row: int, sample: str, value: float):
-        self.file, self.row, self.sample = file, row, sample
-        what = (
-            "is NaN"
-            if value != value
-            else f"is out of range (largest absolute value {value:.3g}; "
-            f"at most {LARGEST:g} and {LARGEST_RATIO:g} times the typical row's are plausible)"
-        )
-        super().__init__(
-            f"{file}, row {position} (row {row} of the data set, sample {sample!r}) {what}. "
-            "Compute it again with --force-recompute, take the sample out of the data, "
-            "or leave such rows out with exclude_bad=True."
-        )
 
 
 def row_peaks(embeddings: Tensor) -> Tensor:
@@ -90,132 +61,19 @@ def is_bad(peaks: Tensor) -> Tensor:
     return ~(peaks <= limit)  # a NaN compares false
 
 
-def _drop_pages(mapped: Tensor) -> bool:
-    """Give a mapped tensor's pages back to the system, which reads them again when asked.
-
-    Mapping the file anew does the same at 50 times the cost; where this is False it has to do.
-    """
-    if sys.platform != "linux":
-        return False
-    page = mmap.PAGESIZE
-    start = -(-mapped.data_ptr() // page) * page  # whole pages of this tensor alone
-    length = (mapped.data_ptr() + mapped.nbytes) // page * page - start
-    if length <= 0:
-        return True
-    address, size = ctypes.c_void_p(start), ctypes.c_size_t(length)
-    return ctypes.CDLL(None).madvise(address, size, mmap.MADV_DONTNEED) == 0
-
-
-def check_split(split: str) -> str:
-    """A split's name becomes part of file names."""
+def _name(split: str) -> str:
+    """What a split's files are called: the split becomes part of it."""
     if not re.fullmatch(r"[A-Za-z0-9-]+", split):
         raise ValueError(f"split is {split!r}; expected letters, digits and hyphens, like 'train'")
-    return split
+    return f"embeddings_{split}"
 
 
 def manifest_path(folder: Path, split: str) -> Path:
     """Where the manifest of a split is."""
-    return folder / f"embeddings_{split}.json"
+    return folder / f"{_name(split)}.json"
 
 
-def _checksum(manifest: Manifest) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest with its own checksum."""
-    atomic_write_json(path, manifest | {"checksum": _checksum(manifest)})
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read a manifest.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CorruptFileError: it is not what was written.
-    """
-    try:
-        manifest = json.loads(path.read_bytes())
-        stated = manifest.pop("checksum")
-        if stated != _checksum(manifest):
-            raise ValueError("its checksum does not fit")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CorruptFileError(
-            f"{path} is damaged ({error}). Rebuild the cache with --force-recompute."
-        ) from error
-    if manifest["version"] != 1:
-        raise CorruptFileError(
-            f"{path} has version {manifest['version']}, this library reads version 1. "
-            "Use the library that wrote it, or --force-recompute."
-        )
-    return manifest
-
-
-def decode_ids(shard: dict[str, Tensor]) -> list[str]:
-    """The samples' names in a shard."""
-    return json.loads(shard["ids"].numpy().tobytes())
-
-
-def bad_row(shard: dict[str, Tensor], file: str, position: int, peak: float) -> NonFiniteRow:
-    """The error that names a row of a shard."""
-    row = int(shard["indices"][position])
-    return NonFiniteRow(file, position, row, decode_ids(shard)[position], peak)
-
-
-def read_shard(path: Path, entry: Manifest, manifest: Manifest) -> dict[str, Tensor]:
-    """Map a shard and compare its shape with the manifest."""
-    try:
-        shard = load_tensors(path, mmap=True)
-        found = {name: (tuple(shard[name].shape), shard[name].dtype) for name in shard}
-        m = entry["rows"]
-        dtype = getattr(torch, manifest["dtype"])
-        expected = {
-            "embeddings": ((m, manifest["dim"]), dtype),
-            "labels": ((m,), torch.int64),
-            "indices": ((m,), torch.int64),
-        }
-    except (AttributeError, TypeError) as error:
-        raise CorruptFileError(f"{path} is not a shard of embeddings ({error})") from error
-    if any(found.get(name) != value for name, value in expected.items()) or "ids" not in shard:
-        raise CorruptFileError(f"{path} holds {found}, its manifest says {expected}")
-    return shard
-
-
-def check_shard(path: Path, entry: Manifest, manifest: Manifest) -> tuple[Tensor, Tensor]:
-    """Compare a shard with its checksum and look at every row.
-
-    Returns:
-        Which rows are bad, bool [m], and the rows' peaks, float32 [m].
-
-    Raises:
-        CorruptFileError: not the bytes that were written.
-    """
-    fault = ""
-    bad = peaks = torch.empty(0)
-    if not path.exists():
-        fault = "is missing"
-    elif (size := path.stat().st_size) != entry["bytes"]:
-        fault = f"has {size} bytes where {entry['bytes']} were written"
-    elif sha256_file(path) != entry["sha256"]:
-        fault = "has another checksum than when it was written"
-    try:
-        shard = read_shard(path, entry, manifest)
-        peaks = row_peaks(shard["embeddings"])
-        bad = is_bad(peaks)
-        if fault and bad.any():  # say more than the checksum can
-            position = int(bad.nonzero()[0, 0])
-            fault += f"; {bad_row(shard, path.name, position, peaks[position].item())}"
-    except (CorruptFileError, FileNotFoundError, ValueError) as error:
-        fault = fault or f"cannot be used: {error}"
-    if fault:
-        rows = f"rows {entry['start']} to {entry['stop'] - 1} of the data set"
-        raise CorruptFileError(
-            f"{path} {fault}. It holds {rows}; --force-recompute rebuilds this shard alone."
-        )
-    return bad, peaks
-
-
-class EmbeddingStore:
+class EmbeddingStore(ShardStore):
     """The embeddings of one split, verified, with what is known of each sample.
 
     Made by `open`. Rows are numbered 0 to n - 1 in the order of the data set; samples that could
@@ -233,43 +91,24 @@ class EmbeddingStore:
         fingerprint: what the embeddings were computed from.
     """
 
-    def __init__(self, folder: str | Path, split: str, verify: bool, exclude_bad: bool):
-        self.folder, self.split = Path(folder), check_split(split)
-        path = manifest_path(self.folder, split)
-        self.manifest = manifest = read_manifest(path)
-        self.fingerprint = Fingerprint(**manifest["fingerprint"])
-        self.dim: int = manifest["dim"]
-        names = manifest["class_names"]
+    fingerprint_type = Fingerprint
+    fingerprint: Fingerprint
+
+    def __init__(
+        self,
+        folder: str | Path,
+        name: str,
+        *,
+        expect: Fingerprint | None = None,
+        verify: bool = True,
+        exclude_bad: bool = False,
+    ):
+        super().__init__(folder, name, expect=expect, verify=verify, exclude_bad=exclude_bad)
+        self.split: str = self.manifest["split"]
+        self.dim: int = self.manifest["dim"]
+        names = self.manifest["class_names"]
         self.class_names: tuple[str, ...] | None = None if names is None else tuple(names)
-
-        self._paths = [self.folder / entry["file"] for entry in manifest["shards"]]
-        sizes = torch.tensor([entry["rows"] for entry in manifest["shards"]])
-        self._stops = sizes.cumsum(0)
-        self._starts = (self._stops - sizes).tolist()
-        self._maps: dict[int, Tensor] = {}
-        self._resident: dict[int, int] = {}
-        self._identity = [self._stat(shard) for shard in range(len(self._paths))]
-
-        labels, indices, good = [], [], []
-        for shard, (shard_path, entry) in enumerate(
-            zip(self._paths, manifest["shards"], strict=True)
-        ):
-            peaks = torch.zeros(entry["rows"])
-            bad = peaks > 0
-            if verify:
-                bad, peaks = check_shard(shard_path, entry, manifest)
-            content = read_shard(shard_path, entry, manifest)
-            if bad.any() and not exclude_bad:
-                position = int(bad.nonzero()[0, 0])
-                raise bad_row(content, shard_path.name, position, peaks[position].item())
-            labels.append(content["labels"][~bad])
-            indices.append(content["indices"][~bad])
-            good.append((~bad).nonzero().squeeze(1) + self._starts[shard])
-        kept = torch.cat(good)
-        self._kept = None if len(kept) == int(sizes.sum()) else kept
-        self.n = len(kept)
-        self.indices = torch.cat(indices)
-        self.labels = torch.cat(labels) if manifest["labelled"] else None
+        self.labels = self._held["labels"] if self.manifest["labelled"] else None
 
     @classmethod
     def open(
@@ -297,33 +136,64 @@ class EmbeddingStore:
             CorruptFileError: a file is damaged; the message names it.
             NonFiniteRow: a row is; the message names file, row and sample.
         """
-        path = manifest_path(Path(folder), check_split(split))
-        found = Fingerprint(**read_manifest(path)["fingerprint"])
-        if expect is not None and (differences := found.differences(expect)):
-            raise FingerprintMismatch(path, differences)
-        return cls(folder, split, verify, exclude_bad)
+        name = _name(split)
+        return cls(folder, name, expect=expect, verify=verify, exclude_bad=exclude_bad)
 
-    def __len__(self) -> int:
-        return self.n
+    @classmethod
+    def columns(cls, manifest: Manifest) -> Columns:
+        """The columns of a cache with this manifest."""
+        dtype = getattr(torch, manifest["dtype"])
+        return {"embeddings": ((manifest["dim"],), dtype), "labels": ((), torch.int64)}
+
+    @classmethod
+    def faults(cls, content: Content, whole: bool) -> dict[int, str]:
+        """Rows that are NaN, infinite or out of range; what is typical only a whole shard says."""
+        peaks = row_peaks(content["embeddings"])
+        bad = is_bad(peaks) if whole else ~(peaks <= LARGEST)
+        return {
+            at: "embedding is NaN"
+            if (peak := peaks[at].item()) != peak
+            else f"embedding is out of range (largest absolute value {peak:.3g}; "
+            f"at most {LARGEST:g} and {LARGEST_RATIO:g} times the typical row's are plausible)"
+            for at in bad.nonzero().squeeze(1).tolist()
+        }
+
+    @classmethod
+    def statistics(cls, content: Content) -> Manifest:
+        """Extremes and norms of a shard, a block at a time."""
+        embeddings = content["embeddings"]
+        low, high, norms, zeros = [], [], 0.0, 0
+        for block in embeddings.split(ROWS_PER_SCAN):
+            if block.numel():
+                block = block.float()
+                norm = torch.linalg.vector_norm(block, dim=1)
+                low.append(block.min().item())
+                high.append(block.max().item())
+                norms += norm.sum(dtype=torch.float64).item()
+                zeros += int((norm == 0).sum())
+        return {
+            "min": min(low, default=None),
+            "max": max(high, default=None),
+            "mean_norm": norms / len(embeddings) if len(embeddings) else None,
+            "zero_rows": zeros,
+        }
+
+    @classmethod
+    def total(cls, entries: list[Manifest]) -> Manifest:
+        """The `statistics` of all rows."""
+        kept = [(entry["rows"], entry["statistics"]) for entry in entries if entry["rows"]]
+        rows = sum(m for m, _ in kept)
+        norms = sum(m * of["mean_norm"] for m, of in kept)
+        return {
+            "rows": rows,
+            "min": min((of["min"] for _, of in kept), default=None),
+            "max": max((of["max"] for _, of in kept), default=None),
+            "mean_norm": norms / rows if rows else None,
+            "zero_rows": sum(of["zero_rows"] for _, of in kept),
+        }
 
     def __repr__(self) -> str:
         return f"EmbeddingStore({str(self.folder)!r}, {self.split!r}, n={self.n}, dim={self.dim})"
-
-    @cached_property
-    def ids(self) -> list[str]:
-        """The name of each row's sample."""
-        names: list[str] = []
-        for path, entry in zip(self._paths, self.manifest["shards"], strict=True):
-            names += decode_ids(read_shard(path, entry, self.manifest))
-        return names if self._kept is None else [names[row] for row in self._kept.tolist()]
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the content: what it was computed from, each shard, and rows left out."""
-        parts = [self.fingerprint.digest, *(entry["sha256"] for entry in self.manifest["shards"])]
-        if self._kept is not None:
-            parts.append(hashlib.sha256(self._kept.numpy().tobytes()).hexdigest())
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def gather(self, rows: Tensor) -> Tensor:
         """The embeddings of some rows; the cost does not depend on how many rows there are.
@@ -334,18 +204,7 @@ class EmbeddingStore:
         Returns:
             float32 [b, D] of its own memory.
         """
-        rows = torch.as_tensor(rows).to("cpu", torch.int64)
-        if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.n):
-            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {self.n}")
-        if self._kept is not None:
-            rows = self._kept[rows]
-        shards = torch.bucketize(rows, self._stops, right=True)
-        gathered = torch.empty(len(rows), self.dim)
-        for shard in shards.unique().tolist():
-            at = (shards == shard).nonzero().squeeze(1)
-            mapped = self._map(shard, len(at))
-            gathered[at] = mapped.index_select(0, rows[at] - self._starts[shard]).float()
-        return gathered
+        return self.take("embeddings", rows).float()
 
     def tensor(self) -> Tensor:
         """All embeddings in memory, float32 [n, D]."""
@@ -359,29 +218,84 @@ class EmbeddingStore:
         for start in range(0, self.n, rows_per_block):
             yield start, self.gather(torch.arange(start, min(start + rows_per_block, self.n)))
 
-    def _stat(self, shard: int) -> tuple[int, int, int]:
-        try:
-            found = os.stat(self._paths[shard])
-        except FileNotFoundError as error:
-            raise CorruptFileError(
-                f"{self._paths[shard]} is missing; --force-recompute rebuilds it alone"
-            ) from error
-        return found.st_ino, found.st_size, found.st_mtime_ns
 
-    def _map(self, shard: int, rows: int) -> Tensor:
-        # What was touched stays resident until it is let go, so all is when it may be too much.
-        size = self.manifest["shards"][shard]["bytes"]
-        reach = min(rows * BYTES_PER_TOUCH, size)
-        self._resident[shard] = min(self._resident.get(shard, 0) + reach, size)
-        if sum(self._resident.values()) > RESIDENT_BYTES:
-            if not all(_drop_pages(mapped) for mapped in list(self._maps.values())):
-                self._maps.clear()
-            self._resident = {shard: reach}
-        mapped = self._maps.get(shard)
-        if mapped is None:
-            if self._stat(shard) != self._identity[shard]:
-                raise CorruptFileError(f"{self._paths[shard]} was replaced while it was in use")
-            entry = self.manifest["shards"][shard]
-            mapped = read_shard(self._paths[shard], entry, self.manifest)["embeddings"]
-            self._maps[shard] = mapped
-        return mapped
+class EmbeddingWriter(ShardWriter[EmbeddingStore]):
+    """Write the cache of one split: a `ShardWriter` of embeddings and labels.
+
+    Args:
+        folder: where the cache goes.
+        split: `train` or `test`.
+        fingerprint: what the embeddings are computed from.
+        n: number of samples in the data set, with those that will turn out unreadable.
+        dim: length of an embedding.
+        dtype: what is stored: float32, float16 or bfloat16 (reading gives float32).
+        labels: int64 [n], -1 for unknown; None when there are none.
+        ids: the samples' names, n of them.
+        class_names: names of the labels 0, 1, ...
+        shard_rows: samples in a shard; None makes shards of about 256 MiB.
+        force: replace a cache of another fingerprint; in one of the same fingerprint, rebuild
+            damaged shards alone (`missing` says what they held).
+        exclude_bad: skip an embedding that is NaN, infinite or out of range instead of raising.
+
+    Raises:
+        FingerprintMismatch, CorruptFileError, NonFiniteRow, LockHeld: as a `ShardWriter`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        split: str,
+        fingerprint: Fingerprint,
+        n: int,
+        dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        labels: Tensor | None = None,
+        ids: Sequence[str],
+        class_names: Sequence[str] | None = None,
+        shard_rows: int | None = None,
+        force: bool = False,
+        exclude_bad: bool = False,
+    ):
+        if n < 1 or dim < 1:
+            raise ValueError(f"n is {n} and dim is {dim}; a cache needs at least 1 of each")
+        if len(ids) != n or (labels is not None and labels.shape != (n,)):
+            shape = None if labels is None else tuple(labels.shape)
+            raise ValueError(f"{len(ids)} ids and labels of shape {shape} for n = {n} samples")
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype is {dtype}; expected float32, float16 or bfloat16")
+        self._labels = torch.full((n,), -1) if labels is None else labels.detach().cpu().long()
+        name = _name(split)
+        header = {
+            "split": split,
+            "dim": dim,
+            "dtype": str(dtype).removeprefix("torch."),
+            "labelled": labels is not None,
+            "class_names": None if class_names is None else list(class_names),
+        }
+        super().__init__(
+            EmbeddingStore,
+            folder,
+            name,
+            fingerprint,
+            header,
+            ids=ids,
+            shard_rows=shard_rows,
+            force=force,
+            exclude_bad=exclude_bad,
+        )
+
+    def append(self, embeddings: Tensor, rows: Tensor) -> None:
+        """Add some samples' embeddings; those that are safely stored already are passed over.
+
+        Args:
+            embeddings: floating [b, D], on any device.
+            rows: int64 [b], their rows in the data set.
+
+        Raises:
+            NonFiniteRow: one is bad and not `exclude_bad`; nothing of this call was taken then.
+            OSError: the disk is full; complete shards are kept.
+        """
+        rows = torch.as_tensor(rows).to("cpu", torch.int64)
+        self._check_rows(rows)
+        self.put({"embeddings": embeddings, "labels": self._labels[rows]}, rows)

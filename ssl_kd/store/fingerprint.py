@@ -1,29 +1,55 @@
-"""What a cache was computed from: equal fingerprints, equal embeddings."""
+"""What a cache was computed from: equal fingerprints, equal content."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from typing_extensions import Self
 
 
 class FingerprintMismatch(ValueError):
     """A cache was computed from something else than what this run asks for."""
 
-    def __init__(self, path: Path, differences: Sequence[str]):
+    def __init__(self, path: Path, differences: Sequence[str], folder_setting: str):
         self.path = path
         self.differences = list(differences)
         super().__init__(
             f"{path} was made from something else: {'; '.join(differences)}. "
             "Go on with --force-recompute to replace it, "
-            "or with --embeddings_dir to keep it and use another folder."
+            f"or with --{folder_setting} to keep it and use another folder."
         )
 
 
+class BaseFingerprint:
+    """Everything that decides what a cache holds: the fields of a frozen dataclass.
+
+    Their values are strings and numbers, which come back from JSON as they were.
+    """
+
+    folder_setting: ClassVar[str]
+    """The setting that names the cache's folder."""
+
+    def differences(self, asked: Self) -> list[str]:
+        """One sentence for each field in which this (the cache's) and `asked` differ."""
+        return [
+            f"{name}: cache has {ours!r}, this run asks for {getattr(asked, name)!r}"
+            for name, ours in vars(self).items()
+            if ours != getattr(asked, name)
+        ]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all fields, in hexadecimal."""
+        return hashlib.sha256(json.dumps(vars(self), sort_keys=True).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(BaseFingerprint):
     """Everything that decides what a teacher's embeddings are.
 
     Args:
@@ -38,22 +64,10 @@ class Fingerprint:
     ["teacher: cache has 'pixels', this run asks for 'dinov2_vits14'"]
     """
 
+    folder_setting = "embeddings_dir"
+
     teacher: str
     weights: str
     transform: str
     dtype: str
     data: str
-
-    def differences(self, asked: Fingerprint) -> list[str]:
-        """One sentence for each field in which this (the cache's) and `asked` differ."""
-        ours, theirs = asdict(self), asdict(asked)
-        return [
-            f"{name}: cache has {ours[name]!r}, this run asks for {theirs[name]!r}"
-            for name in ours
-            if ours[name] != theirs[name]
-        ]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all fields, in hexadecimal."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Write the embeddings of one split: shard by shard, killed at any moment, resumed at the next."""
+"""Write a cache: shard by shard, killed at any moment, resumed at the next."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ssl_kd.guard.files import (
     CorruptFileError,
@@ -21,62 +22,58 @@ from ssl_kd.guard.files import (
     sha256_file,
     sync_folder,
 )
-from ssl_kd.store.embeddings import (
-    LARGEST,
-    ROWS_PER_SCAN,
-    EmbeddingStore,
+from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
+from ssl_kd.store.shards import (
+    Columns,
+    Content,
     Manifest,
     NonFiniteRow,
+    ShardStore,
     bad_row,
-    check_shard,
-    check_split,
-    is_bad,
-    manifest_path,
     read_manifest,
-    read_shard,
-    row_peaks,
     write_manifest,
 )
-from ssl_kd.store.fingerprint import Fingerprint, FingerprintMismatch
 
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 256 << 20
 MISSING, GIVEN, SKIPPED = 0, 1, 2
 
+S = TypeVar("S", bound=ShardStore)
+
 
 class _Pending:
     """A shard in memory: the rows `start` to `stop` of the data set, as far as they came."""
 
-    def __init__(self, start: int, stop: int, dim: int, dtype: torch.dtype):
+    def __init__(self, start: int, stop: int, columns: Columns):
         self.start, self.stop = start, stop
-        self.embeddings = torch.empty(stop - start, dim, dtype=dtype)
+        self.content = {
+            name: torch.empty(stop - start, *shape, dtype=dtype)
+            for name, (shape, dtype) in columns.items()
+        }
         self.state = torch.zeros(stop - start, dtype=torch.uint8)
-        self.unreadable: dict[int, Manifest] = {}
+        self.left_out: dict[int, Manifest] = {}
 
 
-class EmbeddingWriter:
+class ShardWriter(Generic[S]):
     """Write a cache; what an earlier, interrupted writer has finished is kept.
 
-    Every row of the data set is either given to `append` or to `skip`, in any order, best in the
+    Every row of the data set is either given to `put` or to `skip`, in any order, best in the
     data set's. A shard is written when its last row came. Until `close` everything goes to the
-    folder `embeddings_{split}.partial`, so an older cache stays readable to the end. One writer at
-    a time: a lock is held from construction until `close` or the end of the `with` block.
+    folder `{name}.partial`, so an older cache stays readable to the end. One writer at a time: a
+    lock is held from construction until `close` or the end of the `with` block.
 
     Args:
+        kind: the store that reads it, which says what its columns are and what a bad row is.
         folder: where the cache goes.
-        split: `train` or `test`.
-        fingerprint: what the embeddings are computed from.
-        n: number of samples in the data set, with those that will turn out unreadable.
-        dim: length of an embedding.
-        dtype: what is stored: float32, float16 or bfloat16 (reading gives float32).
-        labels: int64 [n], -1 for unknown; None when there are none.
-        ids: the samples' names, n of them.
-        class_names: names of the labels 0, 1, ...
-        shard_rows: samples in a shard; None makes shards of about 256 MiB.
+        name: what its files are called.
+        fingerprint: what the content is computed from.
+        header: what else the manifest says, in JSON's types; decides the columns.
+        ids: the samples' names, one for each row of the data set.
+        shard_rows: rows of the data set in a shard; None makes shards of about 256 MiB.
         force: replace a cache of another fingerprint; in one of the same fingerprint, rebuild
             damaged shards alone (`missing` says what they held).
-        exclude_bad: skip an embedding that is NaN, infinite or out of range instead of raising.
+        exclude_bad: skip a bad row instead of raising.
 
     Raises:
         FingerprintMismatch: there is a cache of something else, or an interrupted writer's
@@ -88,42 +85,33 @@ class EmbeddingWriter:
 
     def __init__(
         self,
+        kind: type[S],
         folder: str | Path,
-        split: str,
-        fingerprint: Fingerprint,
-        n: int,
-        dim: int,
+        name: str,
+        fingerprint: BaseFingerprint,
+        header: Manifest,
         *,
-        dtype: torch.dtype = torch.float32,
-        labels: Tensor | None = None,
         ids: Sequence[str],
-        class_names: Sequence[str] | None = None,
         shard_rows: int | None = None,
         force: bool = False,
         exclude_bad: bool = False,
     ):
-        if n < 1 or dim < 1:
-            raise ValueError(f"n is {n} and dim is {dim}; a cache needs at least 1 of each")
-        if len(ids) != n or (labels is not None and labels.shape != (n,)):
-            shape = None if labels is None else tuple(labels.shape)
-            raise ValueError(f"{len(ids)} ids and labels of shape {shape} for n = {n} samples")
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype is {dtype}; expected float32, float16 or bfloat16")
-        self.folder, self.split, self.fingerprint = Path(folder), check_split(split), fingerprint
-        self.n, self.dim, self.dtype, self.exclude_bad = n, dim, dtype, exclude_bad
+        self.kind, self.folder, self.name = kind, Path(folder), name
+        self.fingerprint, self.exclude_bad = fingerprint, exclude_bad
+        self.n = len(ids)
         self._ids = ids
-        self._labels = None if labels is None else labels.detach().to("cpu", torch.int64)
-        self._class_names = None if class_names is None else list(class_names)
-        default_rows = max(1, SHARD_BYTES // (dim * dtype.itemsize))
-        self.shard_rows = default_rows if shard_rows is None else shard_rows
+        self._header = {"version": 1, "fingerprint": vars(fingerprint), "n": self.n, **header}
+        self._columns = kind.columns(self._header)
+        row = sum(torch.Size(shape).numel() * d.itemsize for shape, d in self._columns.values())
+        self.shard_rows = max(1, SHARD_BYTES // row) if shard_rows is None else shard_rows
         if self.shard_rows < 1:
             raise ValueError(f"shard_rows is {shard_rows}; expected at least 1")
-        self._partial = self.folder / f"embeddings_{split}.partial"
+        self._partial = self.folder / f"{name}.partial"
         self._stored: dict[int, Manifest] = {}  # shard number -> its entry in the manifest
         self._pending: dict[int, _Pending] = {}
-        self._store: EmbeddingStore | None = None
+        self._store: S | None = None
         self._closed = False
-        self._lock = Lock(self.folder / f".embeddings_{split}.lock")
+        self._lock = Lock(self.folder / f".{name}.lock")
         self._lock.__enter__()
         try:
             self._recover(force)
@@ -131,7 +119,7 @@ class EmbeddingWriter:
             self._release()
             raise
 
-    def __enter__(self) -> EmbeddingWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
@@ -158,42 +146,59 @@ class EmbeddingWriter:
         missing = self.missing
         return missing[0][0] if missing else self.n
 
-    def append(self, embeddings: Tensor, rows: Tensor) -> None:
-        """Add some samples' embeddings; those that are safely stored already are passed over.
+    def batches(self, batch_size: int) -> list[range]:
+        """The batches, on one grid over the data set, that hold rows which are `missing`.
+
+        What is computed in a batch may depend on the others in it to rounding: on one grid it does
+        not depend on where an earlier writer was interrupted.
+        """
+        starts = {
+            at
+            for start, stop in self.missing
+            for at in range(start - start % batch_size, stop, batch_size)
+        }
+        return [range(at, min(at + batch_size, self.n)) for at in sorted(starts)]
+
+    def put(self, content: Content, rows: Tensor) -> None:
+        """Add some rows; those that are safely stored already are passed over.
 
         Args:
-            embeddings: floating [b, D], on any device.
-            rows: int64 [b], their rows in the data set.
+            content: the columns, each [b, ...], on any device.
+            rows: int64 [b], their places in the data set.
 
         Raises:
             NonFiniteRow: one is bad and not `exclude_bad`; nothing of this call was taken then.
             OSError: the disk is full; complete shards are kept.
         """
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
-        embeddings = embeddings.detach().to("cpu", self.dtype)
-        if embeddings.shape != (len(rows), self.dim):
-            raise ValueError(
-                f"embeddings of shape {tuple(embeddings.shape)} for {len(rows)} rows; "
-                f"expected {(len(rows), self.dim)}"
-            )
-        if not len(rows):
-            return
-        self._check_rows(int(rows.min()), int(rows.max()))
-        peaks = row_peaks(embeddings)
-        bad = ~(peaks <= LARGEST)
-        if bad.any() and not self.exclude_bad:
-            at = int(bad.nonzero()[0, 0])
-            raise self._bad_row(int(rows[at]), peaks[at].item())
+        self._check_rows(rows)
+        content = {
+            name: content[name].detach().to("cpu", dtype)
+            for name, (_, dtype) in self._columns.items()
+        }
+        for name, (shape, _) in self._columns.items():
+            if content[name].shape != (expected := (len(rows), *shape)):
+                raise ValueError(
+                    f"{name} of shape {tuple(content[name].shape)} for {len(rows)} rows; "
+                    f"expected {expected}"
+                )
+        faults = self.kind.faults(content, whole=False)
+        bad = torch.zeros(len(rows), dtype=torch.bool)
+        for position, what in faults.items():
+            if not self.exclude_bad:
+                raise self._bad_row(int(rows[position]), what)
+            bad[position] = True
         shards = rows // self.shard_rows
         for shard in shards.unique().tolist():
             if shard in self._stored:
                 continue
             at = ((shards == shard) & ~bad).nonzero().squeeze(1)
             pending = self._open(shard)
-            pending.embeddings[rows[at] - pending.start] = embeddings[at]
+            for name, column in pending.content.items():
+                column[rows[at] - pending.start] = content[name][at]
             pending.state[rows[at] - pending.start] = GIVEN
             for position in ((shards == shard) & bad).nonzero().squeeze(1).tolist():
-                self._skip_bad(pending, int(rows[position]), peaks[position].item())
+                self._leave_out(pending, int(rows[position]), faults[position])
             self._write_if_complete(shard)
 
     def skip(self, row: int, id: str, reason: str) -> None:
@@ -204,28 +209,28 @@ class EmbeddingWriter:
             id: its name.
             reason: what is wrong with it.
         """
-        self._check_rows(row, row)
+        self._check_rows(torch.tensor([row]))
         shard = row // self.shard_rows
         if shard not in self._stored:
             pending = self._open(shard)
             pending.state[row - pending.start] = SKIPPED
-            pending.unreadable[row] = {"row": row, "id": id, "reason": reason}
+            pending.left_out[row] = {"row": row, "id": id, "reason": reason}
             self._write_if_complete(shard)
 
-    def close(self) -> EmbeddingStore:
+    def close(self) -> S:
         """Make the finished cache visible and open it.
 
         Raises:
-            ValueError: some rows came neither to `append` nor to `skip`. Complete shards are kept.
+            ValueError: some rows came neither to `put` nor to `skip`. Complete shards are kept.
         """
         if self._store is None:
             try:
                 self._check_complete()
                 if self._unpublished:
                     self._publish()
-                self._store = EmbeddingStore.open(
+                self._store = self.kind(
                     self.folder,
-                    self.split,
+                    self.name,
                     expect=self.fingerprint,
                     verify=False,  # each shard was looked at when it was written or recovered
                 )
@@ -240,7 +245,7 @@ class EmbeddingWriter:
         same: dict[Path, Manifest] = {}
         mismatch: FingerprintMismatch | None = None
         for place in (self.folder, self._partial):
-            path = manifest_path(place, self.split)
+            path = self._manifest_path(place)
             try:
                 manifest = read_manifest(path)
             except FileNotFoundError:
@@ -252,7 +257,8 @@ class EmbeddingWriter:
                 continue
             if differences := self._differences(manifest):
                 if place == self.folder or manifest["shards"]:  # else nothing would be lost
-                    mismatch = mismatch or FingerprintMismatch(path, differences)
+                    setting = self.fingerprint.folder_setting
+                    mismatch = mismatch or FingerprintMismatch(path, differences, setting)
             else:
                 same[place] = manifest
         if mismatch and not same and not force:
@@ -287,11 +293,9 @@ class EmbeddingWriter:
         faults: list[Exception] = []
         for path in [folder / entry["file"] for folder in places]:
             try:
-                bad, peaks = check_shard(path, entry, manifest)
-                if bad.any():
-                    position = int(bad.nonzero()[0, 0])
-                    content = read_shard(path, entry, manifest)
-                    raise bad_row(content, path.name, position, peaks[position].item())
+                for position, what in self.kind.check_shard(path, entry, manifest).items():
+                    content = self.kind.read_shard(path, entry, manifest)
+                    raise bad_row(content, path.name, position, what)
                 self._stored[shard] = entry
                 return []
             except (CorruptFileError, NonFiniteRow) as error:
@@ -300,12 +304,11 @@ class EmbeddingWriter:
         return faults
 
     def _differences(self, manifest: Manifest) -> list[str]:
-        cached = Fingerprint(**manifest["fingerprint"])
-        mine = {"n": self.n, "dim": self.dim, "dtype": str(self.dtype).removeprefix("torch.")}
+        cached = type(self.fingerprint)(**manifest["fingerprint"])
         return cached.differences(self.fingerprint) + [
-            f"{name}: cache has {manifest[name]}, this run asks for {value}"
-            for name, value in mine.items()
-            if manifest[name] != value
+            f"{name}: cache has {manifest.get(name)}, this run asks for {value}"
+            for name, value in self._header.items()
+            if name not in ("version", "fingerprint") and manifest.get(name) != value
         ]
 
     # Shards
@@ -319,58 +322,50 @@ class EmbeddingWriter:
 
     def _file(self, shard: int) -> str:
         number = "" if self._n_shards == 1 else f"_{shard:05d}"
-        return f"embeddings_{self.split}{number}.pt"
+        return f"{self.name}{number}.pt"
 
     def _open(self, shard: int) -> _Pending:
         if shard not in self._pending:
-            self._pending[shard] = _Pending(*self._range(shard), self.dim, self.dtype)
+            self._pending[shard] = _Pending(*self._range(shard), self._columns)
         return self._pending[shard]
 
-    def _check_rows(self, first: int, last: int) -> None:
+    def _check_rows(self, rows: Tensor) -> None:
         if self._closed:
             raise ValueError("this writer is closed; make another to go on")
-        if not 0 <= first <= last < self.n:
+        if len(rows) and not 0 <= (first := int(rows.min())) <= (last := int(rows.max())) < self.n:
             raise ValueError(f"rows {first} to {last} of a data set of {self.n}")
 
-    def _bad_row(self, row: int, peak: float) -> NonFiniteRow:
+    def _bad_row(self, row: int, what: str) -> NonFiniteRow:
         shard = row // self.shard_rows
         position = row - shard * self.shard_rows
-        return NonFiniteRow(self._file(shard), position, row, self._ids[row], peak)
+        return NonFiniteRow(self._file(shard), position, row, self._ids[row], what)
 
-    def _skip_bad(self, pending: _Pending, row: int, peak: float) -> None:
-        reason = "embedding is NaN" if peak != peak else f"embedding is out of range ({peak:.3g})"
+    def _leave_out(self, pending: _Pending, row: int, reason: str) -> None:
         pending.state[row - pending.start] = SKIPPED
-        pending.unreadable[row] = {"row": row, "id": self._ids[row], "reason": reason}
+        pending.left_out[row] = {"row": row, "id": self._ids[row], "reason": reason}
 
     def _write_if_complete(self, shard: int) -> None:
         pending = self._pending[shard]
         if (pending.state == MISSING).any():
             return
         given = (pending.state == GIVEN).nonzero().squeeze(1)
-        peaks = row_peaks(pending.embeddings)[given]
-        bad = is_bad(peaks)  # by the same rule that reading goes by
-        for at in bad.nonzero().squeeze(1).tolist():
-            row = int(given[at]) + pending.start
+        content = pending.content
+        if len(given) < len(pending.state):  # a whole shard is saved as it is: this copies it
+            content = {name: column[given] for name, column in content.items()}
+        faults = self.kind.faults(content, whole=True)  # by the same rule that reading goes by
+        for position, what in faults.items():
+            row = int(given[position]) + pending.start
             if not self.exclude_bad:
-                raise self._bad_row(row, peaks[at].item())
-            self._skip_bad(pending, row, peaks[at].item())
-        given = given[~bad]
-        # A whole shard is saved as it is: indexing would copy it.
-        whole = len(given) == len(pending.state)
-        embeddings = pending.embeddings if whole else pending.embeddings[given]
+                raise self._bad_row(row, what)
+            self._leave_out(pending, row, what)
+        if faults:
+            keep = pending.state[given] == GIVEN
+            given, content = given[keep], {name: content[name][keep] for name in content}
         rows = given + pending.start
         names = json.dumps([self._ids[row] for row in rows.tolist()]).encode()
-        unknown = torch.full((len(rows),), -1)
         path = self._partial / self._file(shard)
-        save_tensors(
-            path,
-            {
-                "embeddings": embeddings,
-                "labels": unknown if self._labels is None else self._labels[rows],
-                "indices": rows,
-                "ids": torch.frombuffer(bytearray(names), dtype=torch.uint8),
-            },
-        )
+        ids = torch.frombuffer(bytearray(names), dtype=torch.uint8)
+        save_tensors(path, {**content, "indices": rows, "ids": ids})
         self._stored[shard] = {
             "file": path.name,
             "start": pending.start,
@@ -379,46 +374,29 @@ class EmbeddingWriter:
             "bytes": path.stat().st_size,
             "sha256": sha256_file(path),
             "unreadable": [
-                pending.unreadable[row]
-                for row in sorted(pending.unreadable)
+                pending.left_out[row]
+                for row in sorted(pending.left_out)
                 if pending.state[row - pending.start] == SKIPPED
             ],
-            "statistics": _statistics(embeddings),
+            "statistics": self.kind.statistics(content),
         }
         del self._pending[shard]
         self._write_partial_manifest()
 
     # The manifest
 
-    def _manifest(self) -> Manifest:
-        entries = [self._stored[shard] for shard in sorted(self._stored)]
-        kept = [entry for entry in entries if entry["rows"]]
-        rows = sum(entry["rows"] for entry in kept)
-        of = {name: [e["statistics"][name] for e in kept] for name in _statistics(torch.ones(1, 1))}
-        norms = sum(e["rows"] * e["statistics"]["mean_norm"] for e in kept)
-        return {
-            "version": 1,
-            "split": self.split,
-            "fingerprint": asdict(self.fingerprint),
-            "n": self.n,
-            "dim": self.dim,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "labelled": self._labels is not None,
-            "class_names": self._class_names,
-            "shard_rows": self.shard_rows,
-            "unreadable": [sample for entry in entries for sample in entry["unreadable"]],
-            "statistics": {
-                "rows": rows,
-                "min": min(of["min"], default=None),
-                "max": max(of["max"], default=None),
-                "mean_norm": norms / rows if rows else None,
-                "zero_rows": sum(of["zero_rows"]),
-            },
-            "shards": entries,
-        }
+    def _manifest_path(self, folder: Path) -> Path:
+        return folder / f"{self.name}.json"
 
     def _write_partial_manifest(self) -> None:
-        write_manifest(manifest_path(self._partial, self.split), self._manifest())
+        entries = [self._stored[shard] for shard in sorted(self._stored)]
+        manifest = self._header | {
+            "shard_rows": self.shard_rows,
+            "unreadable": [sample for entry in entries for sample in entry["unreadable"]],
+            "statistics": self.kind.total(entries),
+            "shards": entries,
+        }
+        write_manifest(self._manifest_path(self._partial), manifest)
 
     # The end
 
@@ -447,12 +425,12 @@ class EmbeddingWriter:
             if (self._partial / self._file(shard)).exists():
                 os.replace(self._partial / self._file(shard), self.folder / self._file(shard))
         sync_folder(self.folder)
-        os.replace(manifest_path(self._partial, self.split), manifest_path(self.folder, self.split))
+        os.replace(self._manifest_path(self._partial), self._manifest_path(self.folder))
         sync_folder(self.folder)
         shutil.rmtree(self._partial)
         current = {self._file(shard) for shard in self._stored}
-        for path in self.folder.glob(f"embeddings_{self.split}*.pt"):
-            mine = re.fullmatch(rf"embeddings_{self.split}(_\d{{5}})?\.pt", path.name)
+        for path in self.folder.glob(f"{self.name}*.pt"):
+            mine = re.fullmatch(rf"{self.name}(_\d{{5}})?\.pt", path.name)
             if mine and path.name not in current:  # of a cache that this one replaced
                 path.unlink()
 
@@ -460,22 +438,3 @@ class EmbeddingWriter:
         self._closed = True
         self._pending.clear()
         self._lock.__exit__()
-
-
-def _statistics(embeddings: Tensor) -> Manifest:
-    """Finite statistics of a shard, a block at a time."""
-    low, high, norms, zeros = [], [], 0.0, 0
-    for block in embeddings.split(ROWS_PER_SCAN):
-        if block.numel():
-            block = block.float()
-            norm = torch.linalg.vector_norm(block, dim=1)
-            low.append(block.min().item())
-            high.append(block.max().item())
-            norms += norm.sum(dtype=torch.float64).item()
-            zeros += int((norm == 0).sum())
-    return {
-        "min": min(low, default=None),
-        "max": max(high, default=None),
-        "mean_norm": norms / len(embeddings) if len(embeddings) else None,
-        "zero_rows": zeros,
-    }

@@ -29,7 +29,7 @@ from ssl_kd.guard.parts import rescale_
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.losses.routing import gate_anchor, gate_entropy, gate_kl, load_balance
 
-__all__ = ["ROUTERS", "Gates", "Mixture", "RouterRecord", "RouterStep", "Routing"]
+__all__ = ["ROUTERS", "Gates", "Mixture", "RouterRecord", "RouterStep", "Routing", "is_mixture"]
 
 Mode = Literal["native", "all", "ka", "sar"]
 Renorm = Literal["selected", "native"]
@@ -367,6 +367,11 @@ class Mixture:
             "dim": str(self.dim),
             "original_routers": digest.hexdigest(),
         }
+
+
+def is_mixture(model: nn.Module) -> bool:
+    """Whether a model has routers that `Mixture` can steer."""
+    return any(type(module).__name__ in ROUTERS for module in model.modules())
 
 
 def _find_routers(model: nn.Module) -> dict[str, nn.Module]:

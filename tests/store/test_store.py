@@ -22,8 +22,8 @@ from ssl_kd.store import (
     Fingerprint,
     FingerprintMismatch,
     NonFiniteRow,
-    embeddings,
     nearest_neighbours,
+    shards,
 )
 from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
 
@@ -128,6 +128,29 @@ def test_large_sets_become_numbered_shards_of_the_same_form(tmp_path):
     last = torch.load(tmp_path / "embeddings_train_00004.pt", weights_only=True)
     assert torch.equal(last["embeddings"], rows_of()[48:])
     assert last["indices"].tolist() == [48, 49]
+
+
+def test_a_cache_of_version_1_opens(tmp_path):
+    """Written by hand as version 1 laid it down: such files stay readable."""
+    x, names = rows_of(), json.dumps(IDS).encode()
+    path = tmp_path / "embeddings_train.pt"
+    shard = {"embeddings": x, "labels": LABELS, "indices": torch.arange(N)}
+    torch.save(shard | {"ids": torch.tensor(list(names), dtype=torch.uint8)}, path)
+    fields = {"start": 0, "stop": N, "rows": N, "unreadable": []}
+    statistics = {"min": x.min().item(), "max": x.max().item(), "mean_norm": 2.0, "zero_rows": 0}
+    entry = fields | {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    manifest = {"version": 1, "split": "train", "n": N, "dim": D, "dtype": "float32"}
+    manifest |= {"labelled": True, "class_names": ["a", "b"], "shard_rows": N, "unreadable": []}
+    manifest |= {"fingerprint": vars(FINGERPRINT), "statistics": statistics | {"rows": N}}
+    write_manifest(
+        tmp_path / "embeddings_train.json",
+        manifest | {"shards": [entry | {"statistics": statistics}]},
+    )
+    store = EmbeddingStore.open(tmp_path, "train", expect=FINGERPRINT)
+    assert torch.equal(store.tensor(), x) and store.labels is not None
+    assert torch.equal(store.labels, LABELS) and store.ids == IDS
+    with make_writer(tmp_path, shard_rows=None) as writer:
+        assert writer.missing == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -242,8 +265,8 @@ def test_there_is_no_cache(tmp_path):
 @pytest.mark.parametrize("platform", ["linux", "any other"])
 def test_pages_are_let_go_and_the_rows_stay_right(tmp_path, monkeypatch, platform):
     if platform == "any other":  # maps anew
-        monkeypatch.setattr(embeddings.sys, "platform", platform)
-    monkeypatch.setattr(embeddings, "RESIDENT_BYTES", 600_000)
+        monkeypatch.setattr(shards.sys, "platform", platform)
+    monkeypatch.setattr(shards, "RESIDENT_BYTES", 600_000)
     x = rows_of(2000, 128)
     with EmbeddingWriter(
         tmp_path, "train", FINGERPRINT, 2000, 128, ids=["x"] * 2000, shard_rows=512
@@ -275,7 +298,7 @@ def test_the_resident_set_is_bounded(tmp_path, monkeypatch):
     store.gather(torch.arange(16))  # pages of the libraries count too: touch them first
 
     def growth(limit):
-        monkeypatch.setattr(embeddings, "RESIDENT_BYTES", limit)
+        monkeypatch.setattr(shards, "RESIDENT_BYTES", limit)
         before = mapped_mib()
         most = 0.0
         for _ in range(30):
@@ -596,6 +619,8 @@ def test_an_interrupted_writer_goes_on_at_the_last_complete_shard(tmp_path):
         EmbeddingStore.open(tmp_path / "resumed", "train")
     with make_writer(tmp_path / "resumed") as writer:
         assert writer.done == 24 and writer.missing == [(24, N)]
+        # On the grid that an uninterrupted writer's batches are on.
+        assert writer.batches(20) == [range(20, 40), range(40, N)]
         assert fill(writer) == list(range(24, N))
     with make_writer(tmp_path / "straight") as writer:
         rows = torch.tensor([row for row in range(N) if row != 3])

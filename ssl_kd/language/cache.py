@@ -1,0 +1,515 @@
+"""The teacher's distribution, written once: then a student learns without its teacher in memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssl_kd.language.blocks import Batch, Blocks, isolates_documents, make_blocks
+from ssl_kd.losses.divergences import log_softmax_, saturate_
+from ssl_kd.losses.linear_distillation import (
+    LinearTeacher,
+    LogitsTeacher,
+    SampledTeacher,
+    TopKTeacher,
+)
+from ssl_kd.losses.mutual_information import check_temperature
+from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.store import BaseFingerprint, ShardStore, ShardWriter
+from ssl_kd.store.shards import Columns, Content, Manifest, read_manifest
+from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm, tokenizer_id
+
+if TYPE_CHECKING:
+    from ssl_kd.datasets.text import TextDataset
+
+__all__ = [
+    "LiveTeacher",
+    "TeacherCache",
+    "TeacherFingerprint",
+    "cache_teacher",
+    "identity",
+    "write",
+]
+
+logger = logging.getLogger(__name__)
+
+METHODS = ("topk", "sample")
+CHUNK_BYTES = 64 << 20  # of logits in float32 that exist at once
+LOWEST = torch.finfo(torch.float16).min  # a log-probability below it is a probability of 0
+_NAME = "teacher"
+
+
+class LiveTeacher(Protocol):
+    """What answers at the real positions of a batch: a `FrozenTeacher`."""
+
+    device: torch.device
+
+    def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
+        """Its answer at `rows` of the flattened `[batch * token]` positions."""
+        ...
+
+
+@dataclass(frozen=True)
+class TeacherFingerprint(BaseFingerprint):
+    """Everything that decides what a cache of a teacher's distribution holds.
+
+    Args:
+        teacher: name of the teacher, without the folder it lies in.
+        weights: identity of its weights.
+        tokenizer: identity of the tokenizer.
+        text: identity of the documents and their order.
+        block_size: tokens in a row.
+        packed: whether some row holds more than one document.
+        blocks: identity of the rows of tokens, and of which count.
+        dtype: what the teacher computed in.
+        method: `topk` or `sample`.
+        k: tokens at each position.
+        temperature: of the teacher's softmax.
+    """
+
+    folder_setting = "cache_dir"
+
+    teacher: str
+    weights: str
+    tokenizer: str
+    text: str
+    block_size: int
+    packed: bool
+    blocks: str
+    dtype: str
+    method: str
+    k: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}; expected one of {', '.join(METHODS)}")
+        if self.k < 1:
+            raise ValueError(f"k is {self.k}; expected at least 1")
+        check_temperature("temperature", self.temperature)
+
+
+def identity(
+    teacher: str, weights: str, tokenizer: Any, dataset: TextDataset, blocks: Blocks
+) -> dict[str, Any]:
+    """The fields of a `TeacherFingerprint` that say of whom and of what text a cache is.
+
+    Args:
+        teacher: name or path of the teacher.
+        weights: its `weights_id`, which `files_id` says without loading it.
+        tokenizer: the tokenizer that made the blocks.
+        dataset: the documents.
+        blocks: what became of them.
+    """
+    return {
+        "teacher": Path(teacher).name,
+        "weights": weights,
+        "tokenizer": tokenizer_id(tokenizer),
+        "text": dataset.digest,
+        "block_size": blocks.ids.shape[1],
+        "packed": bool((blocks.documents > 1).any()),
+        "blocks": blocks.digest,
+    }
+
+
+class TeacherCache(ShardStore):
+    """A teacher's distribution at every real position of some blocks; stands in for the teacher.
+
+    Made by `open` or `write`. A row of the store is a row of the blocks, T positions long. Those
+    whose next token does not count hold zeros: rows of one shape are worth more than their bytes.
+    Columns, k tokens at each position:
+
+    - `tokens`: as int16 they are unsigned, as torch has no arithmetic on uint16.
+    - `topk`: `log_probs` float16 of `softmax(logits / temperature)`, and `log_tail` float32, of the
+      mass of all other tokens. Reading rescales `log_probs`, so that all masses sum to 1.
+    - `sample`: `weights` float16 of k tokens, drawn so that the expected weight of every token is
+      its probability p, and `entropy` float32 of the whole distribution. Token i is drawn with
+      probability min(1, p_i / t) and weighs max(p_i, t), where t is such that k are drawn: tokens
+      above t are always there, as they are, and the others stand for each other. Drawn without
+      replacement, so no place is taken twice, and the weights sum to 1. Unused places weigh 0.
+    - of each row: `real` positions, and over them the sums of the mass `lost` and of the `error`.
+
+    References:
+        Anshumann et al., "Sparse Logit Sampling: Accelerating Knowledge Distillation in LLMs",
+        2025: why a sample teaches what the likeliest tokens cannot (there, k independent draws).
+        Madow, "On the theory of systematic sampling, II", 1949: the draw.
+    """
+
+    fingerprint_type = TeacherFingerprint
+    fingerprint: TeacherFingerprint
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, expect: Mapping[str, Any] | None = None, *, verify: bool = True
+    ) -> TeacherCache:
+        """Open a cache.
+
+        Args:
+            folder: where it is.
+            expect: fields of its `TeacherFingerprint`, by name, that it must have: those of
+                `identity`, and the `temperature`. What is not named may be anything.
+            verify: read everything once: checksums, and every row for NaN and infinities. Sizes
+                and shapes are always compared.
+
+        Raises:
+            FileNotFoundError: there is no complete cache.
+            FingerprintMismatch: it is of something else; the message names each difference.
+            CorruptFileError: a file is damaged; the message names it.
+            NonFiniteRow: a row is; the message names file, row and block.
+        """
+        cached = read_manifest(Path(folder) / f"{_NAME}.json")["fingerprint"]
+        asked = replace(TeacherFingerprint(**cached), **(expect or {}))
+        return cls(folder, _NAME, expect=asked, verify=verify)
+
+    @classmethod
+    def columns(cls, manifest: Manifest) -> Columns:
+        """The columns of a cache with this manifest."""
+        of = TeacherFingerprint(**manifest["fingerprint"])
+        each, every = (of.block_size,), (of.block_size, of.k)
+        tokens = {"tokens": (every, _narrowest(manifest["vocabulary"] - 1))}
+        sums = {
+            "real": ((), torch.int32),
+            "lost": ((), torch.float64),
+            "error": ((), torch.float64),
+        }
+        if of.method == "topk":
+            distribution = {
+                "log_probs": (every, torch.float16),
+                "log_tail": (each, torch.float32),
+            }
+        else:
+            distribution = {
+                "weights": (every, torch.float16),
+                "entropy": (each, torch.float32),
+            }
+        return tokens | distribution | sums
+
+    @classmethod
+    def faults(cls, content: Content, whole: bool) -> dict[int, str]:
+        """Rows that hold a NaN or +inf; a log-probability of -inf is a probability of 0."""
+        found: dict[int, str] = {}
+        for name in ("log_probs", "log_tail", "weights", "entropy"):
+            if name in content:
+                peaks = content[name].flatten(1).amax(1)  # NaN for a row that holds one
+                bad = ~(peaks < torch.inf)
+                found |= {at: f"{name} is NaN or infinite" for at in bad.nonzero()[:, 0].tolist()}
+        return found
+
+    @classmethod
+    def statistics(cls, content: Content) -> Manifest:
+        """Sums over a shard's positions."""
+        return {name: content[name].sum().item() for name in ("real", "lost", "error")}
+
+    @classmethod
+    def total(cls, entries: list[Manifest]) -> Manifest:
+        """Means over all real positions."""
+        of = {n: sum(e["statistics"][n] for e in entries) for n in ("real", "lost", "error")}
+        real = max(of["real"], 1)
+        return {
+            "tokens": of["real"],
+            "bytes_per_token": sum(entry["bytes"] for entry in entries) / real,
+            "tail_mass": of["lost"] / real,
+            "fidelity_kl": of["error"] / real,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says of the cache.
+
+        `method`, `k`, and means over the real positions: `bytes_per_token` on the disk,
+        `tail_mass` of the tokens that are not in the cache, and `fidelity_kl` in nats. That is, for
+        `topk`, the KL divergence from the full distribution to what the cache says of it, where the
+        other tokens share the tail evenly. For `sample`, whose expected weights are the full
+        distribution, it is how far the KL that the cache says of a student who agrees with the
+        teacher lies from 0 at one position; over n positions the error of the mean is smaller by
+        about the root of n.
+        """
+        of = self.manifest["statistics"]
+        names = ("bytes_per_token", "tail_mass", "fidelity_kl")
+        chosen = {"method": self.fingerprint.method, "k": self.fingerprint.k}
+        return chosen | {name: of[name] for name in names}
+
+    def __repr__(self) -> str:
+        return f"TeacherCache({str(self.folder)!r}, n={self.n}, {self.facts()})"
+
+    def __call__(self, batch: Batch, rows: Tensor) -> TopKTeacher | SampledTeacher:
+        """What the teacher says at some positions of a batch, as a `FrozenTeacher` would.
+
+        Args:
+            batch: some rows of the blocks that the cache was written from.
+            rows: int64 `[n]` into the flattened `[batch * token]` positions, real ones.
+
+        Returns:
+            On the device of `rows`, in float32.
+        """
+        width = batch.input_ids.shape[1]
+
+        def column(name: str) -> Tensor:
+            return self.take(name, batch.rows)[:, :width].flatten(0, 1).to(rows.device)[rows]
+
+        tokens = _widened(column("tokens"))
+        if self.fingerprint.method == "sample":
+            weights = F.normalize(column("weights").float(), p=1, dim=-1)
+            return SampledTeacher(tokens, weights, column("entropy"))
+        log_tail = column("log_tail")
+        return TopKTeacher(tokens, _rescaled(column("log_probs"), log_tail), log_tail)
+
+
+def write(
+    teacher: LiveTeacher,
+    blocks: Blocks,
+    folder: str | Path,
+    fingerprint: TeacherFingerprint,
+    *,
+    vocabulary: int | None = None,
+    batch_size: int = 8,
+    shard_rows: int | None = None,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> TeacherCache:
+    """Ask the teacher once about every real position, and keep what it says.
+
+    An interrupted run goes on after its last complete shard, in the same batches. Logits exist for
+    a chunk of tokens at a time.
+
+    Args:
+        teacher: a `FrozenTeacher`, which computes in `fingerprint.dtype`.
+        blocks: rows of tokens.
+        folder: where the cache goes.
+        fingerprint: what it is of, and how: method, k and temperature.
+        vocabulary: tokens that the tokenizer has: the teacher's logits beyond are padding and get
+            no mass, as a student may be padded differently. None: there is no padding.
+        batch_size: rows of a forward pass.
+        shard_rows: rows in a file; None makes files of about 256 MiB.
+        force: replace a cache of something else, and rebuild damaged files alone.
+        progress: called with (rows done, rows) after each batch.
+
+    Raises:
+        ValueError: k is larger than the vocabulary, or the teacher's logits are NaN.
+        FingerprintMismatch, CorruptFileError, NonFiniteRow: what is cached is of something else,
+            damaged or bad, and not `force`.
+        LockHeld: another process is writing here.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected at least 1")
+    _, answer = _ask(teacher, blocks.batch([0], teacher.device))
+    vocabulary = _logits(answer, vocabulary)(0, 1).shape[-1]
+    if fingerprint.k > vocabulary:
+        raise ValueError(f"k is {fingerprint.k}, but the teacher knows {vocabulary} tokens")
+    n = len(blocks)
+    with ShardWriter(
+        TeacherCache,
+        folder,
+        _NAME,
+        fingerprint,
+        {"vocabulary": vocabulary},
+        ids=[f"block {row}" for row in range(n)],
+        shard_rows=shard_rows,
+        force=force,
+    ) as writer:
+        for rows in writer.batches(batch_size):
+            batch = blocks.batch(rows, teacher.device)
+            writer.put(_content(teacher, batch, fingerprint, vocabulary), batch.rows)
+            if progress is not None:
+                progress(rows.stop, n)
+        return writer.close()
+
+
+def cache_teacher(
+    teacher_model: str,
+    dataset: TextDataset,
+    cache_dir: str | Path,
+    *,
+    block_size: int = 256,
+    packing: bool = True,
+    method: str = "sample",
+    k: int = 128,
+    temperature: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    batch_size: int = 8,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> TeacherCache:
+    """Load a teacher, make blocks of a text with its tokenizer, and `write` what it says of them.
+
+    Args:
+        teacher_model: folder or Hub name of a causal language model.
+        dataset: the documents.
+        cache_dir: where the cache goes.
+        block_size: tokens in a row.
+        packing: several documents in a row, where the model keeps them apart.
+        method: `sample`, an unbiased estimate for `forward_kl`; or `topk`, which serves every
+            divergence but not what lies in the tail: at temperature 2 that is much.
+        k: tokens at each position.
+        temperature: of the teacher's softmax; that of the distillation.
+        dtype: what the teacher computes in.
+        device: and where.
+        batch_size: see `write`.
+        force: see `write`.
+        progress: see `write`.
+
+    Raises:
+        ImportError, FileNotFoundError, CausalLMUnavailable, ValueError: see `load_causal_lm`,
+            `make_blocks` and `write`.
+    """
+    model = load_causal_lm(teacher_model, dtype=dtype)
+    packing = packing and isolates_documents(model.model)
+    blocks = make_blocks(dataset, model.tokenizer, block_size, packing=packing)
+    fingerprint = TeacherFingerprint(
+        **identity(model.name, model.weights_id, model.tokenizer, dataset, blocks),
+        dtype=str(dtype).removeprefix("torch."),
+        method=method,
+        k=k,
+        temperature=temperature,
+    )
+    return write(
+        FrozenTeacher(model.model, device=device),
+        blocks,
+        cache_dir,
+        fingerprint,
+        vocabulary=len(model.tokenizer),
+        batch_size=batch_size,
+        force=force,
+        progress=progress,
+    )
+
+
+def _ask(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, LinearTeacher | LogitsTeacher]:
+    rows, _ = next_token_targets(batch.input_ids, batch.counts)
+    return rows, teacher(batch, rows)
+
+
+def _logits(
+    answer: LinearTeacher | LogitsTeacher, vocabulary: int | None
+) -> Callable[[int, int], Tensor]:
+    """The first `vocabulary` logits of positions `start` to `stop`, float32 of their own memory."""
+    if isinstance(answer, LogitsTeacher):
+        logits = answer.logits[:, :vocabulary]
+        return lambda start, stop: logits[start:stop].to(torch.float32, copy=True)
+    weight = answer.weight[:vocabulary]
+    bias = None if answer.bias is None else answer.bias[:vocabulary]
+    return lambda start, stop: F.linear(answer.hidden[start:stop], weight, bias).float()
+
+
+@torch.no_grad()
+def _content(
+    teacher: LiveTeacher, batch: Batch, of: TeacherFingerprint, vocabulary: int
+) -> Content:
+    """The columns of some rows, on the CPU."""
+    rows, answer = _ask(teacher, batch)
+    logits = _logits(answer, vocabulary)
+    (b, width), n = batch.input_ids.shape, len(rows)
+    chunk = max(1, CHUNK_BYTES // (4 * vocabulary))
+    rows = rows.cpu()
+    uniforms = None
+    if of.method == "sample":
+        uniforms = _uniforms(batch.rows, of)[:, :width].flatten(0, 1)[rows]
+    parts: list[Content] = []
+    for start in range(0, max(n, 1), chunk):
+        stop = min(start + chunk, n)
+        log_p, p = log_softmax_(saturate_(logits(start, stop)), of.temperature)
+        if uniforms is None:
+            parts.append(_top_k(log_p, of.k))
+        else:
+            parts.append(_sample(log_p, p, uniforms[start:stop], of.k))
+    found = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    row, column = rows // width, rows % width
+    if len(sick := found["error"].isnan().nonzero()):
+        first = int(sick[0])
+        raise ValueError(
+            f"teacher {of.teacher!r} gives NaN at {len(sick)} of {n} positions, first in block "
+            f"{int(batch.rows[row[first]])}, token {int(column[first])}: check its weights, or "
+            "compute in float32 (--model_dtype float32)"
+        )
+    content: Content = {"real": torch.bincount(row, minlength=b)}
+    for name, values in found.items():
+        if name in ("lost", "error"):
+            sums = torch.zeros(b, dtype=torch.float64)
+            content[name] = sums.index_add_(0, row, values.double())
+        else:
+            content[name] = values.new_zeros(b, of.block_size, *values.shape[1:])
+            content[name][row, column] = values
+    return content
+
+
+def _top_k(log_p: Tensor, k: int) -> Content:
+    """The k likeliest tokens, of log-probabilities `[n, vocab]`."""
+    kept, tokens = log_p.topk(k)
+    rest = log_p.scatter(-1, tokens, -torch.inf)
+    log_tail = rest.logsumexp(-1)  # not 1 - sum: a small tail would cancel
+    tail, others = log_tail.exp(), max(log_p.shape[-1] - k, 1)
+    log_probs = kept.clamp(min=LOWEST).half()
+    error = (kept.exp() * (kept - _rescaled(log_probs, log_tail))).sum(-1)
+    shared = torch.where(tail > 0, tail * (log_tail - math.log(others)), 0.0)
+    error = error - torch.special.entr(rest.exp()).sum(-1) - shared
+    return {
+        "tokens": tokens,
+        "log_probs": log_probs,
+        "log_tail": log_tail,
+        "lost": tail,
+        "error": error,
+    }
+
+
+def _rescaled(log_probs: Tensor, log_tail: Tensor) -> Tensor:
+    """Make the masses of the kept tokens sum to one less the tail, float32 `[n, k]`."""
+    kept = log_probs.float()
+    return kept.log_softmax(-1) + torch.log1p(-log_tail.exp()).unsqueeze(-1)
+
+
+def _sample(log_p: Tensor, p: Tensor, uniform: Tensor, k: int) -> Content:
+    """K tokens of probabilities `[n, vocab]`, chosen by one uniform number each, `[n, 1]`."""
+    # In float64: in float32 the sum over a large vocabulary is coarser than a rare token's mass.
+    exact = torch.float32 if p.device.type == "mps" else torch.float64
+    upto, uniform = p.to(exact), uniform.to(p.device, exact)
+    largest, at = upto.topk(k)
+    others = upto.scatter(-1, at, 0).sum(-1, keepdim=True)
+    places = torch.arange(k, device=p.device)
+    # What remains without the m largest, shared by the k - m places that remain: t is the least.
+    remains = largest.flip(-1).cumsum(-1).flip(-1) + others
+    least = (remains / (k - places)).amin(-1, keepdim=True).clamp(min=torch.finfo(exact).tiny)
+    upto.div_(least).clamp_(max=1).cumsum_(-1)
+    tokens = torch.searchsorted(upto, uniform + places, right=True)
+    drawn = tokens < p.shape[-1]  # fewer where less than k tokens have any mass
+    tokens.clamp_(max=p.shape[-1] - 1)
+    masses = p.gather(-1, tokens)
+    weights = torch.where(drawn, masses.maximum(least.float()), 0.0)
+    entropy = -(p * log_p).sum(-1)
+    estimate = -(weights * log_p.gather(-1, tokens)).sum(-1)
+    return {
+        "tokens": tokens,
+        "weights": weights.half(),
+        "entropy": entropy,
+        "lost": (1 - (masses * drawn).sum(-1)).clamp(min=0),
+        "error": (estimate - entropy).abs(),
+    }
+
+
+def _uniforms(rows: Tensor, of: TeacherFingerprint) -> Tensor:
+    """Numbers from 0 to 1, `[b, block_size, 1]`.
+
+    Each row's depend on its number alone, so neither on batches nor on the device.
+    """
+    drawn = [np.random.default_rng(row).random((of.block_size, 1)) for row in rows.tolist()]
+    return torch.from_numpy(np.stack(drawn))
+
+
+def _narrowest(largest: int) -> torch.dtype:
+    """For whole numbers from 0; as int16 they are unsigned."""
+    if largest < 2**8:
+        return torch.uint8
+    return torch.int16 if largest < 2**16 else torch.int32
+
+
+def _widened(stored: Tensor) -> Tensor:
+    whole = stored.long()
+    return whole & 0xFFFF if stored.dtype == torch.int16 else whole

@@ -1,0 +1,504 @@
+"""The teacher's distribution in the store: what it says is what the teacher said, or an error."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ssl_kd.guard.files import CorruptFileError
+from ssl_kd.language import cache
+from ssl_kd.language.blocks import Batch, Blocks
+from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, cache_teacher, write
+from ssl_kd.losses.linear_distillation import (
+    LinearTeacher,
+    LogitsTeacher,
+    SampledTeacher,
+    TopKTeacher,
+    logits_distillation,
+)
+from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.store import FingerprintMismatch
+
+N, T, V, DIM = 11, 9, 40, 6
+FINGERPRINT = TeacherFingerprint(
+    "tiny", "w", "tok", "text", T, False, "blocks", "float32", "topk", 5, 2.0
+)
+
+
+def make_blocks(n=N) -> Blocks:
+    """Rows of different lengths; half of the tokens of odd rows do not count."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, V, (n, T), generator=g)
+    documents = torch.ones(n, T, dtype=torch.int32)
+    for row in range(n):
+        documents[row, T - row % 4 :] = 0
+    counts = documents > 0
+    counts[:, 0] = False
+    counts[1::2, : T // 2] = False
+    return Blocks(ids, counts, documents, torch.ones(n, dtype=torch.int64), (), "blocks")
+
+
+@dataclass
+class Teacher:
+    """Says something else after every token, at every place."""
+
+    vocabulary: int = V
+    linear: bool = True
+    device: torch.device = torch.device("cpu")
+    asked: int = 0
+
+    def answer(self, batch: Batch, rows: Tensor) -> LinearTeacher:
+        g = torch.Generator().manual_seed(3)
+        embedding = torch.randn(V, DIM, generator=g)
+        places = torch.randn(T, DIM, generator=g)
+        weight = torch.randn(self.vocabulary, DIM, generator=g)
+        hidden = embedding[batch.input_ids] + places[: batch.input_ids.shape[1]]
+        bias = torch.linspace(-1, 1, self.vocabulary)
+        return LinearTeacher(hidden.flatten(0, 1)[rows], weight, bias)
+
+    def logits(self, batch: Batch, rows: Tensor) -> Tensor:
+        answer = self.answer(batch, rows)
+        assert answer.bias is not None
+        return answer.hidden @ answer.weight.T + answer.bias
+
+    def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
+        self.asked += len(batch.rows)
+        if self.linear:
+            return self.answer(batch, rows)
+        return LogitsTeacher(self.logits(batch, rows))
+
+
+def real(batch: Batch) -> Tensor:
+    return next_token_targets(batch.input_ids, batch.counts)[0]
+
+
+def make(folder, model=None, rows=None, batch_size=3, shard_rows=4, force=False, **fields):
+    return write(
+        model or Teacher(),
+        rows or make_blocks(),
+        folder,
+        replace(FINGERPRINT, **fields),
+        batch_size=batch_size,
+        shard_rows=shard_rows,
+        force=force,
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.name: path.read_bytes() for path in files if path.suffix != ".lock"}
+
+
+def probabilities(blocks: Blocks, temperature: float) -> Tensor:
+    """Of all real positions, in order, by the definition in float64."""
+    batch = blocks.batch(range(len(blocks)))
+    logits = Teacher().logits(batch, real(batch)).double()
+    return (logits / temperature).softmax(-1)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("rows", [[4], [10, 0, 3], [3, 7]])  # the last two are narrower than T
+def test_top_k_gives_back_what_the_teacher_said(tmp_path, rows, linear):
+    store, blocks = make(tmp_path, Teacher(linear=linear)), make_blocks()
+    batch = blocks.batch(rows)
+    answer = store(batch, real(batch))
+    assert isinstance(answer, TopKTeacher)
+    p = (Teacher().logits(batch, real(batch)).double() / 2).softmax(-1)
+    expected, tokens = p.topk(5)
+    assert torch.equal(answer.indices, tokens)
+    torch.testing.assert_close(answer.log_probs.double(), expected.log(), rtol=0, atol=2e-3)
+    torch.testing.assert_close(
+        answer.log_tail.double(), (1 - expected.sum(-1)).log(), rtol=0, atol=1e-5
+    )
+    masses = answer.log_probs.exp().sum(-1) + answer.log_tail.exp()
+    torch.testing.assert_close(masses, torch.ones_like(masses), rtol=0, atol=1e-6)
+
+
+def test_all_tokens_are_the_full_distribution(tmp_path):
+    store, blocks = make(tmp_path, k=V), make_blocks()
+    batch = blocks.batch(range(N))
+    answer = store(batch, real(batch))
+    assert isinstance(answer, TopKTeacher)
+    p = torch.zeros(len(answer.indices), V).scatter(1, answer.indices, answer.log_probs.exp())
+    torch.testing.assert_close(p.double(), probabilities(blocks, 2.0), rtol=4e-3, atol=1e-6)
+    assert (answer.log_tail == -torch.inf).all()
+    assert store.facts()["tail_mass"] == 0 and 0 < store.facts()["fidelity_kl"] < 1e-5
+
+    student = torch.randn(len(p), V, generator=torch.Generator().manual_seed(5))
+    live = LogitsTeacher(Teacher().logits(batch, real(batch)))
+    for divergence in ("forward_kl", "reverse_kl", "tvd"):
+        of = [
+            logits_distillation(student, None, [one], temperature=2.0, divergence=divergence)[1]
+            for one in (live, answer)
+        ]
+        torch.testing.assert_close(of[0], of[1], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("vocabulary", [200, 300, 40_000, 70_000])
+def test_tokens_survive_every_width_they_are_stored_in(tmp_path, vocabulary):
+    teacher = Teacher(vocabulary)
+    store, blocks = make(tmp_path, teacher, make_blocks(2)), make_blocks(2)
+    batch = blocks.batch([0, 1])
+    answer = store(batch, real(batch))
+    expected = teacher.logits(batch, real(batch)).topk(5).indices
+    assert isinstance(answer, TopKTeacher) and torch.equal(answer.indices, expected)
+    assert expected.max() > 0.9 * vocabulary or vocabulary < 40_000
+
+
+def test_what_the_tokenizer_does_not_have_gets_no_mass(tmp_path):
+    for linear in (True, False):
+        teacher, blocks = Teacher(V + 24, linear), make_blocks()
+        store = write(teacher, blocks, tmp_path / str(linear), FINGERPRINT, vocabulary=V)
+        batch = blocks.batch(range(N))
+        answer = store(batch, real(batch))
+        p = (teacher.logits(batch, real(batch))[:, :V].double() / 2).softmax(-1)
+        assert isinstance(answer, TopKTeacher) and torch.equal(answer.indices, p.topk(5).indices)
+        tail = 1 - p.topk(5).values.sum(-1)
+        torch.testing.assert_close(answer.log_tail.double().exp(), tail, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("method", ["topk", "sample"])
+def test_logits_exist_a_chunk_at_a_time(tmp_path, monkeypatch, method):
+    whole = make(tmp_path / "whole", method=method)
+    seen, linear = [], torch.nn.functional.linear
+
+    def watched(*arguments):
+        seen.append(linear(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(cache.F, "linear", watched)
+    monkeypatch.setattr(cache, "CHUNK_BYTES", 3 * 4 * V)
+    chunked = make(tmp_path / "chunked", method=method)
+    assert max(len(logits) for logits in seen) == 3 and len(seen) > 20
+    for name in ("tokens", "error"):
+        mine, other = (store.take(name, torch.arange(N)) for store in (chunked, whole))
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
+
+
+def test_logits_that_overflowed_and_tokens_outside_the_vocabulary(tmp_path):
+    class Overflowing(Teacher):
+        def __call__(self, batch, rows):
+            logits = self.logits(batch, rows)
+            logits[:, 7], logits[::2, 3] = -torch.inf, torch.inf
+            return LogitsTeacher(logits)
+
+    store, blocks = make(tmp_path, Overflowing(), k=V, temperature=0.5), make_blocks()
+    batch = blocks.batch(range(N))
+    answer = store(batch, real(batch))
+    assert isinstance(answer, TopKTeacher)
+    p = torch.zeros(len(answer.indices), V).scatter(1, answer.indices, answer.log_probs.exp())
+    assert p.isfinite().all() and (p[:, 7] == 0).all() and (p[::2, 3] == 1).all()
+    assert store.facts()["fidelity_kl"] < 1e-5
+
+
+# Draws
+
+
+@pytest.mark.parametrize("k", [1, 7, V - 1, V])
+def test_draws_are_distinct_and_weigh_one_together(tmp_path, k):
+    store, blocks = make(tmp_path, method="sample", k=k), make_blocks()
+    batch = blocks.batch([2, 9])
+    answer = store(batch, real(batch))
+    assert isinstance(answer, SampledTeacher)
+    torch.testing.assert_close(answer.weights.sum(-1), torch.ones(len(answer.weights)))
+    p = (Teacher().logits(batch, real(batch)).double() / 2).softmax(-1)
+    masses = p.gather(1, answer.indices)
+    for tokens, weights, own in zip(answer.indices, answer.weights, masses, strict=True):
+        assert len(tokens.unique()) == k and (weights > 0).all()
+        # What is above the threshold is there as it is; the others all weigh the threshold.
+        torch.testing.assert_close(
+            weights.double(), own.clamp(min=weights.min().item()), rtol=2e-3, atol=0
+        )
+    assert k < V or torch.allclose(answer.weights.double(), masses, rtol=2e-3)
+    entropy = torch.special.entr(p).sum(-1)
+    torch.testing.assert_close(answer.entropy.double(), entropy, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.01])
+def test_fewer_tokens_with_mass_than_draws(tmp_path, temperature):
+    store, blocks = make(tmp_path, method="sample", k=30, temperature=temperature), make_blocks()
+    batch = blocks.batch(range(N))
+    answer = store(batch, real(batch))
+    assert isinstance(answer, SampledTeacher)
+    drawn = torch.zeros(len(answer.indices), V).scatter_add(1, answer.indices, answer.weights)
+    torch.testing.assert_close(
+        drawn.double(), probabilities(blocks, temperature), rtol=2e-3, atol=1e-6
+    )
+
+
+def test_the_gradient_of_the_draws_is_unbiased(tmp_path):
+    """Rows that are alike draw each for themselves: their mean gradient is the full one."""
+    n = 4000
+    one = make_blocks(1)
+    blocks = replace(
+        one,
+        ids=one.ids[:, :3].repeat(n, 1),
+        counts=one.counts[:, :3].repeat(n, 1),
+        documents=one.documents[:, :3].repeat(n, 1),
+        row_characters=one.row_characters.repeat(n),
+    )
+    store = make(
+        tmp_path, rows=blocks, batch_size=500, shard_rows=None, method="sample", k=3, block_size=3
+    )
+    batch = blocks.batch(range(n))
+    answer = store(batch, real(batch))
+    student = torch.randn(V, generator=torch.Generator().manual_seed(5)).repeat(2 * n, 1)
+    found = []
+    for teacher in (LogitsTeacher(Teacher().logits(batch, real(batch))), answer):
+        logits = student.clone().requires_grad_()
+        value = logits_distillation(logits, None, [teacher], temperature=2.0)[1]
+        value.backward()
+        found.append((value.detach() / len(student), logits.grad.view(n, 2, V)))
+    (full_value, full), (value, drawn) = found
+    # Independent draws, T / 3 of the gradient each, would have this deviation of their mean.
+    p = (Teacher().logits(batch, real(batch))[:2].double() / 2).softmax(-1)
+    error = 2 * (p * (1 - p) / (3 * n)).sqrt()
+    assert ((drawn.mean(0) - full[0]).abs() <= 4 * error + 2 / (3 * n)).all()
+    assert (drawn.std(0) < 2 * (p * (1 - p) / 3).sqrt() + 0.02).all()
+    assert (drawn[0] - full[0]).abs().max() > 20 * (drawn.mean(0) - full[0]).abs().max()
+    torch.testing.assert_close(value, full_value, rtol=0, atol=0.02)
+    assert drawn[0].ne(drawn[1]).any()
+
+
+# What is reported
+
+
+def test_what_is_reported_of_top_k_is_what_a_direct_computation_finds(tmp_path):
+    store, blocks = make(tmp_path, k=6), make_blocks()
+    p = probabilities(blocks, 2.0)
+    answer = store(batch := blocks.batch(range(N)), real(batch))
+    assert isinstance(answer, TopKTeacher)
+    tail = answer.log_tail.double().exp()
+    restored = (tail / (V - 6)).unsqueeze(1).repeat(1, V)
+    restored.scatter_(1, answer.indices, answer.log_probs.double().exp())
+    torch.testing.assert_close(restored.sum(1), torch.ones(len(p)).double(), rtol=0, atol=1e-6)
+    facts = store.facts()
+    fidelity = (p * (p.log() - restored.log())).sum(1).mean().item()
+    assert facts["fidelity_kl"] == pytest.approx(fidelity, rel=1e-3) and fidelity > 0.001
+    assert facts["tail_mass"] == pytest.approx(1 - p.topk(6).values.sum(1).mean().item(), rel=1e-4)
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.pt"))
+    assert facts["bytes_per_token"] == size / len(p)
+    assert store.manifest["statistics"]["tokens"] == len(p)
+    assert (facts["method"], facts["k"]) == ("topk", 6)
+
+
+def test_what_is_reported_of_draws_is_what_a_direct_computation_finds(tmp_path):
+    store, blocks = make(tmp_path, method="sample", k=6), make_blocks()
+    p = probabilities(blocks, 2.0)
+    answer = store(batch := blocks.batch(range(N)), real(batch))
+    assert isinstance(answer, SampledTeacher)
+    estimate = -(answer.weights * p.log().gather(1, answer.indices)).sum(1)
+    error = (estimate - torch.special.entr(p).sum(1)).abs().mean().item()
+    seen = (p.gather(1, answer.indices) * (answer.weights > 0)).sum(1).mean().item()
+    facts = store.facts()
+    assert facts["fidelity_kl"] == pytest.approx(error, rel=1e-3) and error > 0.001
+    assert facts["tail_mass"] == pytest.approx(1 - seen, rel=1e-4)
+
+
+def test_more_tokens_lose_less_and_cost_more(tmp_path):
+    facts = [make(tmp_path / str(k), k=k, shard_rows=None).facts() for k in (2, 8, 32)]
+    for name, order in (("tail_mass", -1), ("fidelity_kl", -1), ("bytes_per_token", 1)):
+        of = [one[name] for one in facts][::order]
+        assert of == sorted(of) and len(set(of)) == 3
+
+
+# Of something else
+
+
+@pytest.mark.parametrize(
+    "field, other",
+    [("teacher", "x"), ("weights", "x"), ("tokenizer", "x"), ("text", "x"), ("block_size", 8),
+     ("packed", True), ("blocks", "x"), ("dtype", "bfloat16"), ("method", "sample"), ("k", 4),
+     ("temperature", 1.0)],
+)  # fmt: skip
+def test_a_cache_of_something_else_is_refused_by_field(tmp_path, field, other):
+    make(tmp_path)
+    before = content(tmp_path)
+    mine = getattr(FINGERPRINT, field)
+    message = f"{field}: cache has {mine!r}, this run asks for {other!r}"
+    for attempt in (
+        lambda: TeacherCache.open(tmp_path, {field: other}),
+        lambda: make(tmp_path, **{field: other}),
+    ):
+        with pytest.raises(FingerprintMismatch) as caught:
+            attempt()
+        assert caught.value.differences == [message]
+        assert "--force-recompute" in str(caught.value) and "--cache_dir" in str(caught.value)
+    assert content(tmp_path) == before
+    TeacherCache.open(tmp_path, {field: mine})
+    if field != "block_size":
+        make(tmp_path, force=True, **{field: other})
+        TeacherCache.open(tmp_path, {field: other})
+
+
+def test_bad_arguments(tmp_path):
+    for fields, message in [
+        ({"method": "top"}, "method is 'top'; expected one of topk, sample"),
+        ({"k": 0}, "k is 0; expected at least 1"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"k": V + 1}, f"k is {V + 1}, but the teacher knows {V} tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(tmp_path, **fields)
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        make(tmp_path, batch_size=0)
+    with pytest.raises(FileNotFoundError):
+        TeacherCache.open(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["topk", "sample"])
+def test_a_teacher_that_gives_nan_is_named_with_the_place(tmp_path, method):
+    class Sick(Teacher):
+        def __call__(self, batch, rows):
+            logits = self.logits(batch, rows)
+            if 7 in batch.rows:
+                at = batch.rows.tolist().index(7) * batch.input_ids.shape[1] + 4
+                logits[rows == at, 2] = torch.nan
+            return LogitsTeacher(logits)
+
+    with pytest.raises(ValueError, match="'tiny' gives NaN at 1 of .* block 7, token 4.*float32"):
+        make(tmp_path, Sick(), method=method)
+    teacher = Teacher()
+    make(tmp_path, teacher, method=method)
+    assert teacher.asked < N  # the first shard is kept
+
+
+# Interrupted, killed, damaged
+
+
+def test_a_damaged_shard_is_named_and_asked_for_again_alone(tmp_path):
+    make(tmp_path)
+    whole = content(tmp_path)
+    path = tmp_path / "teacher_00001.pt"
+    data = path.read_bytes()
+    path.write_bytes(data[:900] + bytes([data[900] ^ 1]) + data[901:])
+    for attempt in (lambda: TeacherCache.open(tmp_path), lambda: make(tmp_path)):
+        with pytest.raises(CorruptFileError, match="teacher_00001.pt.*--force-recompute rebuilds"):
+            attempt()
+    teacher = Teacher()
+    make(tmp_path, teacher, force=True)
+    assert teacher.asked == 1 + 6  # one row for the vocabulary, batches 3-5 and 6-8 for rows 4-7
+    assert content(tmp_path) == whole
+
+
+def test_a_stored_nan_is_named_even_with_a_fitting_checksum(tmp_path):
+    from ssl_kd.guard.files import sha256_file
+    from ssl_kd.store import NonFiniteRow
+    from ssl_kd.store.shards import read_manifest, write_manifest
+
+    make(tmp_path)
+    path = tmp_path / "teacher_00001.pt"
+    shard = torch.load(path, weights_only=True)
+    shard["log_probs"][2, 1, 0] = torch.nan
+    torch.save(shard, path)
+    manifest = read_manifest(tmp_path / "teacher.json")
+    manifest["shards"][1] |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+    write_manifest(tmp_path / "teacher.json", manifest)
+    with pytest.raises(NonFiniteRow, match="row 6 .*'block 6'.: log_probs is NaN"):
+        TeacherCache.open(tmp_path)
+    TeacherCache.open(tmp_path, verify=False)
+
+
+KILLED = """
+import os, random, signal, sys, time, warnings
+import torch
+from tests.language.test_cache import Teacher, make, make_blocks
+
+folder, method = sys.argv[1:]
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+blocks = make_blocks(400)
+
+def fill(folder):
+    make(folder, rows=blocks, batch_size=7, shard_rows=20, method=method)
+
+start = time.perf_counter()
+fill(folder + "/straight")
+seconds = time.perf_counter() - start
+random.seed(0)
+for _ in range(12):
+    child = os.fork()
+    if child == 0:
+        fill(folder + "/killed")
+        os._exit(0)
+    time.sleep(random.uniform(0, seconds / 5))
+    os.kill(child, signal.SIGKILL)
+    print(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
+fill(folder + "/killed")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+@pytest.mark.parametrize("method", ["topk", "sample"])
+def test_killed_at_random_moments_the_result_is_identical(tmp_path, method):
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), method],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split().count("True") >= 3
+    assert content(tmp_path / "killed") == content(tmp_path / "straight")
+
+
+# The real thing
+
+
+@pytest.mark.parametrize("method", ["topk", "sample"])
+def test_a_real_teacher_a_real_text(tmp_path, method):
+    """From a folder by `save_pretrained`: live and cached agree on what a student should learn."""
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ssl_kd.datasets.text import open_text
+    from ssl_kd.language.blocks import make_blocks, train_tokenizer
+    from ssl_kd.language.cache import identity
+    from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
+
+    (tmp_path / "text.txt").write_text("\n\n".join(f"The {i} small cats sat." for i in range(60)))
+    dataset = open_text(tmp_path / "text.txt", "all")
+    tokenizer = train_tokenizer(dataset, 270)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    seen = []
+    store = cache_teacher(
+        str(tmp_path / "model"),
+        dataset,
+        tmp_path / "cache",
+        block_size=32,
+        method=method,
+        k=len(tokenizer),
+        temperature=1.5,
+        batch_size=4,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1] == (store.n, store.n)
+
+    loaded = load_causal_lm(tmp_path / "model")
+    blocks = make_blocks(dataset, loaded.tokenizer, 32)
+    expect = identity("model", loaded.weights_id, loaded.tokenizer, dataset, blocks)
+    store = TeacherCache.open(tmp_path / "cache", expect | {"temperature": 1.5})
+    batch = blocks.batch([store.n - 1, 0])
+    rows = real(batch)
+    student = torch.randn(len(rows), len(tokenizer), generator=torch.Generator().manual_seed(5))
+    values = [
+        logits_distillation(student, None, [source(batch, rows)], temperature=1.5)[1]
+        for source in (FrozenTeacher(loaded.model), store)
+    ]
+    torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=0)
