@@ -13,11 +13,16 @@ import argparse
 import json
 import logging
 import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ssl_kd.language.run import run
+from ssl_kd.datasets.text import TextDataset, open_text
+from ssl_kd.language.run import run, trained_teacher
 from ssl_kd.language.settings import PRESETS, LanguageSettings
+from ssl_kd.language.step import precision_of
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
 
@@ -39,18 +44,57 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(settings: LanguageSettings) -> dict[str, Any]:
-    """One run; the student's row and what it began with."""
+def add_settings(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
+    """Settings as flags, with the library's defaults but for those given here."""
+    for name in (*names, *defaults):
+        default = defaults.get(name, getattr(LanguageSettings, name))
+        kind = partial(LanguageSettings.parse, name)
+        parser.add_argument(f"--{name}", default=default, type=kind)
+
+
+def spread(values: Iterable[float], form: str = ".3f") -> str:
+    """`median (lowest to highest)`."""
+    found = sorted(values)
+    return f"{median(found):{form}} ({found[0]:{form}} to {found[-1]:{form}})"
+
+
+def training_text(settings: LanguageSettings) -> TextDataset:
+    """What a run of these settings learns from."""
+    if settings.eval_path is None:
+        return open_text(settings.data_path, "train")
+    return open_text(settings.data_path, "train", held_out=0)
+
+
+def with_teacher(settings: LanguageSettings) -> LanguageSettings:
+    """A teacher that is to be trained is trained now, once for all runs and seeds."""
+    if settings.teacher_model != "train":
+        return settings
+    folder = trained_teacher(
+        settings, training_text(settings), precision_of(settings), lambda *progress: None
+    )
+    return settings.replace(teacher_model=str(folder))
+
+
+def measure(
+    settings: LanguageSettings, look: Callable[[Path], dict[str, Any]] = lambda folder: {}
+) -> dict[str, Any]:
+    """One run; the student's row, what it began with, and what `look` sees in the run folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = run(settings.replace(runs_dir=folder))
         metrics = json.loads((path / "metrics.json").read_text())
+        seen = look(path)
     rows = {row["name"]: row for row in metrics["table"]}
-    return rows["student"] | {
-        "before": rows["student before"]["perplexity"],
-        "teacher": rows.get("teacher", {}).get("perplexity"),
-        "success_rate": metrics["success_rate"],
-        "seconds": metrics["seconds"]["train"],
-    }
+    return (
+        rows["student"]
+        | seen
+        | {
+            "before": rows["student before"]["perplexity"],
+            "before_bits": rows["student before"]["bits_per_character"],
+            "teacher": rows.get("teacher", {}).get("perplexity"),
+            "success_rate": metrics["success_rate"],
+            "seconds": metrics["seconds"]["train"],
+        }
+    )
 
 
 def main() -> None:
@@ -59,20 +103,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--student_model", default="fresh:2x96")
-    for name in ("teacher_model", "data_path", "eval_path"):
-        parser.add_argument(f"--{name}", default=getattr(LanguageSettings, name))
-    for name in ("train_steps", "per_device_batch_size", "block_size", "eval_rows"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(LanguageSettings, name))
-    for name in ("student_lr", "temperature", "alpha_kd", "alpha_ce"):
-        parser.add_argument(f"--{name}", type=float, default=getattr(LanguageSettings, name))
+    add_settings(
+        parser,
+        *("teacher_model", "data_path", "eval_path"),
+        *("train_steps", "per_device_batch_size", "block_size", "eval_rows"),
+        *("student_lr", "temperature", "alpha_kd", "alpha_ce"),
+        student_model="fresh:2x96",
+    )
     given = vars(parser.parse_args())
     seeds, first, only = (given.pop(name) for name in ("seeds", "first_seed", "only"))
     logging.basicConfig(level=logging.ERROR)
     settings = LanguageSettings(
         **given, eval_steps=max(1, given["train_steps"] // 5), generations=0, answer_prompts=0
     )
-    print("| run | held-out perplexity | agreement with the teacher | KL to the teacher | seconds |")
+    print(
+        "| run | held-out perplexity | agreement with the teacher | KL to the teacher | seconds |"
+    )
     print("|---|---|---|---|---|")
     for name in only:
         rows = [
@@ -82,9 +128,8 @@ def main() -> None:
         if name == only[0]:
             print(f"| teacher | {rows[0]['teacher']:.3f} | | | |")
             print(f"| student, as it begins | {median(r['before'] for r in rows):.1f} | | | |")
-        found = sorted(row["perplexity"] for row in rows)
         cells = [
-            f"{median(found):.3f} ({found[0]:.3f} to {found[-1]:.3f})",
+            spread(row["perplexity"] for row in rows),
             f"{median(100 * row['agreement'] for row in rows):.1f} %",
             f"{median(row['kl'] for row in rows):.3f}",
             f"{median(row['seconds'] for row in rows):.0f}",

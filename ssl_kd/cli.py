@@ -6,6 +6,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ssl_kd.language.settings import LanguageSettings
+    from ssl_kd.language.verify import Agreement
 
 # Exit codes. What a signal ends is 128 + its number: 130 after Ctrl-C, 143 after SIGTERM.
 OK, FAILED, BAD_SETTING, GUARD_STOPPED = 0, 1, 2, 3
@@ -32,6 +34,8 @@ _CODES = {
     "DatasetUnavailable": BAD_SETTING,  # DATASET names what is not there: misspelt, as a rule
     "TooFewHealthyParts": GUARD_STOPPED,
 }
+
+LANGUAGE_CONFIG = Path("scripts/config.py")
 
 S = TypeVar("S", bound=Settings)
 
@@ -80,7 +84,7 @@ def distill(
     argv: Sequence[str],
     *,
     preset: str | None = None,
-    config: Path = Path("scripts/config.py"),
+    config: Path = LANGUAGE_CONFIG,
     prog: str = "distill.py",
 ) -> int:
     """Distil a language model, as the preset and the flags say; return the exit code.
@@ -99,6 +103,36 @@ def distill(
         )
 
     return distill_as(read, [*_program(prog), *argv])
+
+
+def cache_teacher(
+    argv: Sequence[str],
+    *,
+    config: Path = Path("scripts/config.py"),
+    prog: str = "cache_teacher.py",
+) -> int:
+    """Keep what a teacher says of a text, for runs without it; return the exit code.
+
+    Args:
+        argv: The flags, those of `distill`.
+        config: The settings file where no `--config` is given; it may be missing.
+        prog: What `--help` calls the program.
+    """
+    from ssl_kd.language.settings import PRESETS, LanguageSettings
+
+    def work() -> int:
+        settings = read_settings(LanguageSettings, argv, config, prog=prog, presets=PRESETS)
+        screen = _screen()
+        from ssl_kd.language.run import cache_teacher
+
+        with Progress(screen) as progress:
+            caches = cache_teacher(settings, progress=progress)
+        for cache in caches:
+            facts = ", ".join(f"{name} {_short(value)}" for name, value in cache.facts().items())
+            print(f"{cache.folder}: {facts}")
+        return OK
+
+    return _guarded(work, shlex.join([*_program(prog), *argv]))
 
 
 def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> int:
@@ -425,8 +459,72 @@ def _distill_here(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    """Check model, losses, gradients and cache for NaN and infinity."""
-    return _check("nan_issues", argv)
+    """Check for NaN and infinity; doctor gradients --model M: a language model of yours."""
+    return _gradients(argv[1:]) if argv[:1] == ["gradients"] else _check("nan_issues", argv)
+
+
+def _gradients(argv: Sequence[str]) -> int:
+    words = [re.sub("^--model(?==|$)", "--student_model", word) for word in argv]
+    verbose = "--verbose" in words
+
+    def work() -> int:
+        from ssl_kd.language.settings import PRESETS, LanguageSettings
+
+        settings = read_settings(
+            LanguageSettings,
+            [word for word in words if word != "--verbose"],
+            LANGUAGE_CONFIG,
+            prog="ssl_kd doctor gradients --model FOLDER",
+            presets=PRESETS,
+        )
+        _screen()
+        from ssl_kd import doctor
+
+        return doctor.language_model(settings, verbose=verbose)
+
+    return _guarded(work)
+
+
+def _verify(argv: Sequence[str]) -> int:
+    """Show that live, cached and chunked losses agree on your own models and text."""
+
+    def work() -> int:
+        from ssl_kd.language.settings import PRESETS, LanguageSettings
+
+        settings = read_settings(
+            LanguageSettings, argv, LANGUAGE_CONFIG, prog="ssl_kd verify", presets=PRESETS
+        )
+
+        from rich.console import Console
+
+        screen = _screen()
+        from ssl_kd.language.verify import verify
+
+        with Progress(screen) as progress:
+            found = verify(settings, progress=progress)
+        Console().print(agreement_table(found))
+        return OK if all(way.agrees for way in found) else FAILED
+
+    return _guarded(work)
+
+
+def agreement_table(found: Sequence[Agreement]) -> Table:
+    """How far each way to compute the loss lies from the plain one."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    title = "Losses in nats a token, and how far off the plain ones"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("way", no_wrap=True)
+    for name in ("ce", "kd", "ce off", "kd off", "gradient off"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for way in found:
+        values = [f"{value:.5g}" for value in (way.ce, way.kd)]
+        values += [f"{value:.1g}" for value in (way.ce_off, way.kd_off, way.gradient_off)]
+        limits = "allowed {:g}, gradient {:g}".format(*way.allowed)
+        table.add_row(way.way, *values, "agrees" if way.agrees else f"DIFFERS: {limits}")
+    return table
 
 
 def _install_check(argv: Sequence[str]) -> int:
@@ -462,6 +560,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train_here,
     "distill": _distill_here,
     "doctor": _doctor,
+    "verify": _verify,
     "install-check": _install_check,
     "replay": _replay,
 }

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.language.blocks import Batch, Blocks, isolates_documents, make_blocks
+from ssl_kd.language.blocks import Batch, Blocks
 from ssl_kd.losses.divergences import log_softmax_, saturate_
 from ssl_kd.losses.linear_distillation import (
     LinearTeacher,
@@ -26,7 +26,7 @@ from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import BaseFingerprint, ShardStore, ShardWriter
 from ssl_kd.store.shards import Columns, Content, Manifest, read_manifest
-from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm, tokenizer_id
+from ssl_kd.teachers.causal import tokenizer_id
 
 if TYPE_CHECKING:
     from ssl_kd.datasets.text import TextDataset
@@ -35,7 +35,6 @@ __all__ = [
     "LiveTeacher",
     "TeacherCache",
     "TeacherFingerprint",
-    "cache_teacher",
     "identity",
     "write",
 ]
@@ -76,7 +75,10 @@ class TeacherFingerprint(BaseFingerprint):
         temperature: of the teacher's softmax.
     """
 
-    folder_setting = "cache_dir"
+    way_out = (
+        "Replace it by cache_teacher.py --force_recompute with the settings of this run, or name "
+        "another folder by --teacher_cache."
+    )
 
     teacher: str
     weights: str
@@ -321,66 +323,6 @@ def write(
             if progress is not None:
                 progress(rows.stop, n)
         return writer.close()
-
-
-def cache_teacher(
-    teacher_model: str,
-    dataset: TextDataset,
-    cache_dir: str | Path,
-    *,
-    block_size: int = 256,
-    packing: bool = True,
-    method: str = "sample",
-    k: int = 128,
-    temperature: float = 2.0,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    batch_size: int = 8,
-    force: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> TeacherCache:
-    """Load a teacher, make blocks of a text with its tokenizer, and `write` what it says of them.
-
-    Args:
-        teacher_model: folder or Hub name of a causal language model.
-        dataset: the documents.
-        cache_dir: where the cache goes.
-        block_size: tokens in a row.
-        packing: several documents in a row, where the model keeps them apart.
-        method: `sample`, an unbiased estimate for `forward_kl`; or `topk`, which serves every
-            divergence but not what lies in the tail: at temperature 2 that is much.
-        k: tokens at each position.
-        temperature: of the teacher's softmax; that of the distillation.
-        dtype: what the teacher computes in.
-        device: and where.
-        batch_size: see `write`.
-        force: see `write`.
-        progress: see `write`.
-
-    Raises:
-        ImportError, FileNotFoundError, CausalLMUnavailable, ValueError: see `load_causal_lm`,
-            `make_blocks` and `write`.
-    """
-    model = load_causal_lm(teacher_model, dtype=dtype)
-    packing = packing and isolates_documents(model.model)
-    blocks = make_blocks(dataset, model.tokenizer, block_size, packing=packing)
-    fingerprint = TeacherFingerprint(
-        **identity(model.name, model.weights_id, model.tokenizer, dataset, blocks),
-        dtype=str(dtype).removeprefix("torch."),
-        method=method,
-        k=k,
-        temperature=temperature,
-    )
-    return write(
-        FrozenTeacher(model.model, device=device),
-        blocks,
-        cache_dir,
-        fingerprint,
-        vocabulary=len(model.tokenizer),
-        batch_size=batch_size,
-        force=force,
-        progress=progress,
-    )
 
 
 def _ask(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, LinearTeacher | LogitsTeacher]:

@@ -22,11 +22,11 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.alignment import AlignedBlocks, aligned_blocks
 from ssl_kd.language.blocks import Blocks, isolates_documents, make_blocks, train_tokenizer
-from ssl_kd.language.cache import TeacherCache, identity
+from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.language.judge import generate, judge_answers, judge_tokens
 from ssl_kd.language.memory import estimate_memory
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Aligned, Plain, Routed
+from ssl_kd.language.sources import Aligned, Plain, Routed, RoutedDraw
 from ssl_kd.language.step import Distiller, StepResult, precision_of
 from ssl_kd.language.student import add_lora, build_student, save_student
 from ssl_kd.language.train import Row, train
@@ -199,10 +199,10 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         SettingsError: teacher, student, cache and text do not fit.
     """
     tell("prepare", 0, 3, {})
+    train_set = _train_text(settings)
     if settings.eval_path is None:
-        train_set, eval_set = (open_text(settings.data_path, split) for split in ("train", "test"))
+        eval_set = open_text(settings.data_path, "test")
     else:
-        train_set = open_text(settings.data_path, "train", held_out=0)
         eval_set = open_text(settings.eval_path, "all")
     tell("prepare", 1, 3, {"documents": len(train_set)})
 
@@ -240,8 +240,7 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
             offload=settings.teacher_offload,
         )
     elif teacher is not None and isinstance(blocks, Blocks):
-        of = identity(teacher.name, teacher.weights_id, student.tokenizer, train_set, blocks)
-        wanted = of | {"temperature": settings.temperature}
+        wanted = _cache_of(settings, teacher, train_set, blocks)
         folders = sorted(Path(str(settings.teacher_cache)).glob("draw_*"))
         folders = folders or [Path(str(settings.teacher_cache))]
         caches = [TeacherCache.open(folder, expect=wanted) for folder in folders]
@@ -252,6 +251,13 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         sides = eval_blocks, eval_blocks
     sides = [_first_rows(side, settings.eval_rows) for side in sides]
     return Task(precision, train_set, eval_set, student, teacher, frozen, caches, blocks, *sides)
+
+
+def _train_text(settings: LanguageSettings) -> TextDataset:
+    """What is learned from; all of it where the held-out text is a file of its own."""
+    if settings.eval_path is None:
+        return open_text(settings.data_path, "train")
+    return open_text(settings.data_path, "train", held_out=0)
 
 
 def _lay_out(
@@ -286,6 +292,77 @@ def _check_tokenizers(student: CausalLM, teacher: CausalLM) -> None:
         "are not over the same things. Say how to follow such a teacher: --align chunks, uld or "
         "hidden; or take a student of its family, or one cut from it (--student_model layers:N)"
     )
+
+
+def _cache_of(
+    settings: LanguageSettings, teacher: CausalLM, texts: TextDataset, blocks: Blocks
+) -> dict[str, Any]:
+    """The fields of its fingerprint that a teacher's cache must have for this run."""
+    experts = {"native": "", "ka": f" ka {settings.ka_lambda:g}"}.get(settings.router_mode, " all")
+    weights = f"{teacher.weights_id}{experts}"
+    of = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)
+    return of | {"temperature": settings.temperature}
+
+
+def cache_teacher(
+    settings: LanguageSettings, *, progress: Progress | None = None
+) -> list[TeacherCache]:
+    """Ask the teacher about the whole text once, and keep what it says in TEACHER_CACHE.
+
+    Runs with the same settings then learn from it, without the teacher in memory.
+
+    Args:
+        settings: those of the runs to come; CACHE_METHOD and CACHE_K.
+        progress: called as `progress(stage, done, total, info)`.
+
+    Returns:
+        The cache; for ROUTER_MODE ka one for each of KA_FORWARDS draws of experts.
+
+    Raises:
+        SettingsError: there is no teacher or no folder to write to.
+        FingerprintMismatch: the folder holds a cache of something else, and not FORCE_RECOMPUTE.
+    """
+    tell = progress or (lambda stage, done, total, info: None)
+    if settings.teacher_cache is None:
+        raise SettingsError("TEACHER_CACHE is None: name the folder that the cache goes to.")
+    if settings.teacher_model == "none":
+        raise SettingsError("TEACHER_MODEL is 'none', so there is nothing to keep.")
+    precision = precision_of(settings)
+    texts = _train_text(settings)
+    name = settings.teacher_model
+    if name == "train":
+        name = str(trained_teacher(settings, texts, precision, tell))
+    teacher = load_causal_lm(name)
+    blocks = _lay_out(settings, texts, teacher, teacher, aligned=False)
+    assert isinstance(blocks, Blocks)
+    frozen = FrozenTeacher(teacher.model, device=precision.device, dtype=precision.teacher)
+    fingerprint = TeacherFingerprint(
+        **_cache_of(settings, teacher, texts, blocks),
+        dtype=str(precision.teacher).removeprefix("torch."),
+        method=settings.cache_method,
+        k=settings.cache_k,
+    )
+    folder, draws = Path(settings.teacher_cache), [""]
+    if settings.router_mode == "ka":
+        draws = [f"draw_{i}" for i in range(settings.ka_forwards)]
+    caches = []
+    for i, draw in enumerate(draws):
+        answer = frozen
+        if settings.router_mode != "native":
+            answer = RoutedDraw(Routed(frozen, settings), i)
+        caches.append(
+            write(
+                answer,
+                blocks,
+                folder / draw,
+                fingerprint,
+                vocabulary=len(teacher.tokenizer),
+                batch_size=settings.per_device_batch_size,
+                force=settings.force_recompute,
+                progress=lambda done, total: tell("cache", done, total, {}),
+            )
+        )
+    return caches
 
 
 def trained_teacher(
@@ -461,7 +538,10 @@ def _train(
                 should_stop=lambda: bool(signals.caught),
             )
         except TooFewHealthyParts as error:
-            raise TooFewHealthyParts(f"{error}\n{advice(settings, distiller)}") from error
+            causes = [e for e in distiller.guard.events.events if e.action == "explained"]
+            lines = [str(error), *(f"{e.part}, step {e.step}: {e.reason}" for e in causes)]
+            lines.append(advice(settings, distiller))
+            raise TooFewHealthyParts("\n".join(lines)) from error
     return best
 
 
@@ -523,7 +603,7 @@ def train_alone(
 
 def advice(settings: LanguageSettings, distiller: Distiller) -> str:
     """Settings that a run which stopped could be tried with, as flags."""
-    tries = [f"--student_lr {settings.student_lr / 5:.1g}"]
+    tries = [f"--student_lr {settings.peak_lr / 5:.1g}"]
     if settings.max_grad_norm is None or settings.max_grad_norm > 0.5:
         tries.append("--max_grad_norm 0.5")
     if distiller.source is not None and settings.temperature < 2:

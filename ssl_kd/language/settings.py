@@ -39,6 +39,13 @@ class LanguageSettings(RunSettings):
     teacher_cache: str | None = setting(
         None, "folder of the teacher's cached distribution; None: the teacher itself, live"
     )
+    cache_method: str = setting(
+        "sample",
+        "what cache_teacher.py keeps: tokens sampled from the teacher, unbiased, for forward_kl; or"
+        " the topk and the mass of the rest, for every divergence",
+        choices=("sample", "topk"),
+    )
+    cache_k: int = setting(128, "tokens kept at each position of the cache", low=1, high=65_535)
     model_dtype: str = setting(
         "auto",
         "what models compute in; weights that are trained and losses are float32 always; auto: what"
@@ -80,7 +87,7 @@ class LanguageSettings(RunSettings):
         " or sar, as in the paper",
         choices=("auto", *DIVERGENCES),
     )
-    temperature: float = setting(2.0, "of both in the divergence", low=0.05, high=100)
+    temperature: float = setting(1.0, "of both in the divergence", low=0.05, high=100)
     alpha_kd: float = setting(0.5, "weight of the divergence, times temperature squared", low=0)
     alpha_ce: float = setting(0.5, "weight of the cross-entropy with the text", low=0)
     legacy_clamp: str | None = setting(
@@ -132,7 +139,13 @@ class LanguageSettings(RunSettings):
     gradient_accumulation_steps: int = setting(
         1, "forward passes of a step; the loss is the mean over all their tokens", low=1
     )
-    student_lr: float = setting(1e-3, "peak learning rate of AdamW", low=0, high=100)
+    student_lr: float | None = setting(
+        None,
+        "peak learning rate of AdamW; None: 3e-3 for new weights, 5e-4 for layers cut from a"
+        " teacher, 2e-4 for adapters, 2e-5 for a model that was trained before",
+        low=0,
+        high=100,
+    )
     warmup_fraction: float = setting(
         0.1, "share of the steps that warm up; the cosine follows", low=0, below=1
     )
@@ -202,6 +215,14 @@ class LanguageSettings(RunSettings):
         False, "rebuild a teacher's cache that is damaged or of something else"
     )
     tensorboard: bool = setting(False, "write TensorBoard files into the run folder")
+
+    @property
+    def peak_lr(self) -> float:
+        """STUDENT_LR, decided where it is None."""
+        if self.student_lr is not None:
+            return self.student_lr
+        kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
+        return {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}.get(kind, 2e-5)
 
     @property
     def kind_of_divergence(self) -> Any:

@@ -19,6 +19,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
 from ssl_kd.losses.linear_distillation import Teacher, linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, linear_head
 from ssl_kd.teachers.mixture import Mixture, RouterRecord, RouterStep, Routing
 
@@ -184,6 +185,25 @@ def named_rows(rows: Tensor) -> str:
     return f"rows {', '.join(map(str, rows.tolist()))}"
 
 
+class RoutedDraw:
+    """One draw of experts for a cache: each row's is its own, whoever asks and in which batch.
+
+    Args:
+        routed: a mixture whose router does not learn.
+        number: which draw.
+    """
+
+    def __init__(self, routed: Routed, number: int) -> None:
+        self.routed, self.number, self.device = routed, number, routed.frozen.device
+
+    def __call__(self, batch: Batch, rows: Tensor) -> Any:
+        """As a `FrozenTeacher`."""
+        seed = hash((self.routed.settings.seed, self.number, *batch.rows.tolist()))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed % 2**63)
+            return self.routed.answer(batch, rows)
+
+
 @contextmanager
 def fixed(source: Source | None) -> Iterator[None]:
     """Ask a teacher without its router learning from it."""
@@ -197,6 +217,14 @@ def fixed(source: Source | None) -> Iterator[None]:
         source.learns = True
 
 
+def unfit_for_hidden(who: str, model: Any) -> SettingsError:
+    """The error for a model that is met by its logits alone."""
+    return SettingsError(
+        f"ALIGN is 'hidden', but the {who}, {type(model).__name__}, caps or scales its logits and "
+        "is met by these alone: set ALIGN to 'chunks' or 'uld'"
+    )
+
+
 class Aligned(torch.nn.Module):
     """A teacher with another tokenizer, followed as ALIGN says.
 
@@ -206,6 +234,9 @@ class Aligned(torch.nn.Module):
         settings: temperature and divergence.
         student_dim: width of the student, for the projection of `hidden`.
         teacher_dim: width of the teacher.
+
+    Raises:
+        SettingsError: `hidden`, and the teacher caps or scales its logits.
 
     Attributes:
         projection: for `hidden`, trained with the student; None otherwise.
@@ -218,6 +249,8 @@ class Aligned(torch.nn.Module):
         self.answer, self.how, self.settings = answer, settings.align, settings
         self.projection = None
         if self.how == "hidden":
+            if not getattr(answer, "linear", True):
+                raise unfit_for_hidden("teacher", self.model)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(settings.seed)
                 self.projection = HiddenProjection(teacher_dim, student_dim)
@@ -228,17 +261,17 @@ class Aligned(torch.nn.Module):
         return getattr(self.answer, "__self__", self.answer).model
 
     def forward(
-        self, batch: AlignedBatch, hidden: Tensor, logits: Callable[[Tensor], Tensor]
+        self, batch: AlignedBatch, hidden: Tensor | None, logits: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """The distance to the teacher, a mean over groups of tokens, or tokens in `hidden`.
 
         Args:
             batch: the same text in both tokenizers.
-            hidden: `[batch * token, dim]`, the student's hidden states.
+            hidden: `[batch * token, dim]`, the student's hidden states; only `hidden` needs them.
             logits: rows of them -> the student's logits there.
         """
         settings = self.settings
-        if self.projection is not None:
+        if self.projection is not None and hidden is not None:
             mine, theirs, weights = batch.overlap()
             # The rows that count alone: what else the teacher says may hold anything.
             rows, theirs = theirs.unique(return_inverse=True)
@@ -253,7 +286,7 @@ class Aligned(torch.nn.Module):
                 logits(mine.rows[mine.first]), logits_of(said), temperature=settings.temperature
             )
         said = self.answer(batch.teacher, theirs.rows)
-        vocabulary = batch.vocabulary.to(hidden.device)
+        vocabulary = batch.vocabulary.to(mine.rows.device)
         return chunk_matching(
             logits(mine.rows),
             logits_of(said),

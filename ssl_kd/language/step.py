@@ -20,7 +20,7 @@ from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.alignment import AlignedBatch
 from ssl_kd.language.blocks import Batch
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Aligned, Routed, Source, fixed, named_rows
+from ssl_kd.language.sources import Aligned, Routed, Source, fixed, named_rows, unfit_for_hidden
 from ssl_kd.losses.linear_distillation import (
     LinearTeacher,
     LogitsTeacher,
@@ -116,6 +116,8 @@ class Distiller:
         if settings.gradient_checkpointing:
             _checkpoint_activations(student)
         self.head = linear_head(student)
+        if aligned is not None and aligned.projection is not None and self.head is None:
+            raise unfit_for_hidden("student", student)
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
         modules = [student] if aligned is None else [student, aligned]
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
@@ -125,7 +127,7 @@ class Distiller:
         ]
         self.optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=settings.student_lr,
+            lr=settings.peak_lr,
             betas=(0.9, 0.95),
         )
         self.guard = Guard(
@@ -200,7 +202,12 @@ class Distiller:
         with self.precision.autocast():
             if self.head is None:
                 logits = self.student(**batch.model_inputs(), use_cache=False).logits
-                logits = logits.flatten(0, 1)[rows]
+                every = logits.flatten(0, 1)
+                logits = every[rows]
+                if isinstance(of, AlignedBatch) and self.aligned is not None:
+                    ce = logits_distillation(logits, targets, (), **options)[0]
+                    kd = self.aligned(of, None, lambda some: every[some])
+                    return {"ce": ce, "kd": kd.float() * len(rows)}
                 teachers = self._ask(batch, rows, LogitsTeacher(logits.detach()))
                 return self._named(logits_distillation(logits, targets, teachers, **options))
             every = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)

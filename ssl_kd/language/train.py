@@ -82,7 +82,7 @@ def train(
             on_checkpoint(step)
             return step
         rows = rows_of_step(step, size * batches, len(blocks), settings.seed)
-        rate = learning_rate_at(step, steps, settings.student_lr, settings.warmup_fraction)
+        rate = learning_rate_at(step, steps, settings.peak_lr, settings.warmup_fraction)
         gpus = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(gpus):  # dropout draws the same numbers after a resume
             torch.manual_seed(hash((settings.seed, step)) % 2**63)
@@ -91,7 +91,7 @@ def train(
                     [blocks.batch(some, device) for some in rows.split(size)], rate
                 )
             except TooFewHealthyParts:
-                on_checkpoint(step)
+                on_checkpoint(step + 1)
                 raise
         if settings.clear_cache_every_step and device.type == "cuda":
             torch.cuda.empty_cache()

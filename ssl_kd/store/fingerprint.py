@@ -15,14 +15,10 @@ from typing_extensions import Self
 class FingerprintMismatch(ValueError):
     """A cache was computed from something else than what this run asks for."""
 
-    def __init__(self, path: Path, differences: Sequence[str], folder_setting: str):
+    def __init__(self, path: Path, differences: Sequence[str], way_out: str):
         self.path = path
         self.differences = list(differences)
-        super().__init__(
-            f"{path} was made from something else: {'; '.join(differences)}. "
-            "Go on with --force-recompute to replace it, "
-            f"or with --{folder_setting} to keep it and use another folder."
-        )
+        super().__init__(f"{path} was made from something else: {'; '.join(differences)}. {way_out}")
 
 
 class BaseFingerprint:
@@ -31,8 +27,8 @@ class BaseFingerprint:
     Their values are strings and numbers, which come back from JSON as they were.
     """
 
-    folder_setting: ClassVar[str]
-    """The setting that names the cache's folder."""
+    way_out: ClassVar[str]
+    """What a user whose cache is of something else can do: a sentence."""
 
     def differences(self, asked: Self) -> list[str]:
         """One sentence for each field in which this (the cache's) and `asked` differ."""
@@ -64,7 +60,10 @@ class Fingerprint(BaseFingerprint):
     ["teacher: cache has 'pixels', this run asks for 'dinov2_vits14'"]
     """
 
-    folder_setting = "embeddings_dir"
+    way_out = (
+        "Go on with --force-recompute to replace it, or with --embeddings_dir to keep it and use "
+        "another folder."
+    )
 
     teacher: str
     weights: str

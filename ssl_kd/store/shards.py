@@ -161,7 +161,7 @@ class ShardStore:
         self.manifest = manifest = read_manifest(path)
         self.fingerprint = self.fingerprint_type(**manifest["fingerprint"])
         if expect is not None and (differences := self.fingerprint.differences(expect)):
-            raise FingerprintMismatch(path, differences, expect.folder_setting)
+            raise FingerprintMismatch(path, differences, expect.way_out)
 
         self._columns = self.columns(manifest)
         self._paths = [self.folder / entry["file"] for entry in manifest["shards"]]

@@ -257,7 +257,7 @@ class ShardWriter(Generic[S]):
                 continue
             if differences := self._differences(manifest):
                 if place == self.folder or manifest["shards"]:  # else nothing would be lost
-                    setting = self.fingerprint.folder_setting
+                    setting = self.fingerprint.way_out
                     mismatch = mismatch or FingerprintMismatch(path, differences, setting)
             else:
                 same[place] = manifest

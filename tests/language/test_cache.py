@@ -13,7 +13,7 @@ from torch import Tensor
 from ssl_kd.guard.files import CorruptFileError
 from ssl_kd.language import cache
 from ssl_kd.language.blocks import Batch, Blocks
-from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, cache_teacher, write
+from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, write
 from ssl_kd.losses.linear_distillation import (
     LinearTeacher,
     LogitsTeacher,
@@ -331,7 +331,7 @@ def test_a_cache_of_something_else_is_refused_by_field(tmp_path, field, other):
         with pytest.raises(FingerprintMismatch) as caught:
             attempt()
         assert caught.value.differences == [message]
-        assert "--force-recompute" in str(caught.value) and "--cache_dir" in str(caught.value)
+        assert "--force_recompute" in str(caught.value) and "--teacher_cache" in str(caught.value)
     assert content(tmp_path) == before
     TeacherCache.open(tmp_path, {field: mine})
     if field != "block_size":
@@ -462,6 +462,8 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     from ssl_kd.datasets.text import open_text
     from ssl_kd.language.blocks import make_blocks, train_tokenizer
     from ssl_kd.language.cache import identity
+    from ssl_kd.language.run import cache_teacher
+    from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
 
     (tmp_path / "text.txt").write_text("\n\n".join(f"The {i} small cats sat." for i in range(60)))
@@ -477,17 +479,19 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     seen = []
-    store = cache_teacher(
-        str(tmp_path / "model"),
-        dataset,
-        tmp_path / "cache",
+    settings = LanguageSettings(
+        teacher_model=str(tmp_path / "model"),
+        data_path=str(tmp_path / "text.txt"),
+        eval_path=str(tmp_path / "text.txt"),
+        teacher_cache=str(tmp_path / "cache"),
         block_size=32,
-        method=method,
-        k=len(tokenizer),
+        cache_method=method,
+        cache_k=len(tokenizer),
         temperature=1.5,
-        batch_size=4,
-        progress=lambda done, total: seen.append((done, total)),
+        per_device_batch_size=4,
     )
+    tell = lambda stage, done, total, info: seen.append((done, total))  # noqa: E731
+    (store,) = cache_teacher(settings, progress=tell)
     assert seen[-1] == (store.n, store.n)
 
     loaded = load_causal_lm(tmp_path / "model")
