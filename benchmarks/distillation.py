@@ -18,11 +18,15 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from ssl_kd.datasets.text import TextDataset, open_text
+from ssl_kd.language.alignment import aligned_blocks
+from ssl_kd.language.blocks import make_blocks
 from ssl_kd.language.run import run, trained_teacher
 from ssl_kd.language.settings import PRESETS, LanguageSettings
 from ssl_kd.language.step import precision_of
+from ssl_kd.teachers.causal import tokenizer_id
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
 
@@ -75,11 +79,31 @@ def with_teacher(settings: LanguageSettings) -> LanguageSettings:
     return settings.replace(teacher_model=str(folder))
 
 
+_LAID_OUT: dict[Any, Any] = {}
+
+
+def once(lay_out: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of a text and tokenizers, which keeps what it made for the next run."""
+
+    def kept(text: TextDataset, *rest: Any, **options: Any) -> Any:
+        names = [tokenizer_id(r) if hasattr(r, "get_vocab") else r for r in rest]
+        key = (lay_out, text.digest, *names, *options.values())
+        if key not in _LAID_OUT:
+            _LAID_OUT[key] = lay_out(text, *rest, **options)
+        return _LAID_OUT[key]
+
+    return kept
+
+
 def measure(
     settings: LanguageSettings, look: Callable[[Path], dict[str, Any]] = lambda folder: {}
 ) -> dict[str, Any]:
     """One run; the student's row, what it began with, and what `look` sees in the run folder."""
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch("ssl_kd.language.run.make_blocks", once(make_blocks)),
+        patch("ssl_kd.language.run.aligned_blocks", once(aligned_blocks)),
+    ):
         path = run(settings.replace(runs_dir=folder))
         metrics = json.loads((path / "metrics.json").read_text())
         seen = look(path)
