@@ -72,7 +72,7 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
         config: The settings file where no `--config` is given; it may be missing.
         prog: What `--help` calls the program.
     """
-    return _guarded(lambda: _train(argv, config, prog), shlex.join([*_program(prog), *argv]))
+    return guarded(lambda: _train(argv, config, prog), shlex.join([*_program(prog), *argv]))
 
 
 def _program(prog: str) -> list[str]:
@@ -132,7 +132,7 @@ def cache_teacher(
             print(f"{cache.folder}: {facts}")
         return OK
 
-    return _guarded(work, shlex.join([*_program(prog), *argv]))
+    return guarded(work, shlex.join([*_program(prog), *argv]))
 
 
 def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> int:
@@ -142,7 +142,7 @@ def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> in
         read: Resolves the settings; what it raises is said in one line.
         words: The command that started it, which with `--resume` goes on.
     """
-    return _guarded(lambda: _distill(read()), shlex.join(words))
+    return guarded(lambda: _distill(read()), shlex.join(words))
 
 
 def read_settings(
@@ -482,7 +482,7 @@ def _gradients(argv: Sequence[str]) -> int:
 
         return doctor.language_model(settings, verbose=verbose)
 
-    return _guarded(work)
+    return guarded(work)
 
 
 def _verify(argv: Sequence[str]) -> int:
@@ -505,7 +505,7 @@ def _verify(argv: Sequence[str]) -> int:
         Console().print(agreement_table(found))
         return OK if all(way.agrees for way in found) else FAILED
 
-    return _guarded(work)
+    return guarded(work)
 
 
 def agreement_table(found: Sequence[Agreement]) -> Table:
@@ -553,7 +553,7 @@ def _replay(argv: Sequence[str]) -> int:
         print(report)
         return OK if report.reproduced else FAILED
 
-    return _guarded(work)
+    return guarded(work)
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -577,10 +577,10 @@ def _check(name: str, argv: Sequence[str]) -> int:
 
         return getattr(doctor, name)(verbose="--verbose" in argv)
 
-    return _guarded(check)
+    return guarded(check)
 
 
-def _guarded(work: Callable[[], int], again: str = "") -> int:
+def guarded(work: Callable[[], int], again: str = "") -> int:
     """Do the work; turn every failure that a user can act on into one line and an exit code.
 
     `again` is the command that started it, which with `--resume` goes on.

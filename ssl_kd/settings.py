@@ -94,7 +94,7 @@ class Settings:
         """What a setting may be, in words: ``"a finite number, at least 0.05, at most 100"``."""
         kind, optional, rule = _fields(cls)[name]
         words = [_WORDS[kind]]
-        if rule.choices:
+        if rule.choices or rule.forms:
             shown = (*rule.choices, *(form for form, _ in rule.forms))
             words = ["one of " + ", ".join(map(repr, shown))]
         for word, border in (
@@ -117,7 +117,7 @@ class Settings:
         fits = type(value) is kind and (kind is not float or math.isfinite(value))
         if fits and kind is str:
             fits = bool(value.strip()) and (
-                not rule.choices
+                not (rule.choices or rule.forms)
                 or value in rule.choices
                 or any(re.fullmatch(form, value) for _, form in rule.forms)
             )

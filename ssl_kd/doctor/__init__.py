@@ -10,9 +10,10 @@ from ssl_kd.doctor.finding import Finding, report
 from ssl_kd.vision.settings import VisionSettings
 
 if TYPE_CHECKING:
+    from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.store import EmbeddingStore
 
-__all__ = ["Finding", "installation", "nan_issues"]
+__all__ = ["Finding", "installation", "language_model", "nan_issues"]
 
 
 def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> int:
@@ -63,6 +64,22 @@ def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> in
         own_data.first_batches(settings, stores),
     )
     return report("Numerics", checks, verbose)
+
+
+def language_model(settings: LanguageSettings, *, verbose: bool = False) -> int:
+    """Print how weights, loss and gradients of the student fare in its first steps on the text.
+
+    Args:
+        settings: of a run; STUDENT_MODEL, DATA_PATH and those of the optimisation count.
+        verbose: print each warning that came up once, with a count; else only how many there were.
+
+    Returns:
+        0 where all is healthy, else 1.
+    """
+    from ssl_kd.doctor.gradients import gradients, open_model  # torch takes seconds
+
+    lm, blocks = open_model(settings)
+    return report(f"Gradients of {lm.name}", [gradients(settings, lm, blocks)], verbose)
 
 
 def _settings(config: Path) -> VisionSettings:

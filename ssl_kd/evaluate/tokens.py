@@ -90,6 +90,7 @@ class TokenScores:
         self.left_out: list[str] = []
         self._characters = 0
         self._sums: dict[str, float] = {}
+        self._counted: dict[str, int] = {}
         self._bins = torch.zeros(2, BINS, dtype=torch.float64)  # sums of confidence, correct
 
     def add(
@@ -114,11 +115,14 @@ class TokenScores:
             found = ", ".join(f"{name} in {count}" for name, count in sick.items() if count)
             self.left_out.append(f"blocks {_spelled(rows)}: not finite: {found} of {n} tokens")
             logger.warning("An evaluation batch is left out: %s", self.left_out[-1])
-            return
+            if any(sick[name] for name in ("nll", "confidence", "correct")):
+                return
+            columns = {name: columns[name] for name in ("nll", "confidence", "correct")}
         self.tokens += n
         self._characters += characters or 0
         for name, values in columns.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
+            self._counted[name] = self._counted.get(name, 0) + n
         confidence, correct = columns["confidence"], columns["correct"]
         # Bins are open below and closed above, ((m - 1) / M, m / M].
         place = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
@@ -184,7 +188,7 @@ class TokenScores:
         }
 
     def _mean(self, name: str) -> float | None:
-        return self._sums[name] / self.tokens if name in self._sums else None
+        return self._sums[name] / self._counted[name] if name in self._sums else None
 
 
 def _spelled(rows: Sequence[int]) -> str:

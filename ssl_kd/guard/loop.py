@@ -243,7 +243,9 @@ class Guard:
         norms = [_norm(grads) for grads in gradients]
         loss, norm = self._read_step(norms)
         self.grad_norm = norm
-        stage = self.health.judge(loss, norm, self.thresholds)
+        scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
+        scale = scale.masked_fill(self._mask(self._cut), 1.0)  # its NaN is no overflow
+        stage = self.health.judge(loss, norm, self.thresholds, scale=scale)
         healthy = is_healthy(stage)
         for i, part in enumerate(self._parts):
             if not healthy[i]:
@@ -277,7 +279,7 @@ class Guard:
         updated = healthy & ~absent
         self._keep_buffers(updated.nonzero().flatten().tolist())
         if self._scales:
-            overflow = (stage == Stage.GRADIENT) & ~self._mask(self._cut)
+            overflow = stage == int(Stage.OVERFLOW)
             if self._one_scale:
                 self.scale[overflow] = self._scale_of(0)
             rescale_(self.scale, updated, overflow, self.updates)
@@ -288,7 +290,8 @@ class Guard:
             self.counts[i, what] += 1
             if what in REASONS:
                 value = loss[i] if what == Stage.LOSS else norm[i]
-                action = "reported" if what == Stage.DEAD else "skipped"
+                done = {Stage.DEAD: "reported", Stage.OVERFLOW: "loss scale halved"}
+                action = done.get(Stage(what), "skipped")
                 self._report(step, part.name, Stage(what), action, value)
         if self.steps % _WINDOW == 0:
             self._watch()

@@ -108,6 +108,7 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         settings = _dry(settings)
     with RunFolder(settings) as folder, Signals(folder) as signals:
         folder.write_config(settings, mode="language", precision=str(precision))
+        settings = _cached(settings)
         with clock("prepare"):
             task = prepare(settings, precision, tell)
         settings = _decided(settings, task)
@@ -160,7 +161,8 @@ def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
     """ROUTER_MODE where it was left to the teacher."""
     if settings.router_mode != "auto":
         return settings
-    mode = "sar" if task.frozen is not None and is_mixture(task.frozen.model) else "native"
+    frozen = task.frozen if settings.align == "auto" else None
+    mode = "sar" if frozen is not None and is_mixture(frozen.model) else "native"
     logger.info("ROUTER_MODE is %s: the teacher's experts decide", mode)
     return settings.replace(router_mode=mode)
 
@@ -200,17 +202,19 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
     """
     tell("prepare", 0, 3, {})
     train_set = _train_text(settings)
+    most = _max_bytes(settings)
     if settings.eval_path is None:
-        eval_set = open_text(settings.data_path, "test")
+        eval_set = open_text(settings.data_path, "test", max_bytes=most)
     else:
-        eval_set = open_text(settings.eval_path, "all")
+        eval_set = open_text(settings.eval_path, "all", max_bytes=most)
     tell("prepare", 1, 3, {"documents": len(train_set)})
 
     name = settings.teacher_model
     if name == "train":
         name = str(trained_teacher(settings, train_set, precision, tell))
     teacher = None if name == "none" else load_causal_lm(name)
-    tokenizer = train_tokenizer(train_set, settings.vocabulary) if teacher is None else None
+    new = settings.student_model.startswith(("fresh:", "llama:"))
+    tokenizer = train_tokenizer(train_set, settings.vocabulary) if new and not teacher else None
     student = build_student(settings.student_model, teacher, tokenizer, seed=settings.seed)
     for lm in (student, teacher):
         room = lm and getattr(lm.model.config, "max_position_embeddings", None)
@@ -223,7 +227,8 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
     if teacher is not None and not aligned:
         _check_tokenizers(student, teacher)
     if settings.lora_rank:
-        adapted = add_lora(student.model, settings.lora_rank, settings.lora_alpha)
+        size = settings.lora_rank, settings.lora_alpha
+        adapted = add_lora(student.model, *size, seed=settings.seed)
         student = dataclasses.replace(student, model=adapted)
 
     blocks, eval_blocks = (
@@ -244,6 +249,7 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         folders = sorted(Path(str(settings.teacher_cache)).glob("draw_*"))
         folders = folders or [Path(str(settings.teacher_cache))]
         caches = [TeacherCache.open(folder, expect=wanted) for folder in folders]
+        _check_divergence(settings, caches[0].fingerprint.method)
         teacher = dataclasses.replace(teacher, model=None)  # its memory is what the cache spares
     if isinstance(eval_blocks, AlignedBlocks):
         sides = eval_blocks.student, eval_blocks.teacher
@@ -255,9 +261,14 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
 
 def _train_text(settings: LanguageSettings) -> TextDataset:
     """What is learned from; all of it where the held-out text is a file of its own."""
+    most = _max_bytes(settings)
     if settings.eval_path is None:
-        return open_text(settings.data_path, "train")
-    return open_text(settings.data_path, "train", held_out=0)
+        return open_text(settings.data_path, "train", max_bytes=most)
+    return open_text(settings.data_path, "train", held_out=0, max_bytes=most)
+
+
+def _max_bytes(settings: LanguageSettings) -> int | None:
+    return None if settings.max_megabytes is None else int(settings.max_megabytes * 1e6)
 
 
 def _lay_out(
@@ -304,6 +315,22 @@ def _cache_of(
     return of | {"temperature": settings.temperature}
 
 
+def _check_divergence(settings: LanguageSettings, method: str) -> None:
+    if method == "sample" and settings.kind_of_divergence != "forward_kl":
+        raise SettingsError(
+            f"DIVERGENCE is {settings.kind_of_divergence}, and a cache of CACHE_METHOD 'sample' "
+            "knows forward_kl alone: set DIVERGENCE to 'forward_kl', or make a cache with "
+            "CACHE_METHOD 'topk'"
+        )
+
+
+def _cached(settings: LanguageSettings) -> LanguageSettings:
+    """With a cache ROUTER_MODE auto is native: no router learns there."""
+    if settings.teacher_cache is None or settings.router_mode != "auto":
+        return settings
+    return settings.replace(router_mode="native")
+
+
 def cache_teacher(
     settings: LanguageSettings, *, progress: Progress | None = None
 ) -> list[TeacherCache]:
@@ -327,6 +354,8 @@ def cache_teacher(
         raise SettingsError("TEACHER_CACHE is None: name the folder that the cache goes to.")
     if settings.teacher_model == "none":
         raise SettingsError("TEACHER_MODEL is 'none', so there is nothing to keep.")
+    settings = _cached(settings)
+    _check_divergence(settings, settings.cache_method)
     precision = precision_of(settings)
     texts = _train_text(settings)
     name = settings.teacher_model
@@ -342,7 +371,7 @@ def cache_teacher(
         method=settings.cache_method,
         k=settings.cache_k,
     )
-    folder, draws = Path(settings.teacher_cache), [""]
+    folder, draws = Path(str(settings.teacher_cache)), [""]
     if settings.router_mode == "ka":
         draws = [f"draw_{i}" for i in range(settings.ka_forwards)]
     caches = []
@@ -375,6 +404,7 @@ def trained_teacher(
     """
     own = settings.replace(
         teacher_model="none",
+        teacher_cache=None,
         student_model=f"fresh:{settings.teacher_size}",
         train_steps=settings.teacher_steps,
         epochs=None,
@@ -498,6 +528,8 @@ def _train(
     folder.rewind(start)
     folder.become_latest()
     warn, told = EventWarnings(), len(distiller.guard.events)
+    if start < settings.verbose_steps:
+        logger.info("%s", _first_forward(settings, task))
 
     with Board(folder.path, settings.tensorboard) as board:
 
@@ -505,6 +537,9 @@ def _train(
             nonlocal told
             warn(distiller.guard.events.events[told:])
             told = len(distiller.guard.events)
+            for name, value in (("ce", result.ce), ("kd", result.kd)):
+                if settings.stop_after == 1 and value is not None and not math.isfinite(value):
+                    raise TooFewHealthyParts(f"step {step}: {name} is {value}")
             if step < settings.verbose_steps:
                 kd = "" if result.kd is None else f", kd {result.kd:.4f}"
                 words = (step + 1, result.ce, kd, result.grad_norm)
@@ -539,10 +574,25 @@ def _train(
             )
         except TooFewHealthyParts as error:
             causes = [e for e in distiller.guard.events.events if e.action == "explained"]
-            lines = [str(error), *(f"{e.part}, step {e.step}: {e.reason}" for e in causes)]
+            once = {e.reason: f"{e.part}, step {e.step}: {e.reason}" for e in reversed(causes)}
+            lines = [str(error), *reversed(once.values())]
             lines.append(advice(settings, distiller))
             raise TooFewHealthyParts("\n".join(lines)) from error
     return best
+
+
+def _first_forward(settings: LanguageSettings, task: Task) -> str:
+    """What goes into the loss, in one line."""
+    sides = {"student": task.student.model}
+    if task.frozen is not None:
+        sides["teacher"] = task.frozen.model
+    rows = f"{settings.per_device_batch_size}, {settings.block_size}"
+    heads = {who: without_adapters(lm).get_output_embeddings() for who, lm in sides.items()}
+    logits = ", ".join(f"{who} [{rows}, {len(head.weight)}]" for who, head in heads.items())
+    return (
+        f"logits: {logits}; temperature {settings.temperature:g}; weights: "
+        f"ce {settings.alpha_ce:g}, kd {settings.alpha_kd:g}"
+    )
 
 
 class Best:

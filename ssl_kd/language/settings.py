@@ -75,6 +75,9 @@ class LanguageSettings(RunSettings):
     eval_path: str | None = setting(
         None, "held-out text; None: a share of DATA_PATH that nothing is trained on"
     )
+    max_megabytes: float | None = setting(
+        None, "read no more than this of a text; None: all of it", above=0
+    )
     block_size: int = setting(256, "tokens of a row", low=8, high=1_048_576)
     packing: bool = setting(
         True, "several documents in a row, which do not see each other where the model allows it"
@@ -241,10 +244,10 @@ class LanguageSettings(RunSettings):
         if self.teacher_model == "none" and self.teacher_cache is not None:
             raise SettingsError("TEACHER_CACHE needs the TEACHER_MODEL that it was made by.")
         if self.teacher_cache is not None and (self.router_mode == "sar" or self.align != "auto"):
-            way = "set TEACHER_CACHE to None, or ROUTER_MODE to 'ka' and ALIGN to 'auto'"
+            way = "Set TEACHER_CACHE to None, or ROUTER_MODE to 'ka' and ALIGN to 'auto'"
             raise SettingsError(
                 "TEACHER_CACHE holds what the teacher said: a router that learns (ROUTER_MODE "
-                f"'sar') and ALIGN need the teacher itself. {way.capitalize()}."
+                f"'sar') and ALIGN need the teacher itself. {way}."
             )
         if self.router_mode == "sar" and self.align != "auto":
             raise SettingsError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.health import Thresholds
 from ssl_kd.guard.loop import Guard
+from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.microscope import Microscope, diagnose
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.alignment import AlignedBatch
@@ -261,14 +262,20 @@ class Distiller:
             if not sick or event.part == "router" or event.part in self._explained:
                 continue
             gpus = [self.precision.device] if self.precision.device.type == "cuda" else []
-            with torch.random.fork_rng(gpus):
-                torch.set_rng_state(dice)
-                said = (self.explain(batch, event.part) for batch in batches)
-                words = next((words for words in said if words is not None), None)
+            why = "finite when run again"
+            try:
+                with torch.random.fork_rng(gpus):
+                    torch.set_rng_state(dice)
+                    said = (self.explain(batch, event.part) for batch in batches)
+                    words = next((words for words in said if words is not None), None)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                words, why = None, "no memory to run it again"
             action = "explained"
-            if words is None:  # a fault of this moment: the rows are all that can be said
+            if words is None:  # the rows are all that can be said
                 rows = torch.cat([_own(batch).rows for batch in batches])
-                words, action = f"{named_rows(rows)}: finite when run again", "not found again"
+                words, action = f"{named_rows(rows)}: {why}", "not found again"
             else:
                 self._explained.add(event.part)
             self.guard.events.extend([Event(event.step, event.part, "replay", words, action)])

@@ -406,9 +406,14 @@ class _Distillation(torch.autograd.Function):
         # Handed over, not kept: a gradient that nobody else holds becomes .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         factor, weights = _factor(incoming, ctx.weights), ctx.weights
+        cut = factor is None
+        if factor is None:
+            # One term left is to the bit what it would have been alone: its own weight, one factor.
+            weights = tuple(w if g else 0.0 for w, g in zip(ctx.weights, incoming, strict=True))
+            factor = _factor(incoming, weights)
         if factor is None:
             factor, weights = 1.0, incoming
-        if gradients is None or weights is incoming:  # a second backward, or a term was cut out
+        if gradients is None or cut:  # a second backward, or a term was cut out
             objective = replace(
                 ctx.objective,
                 targets=ctx.objective.targets if weights[0] != 0 else None,
@@ -417,7 +422,7 @@ class _Distillation(torch.autograd.Function):
             gradients = None  # frees the memory for the new ones
             head = _head(x, weight, bias, objective, ctx.needs)
             with torch.autocast(x.device.type, enabled=False):
-                _run(head, objective, weights)
+                _run(head, objective, (weights[0], weights[1]))
             gradients = head.gradients
         scaled = (
             None if g is None else (g if factor == 1 else g.mul_(factor)).to(like.dtype)

@@ -166,8 +166,11 @@ class RunFolder:
         Raises:
             RunFolderError: a newer version of the library wrote it, in a form unknown to this one.
         """
-        for half in self.path.rglob(".*.tmp"):  # of a run that was killed while writing
-            half.unlink()
+        for half in list(self.path.rglob(".*.tmp")):  # of a run that was killed while writing
+            if half.is_dir():
+                shutil.rmtree(half)
+            else:
+                half.unlink(missing_ok=True)
         for path in sorted(self._checkpoints.glob("step_*.pt"), reverse=True):
             try:
                 if path.with_suffix(".sha256").read_text() != sha256_file(path):

@@ -18,7 +18,9 @@ class FingerprintMismatch(ValueError):
     def __init__(self, path: Path, differences: Sequence[str], way_out: str):
         self.path = path
         self.differences = list(differences)
-        super().__init__(f"{path} was made from something else: {'; '.join(differences)}. {way_out}")
+        super().__init__(
+            f"{path} was made from something else: {'; '.join(differences)}. {way_out}"
+        )
 
 
 class BaseFingerprint:

@@ -421,6 +421,7 @@ def _with_adapters(folder: Path, dtype: torch.dtype, device: str | torch.device)
         with warnings.catch_warnings():  # peft asks transformers by names that are deprecated
             warnings.simplefilter("ignore", FutureWarning)
             model = peft.PeftModel.from_pretrained(lm.model, folder).merge_and_unload()
+            model.requires_grad_(True)  # peft froze what it merged into
     except Exception as error:  # peft, safetensors and torch have exceptions of their own
         if is_out_of_memory(error):
             raise

@@ -111,6 +111,13 @@ class Gates:
     def _mean(self, values: list[Tensor]) -> Tensor:
         return torch.stack([v.sum() / max(len(v), 1) for v in values])
 
+    def where_not_finite(self) -> str:
+        """The first layer whose gate is not finite, in words; empty if all are."""
+        for layer in sorted(self.logits):
+            if not self.logits[layer].isfinite().all():
+                return f"; its gate is not finite from layer {layer} on"
+        return ""
+
     def mass(self) -> Tensor:
         """P: gate probabilities summed over real tokens, `[layer, expert]`, with gradient."""
         logits = self._real(self.logits)
@@ -596,7 +603,8 @@ class RouterStep:
         if self.stopped:
             pass
         elif not math.isfinite(loss):
-            refused = event("loss", f"the router's loss is {float(loss)}", "skipped", float(loss))
+            reason = f"the router's loss is {float(loss)}{gates.where_not_finite()}"
+            refused = event("loss", reason, "skipped", float(loss))
         elif drift > self.drift_limit:
             self.stopped = True
             reason = f"KL(original gate || now) is {drift:.3g} nats, above {self.drift_limit}"

@@ -12,7 +12,6 @@ import pytest
 row = pytest.mark.fault
 """`@row(15)` on a test, or `@row(4, 5)` where it injects more than one row's fault."""
 
-LANGUAGE = "comes with the language mode"
 DISTRIBUTION = "comes with distribution"
 
 
@@ -39,6 +38,7 @@ GROUPS = {
     28: "backward and optimizer",
     39: "checkpoint, process, system",
     48: "user, configuration, security",
+    54: "language models",
 }
 """First row of each group -> its name."""
 
@@ -117,10 +117,12 @@ ROWS = {
     25: Row(
         "token distillation: all labels masked, NaN under the mask, infinities, other padding",
         "zero loss on the graph; ignored; dropped or saturated; common vocabulary",
-        later=LANGUAGE,
     ),
-    26: Row("kd term NaN, ce finite", "ce alone trains on that step; counted", later=LANGUAGE),
-    27: Row("both terms NaN", "the step is skipped, the batch named", later=LANGUAGE),
+    26: Row(
+        "kd term NaN, ce finite",
+        "ce alone trains on that step; rows and tensor named; counted; after N in a row, why",
+    ),
+    27: Row("both terms NaN", "the step is skipped, its rows named; every bit as before"),
     28: Row("finite loss, NaN gradient in one head", "that head skipped; the others bit-identical"),
     29: Row(
         "gradient norm 1e20 (its square overflows) in one head",
@@ -209,8 +211,7 @@ ROWS = {
     ),
     51: Row(
         "teacher and student with different tokenizers in same-tokenizer mode",
-        "says so and names the mode to use",
-        later=LANGUAGE,
+        "says so and names the modes to use; a vocabulary that is only padded is the same",
     ),
     52: Row(
         "a file name with spaces, unicode, .., or a symlink out of the data folder",
@@ -219,6 +220,80 @@ ROWS = {
     53: Row(
         "the old clamps whose gradient is identically zero",
         "refused with the lowest perplexity they allow",
-        later=LANGUAGE,
+    ),
+    54: Row(
+        "NaN in one layer's gate logits, or in the gradient of the router",
+        "the router untouched to the bit; kd cut out where the answer is NaN; ce trains",
+        how="a gate's weight or input is patched, in native, all, ka and sar",
+    ),
+    55: Row(
+        "NaN in one expert of the teacher",
+        "the expert is named, kd cut out; tokens that it does not answer keep every bit",
+    ),
+    56: Row(
+        "NaN in one alignment group",
+        "kd cut out, ce trains; outside every group the teacher may say anything",
+    ),
+    57: Row(
+        "logits that are capped or scaled, on either side, across tokenizers",
+        "followed by uld and chunks; refused by hidden, which names these",
+    ),
+    58: Row(
+        "no finite term for ten steps in a row",
+        "the run ends with cause, settings to try and exit code 3, the student at its last good "
+        "state; in ultra_stable it goes on from there with a fresh optimizer",
+    ),
+    59: Row(
+        "logits that overflow float16 under autocast",
+        "loss and gradient finite, within 2e-3 of float64; no step lost",
+        how="float16 is emulated on the CPU",
+    ),
+    60: Row(
+        "a teacher's cache of another teacher, tokenizer, text, block size, packing or temperature",
+        "refused with the field that differs; the cache is left as it is",
+    ),
+    61: Row(
+        "a NaN, a flipped bit or a cut in a file of the teacher's cache",
+        "the file and the row are named before any work",
+    ),
+    62: Row(
+        "a model's folder with weights cut, damaged or missing, without configuration or tokenizer",
+        "the folder, and the tensor that is missing, are named before any work",
+    ),
+    63: Row("adapters whose base is gone, or is not named", "the base, or the field, is named"),
+    64: Row(
+        "a line of .jsonl that is no JSON, no example or empty; messages without a chat template",
+        "named by file and line; the others train as without it, or the way out is named",
+    ),
+    65: Row(
+        "killed (-9) while writing the teacher's cache, at random moments",
+        "every complete file is kept; the cache is to the bit that of an unharmed writer",
+        how="8 real kills of forked writers",
+    ),
+    66: Row(
+        "a language run is stopped, or killed (-9) at random moments",
+        "resumed, it ends to the bit as one that was not: student, log, table, router",
+        how="ten kinds of run; 8 real kills of forked runs",
+    ),
+    67: Row(
+        "a student that is NaN only when it writes",
+        "the questions are named and count as not answered; the others and perplexity unchanged",
+    ),
+    68: Row(
+        "an evaluation batch that is NaN",
+        "named, left out and counted; the scores are to the bit those of the others",
+    ),
+    69: Row(
+        "a router that only imitates the student",
+        "stopped by an event that says how far it drifted; the student trains on",
+    ),
+    70: Row(
+        "a router file of another teacher, with a NaN in it, truncated, or missing",
+        "refused with the file and what differs",
+    ),
+    71: Row(
+        "a dense teacher where experts are asked for; a router that shall learn from a cache, from "
+        "an offloaded teacher or across tokenizers",
+        "refused with the settings that do not fit and the way out",
     ),
 }

@@ -1,0 +1,174 @@
+"""The settings of `python scripts/distill.py`: plain literals, read and never executed.
+
+A preset beats the value here, and a flag of the same name beats both: `--student_lr 1e-5` or
+`--student-lr 1e-5`. `python scripts/distill.py --help` says what each may be and lists the presets;
+a name or value that cannot be is refused.
+"""
+
+# --- Models ---------------------------------------------------------------------------------------
+
+# Folder by save_pretrained or name on the Hugging Face Hub | train (a small one is trained on the
+# data first) | none (no teacher: cross-entropy alone).
+TEACHER_MODEL = "train"
+# Folder or name | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new weights of the
+# teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
+STUDENT_MODEL = "fresh:2x128"
+# Folder that scripts/cache_teacher.py wrote: the teacher then needs no memory. None: live.
+TEACHER_CACHE = None
+# What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
+# topk (its likeliest tokens and the mass of the rest: for every divergence).
+CACHE_METHOD = "sample"
+# Tokens kept at each position of the cache, 1 to 65535. More: closer, and as much larger.
+CACHE_K = 128
+# auto | float32 | bfloat16 | float16: of matrix products. Weights that are trained and losses are
+# float32 in any case. What the device is not fast in is not used, and the log says so.
+MODEL_DTYPE = "auto"
+# With MODEL_DTYPE float16 on a CPU: compute in it all the same, slowly, to see what a GPU would.
+EMULATE_FP16 = False
+# Steps of a teacher that is trained here, from 1.
+TEACHER_STEPS = 800
+# Its size, LAYERSxDIM.
+TEACHER_SIZE = "4x192"
+# Its experts, two of them active, from 0; 0: a dense teacher.
+TEACHER_EXPERTS = 0
+# Tokens of a tokenizer that is trained here, 260 to 262144.
+VOCABULARY = 1024
+
+# --- Data -----------------------------------------------------------------------------------------
+
+# .jsonl (text | prompt, completion | question, answer | messages) | .txt | a folder of them |
+# hf:NAME | stdlib (the source of Python's own library).
+DATA_PATH = "stdlib"
+# Held-out text; None: the data's own test split, or a tenth of it that nothing is trained on.
+EVAL_PATH = None
+# Read no more megabytes than this of a text, above 0; None: all of it.
+MAX_MEGABYTES = None
+# Tokens of a row, 8 to 1048576. Longer: more context, more memory.
+BLOCK_SIZE = 256
+# Several documents in a row, where the model keeps them apart; off: one document a row, padded.
+PACKING = True
+
+# --- Loss -----------------------------------------------------------------------------------------
+
+# forward_kl | reverse_kl | js | skew_kl | skew_reverse_kl | tvd | auto (forward_kl, or reverse_kl
+# where ROUTER_MODE is all, ka or sar).
+DIVERGENCE = "auto"
+# Of teacher and student in the divergence, 0.05 to 100. Higher: more weight on unlikely tokens.
+TEMPERATURE = 1.0
+# Weight of the divergence, from 0; it is multiplied by the temperature squared.
+ALPHA_KD = 0.5
+# Weight of the cross-entropy with the text, from 0.
+ALPHA_CE = 0.5
+# The clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0" (logits, and
+# a window for the losses). None: no clamp; float32 arithmetic needs none.
+LEGACY_CLAMP = None
+
+# --- Teachers that do not match -------------------------------------------------------------------
+
+# auto (the tokenizers are the same) | hidden (states, by overlap) | uld (sorted probabilities) |
+# chunks (of text): how a teacher with another tokenizer is followed.
+ALIGN = "auto"
+# Experts of a mixture-of-experts teacher: native (as it came) | all | ka (all but one, some
+# sampled) | sar (all, with a router that learns from the student) | auto (sar, and native for a
+# teacher that is none; so the presets have it).
+ROUTER_MODE = "native"
+# What the chosen experts' weights sum to: selected (one) | native (as in the model as it came) |
+# auto (selected where the model itself renormalises).
+ROUTER_RENORM = "auto"
+# Learning rate of the router in sar, 0 to 100.
+ROUTER_LR = 1e-5
+# Weight of the load balance in sar, from 0.
+ROUTER_BETA = 0.01
+# The older scripts' sar: router and student step together, the router held by an L2 anchor.
+ROUTER_JOINT = False
+# Nats from the original gate at which the router stops, above 0: beyond it may only imitate.
+ROUTER_DRIFT = 0.5
+# Router file of an earlier run (router.safetensors), for the teacher; None: its own router.
+ROUTER_WEIGHTS = None
+# Probability that a token's experts are sampled in ka, 0 to 1.
+KA_LAMBDA = 0.05
+# Teacher forward passes of a batch in ka, from 1.
+KA_FORWARDS = 2
+
+# --- Optimisation ---------------------------------------------------------------------------------
+
+# Optimizer steps, from 1.
+TRAIN_STEPS = 500
+# Passes over the data in place of TRAIN_STEPS, above 0; None: TRAIN_STEPS.
+EPOCHS = None
+# Rows of a forward pass, from 1. Lower it where memory runs out ...
+PER_DEVICE_BATCH_SIZE = 8
+# ... and raise this, from 1: forward passes of a step; the loss is the mean over all their tokens.
+GRADIENT_ACCUMULATION_STEPS = 1
+# Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for layers cut from a
+# teacher, 2e-4 for adapters, 2e-5 for a model that was trained before.
+STUDENT_LR = None
+# Share of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
+WARMUP_FRACTION = 0.1
+# Decoupled weight decay of AdamW, 0 to 10.
+WEIGHT_DECAY = 0.01
+# Largest norm of the gradient, above 0; None: no clipping.
+MAX_GRAD_NORM = 1.0
+# Train low-rank adapters of this rank in place of all weights, from 0; 0: all weights.
+LORA_RANK = 0
+# Scale of the adapters, above 0, times 1 / LORA_RANK.
+LORA_ALPHA = 16.0
+
+# --- Guard ----------------------------------------------------------------------------------------
+
+# A step whose gradient norm is this many times its running median is skipped; above 1.
+SPIKE_FACTOR = 100.0
+# Bad steps in a row that end the run, from 1; None: go back first, see RESTORE_AFTER.
+STOP_AFTER = 10
+# Bad steps in a row before the student goes back to its last good state with a fresh optimizer,
+# from 1; as many again end the run.
+RESTORE_AFTER = 20
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+# Keep the teacher in the host's memory between forward passes.
+TEACHER_OFFLOAD = False
+# Compute activations again in the backward pass in place of keeping them: less memory, more time.
+GRADIENT_CHECKPOINTING = False
+# Give the GPU's cached memory back after every step: slower, less fragmented.
+CLEAR_CACHE_EVERY_STEP = False
+
+# --- Judging --------------------------------------------------------------------------------------
+
+# Steps between two looks at held-out text, from 1; the best of them is the student that is saved.
+EVAL_STEPS = 100
+# Held-out rows that are looked at, at most, from 1.
+EVAL_ROWS = 200
+# Train the same student by cross-entropy alone, too, on an equal budget: did distilling pay?
+BASELINE = False
+# Prompts that the report shows answers to, 0 to 100.
+GENERATIONS = 4
+# Tokens of an answer, at most, from 1.
+MAX_NEW_TOKENS = 64
+# Held-out prompts with answers that are asked, at most, from 0; 0: none.
+ANSWER_PROMPTS = 100
+
+# --- Run ------------------------------------------------------------------------------------------
+
+# Steps between two lines of metrics.jsonl, from 1.
+LOG_EVERY = 10
+# Steps between two checkpoints, from 1: what an interruption can cost.
+SAVE_STEPS = 100
+# Five steps with evaluation and saving, to see whether everything fits.
+DRY_RUN = False
+# First steps whose logit shapes and loss terms are logged one by one, from 0.
+VERBOSE_STEPS = 0
+# auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
+DEVICE = "auto"
+# Seed of everything random, 0 to 4294967295. On the CPU the same seed gives the same run.
+SEED = 0
+# Rebuild a teacher's cache that is damaged or of something else.
+FORCE_RECOMPUTE = False
+# Write TensorBoard files into the run folder, beside metrics.jsonl.
+TENSORBOARD = False
+# Where every run leaves a folder with its student, metrics and report.
+RUNS_DIR = "runs"
+# Name of this run's folder; None: the date and time. A finished run is never overwritten.
+RUN_NAME = None
+# Go on with the last unfinished run, or with the one that RUN_NAME names.
+RESUME = False

@@ -1,0 +1,86 @@
+"""Distil a teacher into a student on one jsonl file, with the flags of older scripts.
+
+python scripts/distill_quantumbench.py --teacher-model FOLDER --student-model-name gpt2 \
+    --data-path questions.jsonl --epochs 3 --batch-size 2 --learning-rate 2e-5
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from ssl_kd.cli import distill_as, read_settings
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.step import precision_of
+from ssl_kd.settings import SettingsError
+
+CONFIG = Path(__file__).with_name("config.py")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"ssl_kd: {message}; --help lists all flags\n")
+
+
+def main(words: list[str]) -> int:
+    """Read the flags, say what they come to, and distil."""
+    parser = _Parser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="Every other setting of scripts/distill.py is a flag here, too: --align chunks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--teacher-model", required=True, help="folder or name on the Hub")
+    parser.add_argument("--student-model-name", required=True, help="folder or name on the Hub")
+    parser.add_argument("--data-path", required=True, help="a jsonl file")
+    parser.add_argument("--epochs", type=float, default=3.0, help="default: 3")
+    parser.add_argument("--batch-size", type=int, default=2, help="default: 2")
+    parser.add_argument("--learning-rate", type=float, default=2e-5, help="default: 2e-5")
+    parser.add_argument("--alpha", type=float, default=0.5, help="teacher's share, default: 0.5")
+    parser.add_argument("--temperature", type=float, default=3.0, help="default: 3")
+    parser.add_argument("--fp16", action="store_true", help="half precision, on a GPU only")
+    parser.add_argument("--dry-run", action="store_true", help="5 steps, evaluation and saving")
+    given, others = parser.parse_known_args(words)
+
+    def read() -> LanguageSettings:
+        if not 0 <= given.alpha <= 1:
+            raise SettingsError(f"--alpha is {given.alpha:g}, but must be a share, 0 to 1.")
+        values = {
+            "teacher_model": given.teacher_model,
+            "student_model": given.student_model_name,
+            "data_path": given.data_path,
+            "epochs": given.epochs,
+            "per_device_batch_size": given.batch_size,
+            "student_lr": given.learning_rate,
+            "alpha_kd": given.alpha,
+            "alpha_ce": 1 - given.alpha,
+            "temperature": given.temperature,
+            "model_dtype": "float32",
+            "dry_run": given.dry_run,
+            "warmup_fraction": 0.1,
+            "max_grad_norm": 1.0,
+            "block_size": 512,
+            "verbose_steps": 5,
+            "stop_after": 1,  # a NaN stops, and is explained ...
+            "spike_factor": 1e9,  # ... while a large gradient is clipped, and no more
+        }
+        settings = read_settings(
+            LanguageSettings,
+            others,
+            CONFIG,
+            prog=sys.argv[0],
+            presets={"quantumbench": values},
+            preset="quantumbench",
+        )
+        precision = precision_of(settings)
+        if given.fp16 and precision.device.type == "cuda":
+            settings = settings.replace(model_dtype="float16")
+            precision = precision_of(settings)
+        print(json.dumps(settings.to_dict() | {"PRECISION": str(precision)}, indent=1))
+        return settings
+
+    return distill_as(read, [sys.orig_argv[0], sys.argv[0], *words])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

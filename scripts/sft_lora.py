@@ -1,0 +1,137 @@
+"""Fine-tune a language model by LoRA on questions with <answer>...</answer> targets, and test it.
+
+python scripts/sft_lora.py train --model FOLDER --data-path train.jsonl
+python scripts/sft_lora.py test --model runs/latest/student --data-path test.jsonl
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from ssl_kd.cli import distill_as, read_settings
+from ssl_kd.cli import guarded as guarded
+from ssl_kd.evaluate.answers import TOLERANCE
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.settings import SettingsError
+
+CONFIG = Path(__file__).with_name("config.py")
+SFT = {
+    "teacher_model": "none",
+    "alpha_kd": 0.0,
+    "alpha_ce": 1.0,
+    "lora_rank": 16,
+    "lora_alpha": 32.0,
+    "student_lr": 2e-4,
+    "epochs": 3.0,
+    "per_device_batch_size": 4,  # times 8 is 32 ...
+    "gradient_accumulation_steps": 8,
+    "max_grad_norm": 1.0,
+    "gradient_checkpointing": True,
+    "packing": False,  # ... questions, one a row
+    "block_size": 512,
+    "max_new_tokens": 256,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"ssl_kd: {message}; --help lists all flags\n")
+
+
+def train(given: argparse.Namespace, others: list[str]) -> LanguageSettings:
+    """The settings of a run that trains adapters by cross-entropy with the answers."""
+    import torch
+
+    from ssl_kd.guard.precision import Precision
+
+    values = {**SFT, "student_model": given.model, "data_path": given.data_path}
+    settings = read_settings(
+        LanguageSettings,
+        others,
+        CONFIG,
+        prog=f"{sys.argv[0]} train",
+        presets={"sft": values},
+        preset="sft",
+    )
+    if settings.model_dtype != "auto":
+        return settings
+    # float16 is for inference: adapters train in bfloat16 products, or in float32 ones.
+    half = Precision.for_device(settings.device, torch.bfloat16).student == torch.bfloat16
+    return settings.replace(model_dtype="bfloat16" if half else "float32")
+
+
+def test(given: argparse.Namespace) -> int:
+    """Ask the questions, greedily, and print how many answers are right."""
+    import torch
+
+    from ssl_kd.datasets.text import open_text
+    from ssl_kd.guard.precision import Precision
+    from ssl_kd.language.judge import judge_answers
+    from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
+
+    device = Precision.for_device(given.device).device
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    questions = open_text(given.data_path, given.split)
+    lm = load_causal_lm(given.model)  # adapters are merged into their base, in float32
+    scores, _ = judge_answers(
+        FrozenTeacher(lm.model, device=device, dtype=dtype).model,
+        lm.tokenizer,
+        questions.examples,
+        limit=given.limit,
+        batch_size=given.batch_size,
+        max_new_tokens=given.max_new_tokens,
+        last_number=given.last_number,
+        tolerance=given.tolerance,
+    )
+    if scores.interval is None:
+        raise SettingsError(
+            f"{given.data_path} has no question whose answer is known: expected lines with prompt "
+            "and completion (or question and answer), the second with <answer>...</answer>."
+        )
+    low, high = scores.interval
+    print(
+        f"accuracy {scores.accuracy:.1%} ({scores.right} of {scores.n} questions; 95 % interval "
+        f"{low:.1%} to {high:.1%}), numbers equal within {given.tolerance:g} of their size\n"
+        f"answer rate {scores.answer_rate:.1%} ({scores.answered} of {scores.n} name an answer)\n"
+        f"computed in {str(dtype).removeprefix('torch.')} on {device}"
+    )
+    return 0
+
+
+def main(words: list[str]) -> int:
+    """Do what the first word says."""
+    parser = _Parser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="train takes every other setting of scripts/distill.py as a flag, too.",
+        allow_abbrev=False,
+    )
+    jobs = parser.add_subparsers(dest="job", required=True)
+    training = jobs.add_parser(
+        "train",
+        help="rate 2e-4, 3 epochs, 32 questions a step, norm 1, gradient checkpointing",
+        allow_abbrev=False,
+    )
+    testing = jobs.add_parser("test", help="accuracy and answer rate", allow_abbrev=False)
+    for job in (training, testing):
+        job.add_argument("--model", required=True, help="folder or name on the Hub")
+        job.add_argument("--data-path", required=True, help="jsonl of questions and answers")
+    testing.add_argument("--split", choices=("all", "test"), default="all", help="of the data")
+    testing.add_argument("--limit", type=int, help="questions asked at most; default: all")
+    testing.add_argument("--batch-size", type=int, default=8, help="questions asked at once")
+    testing.add_argument("--max-new-tokens", type=int, default=256, help="of an answer, at most")
+    testing.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative, of numbers")
+    testing.add_argument(
+        "--last-number", action="store_true", help="the last number counts where no answer is named"
+    )
+    testing.add_argument("--device", default="auto")
+    given, others = parser.parse_known_args(words)
+    if given.job == "train":
+        return distill_as(lambda: train(given, others), [sys.orig_argv[0], sys.argv[0], *words])
+    if others:
+        testing.error(f"there is no flag {others[0]}")
+    return guarded(lambda: test(given))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""Is everything here, and does a whole tiny run work? `python scripts/test_ultra_stable.py` says.
+
+A small mixture of experts is made on the spot and distilled with its router learning from the
+student, by the preset `ultra_stable`. Nothing is fetched, and nothing is left behind.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+TEXT = "A cat sat on the mat. A dog saw the cat, and the cat saw the dog. It was day {}.\n\n"
+
+
+def installation() -> bool:
+    """Run the doctor; its table is printed where it found a fault."""
+    from ssl_kd.doctor import installation
+
+    table = io.StringIO()
+    with contextlib.redirect_stdout(table):
+        code = installation()
+    summary = table.getvalue().strip().rpartition("\n")[2]
+    print(table.getvalue() if code else f"installation: sound ({summary})")
+    return code == 0
+
+
+def tiny_run(folder: Path) -> bool:
+    """Distil a mixture of experts for some steps, and look at what came of it."""
+    import torch
+    from safetensors.torch import load_file
+
+    from ssl_kd.datasets.text import open_text
+    from ssl_kd.language.blocks import train_tokenizer
+    from ssl_kd.language.run import run
+    from ssl_kd.language.settings import PRESETS, LanguageSettings
+    from ssl_kd.language.student import build_student, save_student
+    from ssl_kd.teachers.causal import load_causal_lm
+
+    text = folder / "text.txt"
+    text.write_text("".join(TEXT.format(i) * 60 for i in range(20)), encoding="utf-8")
+    tokenizer = train_tokenizer(open_text(text, "all"), 300)
+    teacher = build_student("fresh:2x32", None, tokenizer, seed=0, experts=4)
+    save_student(teacher.model, tokenizer, folder / "teacher", "made for a test")
+    tiny = {
+        "teacher_model": str(folder / "teacher"),
+        "student_model": "llama:1x32",
+        "data_path": str(text),
+        "runs_dir": str(folder / "runs"),
+        "block_size": 32,
+        "train_steps": 8,
+        "eval_steps": 4,
+        "eval_rows": 4,
+        "generations": 1,
+        "max_new_tokens": 4,
+        "router_lr": 1e-3,
+    }
+    path = run(LanguageSettings(**{**PRESETS["ultra_stable"], **tiny}))
+    found = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
+    before, routers = teacher.model.state_dict(), load_file(path / "router.safetensors")
+    learned = sum(not torch.equal(router, before[name]) for name, router in routers.items())
+    load_causal_lm(path / "student")
+    rows = {row["name"]: row["perplexity"] for row in found["table"]}
+    fine = found["success_rate"] == 1 and learned == len(routers)
+    print(
+        f"tiny run: {found['steps']} steps, {found['success_rate']:.0%} of them healthy; "
+        f"{learned} of {len(routers)} router tensors learned; held-out perplexity "
+        f"{rows['student before']:.4g} before, {rows['student']:.4g} after"
+    )
+    return fine
+
+
+def main() -> int:
+    """Both checks; 0 where all is well."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            sound = installation() and tiny_run(Path(folder))
+    except Exception as error:  # whatever it is, the check has its answer
+        print(f"{type(error).__name__}: {error}")
+        sound = False
+    print("ultra_stable works here" if sound else "FAULT: see above")
+    return 0 if sound else 1
+
+
+def test_ultra_stable():
+    assert main() == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

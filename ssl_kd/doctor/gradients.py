@@ -1,0 +1,226 @@
+"""A language model of the user's own: one forward and backward pass, then ten steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssl_kd.datasets.text import first_few, open_text
+from ssl_kd.doctor.finding import Finding, count
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import promote_to_fp32
+from ssl_kd.language.blocks import Batch, Blocks, isolates_documents, make_blocks
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.step import Distiller, precision_of
+from ssl_kd.language.student import add_lora
+from ssl_kd.language.train import learning_rate_at
+from ssl_kd.settings import SettingsError
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, without_adapters
+
+STEPS = 10
+TEXT_BYTES = 1_000_000  # of the text, more than ten steps can see
+LARGE_LOGIT = 1e4  # float16 ends at 65504, and sums of such products before
+EXPLODED = 100.0  # times the median norm of the parts
+SCALE = 1024.0  # of the loss in float16, as the guard would have it
+HALF = torch.finfo(torch.float16)
+SHOWN = 5
+
+
+def open_model(settings: LanguageSettings) -> tuple[CausalLM, Blocks]:
+    """The model that STUDENT_MODEL names, in the dtype that it is stored in, and some of the text.
+
+    Raises:
+        SettingsError: STUDENT_MODEL names no model that is there.
+        FileNotFoundError, CausalLMUnavailable, ValueError: as by `load_causal_lm`, `open_text` and
+            `make_blocks`.
+    """
+    spec = settings.student_model
+    if spec.startswith(("fresh:", "layers:", "llama:")):
+        raise SettingsError(
+            f"STUDENT_MODEL is {spec!r}, which is made in a run: name a model that is there, "
+            "--model FOLDER or its name on the Hugging Face Hub."
+        )
+    stored: Any = "auto"  # the dtype in the file, which load_causal_lm hands on
+    lm = load_causal_lm(spec, dtype=stored)
+    texts = open_text(settings.data_path, "train", max_bytes=TEXT_BYTES)
+    room = getattr(lm.model.config, "max_position_embeddings", None) or settings.block_size
+    size = min(settings.block_size, room)
+    packing = settings.packing and isolates_documents(lm.model)
+    return lm, make_blocks(texts, lm.tokenizer, size, packing=packing)
+
+
+def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Iterator[Finding]:
+    """What a training run by cross-entropy would meet in its first steps; the model is changed."""
+    own = settings.replace(
+        teacher_model="none",
+        teacher_cache=None,
+        alpha_ce=1.0,
+        alpha_kd=0.0,
+        align="auto",
+        router_mode="native",
+        legacy_clamp=None,
+    )
+    precision = precision_of(own)
+    yield Finding("precision", str(precision))
+    yield from _weights(lm.model)
+    model = add_lora(lm.model, own.lora_rank, own.lora_alpha) if own.lora_rank else lm.model
+    with torch.random.fork_rng():
+        torch.manual_seed(own.seed)
+        distiller = Distiller(model, own, precision)
+        batch = blocks.batch(range(min(own.per_device_batch_size, len(blocks))), precision.device)
+        if not (yield from _forward(distiller, batch)):
+            return
+        yield from _backward(distiller, batch)
+        yield from _steps(distiller, batch)
+
+
+def _weights(model: nn.Module) -> Iterator[Finding]:
+    """Promote the weights to float32, and look at their range."""
+    n = sum(p.numel() for p in model.parameters())
+    stored = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
+    yield Finding("model", f"{type(model).__name__}, {n:,} parameters, stored in {stored}")
+    if (line := promote_to_fp32(model)) is not None:
+        yield Finding("weights: promoted", line)
+    sick, largest, where, over, lost = [], 0.0, "", 0, 0
+    for name, p in model.named_parameters():
+        size = p.detach().abs()
+        if not size.isfinite().all():
+            sick.append(name)
+            continue
+        if (peak := float(size.max())) > largest:
+            largest, where = peak, name
+        over += int((size > HALF.max).sum())
+        lost += int(((size > 0) & (size < HALF.smallest_normal * HALF.eps)).sum())
+    yield Finding(
+        "weights: finite",
+        f"NaN or inf in {', '.join(first_few(sick, SHOWN))}" if sick else "all of them",
+        "the file is damaged, or its training had diverged: take an earlier checkpoint, or fetch it"
+        " again"
+        if sick
+        else "",
+    )
+    yield Finding(
+        "weights: range",
+        f"largest {largest:.3g} in {where or 'none'}; in float16 {over:,} of {n:,} would overflow,"
+        f" and {lost:,} vanish",
+        "keep to --model_dtype bfloat16 or float32" if over else "",
+        note=bool(over),
+    )
+
+
+def _forward(distiller: Distiller, batch: Batch) -> Generator[Finding, None, bool]:
+    """Loss and logits; returns whether there is anything to go on with."""
+    with torch.no_grad(), distiller.precision.autocast():
+        logits = distiller.student(**batch.model_inputs(), use_cache=False).logits
+    largest, way = float(logits.abs().amax()), ""  # NaN where one is
+    if math.isfinite(largest) and largest > LARGE_LOGIT:
+        way = "float16 ends at 65504: keep to --model_dtype bfloat16 or float32"
+    seen = f"{list(logits.shape)}, largest {largest:.3g}"
+    yield Finding("forward: logits", seen, way, note=bool(way))
+
+    ce = float(_mean_loss(distiller, batch).detach())
+    guessing = math.log(logits.shape[-1])
+    seen = f"{ce:.4g} nats a token; guessing among {logits.shape[-1]:,} tokens has {guessing:.4g}"
+    if not math.isfinite(ce):
+        why = distiller.explain(batch) or "it is finite when run again: look at the device"
+        yield Finding("forward: loss", seen, why)
+        return False
+    worse = ce > 1.2 * guessing
+    way = "worse than guessing: is the tokenizer this model's own?" if worse else ""
+    yield Finding("forward: loss", seen, way, note=worse)
+    return True
+
+
+def _mean_loss(distiller: Distiller, batch: Batch) -> Tensor:
+    return distiller.terms(batch)["ce"] / max(int(batch.counts.sum()), 1)
+
+
+def _backward(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
+    """The gradient's norm by part: embedding, each layer, head, the rest."""
+    parts = _parts(distiller.student)
+    trained = [p for some in parts.values() for p in some]
+    scale = SCALE if distiller.precision.scale else 1.0
+    loss = _mean_loss(distiller, batch) * scale
+    found = iter(torch.autograd.grad(loss, trained, allow_unused=True))
+    norms: dict[str, float] = {}
+    for part, some in parts.items():
+        own = [g.norm() for g in (next(found) for _ in some) if g is not None]
+        norms[part] = float(torch.stack(own).norm()) / scale if own else 0.0
+    finite = sorted(norm for norm in norms.values() if math.isfinite(norm))
+    median = finite[len(finite) // 2] if finite else math.nan
+    for part, norm in norms.items():
+        way, note = "", False
+        if not math.isfinite(norm):
+            way = distiller.explain(batch) or "finite when run again: look at the device"
+        elif norm == 0:
+            way = "no gradient reaches it: look for a detach, a clamp or an unused module"
+        elif norm > EXPLODED * median:
+            way, note = f"{norm / median:.0f} times the median part: keep MAX_GRAD_NORM on", True
+        yield Finding(f"gradient: {part}", f"norm {norm:.3g}", way, note)
+    total = math.hypot(*norms.values())
+    limit = distiller.settings.max_grad_norm
+    clipped = limit is not None and total > limit
+    yield Finding(
+        "gradient: all", f"norm {total:.3g}{f', clipped to {limit:g} in training' * clipped}"
+    )
+
+
+def _parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Trained parameters by where they stand in a causal language model."""
+    causal: Any = without_adapters(model)
+    inner, outer = causal.get_input_embeddings().weight, causal.get_output_embeddings().weight
+    depth = causal.config.get_text_config().num_hidden_layers
+    stacks = (
+        name
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    )
+    stack = f"{next(stacks, '')}."  # the outermost comes first
+    parts: dict[str, list[nn.Parameter]] = {}
+    for name, p in causal.named_parameters():
+        if not p.requires_grad:
+            continue
+        if p is inner:
+            part = "embedding, also the head" if inner is outer else "embedding"
+        elif p is outer:
+            part = "head"
+        elif name.startswith(stack):
+            part = f"layer {name.removeprefix(stack).partition('.')[0]}"
+        else:
+            part = "the rest"
+        parts.setdefault(part, []).append(p)
+    return parts
+
+
+def _steps(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
+    """Ten steps on one batch, as a run takes them."""
+    settings, results, stopped = distiller.settings, [], ""
+    try:
+        for step in range(STEPS):
+            rate = learning_rate_at(step, STEPS, settings.peak_lr, settings.warmup_fraction)
+            results.append(distiller.step([batch], rate))
+    except TooFewHealthyParts as error:
+        stopped = str(error)
+    losses = [result.ce for result in results]
+    with torch.no_grad():
+        losses.append(float(_mean_loss(distiller, batch)))
+    updated = sum(result.updated for result in results)
+    fell = losses[-1] < losses[0]
+    yield Finding(
+        f"{count(STEPS, 'step')} on one batch",
+        f"loss {losses[0]:.4g} to {losses[-1]:.4g}, {updated} of {len(results)} steps taken, peak"
+        f" learning rate {settings.peak_lr:g}",
+        "" if fell else f"the loss does not fall: try --student_lr {settings.peak_lr / 10:.1g}",
+    )
+    if stopped:
+        yield Finding("steps: stopped", stopped, "as said there")
+    events = distiller.guard.events.events
+    # The loss scale is still finding its place: that is what the first steps are for.
+    settling = distiller.precision.scale and updated > 0
+    for reason, times in Counter(f"{e.part}: {e.reason}; {e.action}" for e in events).items():
+        yield Finding("steps: guard", f"{times} x {reason}", "" if settling else "see above", True)

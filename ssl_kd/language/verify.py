@@ -1,0 +1,210 @@
+"""Do the ways to compute the loss agree? Live, from a cache and in chunks, on the user's models."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssl_kd.language.blocks import Batch, Blocks
+from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, identity, write
+from ssl_kd.language.run import Progress, Task, prepare
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Plain
+from ssl_kd.language.step import Distiller, precision_of
+from ssl_kd.losses.linear_distillation import linear_distillation
+from ssl_kd.losses.token_distillation import next_token_targets, token_kd
+from ssl_kd.settings import SettingsError
+from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, load_causal_lm
+
+__all__ = ["Agreement", "verify"]
+
+ROWS = 4  # of the text: whole logits of both models must fit in memory
+CHUNK_TOKENS = 7  # a prime: the last chunk is a part of one
+
+Allowed = tuple[float, float]
+"""Largest relative difference of a value, and of a gradient."""
+
+EXACT: Allowed = (1e-4, 1e-3)
+HALF: Allowed = (2e-2, 5e-2)  # products in half precision are rounded elsewhere each way
+STORED: Allowed = (1e-3, 1e-2)  # log-probabilities are stored in float16
+# Of the value, k tokens of the vocabulary give a lower bound only; what teaches is the gradient.
+SHORTENED: Allowed = (1e-1, 1e-1)
+LEAST = 0.1  # nats: rounding is a large share of a term that is next to nothing
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far one way to compute the loss lies from the plain one.
+
+    Attributes:
+        way: which one.
+        ce: cross-entropy, nats a token.
+        kd: the divergence times temperature squared, nats a token.
+        ce_off: difference to the plain value, relative to it, or to 0.1 nats where it is less.
+        kd_off: the same.
+        gradient_off: norm of the difference of the weighted loss's gradient in all trained weights,
+            relative to the norm of the plain gradient.
+        allowed: what is allowed of values and of the gradient.
+    """
+
+    way: str
+    ce: float
+    kd: float
+    ce_off: float
+    kd_off: float
+    gradient_off: float
+    allowed: Allowed
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all differences are as small as allowed; a NaN never is."""
+        value, gradient = self.allowed
+        return max(self.ce_off, self.kd_off) <= value and self.gradient_off <= gradient
+
+
+def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> list[Agreement]:
+    """Compute the loss of a few rows in every way that a run may, and compare.
+
+    The plain way takes the models' own whole logits, `token_kd` and PyTorch's cross-entropy. The
+    others: `live`, as a training step does; `chunked`, with the logits of seven tokens at a time,
+    where they are linear in the hidden states; `cache, k = V`, from the whole vocabulary written to
+    a temporary folder; and the cache of TEACHER_CACHE, if given.
+    Dropout is off. Nothing is trained.
+
+    Args:
+        settings: teacher, student, text, loss and precision, as for a run.
+        progress: as for a run.
+
+    Returns:
+        The plain way first, and how far each other one lies from it.
+
+    Raises:
+        SettingsError: no teacher, or one with another tokenizer: the loss is then computed in one
+            way only. And as by `prepare`.
+    """
+    if settings.teacher_model == "none" or settings.align != "auto":
+        came = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
+        raise SettingsError(f"{came} leaves nothing to compare: name a teacher of one tokenizer.")
+    settings = settings.replace(router_mode="native", legacy_clamp=None, teacher_offload=False)
+    precision = precision_of(settings)
+    task = prepare(settings, precision, progress or (lambda stage, done, total, info: None))
+    assert isinstance(task.blocks, Blocks) and task.teacher is not None
+    frozen = task.frozen or FrozenTeacher(  # beside a cache it is not loaded
+        load_causal_lm(task.teacher.name).model, device=precision.device, dtype=precision.teacher
+    )
+    columns = ("ids", "counts", "documents", "row_characters")
+    few = replace(task.blocks, **{name: getattr(task.blocks, name)[:ROWS] for name in columns})
+    batch = few.batch(range(len(few)), precision.device)
+    distiller = Distiller(task.student.model, settings, precision, Plain(frozen))
+    distiller.student.eval()
+
+    exact = precision.student == precision.teacher == torch.float32
+    close = EXACT if exact else HALF
+    plain = _measured(distiller, _plain(distiller, frozen, batch), batch)
+    found = [_compared("plain", plain, plain, close)]
+
+    def compare(way: str, terms: Tensor, allowed: Allowed) -> None:
+        measured = _measured(distiller, terms, batch)
+        found.append(_compared(way, measured, plain, allowed))
+
+    def step() -> Tensor:  # as in training
+        return torch.stack([*distiller.terms(batch).values()])
+
+    compare("live", step(), close)
+    if distiller.head is not None:
+        compare("chunked", _in_chunks(distiller, frozen, batch), close)
+    with tempfile.TemporaryDirectory() as folder:
+        cache = _whole_cache(folder, frozen, few, task, settings)
+        distiller.source = Plain(cache)
+        stored = STORED if exact else HALF
+        compare("cache, k = V", step(), stored)
+    if task.caches:
+        distiller.source, facts = Plain(*task.caches), task.caches[0].facts()
+        compare(f"cache, {facts['method']} {facts['k']}", step(), SHORTENED)
+    return found
+
+
+def _plain(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Tensor:
+    """Both terms from whole logits, sums over the real tokens `[2]`."""
+    settings, inputs = distiller.settings, batch.model_inputs()
+    rows, targets = next_token_targets(batch.input_ids, batch.counts)
+    mask = torch.zeros(batch.counts.numel(), dtype=torch.bool, device=rows.device)
+    mask[rows] = True
+    with torch.no_grad():
+        taught = frozen.model(**inputs, use_cache=False).logits
+    with distiller.precision.autocast():
+        logits = distiller.student(**inputs, use_cache=False).logits
+    kd = token_kd(
+        logits,
+        taught,
+        mask=mask.view_as(batch.counts),
+        temperature=settings.temperature,
+        divergence=settings.kind_of_divergence,
+    )
+    ce = F.cross_entropy(logits.float().flatten(0, 1)[rows], targets)
+    return torch.stack([ce, kd]) * len(rows)
+
+
+def _in_chunks(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Tensor:
+    """Both terms with the logits of a few tokens at a time."""
+    settings, head = distiller.settings, distiller.head
+    assert head is not None
+    rows, targets = next_token_targets(batch.input_ids, batch.counts)
+    with distiller.precision.autocast():
+        hidden = hidden_states(distiller.student, batch.model_inputs()).flatten(0, 1)[rows]
+        return linear_distillation(
+            hidden,
+            head.weight,
+            head.bias,
+            targets,
+            [frozen(batch, rows)],
+            temperature=settings.temperature,
+            divergence=settings.kind_of_divergence,
+            weights=(settings.alpha_ce, settings.alpha_kd),
+            chunk_tokens=CHUNK_TOKENS,
+        )
+
+
+def _whole_cache(
+    folder: str, frozen: FrozenTeacher, blocks: Blocks, task: Task, settings: LanguageSettings
+) -> TeacherCache:
+    """A cache of the first rows that leaves no token out."""
+    assert task.teacher is not None
+    tokenizer, teacher = task.student.tokenizer, task.teacher
+    vocabulary = min(len(tokenizer), frozen.model.get_output_embeddings().weight.shape[0])
+    of = TeacherFingerprint(
+        **identity(teacher.name, teacher.weights_id, tokenizer, task.train_set, blocks),
+        dtype=str(frozen.model.dtype).removeprefix("torch."),
+        method="topk",
+        k=vocabulary,
+        temperature=settings.temperature,
+    )
+    return write(frozen, blocks, folder, of, vocabulary=vocabulary)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    values: Tensor  # [2], means over the real tokens
+    gradient: Tensor  # of the weighted loss in all trained weights
+
+
+def _measured(distiller: Distiller, terms: Tensor, batch: Batch) -> _Measured:
+    settings, terms = distiller.settings, terms / max(int(batch.counts.sum()), 1)
+    trained = [p for p in distiller.student.parameters() if p.requires_grad]
+    loss = settings.alpha_ce * terms[0] + settings.alpha_kd * terms[1]
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return _Measured(
+        terms.detach(), torch.cat([g.detach().flatten() for g in gradients if g is not None])
+    )
+
+
+def _compared(way: str, found: _Measured, plain: _Measured, allowed: Allowed) -> Agreement:
+    off = (found.values - plain.values).abs() / plain.values.abs().clamp(min=LEAST)
+    tiny = torch.finfo(torch.float32).tiny
+    distance = (found.gradient - plain.gradient).norm() / plain.gradient.norm().clamp(min=tiny)
+    (ce, kd), (ce_off, kd_off) = found.values.tolist(), off.tolist()
+    return Agreement(way, ce, kd, ce_off, kd_off, float(distance), allowed)

@@ -1,0 +1,335 @@
+"""Shared by the language rows: tiny models, rows of tokens, and a training that can be struck."""
+
+import json
+import math
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from ssl_kd.datasets.text import Example, TextDataset
+from ssl_kd.guard import Precision
+from ssl_kd.language.blocks import Blocks, train_tokenizer
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Plain
+from ssl_kd.language.step import Distiller
+from ssl_kd.language.student import save_student
+from ssl_kd.language.train import train
+from ssl_kd.teachers.causal import FrozenTeacher
+
+NAN = math.nan
+VOCABULARY, BLOCK, ROWS = 64, 12, 40
+CPU = Precision.for_device("cpu")
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+OTHER = {"Mixtral": {"num_local_experts": 4}, "Gemma2": {"head_dim": 16}}
+FAST = {
+    "train_steps": 8,
+    "per_device_batch_size": 4,
+    "block_size": 32,
+    "student_lr": 1e-2,
+    "temperature": 2.0,
+    "alpha_kd": 0.5,
+    "alpha_ce": 0.5,
+    "log_every": 2,
+    "eval_steps": 100,
+    "eval_rows": 8,
+    "save_steps": 3,
+    "generations": 1,
+    "max_new_tokens": 4,
+    "answer_prompts": 2,
+    "device": "cpu",
+    "model_dtype": "float32",
+}
+
+
+def make_model(kind="Llama", seed=0, **changes) -> Any:
+    """A causal language model of new weights that say something, in evaluation mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{kind}Config")(**SMALL | OTHER.get(kind, {}) | changes)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0, 0.2)
+    return model
+
+
+def make_rows(n=ROWS) -> Blocks:
+    """Rows of tokens of different lengths, the first three of each a prompt that does not count."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (n, BLOCK), generator=generator)
+    documents = torch.ones(n, BLOCK, dtype=torch.int32)
+    for row in range(n):
+        documents[row, BLOCK - row % 4 :] = 0
+    counts = documents > 0
+    counts[:, :3] = False
+    return Blocks(ids, counts, documents, torch.ones(n, dtype=torch.int64), (), "rows")
+
+
+class ByHand(Distiller):
+    """A distiller of which a term can be left out by hand: what is expected of the guard.
+
+    Attributes:
+        left_out: terms that are not handed to the guard in this step.
+        batches: in which batches of the step.
+    """
+
+    left_out: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
+    _seen = 0
+
+    def step(self, batches, learning_rate):
+        self._seen = 0
+        return super().step(batches, learning_rate)
+
+    def _weighted(self, terms):
+        losses = super()._weighted(terms)
+        out = self.left_out if self._seen in self.batches else ()
+        self._seen += 1
+        return {name: loss for name, loss in losses.items() if name not in out}
+
+
+@dataclass
+class Taught:
+    """What came of a training: the distiller, each step's result, and all that it owned before."""
+
+    distiller: Distiller
+    results: list = field(default_factory=list)
+    before: list = field(default_factory=list)
+
+    @property
+    def events(self):
+        return self.distiller.guard.events.events
+
+    def of(self, part):
+        """The events of one part, as (step, stage, action)."""
+        return [(e.step, e.stage, e.action) for e in self.events if e.part == part]
+
+    def explained(self, part):
+        """What the replay said of a part."""
+        (event,) = [e for e in self.events if e.part == part and e.stage == "replay"]
+        return event.reason
+
+    def owned(self, step=None):
+        """Weights, moments and step counts before a step, or at the end."""
+        return owned(self.distiller) if step is None else self.before[step]
+
+
+def owned(distiller):
+    """All that a step may change: the trained weights, moments, step counts, and the router's."""
+    state = distiller.state()
+    found = {f"student {name}": p.clone() for name, p in state["student"].items()}
+    found |= {f"aligned {name}": p.clone() for name, p in state["aligned"].items()}
+    found |= {f"router {name}": p.clone() for name, p in state["router"].get("routers", {}).items()}
+    for who in ("optimizer", "router"):
+        optimizer = state["router"].get("optimizer", {}) if who == "router" else state[who]
+        for i, moments in optimizer.get("state", {}).items():
+            found |= {f"{who} {i} {name}": value.clone() for name, value in moments.items()}
+    return found
+
+
+def taught(
+    strike=lambda distiller, step: None,
+    steps=6,
+    rows=None,
+    student=None,
+    teacher=None,
+    source=None,
+    aligned=None,
+    precision=CPU,
+    **settings,
+):
+    """Train through `train()`; `strike(distiller, step)` is called before each step."""
+    asked = LanguageSettings(**{**FAST, "block_size": BLOCK, **settings})
+    student = make_model(seed=1) if student is None else student
+    if source is None and aligned is None:
+        source = Plain(FrozenTeacher(teacher or make_model(seed=2)))
+    found = Taught(ByHand(student, asked, precision, source, aligned=aligned))
+
+    def before_each():
+        strike(found.distiller, len(found.before))
+        found.before.append(owned(found.distiller))
+        return False
+
+    train(
+        found.distiller,
+        make_rows() if rows is None else rows,
+        steps,
+        on_step=lambda step, result: found.results.append(result),
+        should_stop=before_each,
+    )
+    return found
+
+
+def same(a, b):
+    """Whether two mappings of tensors are equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Struck:
+    """Spoils what a module puts out, for as long as it is `on`.
+
+    Args:
+        module: whose output, or the first tensor of it.
+        place: index into it.
+        value: what is put there.
+        when: asked with the output of a forward pass whether to spoil it.
+    """
+
+    def __init__(self, module, place=(0, 4), value=float("nan"), when=lambda output: True):
+        self.on, self.place, self.value, self.when = False, place, value, when
+        module.register_forward_hook(self._spoil)
+
+    def _spoil(self, module, args, output):
+        first = output[0] if isinstance(output, tuple) else output
+        if not (self.on and self.when(first)):
+            return output
+        mask = torch.zeros_like(first, dtype=torch.bool)
+        mask[self.place] = True
+        spoilt = first.masked_fill(mask, self.value)
+        return (spoilt, *output[1:]) if isinstance(output, tuple) else spoilt
+
+    def at(self, *steps):
+        """A strike that turns it on in these steps."""
+
+        def strike(distiller, step):
+            self.on = step in steps
+
+        return strike
+
+
+def leave_out(*terms, steps, batches=(0,)):
+    """A strike that leaves terms out by hand in some batches of some steps."""
+
+    def strike(distiller, step):
+        distiller.left_out, distiller.batches = (terms if step in steps else ()), batches
+
+    return strike
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+UP = "model.layers.1.mlp.up_proj.weight"
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly boxed".split()
+
+
+def sentences(n=40, seed=0):
+    chosen = torch.randint(len(WORDS), (n, 9), generator=torch.Generator().manual_seed(seed))
+    return [" ".join(WORDS[i] for i in line) for line in chosen.tolist()]
+
+
+def dataset(texts):
+    examples = tuple(Example(f"texts:{i}", text=text) for i, text in enumerate(texts, 1))
+    return TextDataset("texts", "all", examples, "texts", ())
+
+
+def write_lines(path, records):
+    """A `.jsonl` file; what is no record is written as it is."""
+    lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def spoil(folder, to, change):
+    """A copy of a model's folder whose tensors were changed in place."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+class World:
+    """A folder with a teacher, a student and a stranger to both, and text to learn from.
+
+    Attributes:
+        teacher: folder of the teacher.
+        student: folder of a student with the teacher's tokenizer.
+        stranger: folder of a student with another one.
+        mixture: folder of a teacher of four experts.
+        sick: folder of the teacher with a row of NaN in a weight.
+        text: documents, and below it questions with answers.
+        questions: held out.
+        own: a test's own folder.
+        runs: and its runs.
+    """
+
+    own: Path
+    runs: Path
+
+    def __init__(self, folder: Path):
+        texts = sentences()
+        self.tokenizer, other = (train_tokenizer(dataset(texts), size) for size in (300, 270))
+        self.teacher, self.student, self.stranger = (
+            folder / name for name in ("teacher", "student", "stranger")
+        )
+        self.save("Llama", 2, self.tokenizer, self.teacher)
+        self.save("Llama", 1, self.tokenizer, self.student)
+        self.save("Llama", 1, other, self.stranger)
+        self.sick = spoil(self.teacher, folder / "sick", lambda tensors: tensors[UP][3].fill_(NAN))
+        self.mixture = self.save("Mixtral", 2, self.tokenizer, folder / "mixture")
+        self.text = write_lines(folder / "text.jsonl", [{"text": text} for text in texts])
+        asked = [
+            {"prompt": f"{t}?", "completion": f"<answer>{i}</answer>"}
+            for i, t in enumerate(sentences(8, seed=1))
+        ]
+        self.questions = write_lines(folder / "questions.jsonl", asked)
+
+    @staticmethod
+    def save(kind, seed, tokenizer, folder):
+        model = make_model(kind, seed, vocab_size=len(tokenizer))
+        save_student(model, tokenizer, folder, "A tiny model.")
+        return folder
+
+    def spoilt(self, which, change):
+        """A copy of a model's folder whose tensors were changed in place."""
+        return spoil(getattr(self, which), self.own / f"spoilt {which}", change)
+
+    def settings(self, **changes):
+        """Settings of a fast run; with changes."""
+        own = {
+            "data_path": str(self.text),
+            "eval_path": str(self.questions),
+            "teacher_model": str(self.teacher),
+            "student_model": str(self.student),
+            "runs_dir": str(self.runs),
+        }
+        return LanguageSettings(**{**FAST, **own, **changes})
+
+
+def changed(settings):
+    """The settings that are not the defaults."""
+    default = LanguageSettings().to_dict()
+    return {name: value for name, value in settings.to_dict().items() if value != default[name]}
+
+
+def student_of(path):
+    """The student (or its adapters) that a run ended with, byte by byte."""
+    (file,) = (Path(path) / "student").glob("*model.safetensors")
+    return file.read_bytes()
+
+
+def flags_of(values):
+    """The flags of some settings."""
+    return [
+        f"--{'' if value else 'no-'}{name.lower()}"
+        if isinstance(value, bool)
+        else f"--{name.lower()}={value}"
+        for name, value in values.items()
+    ]

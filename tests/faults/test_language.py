@@ -1,0 +1,1250 @@
+"""Rows 25 to 27, 51, 53 and from 54 on: the language mode."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+transformers = pytest.importorskip("transformers")
+
+from ssl_kd import cli  # noqa: E402
+from ssl_kd.datasets.text import open_text  # noqa: E402
+from ssl_kd.guard.files import sha256_file  # noqa: E402
+from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
+from ssl_kd.language.alignment import aligned_blocks  # noqa: E402
+from ssl_kd.language.blocks import make_blocks, train_tokenizer  # noqa: E402
+from ssl_kd.language.cache import TeacherFingerprint, identity, write  # noqa: E402
+from ssl_kd.language.judge import judge_answers, judge_tokens  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.settings import PRESETS, LanguageSettings  # noqa: E402
+from ssl_kd.language.sources import Aligned, Plain, Routed  # noqa: E402
+from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.language.student import add_lora, save_student  # noqa: E402
+from ssl_kd.language.train import rows_of_step  # noqa: E402
+from ssl_kd.losses import token_kd  # noqa: E402
+from ssl_kd.losses.divergences import SATURATION  # noqa: E402
+from ssl_kd.losses.linear_distillation import (  # noqa: E402
+    LogitsTeacher,
+    linear_distillation,
+    logits_distillation,
+)
+from ssl_kd.losses.token_distillation import LegacyClamp  # noqa: E402
+from ssl_kd.runs.stop import Interrupted  # noqa: E402
+from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
+from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm  # noqa: E402
+from tests.faults.inject import (  # noqa: E402
+    ROOT,
+    content,
+    events,
+    flip_bit,
+    metrics,
+    no_run,
+    one_line,
+    stop_at,
+)
+from tests.faults.inject_language import (  # noqa: E402
+    BLOCK,
+    FAST,
+    NAN,
+    ROWS,
+    UP,
+    VOCABULARY,
+    Struck,
+    World,
+    changed,
+    dataset,
+    flags_of,
+    leave_out,
+    make_model,
+    make_rows,
+    owned,
+    same,
+    sentences,
+    student_of,
+    taught,
+    write_lines,
+)
+from tests.faults.matrix import row  # noqa: E402
+
+# peft asks transformers by a name that is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+INF = math.inf
+DIVERGENCES = ("forward_kl", "reverse_kl", "js", "skew_kl", "skew_reverse_kl", "tvd")
+every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def world(models, tmp_path):
+    """Models and text, with a folder of this test's own for runs and for what it spoils."""
+    models.own, models.runs = tmp_path, tmp_path / "runs"
+    return models
+
+
+@pytest.fixture
+def distill(capfd, tmp_path):
+    """`python scripts/distill.py` in this process: settings in, exit code and stderr out."""
+
+    def call(settings, *flags):
+        capfd.readouterr()
+        words = [*flags_of(changed(settings)), *flags]
+        code = cli.distill(words, config=tmp_path / "no config.py")
+        return code, capfd.readouterr().err
+
+    return call
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def _logits(seed, vocabulary=16):
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(2, 5, vocabulary, generator=generator)
+
+
+def _loss(student, teacher, mask=None, **options):
+    """Value and gradient, which must exist."""
+    student = student.clone().requires_grad_()
+    loss = token_kd(student, teacher, mask=mask, **options)
+    loss.backward()
+    return loss.detach(), student.grad
+
+
+def _alike(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@row(25)
+@every_divergence
+def test_without_a_label_the_loss_is_a_zero_on_the_graph(divergence):
+    nothing = torch.zeros(2, 5)
+    loss, gradient = _loss(_logits(0), _logits(1), nothing, divergence=divergence)
+    assert loss == 0 and not gradient.any()
+
+
+@row(25)
+@every_divergence
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_what_stands_under_the_mask_changes_no_bit(value, divergence):
+    mask = torch.ones(2, 5)
+    mask[0, 3:] = 0
+    clean = _loss(_logits(0), _logits(1), mask, divergence=divergence)
+    student, teacher = _logits(0), _logits(1)
+    student[0, 3:] = teacher[0, 3:] = value
+    assert _alike(_loss(student, teacher, mask, divergence=divergence), clean)
+
+
+@row(25)
+@every_divergence
+@pytest.mark.parametrize("sick", ["student", "teacher", "both"])
+def test_an_entry_that_is_never_possible_is_dropped(sick, divergence):
+    student, teacher = _logits(0), _logits(1)
+    kept = [i for i in range(16) if i != 6]
+    value, gradient = _loss(student[..., kept], teacher[..., kept], divergence=divergence)
+    for name, side in (("student", student), ("teacher", teacher)):
+        if sick in (name, "both"):
+            side[..., 6] = -INF
+    found, slope = _loss(student, teacher, divergence=divergence)
+    torch.testing.assert_close(found, value)
+    torch.testing.assert_close(slope[..., kept], gradient)
+    assert not slope[..., 6].any()
+
+
+@row(25)
+@every_divergence
+@pytest.mark.parametrize("value", [INF, -INF])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_scattered_infinity_is_a_saturated_overflow(side, value, divergence):
+    infinite, held = [_logits(0), _logits(1)], [_logits(0), _logits(1)]
+    infinite[side][1, 2, 6], held[side][1, 2, 6] = value, math.copysign(SATURATION, value)
+    found = _loss(*infinite, divergence=divergence)
+    assert _alike(found, _loss(*held, divergence=divergence))
+    assert found[0].isfinite() and found[1].isfinite().all()
+
+
+@row(25)
+@every_divergence
+def test_padding_of_the_vocabulary_counts_for_nothing(divergence):
+    student, teacher = _logits(0), _logits(1)
+    value, gradient = _loss(student, teacher, divergence=divergence)
+    for wider in (16 * [0.0], 8 * [NAN]):
+        padding = torch.tensor(wider).expand(2, 5, -1)
+        found = _loss(student, torch.cat([teacher, padding], -1), divergence=divergence)
+        assert _alike(found, (value, gradient))
+
+
+@row(25)
+def test_a_row_in_which_nothing_counts_changes_no_bit_of_a_step():
+    """Twice the same weights: with the empty rows in the second batch, and without them."""
+    rows = make_rows(4)
+    empty = replace(rows, counts=rows.counts.clone())
+    empty.counts[2:] = False
+    found = taught(steps=3, rows=empty, per_device_batch_size=4)
+    assert not found.events and all(result.updated for result in found.results)
+    assert {result.tokens for result in found.results} == {int(rows.counts[:2].sum())}
+    alone = taught(steps=3, rows=make_rows(2), per_device_batch_size=2)
+    for mine, theirs in zip(found.results, alone.results, strict=True):
+        torch.testing.assert_close(mine.loss, theirs.loss, rtol=1e-5, atol=0)
+
+    harmed = replace(empty, ids=empty.ids.clone())
+    harmed.ids[2:] = 5  # whatever stands there
+    assert same(taught(steps=3, rows=harmed).owned(), taught(steps=3, rows=empty).owned())
+
+
+# --- terms of a step ------------------------------------------------------------------------------
+
+KINDS = {
+    "all weights": {},
+    "adapters": {"lora": True},
+    "a head that is not linear": {"kind": "Gemma2"},
+    "two batches a step": {"gradient_accumulation_steps": 2},
+}
+
+
+def _taught(strike, teacher, kind="Llama", lora=False, **settings):
+    student = make_model(kind, seed=1)
+    student = add_lora(student, 4) if lora else student
+    return taught(strike, student=student, teacher=teacher, **settings)
+
+
+@row(26)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_a_nan_divergence_leaves_the_cross_entropy_to_train_alone(options):
+    batches, calls = options.get("gradient_accumulation_steps", 1), []
+    teacher = make_model(seed=2)
+    first_batch = lambda _: calls.append(1) or len(calls) % batches == 1 % batches  # noqa: E731
+    hit = Struck(teacher.model.norm, when=first_batch)
+    sick = _taught(hit.at(3), teacher, **options)
+    twin = _taught(leave_out("kd", steps={3}), make_model(seed=2), **options)
+    clean = _taught(leave_out(steps=()), make_model(seed=2), **options)
+
+    assert sick.of("kd") == [
+        (3, "loss", "cut out"),
+        (3, "replay", "explained"),
+        (4, "loss", "taken in again"),
+    ]
+    assert {event.part for event in sick.events} == {"kd"}
+    assert math.isnan(sick.results[3].kd) and math.isfinite(sick.results[3].loss)
+    assert all(result.updated for result in sick.results)
+    assert int(sick.distiller.guard._terms["kd"].skipped) == 1
+    assert same(sick.owned(), twin.owned()) and same(sick.owned(3), clean.owned(3))
+    assert not same(sick.owned(4), clean.owned(4)) and not same(sick.owned(4), sick.owned(3))
+
+
+@row(26)
+def test_the_rows_and_the_tensor_behind_a_nan_divergence_are_named():
+    teacher = make_model(seed=2)
+    weight = teacher.model.layers[1].mlp.up_proj.weight
+    sick = taught(_patch(weight, (3, 5)), teacher=teacher)
+    words = sick.explained("kd")
+    assert words.startswith(_named(3))
+    assert "teacher weight model.layers.1.mlp.up_proj.weight came in not finite" in words
+    assert "the first at [3, 5]" in words
+
+
+def _rows_of(step, n=ROWS):
+    return rows_of_step(step, FAST["per_device_batch_size"], n, LanguageSettings().seed).tolist()
+
+
+def _named(step, n=ROWS):
+    """How the message begins that names the rows of a step."""
+    return f"rows {', '.join(map(str, _rows_of(step, n)))}: "
+
+
+@row(26)
+def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on():
+    teacher = make_model(seed=2)
+    hit = Struck(teacher.model.norm)
+    sick = taught(hit.at(*range(2, 8)), steps=9, teacher=teacher, restore_after=3)
+    told = [action for _, stage, action in sick.of("kd") if stage == "loss"]
+    assert [action.partition(":")[0] for action in told] == [
+        "cut out",
+        "cut out",
+        "cut out, 3 times in a row",
+        "cut out",
+        "cut out",
+        "cut out, 6 times in a row",
+        "taken in again",
+    ]
+    assert "look for NaN" in told[2]
+    twin = taught(leave_out("kd", steps=range(2, 8)), steps=9)
+    assert same(sick.owned(), twin.owned()) and {e.part for e in sick.events} == {"kd"}
+    assert len([e for e in sick.events if e.stage == "replay"]) == 1  # the first time alone
+
+
+@row(26)
+def test_a_run_with_a_sick_teacher_trains_on_the_text_and_says_so(world):
+    path = run(world.settings(teacher_model=str(world.sick), baseline=True))
+    told = events(path)
+    assert {event["part"] for event in told} == {"kd"} and metrics(path)["success_rate"] == 1
+    assert [event["step"] for event in told if event["action"] == "cut out"] == [*range(8)]
+    (replay,) = [event["reason"] for event in told if event["stage"] == "replay"]
+    assert f"teacher weight {UP} came in not finite" in replay
+    table = {line["name"]: line for line in metrics(path)["table"]}
+    assert table["teacher"]["left_out"] == 2 and table["teacher"]["perplexity"] is None
+    # Alone it learns the same, but for the factor before the loss, which AdamW all but removes.
+    assert table["student"]["nll"] == pytest.approx(table["CE alone"]["nll"], rel=1e-2)
+    assert table["student"]["nll"] < table["student before"]["nll"]
+
+
+@row(27)
+@pytest.mark.parametrize("lasting", [True, False], ids=["found again", "of one moment"])
+def test_without_a_finite_term_the_step_is_skipped_and_its_rows_named(lasting):
+    calls, student = [], make_model(seed=1)
+    hit = Struck(student.model.norm, when=lambda _: calls.append(1) or lasting or len(calls) == 1)
+    sick = taught(hit.at(3), student=student)
+    assert [sick.of(part)[0] for part in ("ce", "kd", "model")] == [
+        (3, "loss", "cut out"),
+        (3, "loss", "cut out"),
+        (3, "loss", "skipped"),
+    ]
+    for part in ("ce", "kd", "model"):
+        words = sick.explained(part)
+        assert words.startswith(_named(3))
+        assert ("aten.masked_fill" in words) == lasting
+        assert ("finite when run again" in words) != lasting
+    assert [result.updated for result in sick.results] == [i != 3 for i in range(6)]
+    assert same(sick.owned(4), sick.owned(3))  # weights, moments, step counts
+    twin = taught(_idle_at(3))
+    assert same(sick.owned(), twin.owned())
+
+
+def _idle_at(step):
+    """A strike that gives a step up by hand: its gradients never reach the optimizer."""
+
+    def strike(distiller, now):
+        optimizer = distiller.optimizer
+        if now == step:
+            distiller.guard.optimizer = _NoOptimizer(optimizer)
+        else:
+            distiller.guard.optimizer = optimizer
+
+    return strike
+
+
+class _NoOptimizer:
+    """An optimizer that makes no step."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+    def step(self):
+        pass
+
+
+# --- mixtures of experts --------------------------------------------------------------------------
+
+MODES = ("native", "all", "ka", "sar")
+
+
+def _mixture(mode, **settings) -> tuple[Any, Any, dict]:
+    """A teacher of four experts, its source, and the settings that both go by."""
+    asked = {"router_mode": mode, "router_lr": 1e-2, "divergence": "forward_kl", **settings}
+    model = make_model("Mixtral", seed=2)
+    frozen = FrozenTeacher(model)
+    full = LanguageSettings(**{**FAST, "block_size": BLOCK, **asked})
+    source = Plain(frozen) if mode == "native" else Routed(frozen, full)
+    return model, source, asked
+
+
+def _patch(weight, place, at=3):
+    """A strike that makes one entry of a weight NaN for one step."""
+    whole = []
+
+    def strike(distiller, step):
+        if step == at:
+            whole.append(weight[place].item())
+            weight.data[place] = NAN
+        elif whole:
+            weight.data[place] = whole.pop()
+
+    return strike
+
+
+def _without_router(step, *terms):
+    """A strike that leaves the router's step out by hand, and these terms."""
+    terms_out = leave_out(*terms, steps={step})
+
+    def strike(distiller, now):
+        terms_out(distiller, now)
+        if isinstance(distiller.source, Routed):
+            distiller.source.learns = now != step
+
+    return strike
+
+
+@row(54)
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_gate_logits_of_a_layer_leave_the_cross_entropy_to_train_alone(mode):
+    model, source, asked = _mixture(mode)
+    gate = model.model.layers[1].mlp.gate.weight
+    sick = taught(_patch(gate, (1, 0)), source=source, **asked)
+    _, source, _ = _mixture(mode)
+    twin = taught(_without_router(3, "kd"), source=source, **asked)
+    assert same(sick.owned(), twin.owned())
+    assert [event for event in sick.of("kd") if event[1] == "loss"] == [
+        (3, "loss", "cut out"),
+        (4, "loss", "taken in again"),
+    ]
+    assert all(result.updated for result in sick.results)
+    words = sick.explained("kd")
+    assert words.startswith(_named(3))
+    assert "teacher weight model.layers.1.mlp.gate.weight came in not finite" in words
+    assert sick.of("router") == ([(3, "loss", "skipped")] if mode == "sar" else [])
+
+
+@row(54)
+def test_nan_gate_logits_in_the_routers_own_step_leave_it_untouched_and_nothing_else():
+    """The teacher's answer is given without gradients, the router's step with them."""
+    model, source, asked = _mixture("sar")
+    gate, on = model.model.layers[0].mlp.gate, []
+
+    def spoil(module, args):
+        if on and torch.is_grad_enabled():
+            hidden = args[0].clone()
+            hidden.view(-1, hidden.shape[-1])[5, 0] = NAN
+            return (hidden,)
+        return None
+
+    gate.register_forward_pre_hook(spoil)
+
+    def strike(distiller, step):
+        on[:] = [1] if step == 3 else []
+
+    sick = taught(strike, source=source, **asked)
+    _, source, _ = _mixture("sar")
+    twin = taught(_without_router(3), source=source, **asked)
+    assert same(sick.owned(), twin.owned())
+    (event,) = sick.events
+    assert (event.step, event.part, event.stage, event.action) == (3, "router", "loss", "skipped")
+    assert event.reason.startswith(_named(3))
+    routers = [{k: v for k, v in sick.owned(i).items() if k.startswith("router")} for i in (3, 4)]
+    assert same(*routers) and not same(routers[0], sick.owned(2))
+    assert all(math.isfinite(result.kd) and result.updated for result in sick.results)
+
+
+@row(54)
+def test_a_gradient_of_a_router_that_is_nan_skips_its_step_alone():
+    model, source, asked = _mixture("sar")
+    on = []
+
+    def backward(module, gradients, outputs):
+        return tuple(g.fill_(NAN) if on and g is not None else g for g in gradients)
+
+    model.model.layers[1].self_attn.o_proj.register_full_backward_hook(backward)
+
+    def strike(distiller, step):
+        on[:] = [1] if step == 3 else []
+
+    sick = taught(strike, source=source, **asked)
+    _, source, _ = _mixture("sar")
+    twin = taught(_without_router(3), source=source, **asked)
+    assert same(sick.owned(), twin.owned())
+    assert [(e.part, e.stage, e.action) for e in sick.events] == [("router", "gradient", "skipped")]
+
+
+@row(55)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nan_expert_is_named_and_leaves_the_cross_entropy_to_train_alone(mode):
+    model, source, asked = _mixture(mode)
+    weight = model.model.layers[1].mlp.experts.down_proj
+    sick = taught(_patch(weight, (2, 0, 0)), source=source, **asked)
+    _, source, _ = _mixture(mode)
+    twin = taught(_without_router(3, "kd"), source=source, **asked)
+    assert same(sick.owned(), twin.owned())
+    assert sick.of("kd")[0] == (3, "loss", "cut out") and all(r.updated for r in sick.results)
+    words = sick.explained("kd")
+    assert words.startswith(_named(3))
+    assert "teacher weight model.layers.1.mlp.experts.down_proj came in not finite" in words
+    assert "the first at [2, 0, 0]" in words  # expert 2
+
+
+@row(55)
+def test_a_nan_expert_spoils_the_tokens_that_it_answers_and_no_other():
+    model, source, _ = _mixture("sar")
+    batch = make_rows().batch(range(8))
+    tokens = torch.arange(batch.input_ids.numel())
+    before = source.frozen(batch, tokens).hidden
+    with source.mixture.watch() as gates:
+        source.frozen(batch, tokens)
+    model.model.layers[1].mlp.experts.down_proj.data[2, 0, 0] = NAN
+    after = source.frozen(batch, tokens).hidden
+    answered = (gates.chosen[1] == 2).any(1)
+    assert 0 < int(answered.sum()) < len(tokens)
+    assert torch.equal(~after.isfinite().all(1), answered)
+    assert torch.equal(after[~answered], before[~answered])
+
+
+# --- two tokenizers -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_tokenizers():
+    texts = dataset(sentences())
+    mine, theirs = (train_tokenizer(texts, size) for size in (300, 270))
+    return aligned_blocks(texts, mine, theirs, 64), (len(mine), len(theirs))
+
+
+def _aligned(how, two, strike=lambda distiller, step: None, at=None, kinds=("Llama", "Llama")):
+    """Teach across tokenizers; `at` is the teacher's token of the first row that is spoilt."""
+    rows, (mine, theirs) = two
+    asked = {**FAST, "align": how, "divergence": "forward_kl"}
+    teacher = make_model(kinds[1], seed=2, vocab_size=theirs)
+    if at is not None:
+        strike = Struck(teacher.model.norm, (0, at)).at(3)
+    with torch.random.fork_rng():
+        aligned = Aligned(FrozenTeacher(teacher), LanguageSettings(**asked), 32, 32)
+    student = make_model(kinds[0], seed=1, vocab_size=mine)
+    return taught(strike, rows=rows, aligned=aligned, student=student, **asked)
+
+
+every_alignment = pytest.mark.parametrize("how", ["hidden", "uld", "chunks"])
+
+
+@row(56)
+@every_alignment
+def test_a_nan_in_one_group_leaves_the_cross_entropy_to_train_alone(how, two_tokenizers):
+    rows = two_tokenizers[0]
+    groups = rows.batch(_rows_of(3, len(rows))).groups().teacher
+    before_a_group = int(groups.rows[groups.first][1])  # of the first row, and no BOS
+    sick = _aligned(how, two_tokenizers, at=before_a_group)
+    twin = _aligned(how, two_tokenizers, leave_out("kd", steps={3}))
+    assert same(sick.owned(), twin.owned())  # in hidden with the projection and its moments
+    assert [event for event in sick.of("kd") if event[1] == "loss"] == [
+        (3, "loss", "cut out"),
+        (4, "loss", "taken in again"),
+    ]
+    assert {event.part for event in sick.events} == {"kd"}
+    assert math.isnan(sick.results[3].kd) and all(result.updated for result in sick.results)
+    assert sick.explained("kd").startswith(_named(3, len(rows)))
+
+
+@row(56)
+@every_alignment
+def test_what_the_teacher_says_outside_every_group_changes_no_bit(how, two_tokenizers):
+    """After the last token of a row nothing comes that could be predicted."""
+    rows = two_tokenizers[0]
+    last = int((rows.teacher.documents[_rows_of(3, len(rows))[0]] > 0).sum()) - 1
+    sick, clean = _aligned(how, two_tokenizers, at=last), _aligned(how, two_tokenizers)
+    assert not sick.events and same(sick.owned(), clean.owned())
+
+
+@row(57)
+@every_alignment
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_a_head_that_is_not_linear_is_followed_or_refused(who, how, two_tokenizers):
+    kinds = ("Gemma2", "Llama") if who == "student" else ("Llama", "Gemma2")
+    if how == "hidden":
+        with pytest.raises(SettingsError, match=f"the {who}, Gemma2.*'chunks' or 'uld'"):
+            _aligned(how, two_tokenizers, kinds=kinds)
+        return
+    found = _aligned(how, two_tokenizers, kinds=kinds)
+    assert all(0 < result.kd < INF for result in found.results) and not found.events
+
+
+# --- what the guard does in the end ---------------------------------------------------------------
+
+
+def _strike_of(hit, steps, seen):
+    """Turn a fault on in these steps, and keep the distiller where it can be seen afterwards."""
+    at = hit.at(*steps)
+
+    def strike(distiller, step):
+        seen["distiller"] = distiller
+        seen.setdefault(step, owned(distiller))
+        at(distiller, step)
+
+    return strike
+
+
+@row(58)
+def test_ten_steps_without_a_finite_term_end_in_the_last_good_state():
+    student, seen = make_model(seed=1), {}
+    hit = Struck(student.model.norm)
+    with pytest.raises(TooFewHealthyParts, match="step 13: .*last 10") as stopped:
+        taught(_strike_of(hit, range(4, 99), seen), steps=99, student=student)
+    assert "restored to its state before step 0" in str(stopped.value)
+    weights = {k: v for k, v in owned(seen["distiller"]).items() if k.startswith("student")}
+    assert same(weights, {k: v for k, v in seen[0].items() if k.startswith("student")})
+    assert not seen["distiller"].optimizer.state
+
+
+@row(58)
+def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on():
+    student, seen = make_model(seed=1), {}
+    hit = Struck(student.model.norm)
+    patience = {"stop_after": PRESETS["ultra_stable"]["stop_after"], "restore_after": 4}
+    found = taught(_strike_of(hit, range(4, 8), seen), steps=12, student=student, **patience)
+    (event,) = [e for e in found.events if e.stage == "escalation"]
+    assert event.step == 7 and event.action.endswith("with a fresh optimizer")
+    assert same(found.owned(8), found.owned(0))  # before step 0 there were no moments either
+    assert [result.updated for result in found.results] == [not 4 <= i < 8 for i in range(12)]
+    assert not same(found.owned(), found.owned(8))
+
+
+@row(58)
+def test_a_run_of_a_poisoned_student_stops_with_what_was_found_and_what_to_try(world, distill):
+    folder = world.spoilt("student", lambda tensors: tensors[UP][3].fill_(NAN))
+    code, error = distill(world.settings(student_model=str(folder), train_steps=50))
+    assert code == 3
+    line = "\n".join(error.splitlines()[-4:])
+    assert "step 9: no part had a healthy step in the last 10" in line
+    assert "Settings to try: --student_lr 0.002" in line
+    (path,) = [p for p in world.runs.iterdir() if p.name != "latest"]
+    told = [event for event in events(path) if event["stage"] == "replay"]
+    assert {event["part"] for event in told} == {"ce", "kd", "model"}
+    for event in told:
+        assert event["reason"].startswith("rows ") and f"student weight {UP}" in event["reason"]
+    assert not (path / "metrics.json").exists() and not (path / "student").exists()
+
+
+# --- float16 --------------------------------------------------------------------------------------
+
+HALF = {"model_dtype": "float16", "emulate_fp16": True}
+
+
+@row(59)
+@pytest.mark.parametrize("linear", [True, False])
+def test_a_head_that_overflows_under_autocast_has_a_finite_loss_and_gradient(linear):
+    """Against the saturated logits in float64."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = 150 * torch.randn(40, 32, generator=generator)
+    weight = 100 * torch.randn(VOCABULARY, 32, generator=generator)
+    targets = torch.randint(VOCABULARY, (40,), generator=generator)
+    teachers = [LogitsTeacher(torch.randn(40, VOCABULARY, generator=generator))]
+    logits = (hidden.half() @ weight.half().T).detach()
+    assert 100 < int(logits.isinf().sum()) < logits.numel() / 2
+
+    z = logits.double().clamp(-SATURATION, SATURATION).requires_grad_()
+    ce = F.cross_entropy(z, targets, reduction="sum")
+    p = (teachers[0].logits.double() / 2).softmax(-1)
+    kd = 4 * F.kl_div((z / 2).log_softmax(-1), p, reduction="sum")
+    (slope,) = torch.autograd.grad(ce + kd, z)
+    with torch.autocast("cpu", torch.float16):
+        if linear:
+            hidden.requires_grad_()
+            found = linear_distillation(hidden, weight, None, targets, teachers, temperature=2.0)
+            source, expected = hidden, slope @ weight.half().double()
+        else:
+            source, expected = logits.requires_grad_(), slope
+            found = logits_distillation(logits, targets, teachers, temperature=2.0)
+    found.sum().backward()
+    torch.testing.assert_close(found.double(), torch.stack([ce, kd]).detach(), rtol=2e-3, atol=0)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(source.grad.double(), expected, rtol=0, atol=2e-3 * largest)
+
+
+@row(59)
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_no_step_is_lost_to_a_float16_teacher_whose_logits_overflow(kind):
+    """In a Llama the product with the head is the loss's own, in a Gemma 2 the model's."""
+    half = precision_of(LanguageSettings(**{**FAST, **HALF}))
+    assert half.student == half.teacher == torch.float16
+    teacher = make_model(kind, seed=2, tie_word_embeddings=False)
+    teacher.lm_head.weight.data *= 500
+    teacher.model.norm.weight.data.fill_(150)
+    frozen = FrozenTeacher(teacher, dtype=torch.float16)
+    assert not teacher.lm_head(teacher.model(make_rows().ids[:4])[0]).isfinite().all()
+    found = taught(source=Plain(frozen), precision=half, **HALF)
+    assert all(result.updated and 0 < result.kd < INF for result in found.results)
+    assert not found.events
+
+
+# --- what lies on the disk ------------------------------------------------------------------------
+
+
+@row(51)
+def test_another_tokenizer_is_refused_and_the_ways_to_follow_it_are_named(world, distill):
+    code, error = distill(world.settings(student_model=str(world.stranger)))
+    line = one_line(error)
+    assert code == 2 and "different tokenizers" in line and "--align chunks, uld or hidden" in line
+    assert f"teacher {world.teacher}" in line and f"student {world.stranger}" in line
+    assert no_run(world.settings())
+    for how in ("chunks", "uld", "hidden"):
+        path = run(world.settings(student_model=str(world.stranger), align=how, run_name=how))
+        assert metrics(path)["success_rate"] == 1 and metrics(path)["alignment"]["coverage"] > 0.9
+
+
+@row(51)
+def test_a_vocabulary_that_is_only_padded_is_the_same(world):
+    wide = make_model(seed=1, vocab_size=len(world.tokenizer) + 20)
+    save_student(wide, world.tokenizer, world.own / "wide", "A tiny model.")
+    for name in ("student_model", "teacher_model"):
+        path = run(world.settings(**{name: str(world.own / "wide")}))
+        assert metrics(path)["success_rate"] == 1 and not events(path)
+
+
+@row(53)
+def test_clamps_whose_gradient_is_zero_everywhere_are_refused_with_what_they_allow(world, distill):
+    with pytest.raises(ValueError, match=r"no perplexity below 340 .* the constant 5 for every"):
+        LegacyClamp.parse("2.5:0.1:5.0").check(50257)
+    code, error = distill(world.settings(legacy_clamp="0.5:0.1:1.0"))
+    lowest = LegacyClamp(0.5).lowest_perplexity(len(world.tokenizer))
+    line = one_line(error)
+    assert code in (1, 2) and f"no perplexity below {lowest:.3g}" in line
+    assert "the constant 1 for every model" in line and "Leave the clamp out" in line
+    assert no_run(world.settings())
+
+
+@row(53)
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), scale=st.floats(0.1, 30), low=st.floats(0, 0.9))
+def test_what_is_refused_has_no_gradient_and_what_is_not_has_one(seed, scale, low):
+    """By the clamps' own definition, in plain PyTorch."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(64, 500, generator=generator)).requires_grad_()
+    targets = logits.argmax(-1)  # the best that a model can do
+    for high in (1.0, 6.0):
+        ce = F.cross_entropy(logits.clamp(-1, 1), targets, reduction="none").clamp(low, high)
+        (gradient,) = torch.autograd.grad(ce.sum(), logits)
+        if high < math.log(LegacyClamp(1).lowest_perplexity(500)):
+            with pytest.raises(ValueError, match="nothing is learned"):
+                LegacyClamp(1, low, high).check(500)
+            assert not gradient.any()
+        else:
+            LegacyClamp(1, low, high).check(500)
+
+
+@row(53)
+def test_a_clamp_that_can_learn_says_what_it_costs(world, caplog):
+    caplog.set_level("WARNING", "ssl_kd")
+    path = run(world.settings(legacy_clamp="2.5"))
+    lowest = LegacyClamp(2.5).lowest_perplexity(len(world.tokenizer))
+    assert f"perplexity can never be below {lowest:.4g}" in caplog.text
+    assert metrics(path)["success_rate"] == 1
+
+
+HARM = {
+    "a truncated file": lambda folder: _cut(folder / "model.safetensors"),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "no configuration": lambda folder: (folder / "config.json").unlink(),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "a tensor is missing": lambda folder: _drop(folder / "model.safetensors"),
+    "random bytes": lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256))),
+}
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _drop(path):
+    tensors = load_file(path)
+    del tensors[UP]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@row(62)
+@pytest.mark.parametrize("who", ["student", "teacher"])
+@pytest.mark.parametrize("harm", HARM)
+def test_a_damaged_model_folder_is_named_before_any_work(world, distill, who, harm):
+    folder = world.own / "damaged"
+    shutil.copytree(getattr(world, who), folder)
+    HARM[harm](folder)
+    before = content(folder)
+    code, error = distill(world.settings(**{f"{who}_model": str(folder)}))
+    line = one_line(error)
+    assert code in (1, 2) and str(folder) in line
+    if harm == "a tensor is missing":
+        assert UP in line
+    assert content(folder) == before and no_run(world.settings())
+
+
+@row(63)
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_adapters_whose_base_is_gone_name_it(world, distill, who):
+    base = world.own / "base"
+    shutil.copytree(world.student, base)
+    model = add_lora(load_causal_lm(base).model, 4)
+    folder = world.own / "adapters"
+    save_student(model, world.tokenizer, folder, "Adapters.")
+    asked = world.settings(**{f"{who}_model": str(folder)})
+    assert metrics(run(asked.replace(run_name="there")))["success_rate"] == 1
+    shutil.rmtree(base)
+    code, error = distill(asked.replace(run_name="gone"))
+    assert code in (1, 2) and str(base) in one_line(error)
+
+    described = json.loads((folder / "adapter_config.json").read_text())
+    described["base_model_name_or_path"] = None
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    code, error = distill(asked.replace(run_name="gone"))
+    assert code in (1, 2) and "base_model_name_or_path" in one_line(error)
+    assert not (world.runs / "gone").exists()
+
+
+@row(64)
+def test_lines_that_are_no_example_are_named_and_the_others_train_as_without_them(world):
+    good = [{"text": text} for text in sentences()]
+    bad = {
+        3: "{'text': 'single quotes'}",
+        7: "",
+        11: {"text": "   "},
+        15: {"other": "a field"},
+        19: [1, 2],
+        22: {"prompt": "only a prompt", "completion": ""},
+        26: '{"text": "half a line',
+    }
+    lines = [*good]
+    for number, line in bad.items():
+        lines.insert(number - 1, line)
+    clean, mixed = (
+        run(
+            world.settings(
+                data_path=str(write_lines(world.own / f"{name}.jsonl", records)), run_name=name
+            )
+        )
+        for name, records in (("clean", good), ("mixed", lines))
+    )
+    assert student_of(mixed) == student_of(clean)
+    left_out = json.loads((mixed / "config.json").read_text())["data"]["left_out"]
+    assert [line.partition(": ")[0] for line in left_out] == [f"mixed.jsonl:{n}" for n in bad]
+    assert left_out[0].startswith("mixed.jsonl:3: not JSON")
+
+
+@row(64)
+def test_messages_without_a_chat_template_are_refused_with_the_ways_out(world, distill):
+    turns = [{"role": "user", "content": "a fox?"}, {"role": "assistant", "content": "a dog"}]
+    good = [{"text": text} for text in sentences()]
+    chat = write_lines(world.own / "chat.jsonl", [*good, {"messages": turns}])
+    code, error = distill(world.settings(data_path=str(chat)))
+    line = one_line(error)
+    assert code in (1, 2) and "chat.jsonl:41: messages need a chat template" in line
+    assert "prompt and completion" in line and no_run(world.settings())
+
+
+@row(64)
+def test_a_file_without_a_usable_line_is_refused(world, distill):
+    empty = write_lines(world.own / "empty.jsonl", ["no JSON", ""])
+    code, error = distill(world.settings(data_path=str(empty)))
+    assert code in (1, 2) and "empty.jsonl:1: not JSON" in one_line(error)
+    assert no_run(world.settings())
+
+
+# --- the teacher's cache --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cached(world):
+    """The teacher's cache of the text, two rows a file."""
+    lm = load_causal_lm(world.teacher)
+    texts = open_text(world.text, "train", held_out=0)
+    rows = make_blocks(texts, lm.tokenizer, FAST["block_size"])
+    said = identity(lm.name, lm.weights_id, lm.tokenizer, texts, rows)
+    of = TeacherFingerprint(**said, dtype="float32", method="topk", k=8, temperature=2.0)
+    return write(FrozenTeacher(lm.model), rows, world.own / "cache", of, shard_rows=2).folder
+
+
+FOREIGN = {
+    "teacher": {"teacher_model": "student"},
+    "weights": {"teacher_model": "student"},
+    "tokenizer": {"teacher_model": "stranger", "student_model": "stranger"},
+    "text": {"data_path": "questions"},
+    "block_size": {"block_size": 24},
+    "packed": {"packing": False},
+    "temperature": {"temperature": 1.5},
+}
+
+
+@row(60)
+@pytest.mark.parametrize("field", FOREIGN)
+def test_a_cache_of_something_else_is_refused_with_the_field(world, distill, cached, field):
+    asked = world.settings(teacher_cache=str(cached))
+    assert metrics(run(asked.replace(run_name="own")))["cache"]["k"] == 8
+    before = content(cached)
+    changes = {
+        name: str(getattr(world, value)) if isinstance(value, str) else value
+        for name, value in FOREIGN[field].items()
+    }
+    code, error = distill(asked.replace(run_name="other", **changes))
+    line = one_line(error)
+    assert code in (1, 2) and f"{field}: cache has" in line
+    if field == "temperature":  # and nothing else is blamed
+        assert line.count(": cache has") == 1
+    assert content(cached) == before and not (world.runs / "other").exists()
+
+
+def _spoil_row(cached, fitting):
+    """A NaN in row 5 of the cache, its third file; `fitting` makes the manifest agree."""
+    manifest = read_manifest(cached / "teacher.json")
+    entry = manifest["shards"][2]
+    path = cached / entry["file"]
+    shard = torch.load(path, weights_only=True)
+    shard["log_probs"][1, 4, 0] = NAN
+    torch.save(shard, path)
+    if fitting:
+        entry |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+        write_manifest(cached / "teacher.json", manifest)
+    return path.name
+
+
+@row(61)
+@pytest.mark.parametrize("how", ["fitting checksum", "other checksum", "one bit", "truncated"])
+def test_a_damaged_cache_names_its_file_before_any_work(world, distill, cached, how):
+    if how.endswith("checksum"):
+        name = _spoil_row(cached, how == "fitting checksum")
+    else:
+        path = cached / read_manifest(cached / "teacher.json")["shards"][2]["file"]
+        name = path.name
+        flip_bit(path) if how == "one bit" else _cut(path)
+    before = content(cached)
+    code, error = distill(world.settings(teacher_cache=str(cached)))
+    line = one_line(error)
+    assert code in (1, 2) and name in line
+    if how.endswith("checksum"):
+        assert "row 1 (row 5" in line and "log_probs is NaN" in line
+    assert content(cached) == before and no_run(world.settings())
+
+
+_KILLED_CACHES = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+import torch
+from ssl_kd.guard import Precision
+from ssl_kd.language.cache import TeacherFingerprint, write
+from ssl_kd.teachers.causal import FrozenTeacher
+from tests.faults.inject_language import make_model, make_rows
+
+torch.set_num_threads(1)
+root, draw = Path(sys.argv[1]), random.Random(0)
+rows, teacher = make_rows(400), FrozenTeacher(make_model(seed=2))
+of = TeacherFingerprint("t", "w", "t", "x", 12, False, "rows", "float32", "topk", 8, 2.0)
+
+def cache(folder):
+    return write(teacher, rows, folder, of, batch_size=2, shard_rows=10)
+
+def complete(folder):
+    for place in (folder / "teacher.partial", folder):
+        if (place / "teacher.json").exists():
+            return len(json.loads((place / "teacher.json").read_bytes())["shards"])
+    return 0
+
+def fork(folder):
+    child = os.fork()
+    if child == 0:
+        cache(folder)
+        os._exit(0)
+    return child
+
+began = time.perf_counter()
+assert os.waitpid(fork(root / "straight"), 0)[1] == 0
+seconds, kills, rounds, resumed = time.perf_counter() - began, 0, 0, 0
+while kills < 8:
+    folder, rounds, known = root / str(rounds), rounds + 1, 0
+    while True:
+        child = fork(folder)
+        if kills < 8:
+            time.sleep(draw.uniform(0, seconds / 2))
+            os.kill(child, signal.SIGKILL)
+        killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert complete(folder) >= known, "a complete file was lost"
+        resumed += known > 0
+        kills, known = kills + killed, complete(folder)
+        if not killed:
+            break
+print(json.dumps({"kills": kills, "rounds": rounds, "resumed": resumed}))
+"""
+
+
+@row(65)
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_killed_at_random_moments_the_cache_is_that_of_an_unharmed_writer(tmp_path):
+    told = _in_a_process(_KILLED_CACHES, str(tmp_path))
+    assert told["kills"] == 8 and told["resumed"] > 1
+    straight = content(tmp_path / "straight")
+    for number in range(told["rounds"]):
+        assert content(tmp_path / str(number)) == straight
+
+
+def _in_a_process(script, *words):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=170,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# --- interrupted runs -----------------------------------------------------------------------------
+
+RUNS = {
+    "all weights": {},
+    "adapters": {"lora_rank": 4},
+    "two batches a step": {"gradient_accumulation_steps": 2},
+    "float16": HALF,
+    "from a cache": {"teacher_cache": "cache"},
+    "another tokenizer, hidden": {"align": "hidden", "student_model": "stranger"},
+    "another tokenizer, chunks": {"align": "chunks", "student_model": "stranger"},
+    "a router that learns": {"router_mode": "sar", "teacher_model": "mixture", "router_lr": 1e-2},
+    "a sick teacher": {"teacher_model": "sick"},
+    "sampled experts": {"router_mode": "ka", "teacher_model": "mixture", "ka_lambda": 0.5},
+}
+
+
+def _asked(world, changes, **more):
+    places = {
+        name: str(world.own / "cache" if value == "cache" else getattr(world, value))
+        for name, value in changes.items()
+        if name in ("teacher_cache", "student_model", "teacher_model")
+    }
+    return world.settings(**changes | places | more)
+
+
+def _same_run(a, b):
+    """The student, the log, the table: all but what the clock says."""
+    assert student_of(a) == student_of(b)
+    assert _log(a) == _log(b)
+    assert metrics(a)["table"] == metrics(b)["table"]
+    assert events(a) == events(b)
+    routers = [path / "router.safetensors" for path in (a, b)]
+    assert routers[0].exists() == routers[1].exists()
+    if routers[0].exists():
+        assert same(*map(load_file, routers))
+
+
+def _log(path):
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+@row(66)
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_interrupted_run_ends_to_the_bit_as_one_that_was_not(world, kind, request):
+    if kind == "from a cache":
+        request.getfixturevalue("cached")
+    asked = _asked(world, RUNS[kind], train_steps=8, save_steps=3)
+    whole = run(asked.replace(run_name="whole"))
+    with pytest.raises(Interrupted):
+        run(asked.replace(run_name="stopped"), progress=stop_at(4))
+    resumed = run(asked.replace(run_name="stopped", resume=True))
+    _same_run(resumed, whole)
+
+
+_KILLED_RUNS = """
+import json, os, random, shutil, signal, sys, time
+from pathlib import Path
+import torch
+from ssl_kd.language.run import run
+from ssl_kd.language.settings import LanguageSettings
+
+torch.set_num_threads(1)
+settings, draw = json.loads(sys.argv[1]), random.Random(0)
+runs, kills, rounds, resumed = Path(settings["RUNS_DIR"]), 0, 0, 0
+run(LanguageSettings.from_dict(settings | {"RUN_NAME": "first", "TRAIN_STEPS": 1}))  # imports
+
+def fork(name):
+    path = runs / name
+    if path.exists() and not (path / "config.json").exists():  # killed before it was a run
+        shutil.rmtree(path)
+    child = os.fork()
+    if child == 0:
+        asked = {"RUN_NAME": name, "RESUME": path.exists()}
+        run(LanguageSettings.from_dict(settings | asked))
+        os._exit(0)
+    return child
+
+began = time.perf_counter()
+assert os.waitpid(fork("whole"), 0)[1] == 0
+seconds = time.perf_counter() - began
+while kills < 8:
+    name = f"killed{rounds}"
+    rounds += 1
+    while True:
+        resumed += len(list((runs / name / "checkpoint").glob("*.pt"))) > 0
+        child = fork(name)
+        if kills < 8:
+            time.sleep(draw.uniform(0, seconds))
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        kills += status == signal.SIGKILL
+        assert status in (0, signal.SIGKILL), status
+        if status == 0:
+            break
+print(json.dumps({"kills": kills, "rounds": rounds, "resumed": resumed}))
+"""
+
+
+@row(66)
+def test_half_a_student_of_a_killed_run_is_cleared_away(world):
+    asked = world.settings(run_name="parts", save_steps=3)
+    with pytest.raises(Interrupted):
+        run(asked, progress=stop_at(4))
+    half = world.runs / "parts" / ".student.1a2b3c4d.tmp"
+    half.mkdir()
+    (half / "config.json").write_text("{")
+    run(asked.replace(resume=True))
+    assert not half.exists()
+
+
+@row(66)
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_killed_at_random_moments_the_student_is_the_uninterrupted_runs(world):
+    """With a router that learns: what a checkpoint holds beside the student."""
+    asked = _asked(world, RUNS["a router that learns"], train_steps=40, save_steps=5)
+    told = _in_a_process(_KILLED_RUNS, json.dumps(asked.to_dict()))
+    assert told["kills"] == 8 and told["resumed"] > 1
+    for number in range(told["rounds"]):
+        _same_run(world.runs / f"killed{number}", world.runs / "whole")
+
+
+# --- judging --------------------------------------------------------------------------------------
+
+
+@row(67)
+def test_a_student_that_is_nan_only_when_it_writes_is_named_by_its_questions(world):
+    """At the second new token of the second question: what has a cache of what went before."""
+    lm, clean = load_causal_lm(world.student), load_causal_lm(world.student)
+    hit = Struck(lm.model.model.norm, (1,), when=lambda output: output.shape[1] == 1)
+    hit.on = True
+    examples = open_text(world.questions, "all").examples
+    asked = {"limit": 4, "batch_size": 2, "max_new_tokens": 4}
+    scores, written = judge_answers(lm.model, lm.tokenizer, examples, **asked)
+    expected, texts = judge_answers(clean.model, clean.tokenizer, examples, **asked)
+    assert [line.partition(": ")[0] for line in scores.faults] == [
+        "questions.jsonl:2",
+        "questions.jsonl:4",
+    ]
+    assert all("logits not finite at new token 2" in line for line in scores.faults)
+    assert scores.n == expected.n and not expected.faults
+    assert [written[i].text for i in (0, 2)] == [texts[i].text for i in (0, 2)]
+    assert [written[i].text for i in (1, 3)] == ["", ""]
+    rows = make_rows()
+    found, expected = (judge_tokens(model, rows).table_row("") for model in (lm.model, clean.model))
+    assert found == expected and found["left_out"] == 0
+
+
+@row(68)
+@pytest.mark.parametrize("who", ["student", "teacher"])
+def test_an_evaluation_batch_that_is_nan_is_left_out_and_named(who):
+    rows, model, frozen = make_rows(32), make_model(seed=1), FrozenTeacher(make_model(seed=2))
+    seen = []
+    hit = Struck(
+        (model if who == "student" else frozen.model).model.norm,
+        (2, 4),
+        when=lambda output: len(output) == 8 and not seen.append(1) and len(seen) == 2,
+    )
+    clean = judge_tokens(model, rows, teacher=frozen)
+    hit.on = True
+    found = judge_tokens(model, rows, teacher=frozen)
+    assert found.table_row("x")["left_out"] == 1 and not clean.left_out
+    assert found.left_out[0].startswith("blocks 8 to 15: not finite: ")
+    others = judge_tokens(model, _without(rows, 8, 16), teacher=frozen)
+    assert not others.left_out
+    for name in ("nll", "perplexity", "agreement", "kl", "ece"):
+        assert getattr(found, name) == getattr(others, name) != getattr(clean, name)
+
+
+def _without(rows, start, stop):
+    kept = [i for i in range(len(rows)) if not start <= i < stop]
+    names = ("ids", "counts", "documents", "row_characters")
+    return replace(rows, **{name: getattr(rows, name)[kept] for name in names})
+
+
+# --- routers --------------------------------------------------------------------------------------
+
+
+@row(69)
+def test_a_router_that_only_imitates_is_stopped_and_the_rest_goes_on():
+    _, source, asked = _mixture("sar", router_lr=1.0, router_drift=0.02)
+    found = taught(source=source, steps=8, **asked)
+    (event,) = found.events
+    assert (event.part, event.stage, event.action) == ("router", "drift", "stopped")
+    assert "above 0.02" in event.reason and event.reason.startswith(_named(event.step))
+    assert all(result.updated and 0 < result.kd < INF for result in found.results)
+    routers = [
+        {k: v for k, v in found.owned(i).items() if k.startswith("router")}
+        for i in (event.step, event.step + 1, None)
+    ]
+    assert same(routers[0], routers[1]) and same(routers[1], routers[2])
+
+
+def _foreign(tensors):
+    for tensor in tensors.values():
+        tensor += 1
+
+
+ROUTER_FILES = {
+    "another teacher's": "original_routers",
+    "a NaN in it": "model.layers.1.mlp.gate.weight is missing, of another shape",
+    "truncated": "is not a safetensors file",
+    "no file": "no router file",
+}
+
+
+@row(70)
+@pytest.mark.parametrize("harm", ROUTER_FILES)
+def test_a_router_file_that_does_not_fit_is_refused_with_what_differs(world, distill, harm):
+    asked = _asked(world, RUNS["a router that learns"])
+    file = run(asked.replace(run_name="learned")) / "router.safetensors"
+    assert metrics(run(asked.replace(run_name="fits", router_weights=str(file))))["steps"] == 8
+    place = world.own / "router.safetensors"
+    if harm == "another teacher's":
+        folder = world.spoilt("mixture", _foreign)
+        asked = asked.replace(teacher_model=str(folder))
+    if harm != "no file":
+        shutil.copy(file, place)
+    if harm == "a NaN in it":
+        with safe_open(place, "pt") as opened:
+            said = opened.metadata()
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        tensors["model.layers.1.mlp.gate.weight"][0, 0] = NAN
+        save_file(tensors, place, metadata=said)
+    if harm == "truncated":
+        _cut(place)
+    code, error = distill(asked.replace(run_name="other", router_weights=str(place)))
+    line = one_line(error)
+    assert code in (1, 2) and str(place) in line and ROUTER_FILES[harm] in line
+    assert not (world.runs / "other").exists()
+
+
+@row(71)
+@pytest.mark.parametrize("mode", ["all", "ka", "sar"])
+def test_a_dense_teacher_is_refused_where_experts_are_asked_for(world, distill, mode):
+    code, error = distill(world.settings(router_mode=mode))
+    line = one_line(error)
+    assert code in (1, 2) and "LlamaForCausalLM has no router" in line and "'native'" in line
+    assert no_run(world.settings())
+
+
+@row(71)
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"TEACHER_CACHE": "somewhere"}, ["TEACHER_CACHE", "'ka'"]),
+        ({"TEACHER_OFFLOAD": True}, ["TEACHER_OFFLOAD", "'ka'"]),
+        ({"ALIGN": "chunks"}, ["ALIGN", "'all' and 'ka'"]),
+    ],
+)
+def test_a_router_cannot_learn_from_a_teacher_that_is_not_there(world, distill, changes, names):
+    asked = changed(_asked(world, RUNS["a router that learns"])) | changes
+    code, error = distill(LanguageSettings(), *flags_of(asked))
+    line = one_line(error)
+    assert code == 2 and all(name in line for name in names)
+    assert no_run(world.settings())

@@ -1,0 +1,127 @@
+"""Tiny random models of real architectures, a tokenizer trained on the spot, and texts."""
+
+import json
+from dataclasses import replace
+from functools import cached_property
+
+import pytest
+import torch
+
+from ssl_kd.datasets.text import Example, TextDataset
+from ssl_kd.guard.precision import Precision
+from ssl_kd.language.blocks import make_blocks, train_tokenizer
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Plain
+from ssl_kd.language.step import Distiller
+
+WHO = ("the old fox", "a small bird", "Lily", "the tall man", "her brother", "one grey cat")
+DOES = ("sees", "follows", "likes", "looks for", "runs from", "sings to")
+WHERE = ("in the garden", "by the sea", "at night", "under a tree", "on Sunday", "again")
+BLOCK = 24
+
+
+def sentence(i: int) -> str:
+    parts = WHO[i % 6], DOES[i // 6 % 6], WHO[(i // 3 + 1) % 6], WHERE[i * 7 % 6]
+    return f"{' '.join(parts)} {i}."
+
+
+class Tiny:
+    """Makes models of two layers, dimension 32, and what they learn from."""
+
+    precision = Precision.for_device("cpu")
+
+    @staticmethod
+    def texts(n=40, start=0, name="tiny") -> TextDataset:
+        # Of very different lengths: one to four sentences.
+        lines = [" ".join(map(sentence, range(i, i + 1 + i % 4))) for i in range(start, start + n)]
+        examples = tuple(Example(f"tiny:{i}", text=line) for i, line in enumerate(lines, 1))
+        return TextDataset(name, "train", examples, f"{name} {start} {n}", ())
+
+    @cached_property
+    def tokenizer(self):
+        return train_tokenizer(self.texts(), 320)
+
+    @cached_property
+    def other_tokenizer(self):
+        """Of another vocabulary, trained on other text."""
+        lines = (
+            "import os\nfor name in os.listdir(): print(name)\nreturn sea, garden, under",
+            "    ",
+        )
+        examples = tuple(Example("code", text=line) for line in lines * 2)
+        return train_tokenizer(TextDataset("code", "train", examples, "", ()), 290)
+
+    def model(self, kind="Llama", seed=0, tokenizer=None, spread=None, **changes):
+        """A causal LM with new weights, in evaluation mode; `spread`: of weights that matter."""
+        transformers = pytest.importorskip("transformers")
+        size = {
+            "vocab_size": len(tokenizer or self.tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+        }
+        if kind == "Mixtral":
+            size |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+        if kind == "GPT2":
+            size = {"vocab_size": size["vocab_size"], "n_embd": 32, "n_layer": 2, "n_head": 4}
+            size |= {"n_positions": 128, "bos_token_id": 0, "eos_token_id": 1}
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{kind}Config")(**{**size, **changes})
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for p in model.parameters() if spread else ():
+            if p.ndim > 1:
+                torch.nn.init.normal_(p, 0, spread)
+        return model
+
+    def folder(self, path, kind="Llama", seed=0, tokenizer=None, **changes) -> str:
+        """A saved model with its tokenizer."""
+        self.model(kind, seed, tokenizer, spread=0.3, **changes).save_pretrained(path)
+        (tokenizer or self.tokenizer).save_pretrained(path)
+        return str(path)
+
+    def blocks(self, n=40, packing=False):
+        return make_blocks(self.texts(n), self.tokenizer, BLOCK, packing=packing)
+
+    @staticmethod
+    def settings(**changes) -> LanguageSettings:
+        fast = {
+            "student_lr": 1e-2,
+            "temperature": 2.0,
+            "per_device_batch_size": 4,
+            "train_steps": 8,
+            "log_every": 1,
+        }
+        return LanguageSettings(**{**fast, **changes})
+
+    def distiller(self, teacher=None, student=None, precision=None, source=None, **changes):
+        """Ready to step; `teacher` answers a batch as a `FrozenTeacher` does."""
+        return Distiller(
+            self.model(seed=1) if student is None else student,
+            self.settings(**changes),
+            precision or self.precision,
+            Plain(teacher) if teacher is not None else source,
+        )
+
+    def half(self, dtype=torch.float16) -> Precision:
+        return replace(self.precision, student=dtype, teacher=dtype, scale=dtype == torch.float16)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return Tiny()
+
+
+@pytest.fixture
+def text_file(tmp_path, tiny):
+    """A `.jsonl` to learn from, with another beside it that is held out."""
+    for name, start, n in (("train", 0, 48), ("test", 1000, 12)):
+        rows = [{"text": example.text} for example in tiny.texts(n, start).examples]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"tiny_{name}.jsonl").write_text(lines)
+    return str(tmp_path / "tiny_train.jsonl")

@@ -1,0 +1,610 @@
+"""The main job of the language mode, end to end on tiny models: what it leaves, and going on."""
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from ssl_kd.guard.files import load_tensors  # noqa: E402
+from ssl_kd.language import run as running  # noqa: E402
+from ssl_kd.language.run import Best, cache_teacher, n_steps, run  # noqa: E402
+from ssl_kd.language.settings import LanguageSettings  # noqa: E402
+from ssl_kd.report import write_report  # noqa: E402
+from ssl_kd.runs.folder import RunFinished, RunFolderError  # noqa: E402
+from ssl_kd.runs.stop import Interrupted  # noqa: E402
+from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.store import FingerprintMismatch  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+FAST = {
+    "block_size": 24,
+    "per_device_batch_size": 4,
+    "train_steps": 6,
+    "eval_steps": 3,
+    "save_steps": 2,
+    "log_every": 2,
+    "eval_rows": 8,
+    "generations": 1,
+    "max_new_tokens": 3,
+    "student_lr": 1e-2,
+    "temperature": 2.0,
+    "device": "cpu",
+}
+TIMES = ("tokens_per_second",)
+
+
+@pytest.fixture(scope="session")
+def models(tiny, tmp_path_factory):
+    """Folders of saved models, made when they are asked for."""
+    root = tmp_path_factory.mktemp("models")
+
+    def get(name):
+        if not (root / name).exists():
+            make = {
+                "teacher": lambda path: tiny.folder(path),
+                "gpt2": lambda path: tiny.folder(path, "GPT2"),
+                "mixture": lambda path: tiny.folder(path, "Mixtral"),
+                "foreign": lambda path: tiny.folder(path, tokenizer=tiny.other_tokenizer),
+                "student": lambda path: tiny.folder(path, seed=4),
+            }
+            make[name](root / name)
+        return str(root / name)
+
+    return get
+
+
+@pytest.fixture
+def settings(tmp_path, text_file, models):
+    """Settings of a fast run; with changes."""
+
+    def change(**changes):
+        own = {"data_path": text_file, "runs_dir": str(tmp_path / "runs"), "run_name": "a"}
+        own |= {"teacher_model": models("teacher"), "student_model": "fresh:1x16"}
+        return LanguageSettings(**{**FAST, **own, **changes})
+
+    return change
+
+
+def metrics(path):
+    return json.loads((path / "metrics.json").read_text())
+
+
+def config(path):
+    return json.loads((path / "config.json").read_text())
+
+
+def events(path):
+    return [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+
+
+def log_lines(path):
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{name: v for name, v in row.items() if name not in TIMES} for row in rows]
+
+
+def table(path):
+    return {row["name"]: row for row in metrics(path)["table"]}
+
+
+def student_of(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path / "student").eval()
+
+
+def weights(path):
+    return (path / "student" / "model.safetensors").read_bytes()
+
+
+def last_checkpoint(path):
+    return load_tensors(max((path / "checkpoint").glob("step_*.pt")))["tensors"]
+
+
+def same(a, b):
+    """Whether two nested states are equal to the bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+# --- what a run leaves ----------------------------------------------------------------------------
+
+
+def test_a_run_leaves_every_file_with_sense_in_it(settings):
+    stages = []
+    path = run(
+        settings(), progress=lambda stage, at, total, info: stages.append((stage, at, total))
+    )
+    files = {file.name for file in path.iterdir()}
+    assert files >= {"config.json", "metrics.jsonl", "events.jsonl", "metrics.json", "student"}
+    assert (path.parent / "latest").resolve() == path
+    assert all(at <= total for _, at, total in stages)
+    assert {"prepare", "judge", "train"} == {stage for stage, *_ in stages}
+
+    said = config(path)
+    assert said["mode"] == "language" and said["settings"]["BLOCK_SIZE"] == 24
+    assert said["teacher"]["layers"] == 2 and said["student"]["layers"] == 1
+    assert said["teacher"]["vocabulary"] == said["student"]["vocabulary"] == 320
+    assert said["student"]["trained"] == said["student"]["parameters"] > 0
+    assert said["data"]["documents"] == 48 and said["data"]["left_out"]
+    assert 0 < said["data"]["eval_tokens"] < said["data"]["train_tokens"]
+    assert {"teacher", "student", "optimizer", "activations", "loss"} <= set(said["memory"])
+    assert "teacher fp32" in said["precision"] and "transformers" in said["versions"]
+
+    lines = log_lines(path)
+    looks = [line for line in lines if "eval" in line]
+    assert [line["step"] for line in lines if "eval" not in line] == [2, 4, 6]
+    assert [line["step"] for line in looks] == [3, 6]
+    assert looks[1]["eval"]["nll"] < looks[0]["eval"]["nll"]
+
+    found = metrics(path)
+    assert [row["name"] for row in found["table"]] == ["teacher", "student before", "student"]
+    assert (found["steps"], found["best_step"], found["success_rate"]) == (6, 6, 1.0)
+    assert found["events"] == len(events(path)) == 0
+    assert found["cache"] is found["alignment"] is None
+    rows = table(path)
+    assert rows["student"]["perplexity"] < rows["student before"]["perplexity"]
+    assert rows["student"]["nll"] == looks[1]["eval"]["nll"]
+    assert rows["student"]["kl"] > 0 and 0 <= rows["student"]["agreement"] <= 1
+    assert rows["teacher"]["kl"] is None and rows["teacher"]["bits_per_character"] > 0
+    (shown,) = found["generations"]
+    assert {"prompt", "reference", "teacher", "before", "after"} == set(shown)
+    assert shown["prompt"] and {"prepare", "judge", "train", "save", "total"} <= set(
+        found["seconds"]
+    )
+
+    report = write_report(path)
+    assert report == path / "report.html" and "perplexity" in report.read_text().lower()
+
+
+def test_the_student_that_is_saved_is_the_best_checkpoint(settings, monkeypatch):
+    """Even where the last steps made it worse."""
+    rates = iter([1e-2] * 3 + [1.0] * 3)
+    monkeypatch.setattr("ssl_kd.language.train.learning_rate_at", lambda *args: next(rates))
+    path = run(settings())
+    looks = [line["eval"]["nll"] for line in log_lines(path) if "eval" in line]
+    assert looks[1] > looks[0]
+    assert metrics(path)["best_step"] == 3
+    assert table(path)["student"]["nll"] == looks[0]
+    student = student_of(path)
+    best = last_checkpoint(path)["best"]
+    assert (best["step"], best["nll"]) == (3, looks[0])
+    for name, p in student.named_parameters():
+        assert torch.equal(p, best["weights"][name])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path / "student")
+    assert tokenizer("Lily sees").input_ids[1:]
+    card = (path / "student" / "README.md").read_text()
+    assert "student before" in card and (path / "student" / "generation_config.json").exists()
+
+
+def test_best_keeps_the_lowest_and_never_what_is_not_finite(tiny):
+    distiller = tiny.distiller()
+    head = distiller.student.lm_head.weight.detach()
+    best = Best(distiller)
+    for step, nll in enumerate([None, 3.0, 2.0, None, 2.5], 1):
+        head.fill_(step)
+        best.offer(step, nll)
+    again = Best(distiller)
+    again.load(best.state())
+    again.put_back()
+    assert (again.step, again.nll) == (3, 2.0) and (head == 3).all()
+
+
+def test_a_dry_run_tries_everything_in_five_steps(settings, caplog):
+    with caplog.at_level(logging.INFO):
+        path = run(settings(dry_run=True, train_steps=500, baseline=True, eval_steps=400))
+    found = metrics(path)
+    assert found["steps"] == 5 == found["best_step"]
+    assert [line["step"] for line in log_lines(path) if "eval" not in line] == [1, 2, 3, 4, 5]
+    assert set(table(path)) == {"teacher", "student before", "student", "CE alone"}
+    assert student_of(path) is not None
+    said = [r.message for r in caplog.records if r.message.startswith("step ")]
+    assert len(said) >= 5 and "kd" in said[0] and "gradient norm" in said[0]
+    shapes = "student [4, 24, 320], teacher [4, 24, 320]"
+    assert f"logits: {shapes}; temperature 2; weights: ce 0.5, kd 0.5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "accumulate", "steps"), [(1, 8, 1, 2), (3, 9, 1, 7), (0.1, 4, 2, 1)]
+)
+def test_epochs_stand_for_steps(epochs, rows, accumulate, steps, tiny):
+    chosen = tiny.settings(epochs=epochs, gradient_accumulation_steps=accumulate)
+    assert n_steps(chosen, rows) == steps
+    assert n_steps(tiny.settings(train_steps=7), rows) == 7
+
+
+def test_the_baseline_is_the_same_student_by_cross_entropy_alone(settings):
+    path = run(settings(baseline=True, run_name="both"))
+    rows = table(path)
+    assert list(rows) == ["teacher", "student before", "student", "CE alone"]
+    assert rows["CE alone"]["perplexity"] < rows["student before"]["perplexity"]
+    assert rows["CE alone"]["nll"] != rows["student"]["nll"]
+    plain = run(settings(alpha_kd=0.0, alpha_ce=1.0, run_name="plain"))
+    for name in ("nll", "kl", "ece", "agreement"):
+        assert table(plain)["student"][name] == rows["CE alone"][name]
+
+
+# --- students and teachers ------------------------------------------------------------------------
+
+
+# peft asks transformers by a name that is deprecated.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_of_a_student_with_a_name_are_saved_alone(settings, models):
+    peft = pytest.importorskip("peft")
+    path = run(settings(student_model=models("student"), lora_rank=2))
+    said = config(path)["student"]
+    assert 0 < said["trained"] < said["parameters"] / 4
+    assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
+    base = transformers.AutoModelForCausalLM.from_pretrained(models("student"))
+    adapted = peft.PeftModel.from_pretrained(base, path / "student")
+    best = last_checkpoint(path)["best"]["weights"]
+    for name, p in adapted.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(p, best[name]), name
+
+
+def test_adapters_of_a_new_student_are_merged(settings):
+    path = run(settings(lora_rank=2, student_model="layers:1"))
+    assert (path / "student" / "model.safetensors").exists()
+    assert not (path / "student" / "adapter_config.json").exists()
+    assert student_of(path).config.num_hidden_layers == 1
+
+
+def test_the_seed_decides_about_adapters_too(settings):
+    states = []
+    for seed in (0, 1):
+        chosen = settings(lora_rank=2, student_model="layers:1", seed=seed, student_lr=0.0)
+        task = running.prepare(chosen, running.precision_of(chosen), lambda *args: None)
+        named = task.student.model.named_parameters()
+        states.append(next(p for name, p in named if "lora_A" in name))
+    assert not torch.equal(*states)
+
+
+def test_a_student_cut_from_the_teacher_begins_with_its_layers(settings):
+    path = run(settings(student_model="layers:2", train_steps=1, student_lr=0.0))
+    rows = table(path)
+    assert rows["student"]["nll"] == pytest.approx(rows["teacher"]["nll"], rel=1e-6)
+    assert rows["student"]["kl"] == pytest.approx(0, abs=1e-6) and rows["student"]["agreement"] == 1
+
+
+def test_without_a_teacher_it_is_cross_entropy_alone(settings):
+    path = run(settings(teacher_model="none", vocabulary=300))
+    assert list(table(path)) == ["student before", "student"]
+    assert config(path)["teacher"] is None and config(path)["student"]["vocabulary"] == 304
+    assert all(line["kd"] is None for line in log_lines(path) if "kd" in line)
+    assert table(path)["student"]["kl"] is None
+    assert "report" in write_report(path).name
+
+
+def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = {"teacher_model": "train", "teacher_steps": 12, "teacher_size": "1x32"}
+    stages = []
+    tell = lambda stage, *rest: stages.append(stage)  # noqa: E731
+    one = run(settings(**small, vocabulary=300), progress=tell)
+    assert stages.count("teacher") == 12
+    (folder,) = (tmp_path / "data" / "teachers").iterdir()
+    assert table(one)["teacher"]["perplexity"] < 300
+    # The teacher's own training asks for nothing of the run's: no router, no cache, no clamp.
+    cache = {"teacher_cache": str(tmp_path / "cache"), "vocabulary": 300, "cache_method": "topk"}
+    cache_teacher(settings(**small, **cache))
+    two = run(settings(**small, **cache, run_name="b"), progress=tell)
+    assert stages.count("teacher") == 12 and metrics(two)["cache"]["method"] == "topk"
+    assert [folder] == list((tmp_path / "data" / "teachers").iterdir())
+    run(settings(**small, vocabulary=300, seed=1, run_name="c"), progress=tell)
+    assert stages.count("teacher") == 24
+
+
+@pytest.mark.parametrize("mode", ["native", "all", "auto"])
+def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
+    """All of the vocabulary in it, the same training; the teacher itself is not asked."""
+    cached = {"cache_method": "topk", "cache_k": 320, "router_mode": mode}
+    if mode == "all":
+        cached["teacher_model"] = models("mixture")
+    live = run(settings(**cached, run_name="live"))
+    cached["teacher_cache"] = str(tmp_path / "cache")
+    cache_teacher(settings(**cached))
+    path = run(settings(**cached))
+    assert table(path)["student"]["nll"] == pytest.approx(table(live)["student"]["nll"], abs=1e-3)
+    assert "teacher" not in table(path) and table(path)["student"]["kl"] is None
+    assert metrics(path)["cache"]["k"] == 320
+    rows = zip(log_lines(live), log_lines(path), strict=True)
+    assert all(a["kd"] == pytest.approx(b["kd"], abs=1e-2) for a, b in rows if "kd" in a)
+    for changes in ({"block_size": 16}, {"temperature": 3.0}, {"teacher_model": models("student")}):
+        with pytest.raises(FingerprintMismatch):
+            run(settings(**{**cached, **changes}, run_name="other"))
+
+
+def test_every_family_goes_through(settings, models):
+    path = run(settings(teacher_model=models("gpt2"), student_model="fresh:1x16"))
+    assert student_of(path).config.model_type == "gpt2"
+    assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
+
+
+# --- teachers that do not match -------------------------------------------------------------------
+
+
+def test_a_mixture_with_a_router_that_learns(settings, models, tmp_path):
+    sar = {"teacher_model": models("mixture"), "router_mode": "sar", "router_lr": 1e-2}
+    path = run(settings(**sar))
+    names = {"router", "router_drift", "router_entropy", "teacher_ce"}
+    assert all(names <= set(line) for line in log_lines(path) if "eval" not in line)
+    router = last_checkpoint(path)["distiller"]["router"]
+    assert router["routers"].keys() and router["optimizer"]["state"]
+    file = path / "router.safetensors"
+    again = run(settings(**{**sar, "router_weights": str(file), "run_name": "again"}))
+    first = next(line for line in log_lines(again) if "eval" not in line)
+    assert first["router_drift"] > next(iter(log_lines(path)))["router_drift"]
+    assert "report" in write_report(path).name
+
+
+def test_the_preset_lets_the_teacher_decide_about_routing(settings, models):
+    dense = run(settings(router_mode="auto", run_name="dense"))
+    assert not (dense / "router.safetensors").exists()
+    mixture = run(settings(router_mode="auto", teacher_model=models("mixture")))
+    assert (mixture / "router.safetensors").exists()
+
+
+@pytest.mark.parametrize("how", ["hidden", "uld", "chunks"])
+def test_a_teacher_with_another_tokenizer(settings, models, how):
+    foreign = {"teacher_model": models("foreign"), "student_model": models("student")}
+    if how == "uld":
+        with pytest.raises(SettingsError) as refused:
+            run(settings(**foreign))
+        assert "different tokenizers (290 and 320 tokens)" in str(refused.value)
+        assert "--align chunks, uld or hidden" in str(refused.value)
+    path = run(settings(**foreign, align=how, alpha_kd=0.05))
+    assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
+    assert 0 < metrics(path)["alignment"]["coverage"] <= 1
+    assert table(path)["teacher"]["bits_per_character"] > 0
+    assert table(path)["student"]["kl"] is None
+    projection = last_checkpoint(path)["distiller"]["aligned"]
+    assert bool(projection) == (how == "hidden")
+    assert "report" in write_report(path).name
+
+
+# --- resume ---------------------------------------------------------------------------------------
+
+
+def stop_at(step, number):
+    """A progress that sends this process a signal when a step was logged."""
+
+    def tell(stage, done, total, info):
+        if (stage, done) == ("train", step):
+            os.kill(os.getpid(), number)
+
+    return tell
+
+
+WAYS = {
+    "live": {},
+    "sar": {"router_mode": "sar", "router_lr": 1e-2},
+    "ka": {"router_mode": "ka", "ka_lambda": 0.5},
+    "hidden": {"align": "hidden"},
+    "lora": {"lora_rank": 2},
+    "fp16": {"model_dtype": "float16", "emulate_fp16": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, models, way, monkeypatch):
+    more = dict(WAYS[way], log_every=3, baseline=way == "live")
+    if way in ("sar", "ka"):
+        more["teacher_model"] = models("mixture")
+    if way == "hidden":
+        more |= {"teacher_model": models("foreign"), "student_model": models("student")}
+    if way == "live":  # the best weights are those from before the interruption
+        rate = "ssl_kd.language.train.learning_rate_at"
+        monkeypatch.setattr(rate, lambda step, *args: 1e-2 if step < 3 else 1.0)
+    whole = run(settings(**more, run_name="whole"))
+    assert metrics(whole)["best_step"] == (3 if way == "live" else 6)
+    number = signal.SIGTERM if way == "live" else signal.SIGINT
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted) as stopped:
+        run(settings(**more), progress=stop_at(3, number))
+    assert signal.getsignal(number) is before
+    path = whole.parent / "a"
+    assert (stopped.value.signal, stopped.value.run_dir) == (number, path)
+    assert not (path / "metrics.json").exists()
+    assert run(settings(**more, resume=True)) == path
+    assert log_lines(path) == log_lines(whole)
+    assert same(last_checkpoint(path), last_checkpoint(whole))
+    if way != "lora":
+        assert weights(path) == weights(whole)
+    ours, theirs = metrics(path), metrics(whole)
+    for name in ("table", "best_step", "tokens", "success_rate", "events", "generations"):
+        assert ours[name] == theirs[name]
+
+
+def test_a_baseline_that_is_interrupted_is_trained_again(settings):
+    whole = run(settings(baseline=True, run_name="whole"))
+
+    def tell(stage, done, total, info):
+        if (stage, done) == ("baseline", 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        run(settings(baseline=True), progress=tell)
+    path = run(settings(baseline=True, resume=True))
+    assert weights(path) == weights(whole) and metrics(path)["table"] == metrics(whole)["table"]
+    assert log_lines(path) == log_lines(whole)
+
+
+def test_draws_of_experts_are_cached_each_in_a_folder(settings, models, tmp_path):
+    ka = {"teacher_model": models("mixture"), "router_mode": "ka", "ka_lambda": 0.5}
+    ka["teacher_cache"] = str(tmp_path / "cache")
+    with pytest.raises(SettingsError, match="DIVERGENCE is reverse_kl, and .* CACHE_METHOD 'topk'"):
+        cache_teacher(settings(**ka, cache_method="sample"))
+    ka["cache_method"] = "topk"
+    assert len(cache_teacher(settings(**ka))) == 2
+    assert {"draw_0", "draw_1"} <= {folder.name for folder in (tmp_path / "cache").iterdir()}
+    path = run(settings(**ka))
+    assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
+    assert "router" not in log_lines(path)[0]
+    with pytest.raises(FingerprintMismatch):
+        run(settings(**{**ka, "ka_lambda": 0.1}, run_name="other"))
+    sampled = ka | {"divergence": "forward_kl", "cache_method": "sample", "force_recompute": True}
+    cache_teacher(settings(**sampled))
+    with pytest.raises(SettingsError, match="a cache of CACHE_METHOD 'sample' knows forward_kl"):
+        run(settings(**ka, run_name="other"))
+
+
+_KILLED_AGAIN_AND_AGAIN = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+import torch
+from ssl_kd.language.run import run
+from ssl_kd.language.settings import LanguageSettings
+import ssl_kd.language.student, transformers
+
+torch.set_num_threads(1)
+settings, kills = eval(sys.argv[1]), 0
+path, draw = Path(settings["runs_dir"]) / "a", random.Random(0)
+while True:
+    resume = (path / "config.json").exists()
+    if not resume:
+        shutil.rmtree(path, ignore_errors=True)
+    child = os.fork()  # before any thread was started here
+    if child == 0:
+        run(LanguageSettings(run_name="a", resume=resume, **settings))
+        os._exit(0)
+    if kills < 4:
+        time.sleep(draw.uniform(0.3, 0.9))
+        os.kill(child, signal.SIGKILL)
+    killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+    kills += killed
+    if not killed:
+        break
+print(kills)
+"""
+
+
+def test_killed_at_random_moments_the_weights_are_those_of_an_uninterrupted_run(settings):
+    long = {"train_steps": 30, "save_steps": 3, "log_every": 4, "eval_steps": 15, "generations": 0}
+    whole = run(settings(run_name="whole", **long))
+    words = {name.lower(): value for name, value in settings(**long).to_dict().items()}
+    del words["run_name"], words["resume"]
+    script = [sys.executable, "-c", _KILLED_AGAIN_AND_AGAIN, repr(words)]
+    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2  # a faster machine finishes earlier
+    path = whole.parent / "a"
+    assert weights(path) == weights(whole)
+    assert log_lines(path) == log_lines(whole)
+    assert same(last_checkpoint(path), last_checkpoint(whole))
+    assert not [file for file in path.rglob(".*") if file.name != ".lock"]
+
+
+def interrupted(settings, **changes):
+    with pytest.raises(Interrupted):
+        run(settings(**changes), progress=stop_at(2, signal.SIGTERM))
+
+
+def test_other_settings_and_other_data_are_refused_on_a_resume(settings, text_file, models, tiny):
+    student = tiny.folder(Path(text_file).with_name("own"), seed=5)
+    interrupted(settings, student_model=student)
+    with pytest.raises(SettingsError, match="TEMPERATURE was 2.0 and is now 3.0"):
+        run(settings(student_model=student, resume=True, temperature=3.0))
+    lines = Path(text_file).read_text()
+    Path(text_file).write_text(lines + json.dumps({"text": "One more line."}) + "\n")
+    with pytest.raises(RunFolderError, match="the data or the teacher are not those"):
+        run(settings(student_model=student, resume=True))
+    Path(text_file).write_text(lines)
+    tiny.folder(student, seed=6)
+    with pytest.raises(RunFolderError, match="not those that it began with"):
+        run(settings(student_model=student, resume=True))
+    tiny.folder(student, seed=5)
+    # What changes no number may change.
+    path = run(settings(student_model=student, resume=True, save_steps=1))
+    assert metrics(path)["steps"] == 6
+
+
+def test_a_finished_run_is_neither_overwritten_nor_trained_on(settings):
+    path = run(settings())
+    before = weights(path)
+    with pytest.raises(RunFolderError, match="already holds a finished run"):
+        run(settings())
+    with pytest.raises(RunFinished):
+        run(settings(resume=True))
+    assert weights(path) == before
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_any_work(settings, tmp_path):
+    (tmp_path / "runs").write_text("a file where the folder of runs should be")
+    began = time.perf_counter()
+    with pytest.raises(OSError, match="runs"):
+        run(settings())
+    assert time.perf_counter() - began < 1
+
+
+def test_a_run_that_fails_before_training_leaves_no_folder(settings, tmp_path, models):
+    for changes, message in (
+        ({"block_size": 512}, "BLOCK_SIZE is 512, but .* has 128 positions"),
+        ({"student_model": "layers:9"}, "has 2 layers"),
+        ({"router_mode": "ka"}, "dense model"),
+        ({"legacy_clamp": "2.5:0.1:1.0"}, "nothing is learned"),
+        ({"data_path": str(tmp_path / "absent.jsonl")}, "absent.jsonl"),
+        ({"teacher_model": str(tmp_path / "nobody")}, "nobody"),
+    ):
+        with pytest.raises((ValueError, RuntimeError, OSError), match=message):
+            run(settings(**changes))
+        assert list((tmp_path / "runs").iterdir()) == []
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def test_a_held_out_batch_that_is_not_finite_is_named_and_left_out(
+    settings, tmp_path, tiny, caplog
+):
+    student = tiny.model(seed=4, spread=0.3)
+    (unique,) = {tiny.tokenizer("#").input_ids[-1]}
+    student.model.embed_tokens.weight.data[unique] = math.nan  # a token of held-out text alone
+    student.save_pretrained(tmp_path / "sick")
+    tiny.tokenizer.save_pretrained(tmp_path / "sick")
+    lines = [
+        {"text": f"{tiny.texts(1).examples[0].text} {'#' if i == 5 else '.'}"} for i in range(8)
+    ]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = {"student_model": str(tmp_path / "sick"), "eval_path": str(held_out)}
+    path = run(settings(**changes, packing=False, per_device_batch_size=2))
+    rows = table(path)
+    assert rows["student"]["left_out"] == rows["student before"]["left_out"] == 1
+    assert rows["teacher"]["left_out"] == 0
+    assert math.isfinite(rows["student"]["perplexity"])
+    assert "blocks 4 to 5: not finite" in caplog.text
+    assert metrics(path)["success_rate"] == 1.0
+
+
+def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, tiny):
+    student = tiny.model(seed=4)
+    student.model.norm.weight.data[3] = math.nan
+    student.save_pretrained(tmp_path / "sick")
+    tiny.tokenizer.save_pretrained(tmp_path / "sick")
+    sick = {"student_model": str(tmp_path / "sick"), "stop_after": 2}
+    with pytest.raises(TooFewHealthyParts) as stopped:
+        run(settings(**sick))
+    said = str(stopped.value)
+    assert "step 1: no part had a healthy step in the last 2" in said
+    assert "student weight model.norm.weight came in not finite" in said
+    assert "Settings to try: --student_lr 0.002 --max_grad_norm 0.5" in said
+    path = tmp_path / "runs" / "a"
+    found = [(row["step"], row["part"], row["action"]) for row in events(path)]
+    assert (0, "ce", "cut out") in found and (1, "model", "skipped") in found
+    assert max((path / "checkpoint").glob("*.pt")).name == "step_000000002.pt"
+    with pytest.raises(TooFewHealthyParts):  # a resume finds the same
+        run(settings(**sick, resume=True))

@@ -1,0 +1,126 @@
+"""Settings of the language mode: presets build, and what does not fit together is refused."""
+
+import pytest
+
+from ssl_kd.language.settings import DIVERGENCES, PRESETS, LanguageSettings
+from ssl_kd.settings import SettingsError
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_builds_and_survives_its_own_file(name, tmp_path):
+    settings = LanguageSettings(**PRESETS[name])
+    for field, value in PRESETS[name].items():
+        assert getattr(settings, field) == value
+    lines = [f"{key} = {value!r}" for key, value in settings.to_dict().items()]
+    (tmp_path / "config.py").write_text("\n".join(lines))
+    assert LanguageSettings.from_file(tmp_path / "config.py") == settings
+    assert LanguageSettings.from_dict(settings.to_dict()) == settings
+
+
+def test_presets_hold_the_numbers_that_their_names_promise():
+    numbers = ("student_lr", "temperature", "alpha_kd", "alpha_ce", "max_grad_norm")
+    table = {
+        "stable": (1e-5, 2.0, 0.1, 0.9, 0.5),
+        "fp16_safe": (1e-5, 2.0, 0.1, 0.9, 0.5),
+        "ultra_stable": (5e-6, 1.5, 0.05, 0.95, 0.5),
+        "most_conservative": (2e-6, 1.2, 0.01, 0.99, 0.25),
+    }
+    for name, expected in table.items():
+        settings = LanguageSettings(**PRESETS[name])
+        assert tuple(getattr(settings, number) for number in numbers) == expected
+    balanced = LanguageSettings(**PRESETS["balanced"])
+    assert (balanced.student_lr, balanced.alpha_kd, balanced.alpha_ce) == (1e-5, 0.1, 0.9)
+    assert LanguageSettings(**PRESETS["fp16_safe"]).model_dtype == "float16"
+    # Ten in a row stop; in ultra_stable twenty begin again.
+    assert LanguageSettings(**PRESETS["stable"]).stop_after == 10
+    ultra = LanguageSettings(**PRESETS["ultra_stable"])
+    assert (ultra.stop_after, ultra.restore_after) == (None, 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha_kd": 0, "alpha_ce": 0}, "ALPHA_KD and ALPHA_CE are both 0"),
+        ({"teacher_model": "none", "alpha_ce": 0}, "ALPHA_CE must be above 0"),
+        ({"teacher_model": "none", "teacher_cache": "c"}, "TEACHER_CACHE needs the TEACHER_MODEL"),
+        (
+            {"teacher_cache": "c", "router_mode": "sar"},
+            "need the teacher itself. Set TEACHER_CACHE",
+        ),
+        ({"teacher_cache": "c", "align": "uld"}, "need the teacher itself. Set TEACHER_CACHE"),
+        ({"router_mode": "sar", "align": "chunks"}, "ALIGN must be 'auto'"),
+        ({"router_mode": "sar", "teacher_offload": True}, "ROUTER_MODE to 'ka'"),
+        ({"router_joint": True, "divergence": "skew_kl"}, "ROUTER_JOINT takes forward_kl"),
+        ({"emulate_fp16": True}, "EMULATE_FP16 is for MODEL_DTYPE 'float16' only"),
+        ({"run_name": "a/b"}, "RUN_NAME is 'a/b'"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(value),
+)
+def test_what_does_not_fit_together_is_refused(changes, message):
+    with pytest.raises(SettingsError) as refused:
+        LanguageSettings(**changes)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"teacher_cache": "c", "router_mode": "ka"},
+        {"router_mode": "all", "align": "chunks"},
+        {"router_mode": "ka", "teacher_offload": True},
+        {"router_mode": "sar", "router_joint": True, "divergence": "js"},
+        {"alpha_kd": 0.0},
+        {"alpha_ce": 0.0},
+    ],
+    ids=str,
+)
+def test_what_fits_is_let_through(changes):
+    settings = LanguageSettings(**changes)
+    assert all(getattr(settings, name) == value for name, value in changes.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("divergence", "forward_k", "DIVERGENCE is 'forward_k', but must be one of 'auto'"),
+        ("divergence", "forward_k", "Did you mean forward_kl?"),
+        ("align", "chunk", "Did you mean chunks?"),
+        ("router_mode", "saar", "Did you mean sar?"),
+        ("temperature", 0.0, "TEMPERATURE is 0.0, but must be a finite number, at least 0.05"),
+        ("temperature", float("nan"), "TEMPERATURE is nan"),
+        ("max_grad_norm", 0, "MAX_GRAD_NORM is 0, but must be a finite number, above 0 (or None)"),
+        ("train_steps", 0, "TRAIN_STEPS is 0"),
+        ("train_steps", 2.5, "a whole number"),
+        ("model_dtype", "fp16", "MODEL_DTYPE is 'fp16', but must be one of"),
+        ("device", "gpu", "'cuda:N'"),
+        ("warmup_fraction", 1.0, "below 1"),
+    ],
+)
+def test_a_value_out_of_range_says_what_is_allowed(name, value, message):
+    with pytest.raises(SettingsError) as refused:
+        LanguageSettings(**{name: value})
+    assert message in str(refused.value)
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "config.py").write_text("TEMPERATUR = 2.0\n")
+    with pytest.raises(SettingsError, match="no setting TEMPERATUR. Did you mean TEMPERATURE?"):
+        LanguageSettings.from_file(tmp_path / "config.py")
+    with pytest.raises(SettingsError, match="Did you mean STUDENT_LR?"):
+        LanguageSettings.named("student-lrr")
+
+
+def test_the_divergence_follows_the_router_where_it_is_left_open():
+    assert LanguageSettings().kind_of_divergence == "forward_kl"
+    for mode in ("all", "ka", "sar"):
+        assert LanguageSettings(router_mode=mode).kind_of_divergence == "reverse_kl"
+    for name in DIVERGENCES:
+        settings = LanguageSettings(divergence=name, router_mode="ka")
+        assert settings.kind_of_divergence == name
+
+
+def test_what_may_change_on_a_resume_are_settings():
+    names = LanguageSettings.rules()
+    assert LanguageSettings.free_on_resume <= names.keys()
+    assert "seed" not in LanguageSettings.free_on_resume
+    assert "eval_steps" not in LanguageSettings.free_on_resume  # it decides which weights are best

@@ -1,0 +1,375 @@
+"""Teachers that do not match, at work in a step: mixtures of experts and foreign tokenizers."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from ssl_kd.language import sources  # noqa: E402
+from ssl_kd.language.alignment import aligned_blocks  # noqa: E402
+from ssl_kd.language.sources import Aligned, Routed  # noqa: E402
+from ssl_kd.language.step import Distiller  # noqa: E402
+from ssl_kd.losses.linear_distillation import LogitsTeacher  # noqa: E402
+from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
+from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
+from ssl_kd.teachers.mixture import Routing  # noqa: E402
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def changed(before, after):
+    return {name for name, x in before.items() if not torch.equal(x, after[name])}
+
+
+def same(a, b):
+    return not changed(a, b)
+
+
+def routed(tiny, mode, precision=None, **changes) -> Any:
+    """A distiller that follows a small mixture of experts."""
+    precision = precision or tiny.precision
+    settings = tiny.settings(router_mode=mode, **{"router_lr": 1e-2, **changes})
+    frozen = FrozenTeacher(tiny.model("Mixtral", spread=0.3), dtype=precision.teacher)
+    source = Routed(frozen, settings, scale_loss=precision.scale)
+    return Distiller(tiny.model(seed=1), settings, precision, source)
+
+
+def go(distiller, blocks, steps, rate=1e-2):
+    results = []
+    for step in steps:
+        torch.manual_seed(step)
+        results.append(distiller.step([blocks.batch(range(4 * step, 4 * step + 4))], rate))
+    return results
+
+
+def on_batch(distiller, batch, teacher_mode, temperature, student=None):
+    """Mean KL(q || p) of a batch by definition, and the teacher's own cross-entropy."""
+    source, student = distiller.source, student or distiller.student
+    rows, targets = next_token_targets(batch.input_ids, batch.counts)
+    with torch.no_grad(), source.mixture.using(Routing(teacher_mode)):
+        p = source.frozen.model(**batch.model_inputs(), use_cache=False).logits.flatten(0, 1)[rows]
+        q = student(**batch.model_inputs(), use_cache=False).logits.flatten(0, 1)[rows]
+    log_p, log_q = (x.double().div(temperature).log_softmax(-1) for x in (p, q))
+    kl = (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+    ce = -p.log_softmax(-1).gather(1, targets[:, None]).mean()
+    return float(temperature**2 * kl), float(ce)
+
+
+# --- mixtures of experts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mode": "native"},
+        {"mode": "all"},
+        {"mode": "ka", "ka_lambda": 0.5},
+        {"mode": "sar"},
+        {"mode": "sar", "router_joint": True},
+        {"mode": "sar", "gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+def test_every_router_mode_trains_the_student_and_only_sar_the_router(tiny, changes, half):
+    blocks = tiny.blocks()
+    precision = tiny.half() if half else None
+    distiller = routed(tiny, precision=precision, alpha_ce=0.0, alpha_kd=1.0, **changes)
+    before = weights(distiller.source.frozen.model)
+    results = go(distiller, blocks, [*range(5), 0])
+    assert all(r.updated and math.isfinite(r.kd) for r in results)
+    assert results[-1].kd < 0.98 * results[0].kd  # the same batch and draw of experts
+    moved = changed(before, weights(distiller.source.frozen.model))
+    routers = set(distiller.source.mixture.router_parameters())
+    assert moved == (routers if changes["mode"] == "sar" else set()) and len(routers) == 2
+    learns = {"router", "router_drift", "router_entropy", "teacher_ce"}
+    assert set(results[-1].router) == (learns if changes["mode"] == "sar" else set())
+    assert len(distiller.guard.events) == 0
+
+
+def test_a_native_mixture_is_any_teacher(tiny):
+    batch = tiny.blocks().batch(range(4))
+    frozen = FrozenTeacher(tiny.model("Mixtral", spread=0.3))
+    plain = tiny.distiller(frozen).step([batch], 1e-2)
+    assert plain == routed(tiny, "native").step([batch], 1e-2)
+    assert plain.kd != routed(tiny, "all", divergence="forward_kl").step([batch], 1e-2).kd
+
+
+def test_the_losses_are_those_of_the_paper(tiny):
+    """KL(q || p), the teacher with all experts; in sar with the router as the step has left it."""
+    batch = tiny.blocks().batch(range(4))
+    for mode in ("all", "sar"):
+        distiller = routed(tiny, mode, temperature=1.0, router_lr=0.1)
+        student = copy.deepcopy(distiller.student)
+        result = distiller.step([batch], 1e-2)
+        kl, _ = on_batch(distiller, batch, "all", 1.0, student)
+        assert result.kd == pytest.approx(kl, rel=1e-4)
+
+
+def test_a_joint_step_asks_the_teacher_before_its_router_moves(tiny):
+    batch = tiny.blocks().batch(range(4))
+    joint = routed(tiny, "sar", router_joint=True, router_lr=0.1)
+    before = on_batch(joint, batch, "all", 2.0)
+    result = joint.step([batch], 1e-2)
+    assert result.kd == pytest.approx(before[0], rel=1e-4)
+    assert result.router["teacher_ce"] == pytest.approx(before[1], rel=1e-4)
+    assert result.router["router_drift"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_router_learns_what_the_student_can_follow(tiny):
+    """With the student held, KL(p || q) falls."""
+    batch = tiny.blocks().batch(range(4))
+    distiller = routed(tiny, "sar", router_beta=0.0)
+    seen = [distiller.step([batch], 0.0).router["router"] for _ in range(8)]
+    assert all(b < a for a, b in zip(seen, seen[1:], strict=False))
+
+
+@pytest.mark.parametrize("steps", [3])
+def test_sar_without_a_learning_rate_is_all_to_the_bit(tiny, steps):
+    blocks = tiny.blocks()
+    sar, every = routed(tiny, "sar", router_lr=0.0), routed(tiny, "all")
+    for a, b in zip(go(sar, blocks, range(steps)), go(every, blocks, range(steps)), strict=True):
+        assert (a.ce, a.kd, a.grad_norm) == (b.ce, b.kd, b.grad_norm)
+    assert same(weights(sar.student), weights(every.student))
+
+
+@pytest.mark.parametrize("mode", ["ka", "sar"])
+def test_a_mixture_resumes_to_the_bit(tiny, mode, tmp_path):
+    blocks = tiny.blocks()
+    options = {"ka_lambda": 0.5, "gradient_accumulation_steps": 2}
+    whole, first, second = (routed(tiny, mode, **options) for _ in range(3))
+    expected = go(whole, blocks, range(5))
+    go(first, blocks, range(3))
+    torch.save(first.state(), tmp_path / "state.pt")
+    second.load(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert go(second, blocks, [3, 4]) == expected[3:]
+    for a, b in ((whole.student, second.student), (whole.source.model, second.source.model)):
+        assert same(weights(a), weights(b))
+
+
+def test_ka_draws_other_experts_at_every_step(tiny):
+    batch = tiny.blocks().batch(range(4))
+    distiller = routed(tiny, "ka", ka_lambda=1.0, ka_forwards=1)
+    kds = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        kds.append(distiller.step([batch], 0.0).kd)
+    assert kds[0] == kds[2] != kds[1]
+
+
+def test_a_nan_in_the_router_leaves_everything_else_training(tiny, monkeypatch):
+    blocks = tiny.blocks()
+    sick, every = routed(tiny, "sar"), routed(tiny, "all")
+    plain = sources.linear_distillation
+    monkeypatch.setattr(sources, "linear_distillation", lambda *a, **k: plain(*a, **k) * math.nan)
+    before = weights(sick.source.model)
+    for a, b in zip(go(sick, blocks, range(2)), go(every, blocks, range(2)), strict=True):
+        assert a.updated and (a.ce, a.kd, a.grad_norm) == (b.ce, b.kd, b.grad_norm)
+    assert same(before, weights(sick.source.model))
+    assert not sick.source.router.optimizer.state
+    assert same(weights(sick.student), weights(every.student))
+    found = [(e.step, e.part, e.stage, e.action) for e in sick.guard.events.events]
+    assert found == [(0, "router", "loss", "skipped"), (1, "router", "loss", "skipped")]
+    assert sick.guard.events.events[1].reason.startswith("rows 4, 5, 6, 7: ")
+    monkeypatch.undo()
+    go(sick, blocks, [2])
+    assert changed(before, weights(sick.source.model)) == set(
+        sick.source.mixture.router_parameters()
+    )
+
+
+def test_a_sick_expert_leaves_cross_entropy_training(tiny):
+    blocks = tiny.blocks()
+    distiller = routed(tiny, "sar")
+    expert = "model.layers.1.mlp.experts.down_proj"
+    dict(distiller.source.model.named_parameters())[expert].data[2, 0, 0] = math.nan
+    before = weights(distiller.source.model)
+    results = go(distiller, blocks, range(2))
+    assert all(r.updated and math.isnan(r.kd) for r in results)
+    assert results[1].ce < results[0].ce
+    routers = set(distiller.source.mixture.router_parameters())
+    after = weights(distiller.source.model)
+    assert all(torch.equal(before[name], after[name]) for name in routers)
+    parts = {(e.part, e.action) for e in distiller.guard.events.events}
+    assert parts == {("router", "skipped"), ("kd", "cut out"), ("kd", "explained")}
+    said = next(e.reason for e in distiller.guard.events.events if e.action == "explained")
+    assert f"teacher weight {expert}" in said
+
+
+class SickAnswers(FrozenTeacher):
+    """A teacher that is healthy for its router, and answers NaN."""
+
+    def __init__(self, healthy):
+        vars(self).update(vars(healthy))
+
+    def __call__(self, batch, rows):
+        said: Any = super().__call__(batch, rows)
+        return LogitsTeacher(said.hidden @ said.weight.T * math.nan)
+
+
+def test_looking_at_a_sick_step_again_does_not_move_the_router(tiny):
+    blocks, routers = tiny.blocks(), []
+    for explains in (True, False):
+        distiller = routed(tiny, "sar")
+        distiller.source.frozen = SickAnswers(distiller.source.frozen)
+        if not explains:
+            distiller._explain = lambda *args: None
+        go(distiller, blocks, range(2))
+        actions = {e.action for e in distiller.guard.events.events}
+        assert actions == ({"cut out", "explained"} if explains else {"cut out"})
+        routers.append(weights(distiller.source.model))
+    assert same(*routers)
+
+
+def test_a_router_that_drifts_is_stopped_and_the_run_goes_on(tiny):
+    blocks = tiny.blocks()
+    distiller = routed(tiny, "sar", router_lr=0.3, router_drift=1e-3)
+    results = go(distiller, blocks, range(4))
+    (event,) = distiller.guard.events.events
+    assert (event.part, event.stage, event.action) == ("router", "drift", "stopped")
+    assert event.step == 1 and "it may only imitate the student" in event.reason
+    stopped = weights(distiller.source.model)
+    results += go(distiller, blocks, range(4, 6))
+    assert all(r.updated for r in results)
+    assert same(stopped, weights(distiller.source.model))
+    assert results[-1].router["router_drift"] > 1e-3
+
+
+def test_an_adapted_router_is_saved_and_given_to_the_teacher_again(tiny, tmp_path):
+    blocks = tiny.blocks()
+    distiller = routed(tiny, "sar")
+    go(distiller, blocks, range(3))
+    file = tmp_path / "router.safetensors"
+    distiller.source.mixture.save_router(file)
+    again = routed(tiny, "all", router_weights=str(file))
+    assert same(
+        dict(distiller.source.mixture.router_parameters()),
+        dict(again.source.mixture.router_parameters()),
+    )
+    batch = blocks.batch(range(4))
+    student = distiller.student
+    assert on_batch(again, batch, "all", 1.0, student) == on_batch(distiller, batch, "all", 1.0)
+    # What it drifted from is the router as the teacher came.
+    adapted = routed(tiny, "sar", router_weights=str(file)).step([batch], 0.0)
+    assert adapted.router["router_drift"] > 1e-6
+
+
+def test_a_dense_teacher_has_no_router(tiny):
+    with pytest.raises(ValueError, match="is a dense model: router_mode must be 'native'"):
+        Routed(FrozenTeacher(tiny.model()), tiny.settings(router_mode="ka"))
+
+
+# --- foreign tokenizers ---------------------------------------------------------------------------
+
+
+def aligned(tiny, how, precision=None, student=None, kind="Llama", **changes) -> Any:
+    """A distiller whose teacher has another tokenizer, and its rows."""
+    precision = precision or tiny.precision
+    settings = tiny.settings(align=how, alpha_kd=1.0, **changes)
+    wide = {"hidden_size": 48, "num_key_value_heads": 4} if kind == "Llama" else {}
+    theirs = tiny.model(kind, seed=2, tokenizer=tiny.other_tokenizer, spread=0.3, **wide)
+    frozen = FrozenTeacher(theirs, dtype=precision.teacher)
+    answer = frozen
+    if kind == "Mixtral":
+        answer = Routed(frozen, settings).answer
+    source = Aligned(answer, settings, 32, theirs.config.hidden_size)
+    student = student or tiny.model(seed=1)
+    blocks = aligned_blocks(tiny.texts(24), tiny.tokenizer, tiny.other_tokenizer, 64)
+    return Distiller(student, settings, precision, aligned=source), blocks
+
+
+each = pytest.mark.parametrize("how", ["hidden", "uld", "chunks"])
+
+
+@each
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+def test_every_alignment_is_learned_from(tiny, how, half):
+    distiller, blocks = aligned(tiny, how, tiny.half() if half else None)
+    batch = blocks.batch(range(6))
+    results = [distiller.step([batch], 1e-2) for _ in range(6)]
+    assert all(r.updated for r in results)
+    assert results[-1].kd < 0.9 * results[0].kd and results[-1].loss < 0.9 * results[0].loss
+    assert len(distiller.guard.events) == 0
+    assert all(p.grad is None for p in distiller.aligned.parameters())
+
+
+@each
+def test_an_aligned_teacher_pulls_the_student_and_not_only_its_own_text(tiny, how):
+    """Without cross-entropy, too."""
+    distiller, blocks = aligned(tiny, how, alpha_ce=0.0)
+    before = weights(distiller.student)
+    batch = blocks.batch(range(6))
+    kds = [distiller.step([batch], 1e-2).kd for _ in range(4)]
+    assert kds[-1] < kds[0] and not same(before, weights(distiller.student))
+
+
+@pytest.mark.parametrize("how", ["uld", "chunks"])
+def test_a_mixture_with_another_tokenizer_answers_with_all_its_experts(tiny, how):
+    results = {}
+    for mode in ("native", "all"):
+        distiller, blocks = aligned(
+            tiny, how, kind="Mixtral", router_mode=mode, divergence="forward_kl"
+        )
+        results[mode] = distiller.step([blocks.batch(range(4))], 1e-2)
+    assert results["native"].ce == results["all"].ce
+    assert results["native"].kd != results["all"].kd
+
+
+@pytest.mark.parametrize("how", ["uld", "chunks"])
+def test_a_student_that_caps_its_logits_follows_an_aligned_teacher(tiny, how):
+    student = tiny.model("Gemma2", seed=1, head_dim=8)
+    distiller, blocks = aligned(tiny, how, student=student)
+    assert distiller.head is None
+    batch = blocks.batch(range(6))
+    results = [distiller.step([batch], 1e-2) for _ in range(4)]
+    assert 0 < results[-1].kd < results[0].kd
+
+
+def test_hidden_states_that_are_met_by_capped_logits_alone_are_refused(tiny):
+    with pytest.raises(SettingsError, match="student, Gemma2.* set ALIGN to 'chunks' or 'uld'"):
+        aligned(tiny, "hidden", student=tiny.model("Gemma2", seed=1, head_dim=8))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [("hidden", "Llama"), ("uld", "Llama"), ("chunks", "Llama"), ("uld", "Gemma2")]
+)
+def test_a_nan_from_an_aligned_teacher_leaves_cross_entropy_alone(tiny, how, kind):
+    students = [tiny.model(kind, seed=1, head_dim=8) for _ in range(2)]
+    sick, blocks = aligned(tiny, how, student=students[0])
+    alone = Distiller(students[1], sick.settings, tiny.precision)
+    norm = sick.aligned.model.model.norm.weight
+    norm.data.fill_(math.nan)
+    projection = weights(sick.aligned)
+    for step in range(2):
+        batch = [blocks.batch(range(4 * step, 4 * step + 4))]
+        got, expected = sick.step(batch, 1e-2), alone.step(batch, 1e-2)
+        assert got.updated and math.isnan(got.kd) and math.isfinite(got.ce)
+        assert (got.ce, got.grad_norm) == (expected.ce, expected.grad_norm)
+    assert same(weights(sick.student), weights(alone.student))
+    assert same(projection, weights(sick.aligned))
+    events = [(e.step, e.part, e.action) for e in sick.guard.events.events]
+    assert events == [(0, "kd", "cut out"), (0, "kd", "explained"), (1, "kd", "cut out")]
+    assert "teacher weight model.norm.weight" in sick.guard.events.events[1].reason
+
+
+def test_the_projection_is_trained_and_goes_into_the_state(tiny, tmp_path):
+    (whole, blocks), (first, _), (second, _) = (aligned(tiny, "hidden") for _ in range(3))
+    start = weights(whole.aligned)
+    steps = [[blocks.batch(range(4 * k, 4 * k + 4))] for k in range(4)]
+    expected = [whole.step(step, 1e-2) for step in steps]
+    assert not same(start, weights(whole.aligned))
+    assert next(iter(start.values())).shape == (32, 48)
+    for step in steps[:2]:
+        first.step(step, 1e-2)
+    torch.save(first.state(), tmp_path / "state.pt")
+    second.load(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [second.step(step, 1e-2) for step in steps[2:]] == expected[2:]
+    assert same(weights(whole.aligned), weights(second.aligned))
+    assert same(weights(whole.student), weights(second.student))

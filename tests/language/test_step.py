@@ -1,0 +1,460 @@
+"""One guarded step: its numbers, what a sick term costs, and what a replay may not change."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.losses.linear_distillation import LogitsTeacher  # noqa: E402
+from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
+from tests.oracles import token_objectives as oracle  # noqa: E402
+
+
+@pytest.fixture
+def teacher(tiny):
+    return FrozenTeacher(tiny.model(spread=0.3))
+
+
+class Sick:
+    """A teacher whose answer holds a NaN at one position, for as long as it is `sick`."""
+
+    def __init__(self, teacher, sick=True):
+        self.teacher, self.sick = teacher, sick
+
+    def __call__(self, batch, rows):
+        said = self.teacher(batch, rows)
+        logits = said.hidden @ said.weight.T
+        if self.sick:
+            logits[3, 5] = math.nan
+        return LogitsTeacher(logits)
+
+
+def change_hidden(distiller, change):
+    """Let what the student's head gets be `change` of it; returns how to undo that."""
+
+    def hook(module, args, out):
+        out.last_hidden_state = change(out.last_hidden_state)
+
+    return distiller.student.base_model.register_forward_hook(hook).remove
+
+
+def poison_student(distiller):
+    """Make every hidden state of the student NaN; returns how to undo that."""
+    return change_hidden(distiller, lambda hidden: hidden * math.nan)
+
+
+def state_of(distiller):
+    """Weights and moments, by name."""
+    names = dict(distiller.student.named_parameters())
+    moments = {
+        f"{name} {key}": value
+        for name, p in names.items()
+        for key, value in distiller.optimizer.state.get(p, {}).items()
+    }
+    return {k: v.detach().clone() for k, v in (names | moments).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def events(distiller, *fields):
+    return [tuple(getattr(e, f) for f in fields) for e in distiller.guard.events.events]
+
+
+def by_hand(student, teacher, batch, settings, rate):
+    """The step in float64: ce, kd, norm of the gradient, and the student after AdamW."""
+    student, teacher = copy.deepcopy(student).double(), copy.deepcopy(teacher).double()
+    own, theirs = (m(**batch.model_inputs(), use_cache=False).logits for m in (student, teacher))
+    ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
+    for row in range(len(batch.input_ids)):
+        for place in range(1, batch.input_ids.shape[1]):
+            if not batch.counts[row, place]:
+                continue
+            z, t = own[row, place - 1], settings.temperature
+            ce = ce - z.log_softmax(-1)[batch.input_ids[row, place]]
+            log_p, log_q = (x.log_softmax(-1) for x in (theirs[row, place - 1].detach() / t, z / t))
+            kd = kd + t**2 * oracle.divergence(settings.kind_of_divergence, log_p, log_q)
+            n += 1
+    loss = (settings.alpha_ce * ce + settings.alpha_kd * kd) / n
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in student.named_parameters()}
+    norm = nn.utils.clip_grad_norm_(student.parameters(), settings.max_grad_norm)
+    groups = [[p for p in student.parameters() if (p.ndim >= 2) == wide] for wide in (True, False)]
+    torch.optim.AdamW(
+        [
+            {"params": groups[0], "weight_decay": settings.weight_decay},
+            {"params": groups[1], "weight_decay": 0.0},
+        ],
+        lr=rate,
+        betas=(0.9, 0.95),
+    ).step()
+    return ce.item() / n, kd.item() / n, norm.item(), student, gradients
+
+
+# --- the numbers of a step ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_a_step_equals_the_same_step_by_hand_in_float64(tiny, teacher, divergence, packing):
+    options = {"alpha_ce": 0.7, "alpha_kd": 0.2, "temperature": 1.5, "max_grad_norm": 0.5}
+    distiller = tiny.distiller(teacher, divergence=divergence, weight_decay=0.1, **options)
+    batch = tiny.blocks(packing=packing).batch(range(3))
+    expected = by_hand(distiller.student, teacher.model, batch, distiller.settings, 3e-3)
+    ce, kd, norm, after, gradients = expected
+
+    result = distiller.step([batch], 3e-3)
+    assert result.updated and result.tokens == int(batch.counts.sum()) == distiller.tokens
+    assert result.ce == pytest.approx(ce, rel=1e-5)
+    assert result.kd == pytest.approx(kd, rel=1e-4)
+    assert result.loss == pytest.approx(0.7 * ce + 0.2 * kd, rel=1e-5)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-4) and norm > 0.5  # it was clipped
+    ours = dict(distiller.student.named_parameters())
+    for name, p in after.named_parameters():
+        # Adam's first step is lr * sign(g): compare where float32 knows the sign.
+        known = gradients[name].abs() > 1e-5
+        torch.testing.assert_close(
+            ours[name][known].double(), p[known].detach(), rtol=1e-4, atol=1e-6
+        )
+
+
+def test_the_second_step_has_only_its_own_gradient(tiny, teacher):
+    blocks = tiny.blocks()
+    distiller = tiny.distiller(teacher)
+    distiller.step([blocks.batch(range(4))], 1e-3)
+    student = copy.deepcopy(distiller.student)
+    *_, norm, _, _ = by_hand(
+        student, teacher.model, blocks.batch(range(4, 8)), distiller.settings, 1e-3
+    )
+    result = distiller.step([blocks.batch(range(4, 8))], 1e-3)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+    assert all(p.grad is None for p in distiller.student.parameters())  # memory for the next pass
+
+
+@pytest.mark.parametrize("with_teacher", [True, False])
+def test_four_small_batches_are_one_large_one(tiny, teacher, with_teacher):
+    blocks = tiny.blocks()
+    lengths = blocks.counts.sum(1)
+    rows = lengths.argsort()[torch.tensor([0, 1, 2, 3, -4, -3, -2, -1])]
+    assert lengths[rows[-1]] > 4 * lengths[rows[0]]
+    # One small batch without a single target.
+    blocks.counts[rows[2:4]] = False
+    asked = teacher if with_teacher else None
+    one, four = (tiny.distiller(asked, max_grad_norm=None) for _ in range(2))
+    whole = one.step([blocks.batch(rows)], 1e-3)
+    parts = four.step([blocks.batch(some) for some in rows.split(2)], 1e-3)
+    assert whole.tokens == parts.tokens == int(lengths[rows].sum() - lengths[rows[2:4]].sum())
+    for name in ("ce", "loss", "grad_norm", *(["kd"] if with_teacher else [])):
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-5)
+    (a, b) = (
+        [d.optimizer.state[p]["exp_avg"] for p in d.student.parameters()] for d in (one, four)
+    )
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_without_any_target_moves_nothing_by_its_loss(tiny, teacher):
+    blocks = tiny.blocks()
+    blocks.counts[:] = False
+    distiller = tiny.distiller(teacher, weight_decay=0.0)
+    before = copy.deepcopy(distiller.student.state_dict())
+    result = distiller.step([blocks.batch([0, 1])], 1e-2)
+    assert (result.ce, result.kd, result.grad_norm, result.tokens) == (0, 0, 0, 0)
+    assert same(before, distiller.student.state_dict())
+    assert len(distiller.guard.events) == 0
+
+
+def test_gradient_checkpointing_changes_no_bit(tiny, teacher):
+    batch = tiny.blocks().batch(range(4))
+    plain, less = (tiny.distiller(teacher, gradient_checkpointing=c) for c in (False, True))
+    layers = [m for m in less.student.modules() if getattr(m, "gradient_checkpointing", False)]
+    assert layers
+    for _ in range(3):
+        assert plain.step([batch], 1e-2) == less.step([batch], 1e-2)
+    assert same(state_of(plain), state_of(less))
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_follows_float32_without_a_skipped_step(tiny, dtype):
+    blocks, results = tiny.blocks(), {}
+    for precision in (tiny.precision, tiny.half(dtype)):
+        teacher = FrozenTeacher(tiny.model(spread=0.3), dtype=precision.teacher)
+        distiller = tiny.distiller(teacher, precision=precision)
+        assert all(p.dtype == torch.float32 for p in distiller.student.parameters())
+        rows = [torch.arange(4 * k, 4 * k + 4) % len(blocks) for k in range(30)]
+        results[precision.student] = [distiller.step([blocks.batch(r)], 3e-3) for r in rows]
+        assert int(distiller.guard.updates[0]) == 30 and len(distiller.guard.events) == 0
+    full, half = results[torch.float32], results[dtype]
+    assert full != half  # it was computed in another dtype
+    assert full[-1].ce < 0.8 * full[0].ce
+    for name in ("ce", "kd", "grad_norm"):
+        a, b = (torch.tensor([getattr(r, name) for r in side[-5:]]).mean() for side in (full, half))
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0)
+
+
+def test_half_precision_weights_become_float32_masters_of_the_same_value(tiny, teacher):
+    student = tiny.model(seed=1).half()
+    before = copy.deepcopy(student)
+    distiller = tiny.distiller(teacher, student=student, precision=tiny.half())
+    for p, q in zip(student.parameters(), before.parameters(), strict=True):
+        assert p.dtype == torch.float32 and torch.equal(p, q.float())
+    distiller.step([tiny.blocks().batch(range(4))], 1e-6)  # below the spacing of float16
+    norm = student.model.norm.weight
+    assert (norm != 1).all() and (norm.half() == 1).all()
+
+
+def test_precision_is_what_was_asked_for_where_the_device_has_it(tiny):
+    for dtype in ("auto", "float32"):
+        precision = precision_of(tiny.settings(model_dtype=dtype, device="cpu"))
+        assert (precision.student, precision.teacher) == (torch.float32, torch.float32)
+        assert not precision.scale
+    asked = precision_of(tiny.settings(model_dtype="float16", device="cpu"))
+    assert asked.student != torch.float16 and "fp16 was asked for" in str(asked)
+    emulated = precision_of(tiny.settings(model_dtype="float16", emulate_fp16=True, device="cpu"))
+    assert (emulated.student, emulated.teacher) == (torch.float16, torch.float16)
+    assert emulated.scale and emulated.losses == torch.float32
+
+
+# --- a sick term ----------------------------------------------------------------------------------
+
+
+def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(tiny, teacher):
+    """To the bit what it would be had the teacher not been asked."""
+    blocks = tiny.blocks()
+    batches = [blocks.batch(range(4)), blocks.batch(range(4, 8))]
+    sick, alone = tiny.distiller(Sick(teacher)), tiny.distiller(None)
+    for _ in range(2):
+        got, expected = sick.step(batches, 1e-2), alone.step(batches, 1e-2)
+        assert got.updated and math.isnan(got.kd) and expected.kd is None
+        assert (got.ce, got.loss, got.grad_norm) == (expected.ce, expected.loss, expected.grad_norm)
+        assert same(state_of(sick), state_of(alone))
+
+
+def test_falling_back_to_cross_entropy_is_said_counted_and_lifted(tiny, teacher):
+    batch = tiny.blocks().batch(range(4))
+    asked = Sick(teacher)
+    distiller = tiny.distiller(asked)
+    streaks = []
+    for step in range(4):
+        asked.sick = step in (1, 2)
+        distiller.step([batch], 1e-2)
+        streaks.append(distiller.guard.summary().count("kd"))
+    found = events(distiller, "step", "part", "action")
+    assert found == [
+        (1, "kd", "cut out"),
+        (1, "kd", "explained"),
+        (2, "kd", "cut out"),
+        (3, "kd", "taken in again"),
+    ]
+    assert streaks == [0, 1, 1, 0]
+    lifted = distiller.guard.events.events[-1]
+    assert lifted.reason == "healthy again after 2 steps"
+    assert int(distiller.guard.updates[0]) == 4
+
+
+def test_a_nan_of_the_student_skips_the_step_to_the_bit_and_names_the_rows(tiny, teacher):
+    blocks = tiny.blocks()
+    distiller = tiny.distiller(teacher)
+    distiller.step([blocks.batch(range(4))], 1e-2)
+    before = state_of(distiller)
+    undo = poison_student(distiller)
+    result = distiller.step([blocks.batch([5, 9]), blocks.batch([3, 2])], 1e-2)
+    undo()
+    assert not result.updated and math.isnan(result.ce) and math.isnan(result.loss)
+    assert same(before, state_of(distiller))
+    found = events(distiller, "step", "part", "stage", "action")
+    assert [row for row in found if row[2] == "loss"] == [
+        (1, "ce", "loss", "cut out"),
+        (1, "kd", "loss", "cut out"),
+        (1, "model", "loss", "skipped"),
+    ]
+    explained = [e for e in distiller.guard.events.events if e.stage == "replay"]
+    assert [e.part for e in explained] == ["ce", "kd", "model"]
+    assert all(e.reason.startswith("rows 5, 9: ") for e in explained)
+    assert distiller.step([blocks.batch(range(4))], 1e-2).updated
+
+
+def test_a_sick_weight_of_the_teacher_is_named(tiny):
+    model = tiny.model(spread=0.3)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = math.nan
+    distiller = tiny.distiller(FrozenTeacher(model))
+    distiller.step([tiny.blocks().batch([7, 8])], 1e-2)
+    (said,) = (e.reason for e in distiller.guard.events.events if e.action == "explained")
+    assert said.startswith("rows 7, 8: aten.mm, forward pass")
+    assert "teacher weight model.layers.1.mlp.up_proj.weight came in not finite" in said
+
+
+def test_a_gradient_that_is_not_finite_names_its_operation(tiny, teacher):
+    """The loss is healthy, its slope is not: a root at 0."""
+    distiller = tiny.distiller(teacher)
+    change_hidden(distiller, lambda hidden: hidden + (hidden * 0).sqrt())
+    before = state_of(distiller)
+    result = distiller.step([tiny.blocks().batch([7, 8])], 1e-2)
+    assert math.isfinite(result.loss) and not result.updated
+    assert same(before, state_of(distiller))
+    found = events(distiller, "part", "stage", "action")
+    assert found == [("model", "gradient", "skipped"), ("model", "replay", "explained")]
+    said = distiller.guard.events.events[-1].reason
+    assert "backward pass" in said and "zero norm" in said
+
+
+@pytest.mark.parametrize("kind", ["teacher", "student"])
+def test_explaining_changes_nothing(tiny, teacher, kind, monkeypatch):
+    """Weights, moments, random numbers and the dropout of the steps after it."""
+    blocks, states = tiny.blocks(), []
+    for explains in (True, False):
+        torch.manual_seed(5)
+        student = tiny.model("GPT2", seed=1, resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1)
+        asked = Sick(teacher)
+        distiller = tiny.distiller(asked, student=student)
+        if not explains:
+            monkeypatch.setattr(distiller, "_explain", lambda *args: None)
+        results = []
+        for step in range(4):
+            asked.sick = (kind, step) in (("teacher", 1), ("teacher", 2))
+            undo = poison_student(distiller) if (kind, step) == ("student", 1) else lambda: None
+            both = [blocks.batch([4 * step, 4 * step + 1]), blocks.batch([4 * step + 2])]
+            results.append(distiller.step(both, 1e-2))  # the first one explains it
+            undo()
+        assert any(e.action == "explained" for e in distiller.guard.events.events) == explains
+        states.append((state_of(distiller), torch.get_rng_state(), results))
+    (a, dice, first), (b, other_dice, second) = states
+    assert same(a, b) and torch.equal(dice, other_dice)
+    assert repr(first) == repr(second)  # NaN equals no NaN
+
+
+def test_the_replay_sees_the_same_dropout(tiny, teacher):
+    """A fault that one dropped activation causes is found again."""
+    student = tiny.model("GPT2", seed=1, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.5)
+    distiller = tiny.distiller(teacher, student=student)
+    seen = []
+
+    def hook(module, args, out):
+        seen.append(out.clone())
+        return out * math.nan
+
+    student.transformer.drop.register_forward_hook(hook)
+    distiller.step([tiny.blocks().batch(range(4))], 1e-2)
+    assert len(seen) == 4  # the step, and the replay of ce, kd and model
+    assert all(torch.equal(seen[0], again) for again in seen[1:])
+
+
+@pytest.mark.parametrize(
+    ("error", "why"), [(None, "finite when run again"), ("memory", "no memory to run it again")]
+)
+def test_a_fault_that_is_not_found_again_names_the_rows(tiny, teacher, error, why, monkeypatch):
+    asked = Sick(teacher)
+    distiller = tiny.distiller(asked)
+    explain = distiller.explain
+
+    def again(batch, part):
+        asked.sick = False
+        if error is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return explain(batch, part)
+
+    monkeypatch.setattr(distiller, "explain", again)
+    blocks = tiny.blocks()
+    assert distiller.step([blocks.batch([7, 8]), blocks.batch([2])], 1e-2).updated
+    event = distiller.guard.events.events[-1]
+    assert (event.part, event.action) == ("kd", "not found again")
+    assert event.reason == f"rows 7, 8, 2: {why}"
+
+
+# --- sick for long --------------------------------------------------------------------------------
+
+
+def test_n_bad_steps_in_a_row_stop_at_the_last_good_state(tiny, teacher):
+    batch = tiny.blocks().batch(range(4))
+    distiller = tiny.distiller(teacher, stop_after=3)
+    good = state_of(distiller)["lm_head.weight"]
+    distiller.step([batch], 1e-2)
+    poison_student(distiller)
+    for _ in range(2):
+        distiller.step([batch], 1e-2)
+    with pytest.raises(TooFewHealthyParts) as stopped:
+        distiller.step([batch], 1e-2)
+    said = str(stopped.value)
+    assert "step 3: no part had a healthy step in the last 3" in said
+    assert "the loss is not finite (3 times)" in said and "What to change: " in said
+    # Good is a state whose own loss and gradient were seen: that before the healthy step.
+    assert torch.equal(distiller.student.lm_head.weight, good)
+    assert distiller.guard.events.events[-1].action.startswith(
+        "restored to its state before step 0"
+    )
+
+
+def test_a_run_that_stops_at_once_says_why(tiny, teacher):
+    distiller = tiny.distiller(teacher, stop_after=1)
+    poison_student(distiller)
+    with pytest.raises(TooFewHealthyParts):
+        distiller.step([tiny.blocks().batch([4, 6])], 1e-2)
+    explained = [e for e in distiller.guard.events.events if e.action == "explained"]
+    assert explained and all(e.reason.startswith("rows 4, 6: ") for e in explained)
+
+
+def test_twenty_in_a_row_begin_again_from_the_last_good_state(tiny, teacher):
+    """As the preset `ultra_stable` has it; as many again end the run."""
+    batch = tiny.blocks().batch(range(4))
+    distiller = tiny.distiller(teacher, stop_after=None)
+    good = copy.deepcopy(distiller.student.state_dict())
+    distiller.step([batch], 1e-2)
+    undo = poison_student(distiller)
+    for _ in range(19):
+        distiller.step([batch], 1e-2)
+    assert not same(good, distiller.student.state_dict())
+    distiller.step([batch], 1e-2)
+    assert same(good, distiller.student.state_dict())
+    assert not distiller.optimizer.state
+    said = distiller.guard.events.events[-1]
+    assert (said.step, said.stage, said.reason) == (20, "escalation", "20 bad steps in a row")
+    assert said.action == "restored to its state before step 0, with a fresh optimizer"
+    undo()
+    assert distiller.step([batch], 1e-2).updated
+    poison_student(distiller)
+    with pytest.raises(TooFewHealthyParts, match="going back to the last good state was tried"):
+        for _ in range(20):
+            distiller.step([batch], 1e-2)
+
+
+# --- resume ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_a_distiller_that_takes_over_a_state_goes_on_to_the_bit(tiny, teacher, kind, tmp_path):
+    blocks = tiny.blocks()
+    dropout = {"resid_pdrop": 0.1, "attn_pdrop": 0.1} if kind == "GPT2" else {}
+
+    def make():
+        # A scale that grows is a part of the state, too.
+        student = tiny.model(kind, seed=1, **dropout)
+        return tiny.distiller(Sick(teacher), student, tiny.half())
+
+    def go(distiller, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            distiller.source.answers[0].sick = step == 3
+            distiller.step([blocks.batch(range(4 * step, 4 * step + 4))], 1e-2)
+
+    whole, first, second = make(), make(), make()
+    go(whole, range(8))
+    go(first, range(5))
+    torch.save(first.state(), tmp_path / "state.pt")
+    second.load(torch.load(tmp_path / "state.pt", weights_only=True))
+    go(second, range(5, 8))
+    assert same(state_of(whole), state_of(second))
+    a, b = whole.state(), second.state()
+    assert (a["tokens"], a["guard"]["steps"]) == (b["tokens"], b["guard"]["steps"])
+    assert same(a["guard"]["health"], b["guard"]["health"])
+    assert same(a["guard"]["terms"]["kd"], b["guard"]["terms"]["kd"])
+    assert torch.equal(a["guard"]["scale"], b["guard"]["scale"])

@@ -1,0 +1,88 @@
+"""Live, cached and chunked losses against whole logits: they agree, and a fault is seen."""
+
+import pytest
+import torch
+
+from ssl_kd import cli
+from ssl_kd.language import verify as module
+from ssl_kd.language.run import cache_teacher
+from ssl_kd.language.verify import verify
+from ssl_kd.settings import SettingsError
+
+WAYS = ["plain", "live", "chunked", "cache, k = V"]
+
+
+@pytest.fixture
+def settings(tiny, tmp_path, text_file):
+    teacher = tiny.folder(tmp_path / "teacher", seed=1)
+    student = tiny.folder(tmp_path / "student", seed=2)
+    return tiny.settings(
+        teacher_model=teacher, student_model=student, data_path=text_file, block_size=32
+    )
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js", "tvd"])
+def test_all_ways_agree_in_float32(settings, divergence):
+    found = verify(settings.replace(divergence=divergence, model_dtype="float32"))
+    assert [way.way for way in found] == WAYS and all(way.agrees for way in found)
+    assert all(way.kd > 0.01 and way.ce > 1 for way in found)
+    assert max(way.gradient_off for way in found[:3]) < 1e-5
+
+
+def test_a_model_whose_logits_are_not_linear_has_no_chunked_way(settings, tiny, tmp_path):
+    student = tiny.folder(tmp_path / "granite", "Granite", seed=3, logits_scaling=3.0)
+    found = verify(settings.replace(student_model=student, model_dtype="float32"))
+    assert [way.way for way in found] == ["plain", "live", "cache, k = V"]
+    assert all(way.agrees for way in found)
+
+
+def test_half_precision_agrees_within_its_rounding(settings):
+    found = verify(settings.replace(model_dtype="float16", emulate_fp16=True, device="cpu"))
+    assert all(way.agrees and way.allowed == module.HALF for way in found)
+
+
+def test_a_given_cache_is_compared_too(settings, tmp_path):
+    cached = settings.replace(
+        teacher_cache=str(tmp_path / "cache"), cache_method="topk", model_dtype="float32"
+    )
+    cache_teacher(cached.replace(cache_k=200))
+    last = verify(cached)[-1]
+    assert last.way == "cache, topk 200" and last.agrees and last.gradient_off > 0
+    cache_teacher(cached.replace(cache_k=1, force_recompute=True))
+    assert not verify(cached)[-1].agrees
+
+
+def test_a_term_that_is_off_or_nan_does_not_agree(settings, monkeypatch):
+    whole = module._in_chunks
+    for spoil in (lambda terms: terms * torch.tensor([1.0, 1.01]), lambda terms: terms * torch.nan):
+        monkeypatch.setattr(module, "_in_chunks", lambda *of, spoil=spoil: spoil(whole(*of)))
+        found = {way.way: way for way in verify(settings.replace(model_dtype="float32"))}
+        assert found["live"].agrees and not found["chunked"].agrees
+
+
+def test_nothing_to_compare_is_refused(settings):
+    for changes, said in (
+        ({"teacher_model": "none"}, "TEACHER_MODEL 'none'"),
+        ({"align": "chunks"}, "ALIGN 'chunks'"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            verify(settings.replace(**changes))
+
+
+def test_the_command_prints_a_table_and_ends_in_1_where_they_differ(settings, monkeypatch, capsys):
+    words = ["verify", "--teacher_model", settings.teacher_model, "--block_size", "32"]
+    words += ["--student_model", settings.student_model, "--data_path", settings.data_path]
+    words += ["--model_dtype", "float32"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert all(way in out for way in WAYS) and "DIFFERS" not in out
+    monkeypatch.setattr(module, "EXACT", (0.0, 0.0))
+    assert cli.main(words) == 1
+    assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_what_a_user_gets_wrong_is_one_line(capsys):
+    for words, code in ((["--teacher_modle", "x"], 2), (["--teacher_model", "./nowhere"], 1)):
+        assert cli.main(["verify", *words]) == code
+        err = capsys.readouterr().err.strip().splitlines()
+        assert err[-1].startswith("ssl_kd: ") and sum("ssl_kd: " in line for line in err) == 1

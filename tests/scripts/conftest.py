@@ -1,0 +1,70 @@
+"""Tiny models and texts on the disk, and scripts run as a user runs them, in this process."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from ssl_kd.datasets.text import Example, TextDataset
+from ssl_kd.language.blocks import train_tokenizer
+from ssl_kd.language.student import build_student, save_student
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+WORDS = ("cat", "dog", "sun", "mat", "park", "ball")
+STORIES = [
+    f"The {a} saw the {b}, and the {b} saw the {a}. It was day {i}. They ran to the park."
+    for i, (a, b) in enumerate((a, b) for a in WORDS for b in WORDS)
+]
+SUMS = [
+    {"prompt": f"What is {a} + {b}?\n", "completion": f"<answer>{a + b}</answer>"}
+    for a in range(6)
+    for b in range(6)
+]
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory):
+    """Folders `dense`, `mixture`, `foreign` (another tokenizer) and `sick` (NaN), and two texts."""
+    folder = tmp_path_factory.mktemp("house")
+    lines(folder / "stories.jsonl", [{"text": text} for text in STORIES])
+    lines(folder / "sums.jsonl", SUMS)
+    texts = STORIES + [row["prompt"] + row["completion"] for row in SUMS]
+
+    def tokenizer(size, texts):
+        examples = tuple(Example(f"t:{i}", text=text) for i, text in enumerate(texts))
+        return train_tokenizer(TextDataset("t", "train", examples, "", ()), size)
+
+    own, other = tokenizer(300, texts), tokenizer(280, texts[:3])
+    for name, tokens, experts in (("dense", own, 0), ("mixture", own, 4), ("foreign", other, 0)):
+        lm = build_student("fresh:2x32", None, tokens, seed=1, experts=experts)
+        save_student(lm.model, tokens, folder / name, "tiny")
+    lm = build_student("fresh:2x32", None, own, seed=2)
+    with torch.no_grad():
+        lm.model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    save_student(lm.model, own, folder / "sick", "tiny")
+    return folder
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch, capfd):
+    """`script(name, *words)` -> exit code, what was printed, and what went to stderr."""
+    monkeypatch.chdir(tmp_path)  # runs/ and data/ are made where one stands
+
+    def start(name, *words):
+        path = SCRIPTS / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(path), run_name="__main__")
+        return ended.value.code, *capfd.readouterr()
+
+    return start

@@ -1,0 +1,182 @@
+"""Every script: its --help, a tiny real run, and one line for what a user gets wrong."""
+
+import json
+
+import pytest
+
+from ssl_kd.language.settings import PRESETS
+
+TINY = ["--block_size", 32, "--train_steps", 4, "--eval_steps", 2, "--eval_rows", 2]
+TINY += ["--generations", 1, "--max_new_tokens", 4, "--answer_prompts", 2, "--device", "cpu"]
+SAR = {
+    "train_sar_kd_stable": "stable",
+    "train_sar_kd_fp16_safe": "fp16_safe",
+    "train_sar_kd_ultra_stable": "ultra_stable",
+}
+
+
+def finished(tmp_path):
+    folder = (tmp_path / "runs" / "latest").resolve()
+    config, metrics = (
+        json.loads((folder / name).read_text()) for name in ("config.json", "metrics.json")
+    )
+    assert (folder / "report.html").exists() and (folder / "student" / "README.md").exists()
+    return config["settings"], metrics, folder
+
+
+@pytest.mark.parametrize("name", ["distill", "cache_teacher", *SAR])
+def test_help_lists_the_settings(script, name):
+    code, out, _ = script(name, "--help")
+    assert code == 0 and "--teacher-model" in out.replace("_", "-") and "--preset" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("distill_quantumbench", ["--student-model-name", "--fp16", "--dry-run", "--alpha"]),
+        ("sft_lora", ["train", "test"]),
+    ],
+)
+def test_help_lists_the_flags(script, name, words):
+    code, out, _ = script(name, "--help")
+    assert code == 0 and all(word in out for word in words)
+
+
+@pytest.mark.parametrize("name", SAR)
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_sar_scripts_take_the_older_flags_and_do_what_they_are_called(
+    script, house, tmp_path, caplog, name, kind
+):
+    words = "--model_dtype float32 --per_device_batch_size 1 --student_lr 1e-5 --router_lr 1e-3"
+    words += " --temperature 2.0 --alpha_kd 0.1 --alpha_ce 0.9 --max_grad_norm 0.5 --save_steps 2"
+    words += " --gradient_accumulation_steps 2 --clear_cache_every_step --seed 3"
+    if kind == "dense":
+        words += " --teacher_offload"
+    models = ["--teacher_model", house / kind, "--student_model", "llama:1x32"]
+    text = ["--data_path", house / "stories.jsonl"]
+    code, out, err = script(name, *models, *text, *TINY, *words.split())
+    assert code == 0 and "student before" in out, err
+    assert f"ROUTER_MODE is {'sar' if kind == 'mixture' else 'native'}" in caplog.text
+    settings, metrics, folder = finished(tmp_path)
+    assert settings["STOP_AFTER"] == PRESETS[SAR[name]].get("stop_after", 10)
+    assert metrics["steps"] == 4 and metrics["success_rate"] == 1
+    assert (folder / "router.safetensors").exists() is (kind == "mixture")
+
+
+def test_sar_with_an_offloaded_teacher_is_refused(script, house):
+    models = ["--teacher_model", house / "mixture", "--student_model", "llama:1x32"]
+    text = ["--data_path", house / "stories.jsonl"]
+    code, _, err = script("train_sar_kd_stable", *models, *text, *TINY, "--teacher_offload")
+    assert code == 2 and "TEACHER_OFFLOAD" in err
+
+
+@pytest.mark.parametrize("name", ["distill", *SAR])
+def test_what_a_user_gets_wrong_is_one_line(script, house, name):
+    text = ["--data_path", str(house / "stories.jsonl"), "--device", "cpu", "--block_size", "32"]
+    for words, code, said in (
+        (["--techer_model", "x"], 2, "Did you mean --teacher_model?"),
+        (["--teacher_model", "./nowhere", *text], 1, "no folder nowhere"),
+        (
+            ["--teacher_model", str(house / "foreign"), "--student_model", str(house / "dense")]
+            + text,
+            2,
+            "--align chunks, uld or hidden",
+        ),
+    ):
+        came, _, err = script(name, *words)
+        last = err.strip().splitlines()[-1]
+        assert came == code and last.startswith("ssl_kd: ") and said in last, err
+        assert "Traceback" not in err
+
+
+QUANTUM = ["--batch-size", 2, "--learning-rate", "2e-5", "--block-size", 32, "--device", "cpu"]
+
+
+def quantum(house, teacher="dense", student="dense"):
+    return [
+        *("--teacher-model", house / teacher, "--student-model-name", house / student),
+        *("--data-path", house / "sums.jsonl", *QUANTUM, "--max-new-tokens", 4),
+    ]
+
+
+def test_quantumbench_dry_run_says_what_it_does(script, house, tmp_path, caplog):
+    code, out, err = script(
+        "distill_quantumbench", *quantum(house), "--dry-run", "--fp16", "--alpha", 0.25
+    )
+    assert code == 0, err
+    resolved = json.loads(out[: out.index("\n}") + 2])
+    assert resolved["ALPHA_KD"] == 0.25 and resolved["ALPHA_CE"] == 0.75
+    assert resolved["WARMUP_FRACTION"] == 0.1 and resolved["MAX_GRAD_NORM"] == 1.0
+    assert resolved["MODEL_DTYPE"] == "float32" and "students fp32" in resolved["PRECISION"]
+    log = caplog.text
+    assert "student [2, 32," in log and "temperature 3" in log and "kd 0.25" in log
+    assert all(f"step {step}: ce " in log for step in range(1, 6))
+    settings, metrics, _ = finished(tmp_path)
+    assert metrics["steps"] == 5 and settings["DRY_RUN"]
+
+
+def test_quantumbench_stops_at_a_nan_and_names_its_cause(script, house):
+    code, _, err = script("distill_quantumbench", *quantum(house, student="sick"))
+    said = err.strip().splitlines()[-1]
+    assert code == 3 and said.startswith("ssl_kd: step 0: ")
+    assert "up_proj" in said and "nan" in said.lower()
+    assert "Settings to try: --student_lr 4e-06" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--techer-model", "x"], "required: --teacher-model"),
+        (["--alpha", "1.5"], "--alpha is 1.5"),
+        (["--lern-rate", "1"], "There is no flag --lern-rate."),
+        (["--temperature", "warm"], "invalid float value"),
+    ],
+)
+def test_quantumbench_one_line_and_code_2(script, house, words, said):
+    words = words if "--techer-model" in words else [*quantum(house), *words]
+    code, _, err = script("distill_quantumbench", *words)
+    assert code == 2 and said in err and len(err.strip().splitlines()) == 1
+
+
+def test_adapters_are_trained_and_tested(script, house, tmp_path):
+    data = ["--data-path", house / "sums.jsonl"]
+    tiny = ["--block_size", 32, "--eval_rows", 2, "--generations", 1, "--max_new_tokens", 8]
+    words = ["--model", house / "dense", *data, *tiny, "--answer_prompts", 2, "--epochs", 1]
+    code, out, err = script("sft_lora", "train", *words, "--device", "cpu")
+    assert code == 0, err
+    settings, metrics, folder = finished(tmp_path)
+    assert (folder / "student" / "adapter_config.json").exists()
+    assert settings["STUDENT_LR"] == 2e-4 and settings["GRADIENT_CHECKPOINTING"]
+    assert settings["PER_DEVICE_BATCH_SIZE"] * settings["GRADIENT_ACCUMULATION_STEPS"] == 32
+    assert settings["MODEL_DTYPE"] in ("float32", "bfloat16")
+    rows = {row["name"]: row for row in metrics["table"]}
+    assert rows["student"]["answer_rate"] is not None
+
+    asked = ["--max-new-tokens", 8, "--limit", 5, "--device", "cpu"]
+    code, out, err = script("sft_lora", "test", "--model", folder / "student", *data, *asked)
+    assert code == 0, err
+    assert "of 5 questions; 95 % interval" in out and "answer rate" in out
+    assert "numbers equal within 0.0001 of their size" in out and "float32 on cpu" in out
+
+
+def test_sft_refuses_in_one_line(script, house):
+    stories = ["--data-path", house / "stories.jsonl", "--device", "cpu"]
+    for words, code, said in (
+        (["test", "--model", house / "dense", *stories], 2, "<answer>...</answer>"),
+        (["test", "--model", "./nowhere", *stories], 1, "no folder nowhere"),
+        (["test", "--model", house / "dense", *stories, "--limits", 3], 2, "no flag --limits"),
+        (["train", "--model", house / "dense", *stories, "--epoch", 1], 2, "Did you mean --epochs"),
+        (["train", *stories], 2, "required: --model"),
+        ([], 2, "required: job"),
+    ):
+        came, _, err = script("sft_lora", *words)
+        assert came == code and said in err and len(err.strip().splitlines()) == 1, err
+
+
+def test_the_check_of_a_whole_tiny_run(script, monkeypatch):
+    code, out, err = script("test_ultra_stable")
+    assert code == 0, out + err
+    assert "installation: sound" in out and "2 of 2 router tensors learned" in out
+    monkeypatch.setattr("ssl_kd.language.run.run", lambda settings: 1 / 0)
+    code, out, _ = script("test_ultra_stable")
+    assert code == 1 and "ZeroDivisionError" in out and "FAULT" in out
