@@ -113,6 +113,8 @@ MAX_GRAD_NORM = 1.0
 LORA_RANK = 0
 # Scale of the adapters, above 0, times 1 / LORA_RANK.
 LORA_ALPHA = 16.0
+# Save adapters merged into their base, as one plain model.
+LORA_MERGE = False
 
 # --- Guard ----------------------------------------------------------------------------------------
 

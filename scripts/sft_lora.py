@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ssl_kd.cli import distill_as, read_settings
-from ssl_kd.cli import guarded as guarded
+from ssl_kd.cli import distill_as, guarded, read_settings
 from ssl_kd.evaluate.answers import TOLERANCE
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError

@@ -108,7 +108,7 @@ def distill(
 def cache_teacher(
     argv: Sequence[str],
     *,
-    config: Path = Path("scripts/config.py"),
+    config: Path = LANGUAGE_CONFIG,
     prog: str = "cache_teacher.py",
 ) -> int:
     """Keep what a teacher says of a text, for runs without it; return the exit code.

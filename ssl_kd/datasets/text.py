@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +73,24 @@ class TextDataset:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def without(self, held_out: TextDataset) -> TextDataset:
+        """Leave out what stands in another data set, too.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        others = {example.content() for example in held_out.examples}
+        examples = tuple(e for e in self.examples if e.content() not in others)
+        if not (found := len(self) - len(examples)):
+            return self
+        if not examples:
+            raise ValueError(
+                f"every document of {self.name} is held out, too, in {held_out.name}: name other "
+                "text to learn from or to hold out (--data_path, --eval_path)"
+            )
+        lines = (f"{found} documents that are held out, too", *self.left_out)
+        return replace(self, examples=examples, digest=_digest(examples), left_out=lines)
+
 
 def first_few(lines: Sequence[str], limit: int = 20) -> tuple[str, ...]:
     """The first `limit` lines, and one that counts the others.
@@ -132,15 +150,20 @@ def open_text(
     if not examples and documents:
         raise ValueError(
             f"{name}: nothing is left for the {split} split when {held_out:.0%} of {documents} "
-            "documents are held out: name another fraction, or a file of its own for the evaluation"
+            "documents are held out: name a file of its own for the evaluation (--eval_path), or "
+            "give more documents"
         )
     if not examples:
         reasons = "; ".join(first_few(left_out, 3)) or "it is empty"
         raise ValueError(f"{name} holds nothing to learn from: {reasons}")
+    return TextDataset(name, split, tuple(examples), _digest(examples), first_few(left_out))
+
+
+def _digest(examples: Iterable[Example]) -> str:
     digest = hashlib.sha256()
     for example in examples:
         digest.update(example.content() + b"\n")
-    return TextDataset(name, split, tuple(examples), digest.hexdigest(), first_few(left_out))
+    return digest.hexdigest()
 
 
 def _read(name: str, split: TextSplit, field: str) -> tuple[bool, Iterator[Example | str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,6 +40,9 @@ __all__ = [
     "token_texts",
 ]
 
+logger = logging.getLogger(__name__)
+
+SLICE = 256  # rows that the statistics look at together
 _SPACES = np.array([c for c in range(0x3001) if chr(c).isspace()])
 
 
@@ -496,18 +500,26 @@ class AlignedBlocks:
             `groups`; `student_tokens_per_group`, `teacher_tokens_per_group`,
             `characters_per_group`: means; `longest_group`: in characters.
         """
-        groups = self.batch(range(len(self))).groups()
-        characters = groups.characters.double()
-        every, n = max(self.characters, 1), max(len(groups), 1)
+        n = students = teachers = covered = one_to_one = matched = longest = 0
+        for rows in torch.arange(len(self)).split(SLICE):
+            groups = self.batch(rows).groups()
+            n += len(groups)
+            students += len(groups.student.rows)
+            teachers += len(groups.teacher.rows)
+            covered += int(groups.characters.sum())
+            one_to_one += int(groups.characters[groups.one_to_one].sum())
+            matched += int(groups.characters[groups.matched].sum())
+            longest = max([longest, *groups.characters.tolist()])
+        every, each = max(self.characters, 1), max(n, 1)
         return {
-            "coverage": float(characters.sum()) / every,
-            "one_to_one": float(characters[groups.one_to_one].sum()) / every,
-            "matched": float(characters[groups.matched].sum()) / every,
-            "groups": float(len(groups)),
-            "student_tokens_per_group": len(groups.student.rows) / n,
-            "teacher_tokens_per_group": len(groups.teacher.rows) / n,
-            "characters_per_group": float(characters.sum()) / n,
-            "longest_group": float(characters.max()) if len(groups) else 0.0,
+            "coverage": covered / every,
+            "one_to_one": one_to_one / every,
+            "matched": matched / every,
+            "groups": float(n),
+            "student_tokens_per_group": students / each,
+            "teacher_tokens_per_group": teachers / each,
+            "characters_per_group": covered / each,
+            "longest_group": float(longest),
         }
 
 
@@ -548,6 +560,8 @@ def aligned_blocks(
     teacher_block_size: int | None = None,
 ) -> AlignedBlocks:
     """Turn documents into rows that hold the same characters for two tokenizers.
+
+    How well the tokenizers fit (`AlignedBlocks.statistics`) is logged.
 
     Both sides follow `make_blocks` with `packing=False`: start token, text, end token; the prompt
     does not count. A document that is too long for either side loses the beginning of its prompt
@@ -608,7 +622,20 @@ def aligned_blocks(
         _lay_out([row[k] for row in rows], sizes[k], sides[k].end, characters, left_out)
         for k in (0, 1)
     )
-    return AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
+    blocks = AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
+    fit = blocks.statistics()
+    logger.info(
+        "%s: groups cover %.1f %% of the characters to learn, %.1f %% by tokens of the same text; "
+        "in a group %.2f tokens of the student, %.2f of the teacher, %.1f characters, at most %.0f",
+        dataset.name,
+        100 * fit["coverage"],
+        100 * fit["matched"],
+        fit["student_tokens_per_group"],
+        fit["teacher_tokens_per_group"],
+        fit["characters_per_group"],
+        fit["longest_group"],
+    )
+    return blocks
 
 
 @dataclass(frozen=True)

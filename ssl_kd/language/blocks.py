@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,6 +83,11 @@ class Blocks:
     def characters(self) -> int:
         """Characters of text that all targets stand for; see `make_blocks`."""
         return int(self.row_characters.sum())
+
+    def first(self, n: int) -> Blocks:
+        """The first n rows, or all; the digest stays that of all."""
+        columns = ("ids", "counts", "documents", "row_characters")
+        return replace(self, **{name: getattr(self, name)[:n] for name in columns})
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -222,6 +224,11 @@ class TeacherCache(ShardStore):
             "tail_mass": of["lost"] / real,
             "fidelity_kl": of["error"] / real,
         }
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its manifest, which holds those of its files."""
+        return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     def facts(self) -> dict[str, Any]:
         """What a report says of the cache.

@@ -113,7 +113,7 @@ def judge_answers(
     answered and is named in the scores' `faults`.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or a `FrozenTeacher`.
         tokenizer: its tokenizer; never changed.
         examples: held-out examples.
         limit: questions asked at most, the first ones; None for all.
@@ -121,7 +121,7 @@ def judge_answers(
         max_new_tokens: of an answer, at most; fewer where the model's positions end.
         last_number: see `extract_answer`; for what the model writes, not for the references.
         tolerance: relative, see `same_answer`.
-        autocast: makes the context that the model runs in.
+        autocast: makes the context that the model runs in; a `FrozenTeacher` has its own dtype.
 
     Returns:
         The scores, and what was generated, a question each.
@@ -158,12 +158,12 @@ def generate(
     """What a model goes on with after each prompt, greedily; the prompt is not repeated.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or a `FrozenTeacher`.
         tokenizer: its tokenizer; never changed.
         prompts: texts.
         max_new_tokens: tokens at most; fewer where the model's text or its positions end.
         batch_size: prompts at once; padded on the left and masked, they do not see each other.
-        autocast: makes the context that the model runs in.
+        autocast: makes the context that the model runs in; a `FrozenTeacher` has its own dtype.
 
     Returns:
         A text for each prompt. It is empty where generating failed; the log then says why.
@@ -302,6 +302,11 @@ def _continue(
     autocast: Autocast,
 ) -> list[Continued]:
     """Go on after each prompt; where a batch crashes, its prompts are tried one by one."""
+    if isinstance(model, FrozenTeacher):
+        with model.on_device():
+            return _continue(
+                model.model, tokenizer, prompts, max_new_tokens, batch_size, nullcontext
+            )
     room = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     results: list[Continued] = [
         ("", f"the prompt has {len(ids)} tokens and the model {room} positions: shorten the prompt")

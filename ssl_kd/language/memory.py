@@ -19,6 +19,12 @@ LOWERED_BY = {
     "student": ("STUDENT_MODEL",),
     "optimizer": ("LORA_RANK", "STUDENT_MODEL"),
     "guard": ("LORA_RANK", "STUDENT_MODEL"),
+    "router": (
+        "GRADIENT_CHECKPOINTING",
+        "PER_DEVICE_BATCH_SIZE",
+        "BLOCK_SIZE",
+        "ROUTER_MODE",
+    ),
     "activations": (
         "GRADIENT_CHECKPOINTING",
         "PER_DEVICE_BATCH_SIZE",
@@ -27,6 +33,7 @@ LOWERED_BY = {
     ),
     "loss": ("PER_DEVICE_BATCH_SIZE", "BLOCK_SIZE", "LORA_RANK"),
 }
+ALIGNED_BYTES = 20  # of a token's logit in `uld` and `chunks`, with what is made of it
 _FP32 = 4  # bytes
 _MIB = 1 << 20
 
@@ -38,7 +45,8 @@ class MemoryEstimate:
     Attributes:
         parts: MiB of `teacher`, `student` (weights, with copies in half precision), `optimizer`
             (gradients and AdamW's two moments), `guard` (the last good state, on the CPU: a GPU's
-            is in the host's memory), `activations` and `loss`.
+            is in the host's memory), `router` (what a router that learns keeps of the teacher's
+            activations), `activations` and `loss`.
         lowered_by: the settings that lower each part.
     """
 
@@ -68,6 +76,7 @@ def estimate_memory(
     accumulation_steps: int = 1,
     gradient_checkpointing: bool = False,
     device: str | torch.device = "cpu",
+    align: str = "auto",
 ) -> MemoryEstimate:
     """Estimate the peak memory of a training step.
 
@@ -81,8 +90,11 @@ def estimate_memory(
     - of all layers together; with gradient checkpointing each layer's input, `4 n h`, and one
       layer;
     - gradients on their way: `4 n (h + 2 f)`; embeddings and last norm: `12 n h`;
+    - router: as activations, with the feed-forward layers of all experts; with gradient
+      checkpointing also their gradients on the way, `2 e n f` an expert;
     - loss: gradients of the head's weight and of the hidden states, `4 V h + 4 n h`, and buffers
-      of C logits of student and teacher.
+      of C logits of student and teacher; with ALIGN `uld` or `chunks` also `20 n` bytes a token of
+      either vocabulary.
 
     On a CPU, against the allocator's own peak, it was between 0.89 and 1.40 times the truth (Llama,
     GPT-2, OPT, GPT-NeoX and Gemma 2 of 3 to 6 layers, width 192 to 256 and vocabularies of 4096 and
@@ -91,7 +103,8 @@ def estimate_memory(
 
     Args:
         student: the model to be trained, with its adapters if it has any.
-        teacher: the live teacher; None without, or with its cache.
+        teacher: the live teacher; None without, or with its cache. Its router learns where any
+            parameter wants a gradient.
         batch_size: rows of a forward pass.
         block_size: tokens of a row.
         dtype: of the student's products (autocast).
@@ -99,6 +112,7 @@ def estimate_memory(
             the second; with one pass they take the place of activations.
         gradient_checkpointing: whether it is used.
         device: where the step runs.
+        align: ALIGN.
     """
     on_cpu = torch.device(device).type == "cpu"
     n, e = batch_size * block_size, dtype.itemsize
@@ -112,6 +126,10 @@ def estimate_memory(
     depth = _text_config(student).num_hidden_layers
     activations = fixed + (depth * entrance + layer if gradient_checkpointing else depth * layer)
     loss = _loss(student, teacher, n, dtype, on_cpu)
+    if teacher is not None and align in ("uld", "chunks"):
+        heads = [without_adapters(m).get_output_embeddings() for m in (student, teacher.model)]
+        loss += n * ALIGNED_BYTES * sum(len(head.weight) for head in heads)
+    router = _router(teacher, batch_size, block_size, gradient_checkpointing, on_cpu)
     gradients = _FP32 * trained
     if accumulation_steps == 1:
         gradients = max(0, gradients - activations - loss)
@@ -121,6 +139,7 @@ def estimate_memory(
         "student": weights,
         "optimizer": 2 * _FP32 * trained + gradients,
         "guard": 3 * _FP32 * trained if on_cpu else 0,
+        "router": router,
         "activations": activations,
         "loss": loss,
     }
@@ -155,13 +174,37 @@ def _teacher(teacher: FrozenTeacher | None, n: int, later: float) -> float:
     return max(stays, weights + passing - later)
 
 
+def _router(
+    teacher: FrozenTeacher | None,
+    batch_size: int,
+    block_size: int,
+    gradient_checkpointing: bool,
+    on_cpu: bool,
+) -> float:
+    if teacher is None or not any(p.requires_grad for p in teacher.model.parameters()):
+        return 0
+    config, e = _text_config(teacher.model), teacher.model.dtype.itemsize
+    names = ("num_local_experts", "num_experts")
+    experts = next(n for name in names if (n := getattr(config, name, None)))
+    f = experts * (getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+    layer, _, entrance = _activations(teacher.model, batch_size, block_size, e, on_cpu, f)
+    if gradient_checkpointing:
+        passing = 2 * e * batch_size * block_size * f
+        return config.num_hidden_layers * entrance + layer + passing
+    return config.num_hidden_layers * layer
+
+
 def _activations(
-    student: Any, batch_size: int, block_size: int, e: int, on_cpu: bool
+    model: Any, batch_size: int, block_size: int, e: int, on_cpu: bool, width: int | None = None
 ) -> tuple[float, float, float]:
-    """Bytes of one layer, of what is there only once, and of one layer's input."""
+    """Bytes of one layer, of what is there only once, and of one layer's input.
+
+    With `width` in place of the feed-forward layer's own.
+    """
     n = batch_size * block_size
-    h, f, heads = _widths(student)
-    config = _text_config(student)
+    h, f, heads = _widths(model)
+    f = width or f
+    config = _text_config(model)
     layer = n * (6 * _FP32 * h + e * (4 * h + 4 * f))
     dropout = any(getattr(config, name, 0) for name in ("attn_pdrop", "attention_dropout"))
     eager = getattr(config, "_attn_implementation", None) == "eager"

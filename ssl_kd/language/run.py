@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from ssl_kd.datasets.text import Example, TextDataset, open_text
 from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.guard.events import EventWarnings
+from ssl_kd.guard.files import sha256_file
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.alignment import AlignedBlocks, aligned_blocks
@@ -40,10 +42,11 @@ from ssl_kd.teachers.causal import (
     CausalLM,
     FrozenTeacher,
     load_causal_lm,
+    n_ids,
     tokenizer_id,
     without_adapters,
 )
-from ssl_kd.teachers.mixture import is_mixture
+from ssl_kd.teachers.mixture import Mixture, default_renorm, is_mixture
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class Task:
         student: as it begins.
         teacher: None for cross-entropy alone.
         frozen: the teacher at work; None where its cache stands in.
+        router_id: identity of ROUTER_WEIGHTS; empty where there are none.
         caches: the teacher's caches, where they are used: one, or a draw of experts each.
         blocks: rows to learn from, for two tokenizers where they differ.
         eval_blocks: held-out rows, as many as are looked at.
@@ -77,6 +81,7 @@ class Task:
     student: CausalLM
     teacher: CausalLM | None
     frozen: FrozenTeacher | None
+    router_id: str
     caches: list[TeacherCache]
     blocks: Blocks | AlignedBlocks
     eval_blocks: Blocks
@@ -84,9 +89,16 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """What the run learns from: text, tokenizer, teacher and student."""
+        """What the run learns from: text, tokenizer, teacher with its caches, and student."""
         ids = [lm.weights_id for lm in (self.teacher, self.student) if lm is not None]
-        return "-".join([self.blocks.digest[:16], self.eval_blocks.digest[:16], *ids])
+        digests = [self.blocks.digest, self.eval_blocks.digest, *(c.digest for c in self.caches)]
+        return "-".join([*(digest[:16] for digest in digests), *ids, self.router_id])
+
+    def without_teacher(self) -> Task:
+        """Let go of a teacher whose cache stands in: its memory is what the cache spares."""
+        if self.teacher is None or not self.caches:
+            return self
+        return dataclasses.replace(self, teacher=dataclasses.replace(self.teacher, model=None))
 
 
 def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path:
@@ -113,17 +125,19 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
             task = prepare(settings, precision, tell)
         settings = _decided(settings, task)
         folder.keep_to(task.digest)
-        folder.update_json("config.json", **_about(task))
+        folder.update_json("config.json", **_about(task), resolved=_resolved(settings))
         steps, student = n_steps(settings, len(task.blocks)), task.student.model
         alone = copy.deepcopy(student) if settings.baseline else None
         distiller = make_distiller(settings, task, folder.path / "events.jsonl")
         _say_memory(settings, task, folder)
 
-        judge = _Judge(settings, task)
+        mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
         with clock("judge"):
             tell("judge", 0, 2, {})
-            table, answers = judge.first(student)
+            table, answers = _Judge(settings, task, mixture).first(student)
             tell("judge", 1, 2, {})
+        task = task.without_teacher()
+        judge = _Judge(settings, task, mixture)
         with clock("train"), signals.between_steps():
             best = _train(settings, folder, task, distiller, steps, signals, judge, tell)
         with clock("judge"):
@@ -131,15 +145,24 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
             table.append(judge.row("student", student))
             answers["after"] = judge.answers(student)
             tell("judge", 2, 2, {})
-        if alone is not None:
-            with clock("baseline"):
-                train_alone(settings, task, alone, steps, judge, tell)
-                table.append(judge.row("CE alone", alone))
-
-        with clock("save"):
-            save_student(student, task.student.tokenizer, folder.path / "student", table)
+        with clock("save"):  # before the baseline, which may stop
+            save_student(
+                student,
+                task.student.tokenizer,
+                folder.path / "student",
+                table,
+                merge=settings.lora_merge,
+            )
             if isinstance(distiller.source, Routed) and distiller.source.router is not None:
                 distiller.source.mixture.save_router(folder.path / "router.safetensors")
+        if alone is not None:
+            with clock("baseline"):
+                try:
+                    train_alone(settings, task, alone, steps, judge, tell)
+                    table.append(judge.row("CE alone", alone))
+                except TooFewHealthyParts as error:
+                    logger.warning("cross-entropy alone stopped, and is not judged: %s", error)
+                    table.append(dict.fromkeys(table[-1]) | {"name": "CE alone"})
         folder.update_json(  # the last file: it says "finished"
             "metrics.json",
             mode="language",
@@ -165,6 +188,15 @@ def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
     mode = "sar" if frozen is not None and is_mixture(frozen.model) else "native"
     logger.info("ROUTER_MODE is %s: the teacher's experts decide", mode)
     return settings.replace(router_mode=mode)
+
+
+def _resolved(settings: LanguageSettings) -> dict[str, Any]:
+    """What became of settings that were left open."""
+    return {
+        "STUDENT_LR": settings.peak_lr,
+        "DIVERGENCE": settings.kind_of_divergence,
+        "ROUTER_MODE": settings.router_mode,
+    }
 
 
 def _dry(settings: LanguageSettings) -> LanguageSettings:
@@ -201,12 +233,7 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         SettingsError: teacher, student, cache and text do not fit.
     """
     tell("prepare", 0, 3, {})
-    train_set = _train_text(settings)
-    most = _max_bytes(settings)
-    if settings.eval_path is None:
-        eval_set = open_text(settings.data_path, "test", max_bytes=most)
-    else:
-        eval_set = open_text(settings.eval_path, "all", max_bytes=most)
+    train_set, eval_set = _texts(settings)
     tell("prepare", 1, 3, {"documents": len(train_set)})
 
     name = settings.teacher_model
@@ -235,6 +262,10 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         _lay_out(settings, texts, student, teacher, aligned) for texts in (train_set, eval_set)
     )
     tell("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
+    if isinstance(blocks, AlignedBlocks):
+        words = "%.1f %% of the text stands in groups of tokens that both share, of %.1f characters"
+        found = blocks.statistics()
+        logger.info(words, 100 * found["coverage"], found["characters_per_group"])
 
     frozen, caches = None, []
     if teacher is not None and settings.teacher_cache is None:
@@ -246,29 +277,61 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         )
     elif teacher is not None and isinstance(blocks, Blocks):
         wanted = _cache_of(settings, teacher, train_set, blocks)
-        folders = sorted(Path(str(settings.teacher_cache)).glob("draw_*"))
-        folders = folders or [Path(str(settings.teacher_cache))]
+        folders = _cache_folders(settings)
+        if absent := [str(folder) for folder in folders if not folder.is_dir()]:
+            raise SettingsError(
+                f"TEACHER_CACHE: there is no {', '.join(absent)}: run cache_teacher.py with the "
+                "settings of this run, or name another folder"
+            )
         caches = [TeacherCache.open(folder, expect=wanted) for folder in folders]
         _check_divergence(settings, caches[0].fingerprint.method)
-        teacher = dataclasses.replace(teacher, model=None)  # its memory is what the cache spares
+        teacher.model.requires_grad_(False)
     if isinstance(eval_blocks, AlignedBlocks):
         sides = eval_blocks.student, eval_blocks.teacher
     else:
         sides = eval_blocks, eval_blocks
-    sides = [_first_rows(side, settings.eval_rows) for side in sides]
-    return Task(precision, train_set, eval_set, student, teacher, frozen, caches, blocks, *sides)
+    sides = [side.first(settings.eval_rows) for side in sides]
+    texts, models = (train_set, eval_set), (student, teacher, frozen)
+    return Task(precision, *texts, *models, _router_id(settings), caches, blocks, *sides)
 
 
-def _train_text(settings: LanguageSettings) -> TextDataset:
-    """What is learned from; all of it where the held-out text is a file of its own."""
-    most = _max_bytes(settings)
+def _texts(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
+    """What is learned from, and what is held out; no document is both."""
+    most = None if settings.max_megabytes is None else int(settings.max_megabytes * 1e6)
     if settings.eval_path is None:
-        return open_text(settings.data_path, "train", max_bytes=most)
-    return open_text(settings.data_path, "train", held_out=0, max_bytes=most)
+        train_set = open_text(settings.data_path, "train", max_bytes=most)
+        eval_set = open_text(settings.data_path, "test", max_bytes=most)
+    else:  # all is learned from where the held-out text is a file of its own
+        train_set = open_text(settings.data_path, "train", held_out=0, max_bytes=most)
+        eval_set = open_text(settings.eval_path, "all", max_bytes=most)
+    kept = train_set.without(eval_set)
+    if len(kept) < len(train_set):
+        words = "%d of %d documents to learn from are held out, too, and left out of training"
+        logger.warning(words, len(train_set) - len(kept), len(train_set))
+    return kept, eval_set
 
 
-def _max_bytes(settings: LanguageSettings) -> int | None:
-    return None if settings.max_megabytes is None else int(settings.max_megabytes * 1e6)
+def _router_id(settings: LanguageSettings) -> str:
+    """Identity of ROUTER_WEIGHTS; empty where there are none."""
+    if settings.router_weights is None:
+        return ""
+    file = Path(settings.router_weights)
+    if not file.is_file():
+        raise SettingsError(f"ROUTER_WEIGHTS: there is no router file {file}.")
+    return sha256_file(file)[:16]
+
+
+def _is_routed(settings: LanguageSettings) -> bool:
+    """Whether the teacher's experts are others than as it came."""
+    return settings.router_mode != "native" or settings.router_weights is not None
+
+
+def _cache_folders(settings: LanguageSettings) -> list[Path]:
+    """Where the teacher's caches are; for ROUTER_MODE ka a draw of experts in each."""
+    folder = Path(str(settings.teacher_cache))
+    if settings.router_mode != "ka":
+        return [folder]
+    return [folder / f"draw_{i}" for i in range(settings.ka_forwards)]
 
 
 def _lay_out(
@@ -289,11 +352,6 @@ def _lay_out(
     return make_blocks(texts, student.tokenizer, settings.block_size, packing=packing)
 
 
-def _first_rows(blocks: Blocks, n: int) -> Blocks:
-    names = ("ids", "counts", "documents", "row_characters")
-    return dataclasses.replace(blocks, **{name: getattr(blocks, name)[:n] for name in names})
-
-
 def _check_tokenizers(student: CausalLM, teacher: CausalLM) -> None:
     if tokenizer_id(student.tokenizer) == tokenizer_id(teacher.tokenizer):
         return
@@ -309,8 +367,13 @@ def _cache_of(
     settings: LanguageSettings, teacher: CausalLM, texts: TextDataset, blocks: Blocks
 ) -> dict[str, Any]:
     """The fields of its fingerprint that a teacher's cache must have for this run."""
-    experts = {"native": "", "ka": f" ka {settings.ka_lambda:g}"}.get(settings.router_mode, " all")
-    weights = f"{teacher.weights_id}{experts}"
+    weights = teacher.weights_id
+    if settings.router_mode != "native":
+        weights += f" ka {settings.ka_lambda:g}" if settings.router_mode == "ka" else " all"
+        renorm = settings.router_renorm
+        weights += f" {default_renorm(teacher.model) if renorm == 'auto' else renorm}"
+    if router := _router_id(settings):
+        weights += f" router {router}"
     of = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)
     return of | {"temperature": settings.temperature}
 
@@ -357,7 +420,7 @@ def cache_teacher(
     settings = _cached(settings)
     _check_divergence(settings, settings.cache_method)
     precision = precision_of(settings)
-    texts = _train_text(settings)
+    texts, _ = _texts(settings)
     name = settings.teacher_model
     if name == "train":
         name = str(trained_teacher(settings, texts, precision, tell))
@@ -371,21 +434,16 @@ def cache_teacher(
         method=settings.cache_method,
         k=settings.cache_k,
     )
-    folder, draws = Path(str(settings.teacher_cache)), [""]
-    if settings.router_mode == "ka":
-        draws = [f"draw_{i}" for i in range(settings.ka_forwards)]
+    routed = Routed(frozen, settings) if _is_routed(settings) else None
     caches = []
-    for i, draw in enumerate(draws):
-        answer = frozen
-        if settings.router_mode != "native":
-            answer = RoutedDraw(Routed(frozen, settings), i)
+    for i, folder in enumerate(_cache_folders(settings)):
         caches.append(
             write(
-                answer,
+                frozen if routed is None else RoutedDraw(routed, i),
                 blocks,
-                folder / draw,
+                folder,
                 fingerprint,
-                vocabulary=len(teacher.tokenizer),
+                vocabulary=n_ids(teacher.tokenizer),
                 batch_size=settings.per_device_batch_size,
                 force=settings.force_recompute,
                 progress=lambda done, total: tell("cache", done, total, {}),
@@ -417,6 +475,7 @@ def trained_teacher(
     )
     decides = ("block_size", "packing", "per_device_batch_size", "gradient_accumulation_steps")
     decides += ("teacher_size", "teacher_steps", "teacher_experts", "vocabulary", "seed")
+    decides += ("weight_decay", "warmup_fraction")
     said = [texts.digest, str(precision.student), *(str(getattr(own, name)) for name in decides)]
     folder = TEACHERS / hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
     if folder.exists():
@@ -478,9 +537,10 @@ def make_distiller(settings: LanguageSettings, task: Task, events: Path | None) 
         logger.warning("LEGACY_CLAMP %s: perplexity can never be below %.4g", clamp, lowest)
     source = aligned = None
     if settings.alpha_kd and frozen is not None:
-        routed = settings.router_mode != "native" or settings.router_weights is not None
         scale = task.precision.teacher == torch.float16
-        source = Routed(frozen, settings, scale_loss=scale) if routed else Plain(frozen)
+        source = (
+            Routed(frozen, settings, scale_loss=scale) if _is_routed(settings) else Plain(frozen)
+        )
         if isinstance(task.blocks, AlignedBlocks):
             answer = source.answer if isinstance(source, Routed) else frozen
             dims = [without_adapters(m).config.hidden_size for m in (student, frozen.model)]
@@ -501,6 +561,7 @@ def _say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> No
         accumulation_steps=settings.gradient_accumulation_steps,
         gradient_checkpointing=settings.gradient_checkpointing,
         device=task.precision.device,
+        align=settings.align,
     )
     logger.info("memory at the peak of a step, about:\n%s", estimate)
     folder.update_json("config.json", memory=dict(estimate.parts))
@@ -667,36 +728,45 @@ def advice(settings: LanguageSettings, distiller: Distiller) -> str:
 
 
 class _Judge:
-    """Looks at models through the same held-out rows, prompts and questions."""
+    """Looks at models through the same held-out rows, prompts and questions.
 
-    def __init__(self, settings: LanguageSettings, task: Task) -> None:
+    A mixture of experts is looked at with its routers as they came, so that all rows of the table
+    are beside one teacher, whatever its routers learn.
+    """
+
+    def __init__(
+        self, settings: LanguageSettings, task: Task, mixture: Mixture | None = None
+    ) -> None:
         self._settings, self._task = settings, task
+        self._as_it_came = nullcontext if mixture is None else mixture.as_it_came
         self._examples = task.eval_set.examples
         self._prompts = [_prompt(example) for example in self._examples[: settings.generations]]
 
     def look(self, model: Any) -> TokenScores:
         """Held-out scores of a model, beside the live teacher's word if there is one."""
-        task, frozen = self._task, self._task.frozen
+        task, itself = self._task, isinstance(model, FrozenTeacher)
         alike = not isinstance(task.blocks, AlignedBlocks)
-        return judge_tokens(
-            model,
-            task.teacher_eval_blocks if model is frozen else task.eval_blocks,
-            teacher=frozen if alike and model is not frozen else None,
-            batch_size=self._settings.per_device_batch_size,
-            autocast=self._task.precision.autocast,
-        )
+        with self._as_it_came():
+            return judge_tokens(
+                model,
+                task.teacher_eval_blocks if itself else task.eval_blocks,
+                teacher=task.frozen if alike and not itself else None,
+                batch_size=self._settings.per_device_batch_size,
+                autocast=task.precision.autocast,
+            )
 
     def row(self, name: str, model: Any) -> Row:
         """A row of the report's table."""
         row = self.look(model).table_row(name)
-        asked, _ = judge_answers(
-            model.model if isinstance(model, FrozenTeacher) else model,
-            self._tokenizer(model),
-            self._examples,
-            limit=self._settings.answer_prompts,
-            max_new_tokens=self._settings.max_new_tokens,
-            autocast=self._task.precision.autocast,
-        )
+        with self._as_it_came():
+            asked, _ = judge_answers(
+                model,
+                self._tokenizer(model),
+                self._examples,
+                limit=self._settings.answer_prompts,
+                max_new_tokens=self._settings.max_new_tokens,
+                autocast=self._task.precision.autocast,
+            )
         return row | {
             "answer_accuracy": asked.accuracy,
             "answer_rate": asked.answer_rate,
@@ -707,15 +777,19 @@ class _Judge:
     def first(self, student: nn.Module) -> tuple[list[Row], dict[str, list[str]]]:
         """The table's first rows, of the teacher and the student before, and what they write."""
         table, answers = [], {"before": self.answers(student)}
-        if self._task.frozen is not None:
-            table.append(self.row("teacher", self._task.frozen))
-            answers["teacher"] = self.answers(self._task.frozen)
+        task, teacher = self._task, self._task.frozen
+        if task.caches and task.teacher is not None:
+            device, dtype = task.precision.device, task.precision.teacher
+            teacher = FrozenTeacher(task.teacher.model, device=device, dtype=dtype)
+        if teacher is not None:
+            table.append(self.row("teacher", teacher))
+            answers["teacher"] = self.answers(teacher)
         table.append(self.row("student before", student))
         return table, answers
 
     def _tokenizer(self, model: Any) -> Any:
-        task = self._task
-        lm = task.teacher if task.teacher is not None and model is task.frozen else task.student
+        lm = self._task.teacher if isinstance(model, FrozenTeacher) else self._task.student
+        assert lm is not None
         return lm.tokenizer
 
     def answers(self, model: Any) -> list[str]:
@@ -723,8 +797,8 @@ class _Judge:
         settings, tokenizer = self._settings, self._tokenizer(model)
         prompts = [prompt for prompt, _ in self._prompts]
         autocast = self._task.precision.autocast
-        model = model.model if isinstance(model, FrozenTeacher) else model
-        return generate(model, tokenizer, prompts, settings.max_new_tokens, autocast=autocast)
+        with self._as_it_came():
+            return generate(model, tokenizer, prompts, settings.max_new_tokens, autocast=autocast)
 
     def side_by_side(self, answers: dict[str, list[str]]) -> list[Row]:
         """Each prompt with what everybody wrote, and the text's own continuation."""

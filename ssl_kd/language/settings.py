@@ -160,6 +160,7 @@ class LanguageSettings(RunSettings):
         0, "train low-rank adapters of this rank in place of all weights; 0: all weights", low=0
     )
     lora_alpha: float = setting(16.0, "scale of the adapters, times 1 / LORA_RANK", above=0)
+    lora_merge: bool = setting(False, "save adapters merged into their base, as one plain model")
 
     # Guard
     spike_factor: float = setting(
@@ -259,10 +260,35 @@ class LanguageSettings(RunSettings):
                 "ROUTER_MODE 'sar' runs backwards through the teacher, which TEACHER_OFFLOAD has"
                 " left by then: set it to False, or ROUTER_MODE to 'ka'."
             )
+        if self.router_weights is not None and self.teacher_offload:
+            raise SettingsError(
+                "ROUTER_WEIGHTS would be lost when the teacher leaves the device: set"
+                " TEACHER_OFFLOAD to False, or ROUTER_WEIGHTS to None."
+            )
+        if self.align == "hidden" and self.alpha_ce == 0:
+            raise SettingsError(
+                "ALIGN 'hidden' matches hidden states alone, which leaves the output head untrained"
+                " and can collapse: set ALPHA_CE above 0."
+            )
+        if self.legacy_clamp is not None:
+            self._check_clamp(self.legacy_clamp)
         if self.router_joint and self.kind_of_divergence.startswith("skew"):
             raise SettingsError("ROUTER_JOINT takes forward_kl, reverse_kl, js or tvd.")
         if self.emulate_fp16 and self.model_dtype != "float16":
             raise SettingsError("EMULATE_FP16 is for MODEL_DTYPE 'float16' only.")
+
+    def _check_clamp(self, clamp: str) -> None:
+        from ssl_kd.losses.token_distillation import LegacyClamp  # --help does without torch
+
+        try:
+            LegacyClamp.parse(clamp)
+        except ValueError as error:
+            raise SettingsError(f"LEGACY_CLAMP: {error}.") from error
+        if self.align != "auto" or self.teacher_cache is not None:
+            raise SettingsError(
+                "LEGACY_CLAMP holds the logits of both, token by token, as older scripts did: ALIGN"
+                " must be 'auto' and TEACHER_CACHE None."
+            )
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

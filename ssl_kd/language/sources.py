@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,8 +20,8 @@ from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
 from ssl_kd.losses.linear_distillation import Teacher, linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, linear_head
-from ssl_kd.teachers.mixture import Mixture, RouterRecord, RouterStep, Routing
+from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, without_adapters
+from ssl_kd.teachers.mixture import Gates, Mixture, RouterRecord, RouterStep, Routing
 
 Answer = Callable[[Batch, Tensor], Teacher]
 """A batch and its real positions, rows of the flattened `[batch * token]` -> the teacher's word."""
@@ -70,9 +70,10 @@ _SWAPPED = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl", "js": "js", 
 class Routed:
     """A mixture-of-experts teacher: its experts as ROUTER_MODE says, its router perhaps learning.
 
-    In `sar` each batch first moves the router towards the student, by `KL(p || q)` with the student
+    In `sar` each step first moves the router towards the student, by `KL(p || q)` with the student
     q fixed, then the teacher answers with the router as it is now; with ROUTER_JOINT it answers
-    before its router moves, as one step of both would have it.
+    before its router moves, as one step of both would have it. A step of several batches is one
+    step of the router, too; it costs one more forward pass of each model over them.
 
     Args:
         frozen: the teacher, a mixture of experts.
@@ -104,6 +105,7 @@ class Routed:
         self.router: RouterStep | None = None
         self.learns = True
         if settings.router_mode == "sar":
+            assert frozen.linear, "no mixture with a softmax gate caps or scales its logits"
             old = settings.router_joint
             self.router = RouterStep(
                 self.mixture,
@@ -129,8 +131,7 @@ class Routed:
         """As `Source`."""
         settings = self.settings
         if self.router is None:
-            draws = settings.ka_forwards if settings.router_mode == "ka" else 1
-            return [self.answer(batch, rows) for _ in range(draws)]
+            return [self.answer(batch, rows) for _ in range(_draws(settings))]
         if self.learns and not settings.router_joint:
             self._learn(self.router, batch, own)
         with self.mixture.using(Routing("sar")):
@@ -141,34 +142,106 @@ class Routed:
 
     def _learn(self, router: RouterStep, batch: Batch, own: Teacher) -> None:
         """Move the router, and nothing else, towards what the student can follow."""
-        settings, model = self.settings, self.frozen.model
-        rows, targets = next_token_targets(batch.input_ids, batch.counts)
-        head = linear_head(model)
-        assert head is not None, "no mixture with a softmax gate caps or scales its logits"
+        rows, _ = next_token_targets(batch.input_ids, batch.counts)
 
         def objective() -> Tensor:
-            with torch.autocast(self.frozen.device.type, enabled=False):
-                hidden = hidden_states(model, batch.model_inputs()).flatten(0, 1)[rows]
-            sums = linear_distillation(
-                hidden,
-                head.weight,
-                head.bias,
-                targets,
-                [own],
-                temperature=settings.temperature if settings.router_joint else 1.0,
-                divergence=_SWAPPED[settings.kind_of_divergence]  # pyright: ignore[reportArgumentType]
-                if settings.router_joint
-                else "reverse_kl",  # KL(p || q), p in the student's place
-                weights=(0.0, 1.0),
-            )
-            self.ce = float(sums[0].detach()) / max(len(rows), 1)
-            return sums[1] / max(len(rows), 1)
+            ce, divergence = self._sums(batch, own) / max(len(rows), 1)
+            self.ce = float(ce.detach())
+            return divergence
 
         with torch.enable_grad():
-            self.record = router.step(objective, batch.documents > 0)
-        if (event := self.record.event) is not None:
-            reason = f"{named_rows(batch.rows)}: {event.reason}"
-            self.events.append(replace(event, reason=reason))
+            self._note(router.step(objective, batch.documents > 0), batch.rows)
+
+    @contextmanager
+    def moved_once(
+        self,
+        batches: Sequence[Batch],
+        student: Answer,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> Iterator[None]:
+        """Let the router move once by all batches of a step, as by one large one.
+
+        Args:
+            batches: what the source is asked about inside.
+            student: answers a batch, without gradient.
+            autocast: of the student.
+        """
+        learns = self.router is not None and self.learns
+        if learns and not self.settings.router_joint:
+            self._learn_from_all(batches, student, autocast)
+        with fixed(self):
+            yield
+        if learns and self.settings.router_joint:
+            self._learn_from_all(batches, student, autocast)
+
+    def _learn_from_all(
+        self,
+        batches: Sequence[Batch],
+        student: Answer,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """`_learn` from the sum of batches, with the activations of one at a time.
+
+        The load balance is of the whole and no sum over batches: all gates are looked at first,
+        without gradient, for its slope there; this slope then goes into each batch's own pass.
+        """
+        router, every = self.router, [next_token_targets(b.input_ids, b.counts)[0] for b in batches]
+        assert router is not None
+        n, masks = max(sum(map(len, every)), 1), [batch.documents > 0 for batch in batches]
+        gates = []
+        for batch, mask in zip(batches, masks, strict=True):
+            with torch.no_grad(), router.routed(mask) as seen:
+                self._hidden(batch)
+            gates.append(seen)
+        whole, tokens = _joined(gates), [mask.numel() for mask in masks]
+        router.optimizer.zero_grad()
+        with torch.enable_grad():
+            leaves = [whole.logits[layer].requires_grad_() for layer in sorted(whole.logits)]
+            penalty = router.regularisation(whole)
+            slopes = torch.autograd.grad(penalty, leaves, retain_graph=True)
+            if not router.stopped:
+                router.backward(penalty)  # what it says of the weights themselves
+            sums = torch.zeros(2, device=penalty.device)
+            parts = zip(*(slope.split(tokens) for slope in slopes), strict=True)
+            for batch, rows, mask, slope in zip(batches, every, masks, parts, strict=True):
+                with router.routed(mask) as seen:
+                    with autocast():
+                        found = self._sums(batch, student(batch, rows)) / n
+                    layers = zip(sorted(seen.logits), slope, strict=True)
+                    pull = sum((seen.logits[layer] * of).sum() for layer, of in layers)
+                    if not router.stopped:
+                        router.backward(found[1] + pull)
+                sums += found.detach()
+        self.ce = float(sums[0])
+        rows = torch.cat([batch.rows for batch in batches])
+        self._note(router.update(sums[1] + penalty.detach(), whole), rows)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        with torch.autocast(self.frozen.device.type, enabled=False):
+            return hidden_states(self.model, batch.model_inputs()).flatten(0, 1)
+
+    def _sums(self, batch: Batch, own: Teacher) -> Tensor:
+        """`[2]`, sums over the batch: the teacher's cross-entropy, and KL(p || q) with q fixed."""
+        settings = self.settings
+        rows, targets = next_token_targets(batch.input_ids, batch.counts)
+        head = without_adapters(self.model).get_output_embeddings()
+        return linear_distillation(
+            self._hidden(batch)[rows],
+            head.weight,
+            head.bias,
+            targets,
+            [own],
+            temperature=settings.temperature if settings.router_joint else 1.0,
+            divergence=_SWAPPED[settings.kind_of_divergence]  # pyright: ignore[reportArgumentType]
+            if settings.router_joint
+            else "reverse_kl",  # KL(p || q), p in the student's place
+            weights=(0.0, 1.0),
+        )
+
+    def _note(self, record: RouterRecord, rows: Tensor) -> None:
+        self.record = record
+        if (event := record.event) is not None:
+            self.events.append(replace(event, reason=f"{named_rows(rows)}: {event.reason}"))
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the router and its optimizer."""
@@ -180,13 +253,32 @@ class Routed:
             self.router.load_state_dict(state)
 
 
+def _draws(settings: LanguageSettings) -> int:
+    """How often a teacher is asked about a batch."""
+    return settings.ka_forwards if settings.router_mode == "ka" else 1
+
+
+def _joined(parts: Sequence[Gates]) -> Gates:
+    """The gates of several forward passes as of one."""
+
+    def every(name: str) -> dict[int, Tensor]:
+        layers = [getattr(part, name) for part in parts]
+        return {layer: torch.cat([some[layer] for some in layers]) for layer in layers[0]}
+
+    masks = [part.mask for part in parts if part.mask is not None]
+    names = ("logits", "chosen", "original")
+    return Gates(torch.cat(masks), parts[0].n_experts, *map(every, names))
+
+
 def named_rows(rows: Tensor) -> str:
     """`rows 3, 17`: how a batch is named in an event."""
     return f"rows {', '.join(map(str, rows.tolist()))}"
 
 
 class RoutedDraw:
-    """One draw of experts for a cache: each row's is its own, whoever asks and in which batch.
+    """One draw of experts for a cache: always the same for a batch of the same rows.
+
+    The same rows in other batches are another draw.
 
     Args:
         routed: a mixture whose router does not learn.
@@ -210,11 +302,11 @@ def fixed(source: Source | None) -> Iterator[None]:
     if not isinstance(source, Routed):
         yield
         return
-    source.learns = False
+    before, source.learns = source.learns, False
     try:
         yield
     finally:
-        source.learns = True
+        source.learns = before
 
 
 def unfit_for_hidden(who: str, model: Any) -> SettingsError:
@@ -229,9 +321,9 @@ class Aligned(torch.nn.Module):
     """A teacher with another tokenizer, followed as ALIGN says.
 
     Args:
-        answer: the teacher; where it is a mixture of experts, with the routing it has.
-        how: `hidden`, `uld` or `chunks`.
-        settings: temperature and divergence.
+        answer: the teacher; `Routed.answer` for a mixture of experts, asked KA_FORWARDS times a
+            batch in `ka`.
+        settings: ALIGN (`hidden`, `uld` or `chunks`), temperature, divergence and draws.
         student_dim: width of the student, for the projection of `hidden`.
         teacher_dim: width of the teacher.
 
@@ -260,41 +352,77 @@ class Aligned(torch.nn.Module):
         """The teacher's."""
         return getattr(self.answer, "__self__", self.answer).model
 
+    def count(self, batch: AlignedBatch) -> int:
+        """How many there are to average over: groups of tokens, or the student's in `hidden`."""
+        if self.projection is None:
+            return len(batch.groups())
+        return len(batch.overlap()[0].unique())
+
     def forward(
         self, batch: AlignedBatch, hidden: Tensor | None, logits: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """The distance to the teacher, a mean over groups of tokens, or tokens in `hidden`.
+        """The distance to the teacher, a sum over what `count` counts; mean over draws of experts.
 
         Args:
             batch: the same text in both tokenizers.
             hidden: `[batch * token, dim]`, the student's hidden states; only `hidden` needs them.
             logits: rows of them -> the student's logits there.
         """
-        settings = self.settings
         if self.projection is not None and hidden is not None:
-            mine, theirs, weights = batch.overlap()
-            # The rows that count alone: what else the teacher says may hold anything.
-            rows, theirs = theirs.unique(return_inverse=True)
-            taught: Any = self.answer(batch.teacher, rows)
-            projected = self.projection(taught.hidden.float())
-            return hidden_matching(hidden, projected, mine, theirs, weights)
+            distance, rows = self._hidden(self.projection, batch, hidden)
+        elif self.how == "uld":
+            distance, rows = self._uld(batch, logits)
+        else:
+            distance, rows = self._chunks(batch, logits)
+        draws = [distance(self.answer(batch.teacher, rows)) for _ in range(_draws(self.settings))]
+        return torch.stack(draws).mean(0)
+
+    # Each: from the teacher's word to the distance, and the rows that it must be asked about.
+
+    def _hidden(
+        self, projection: HiddenProjection, batch: AlignedBatch, hidden: Tensor
+    ) -> tuple[Callable[[Any], Tensor], Tensor]:
+        mine, theirs, weights = batch.overlap()
+        # The rows that count alone: what else the teacher says may hold anything.
+        rows, theirs = theirs.unique(return_inverse=True)
+
+        def distance(said: Any) -> Tensor:
+            projected = projection(said.hidden.float())
+            return hidden_matching(hidden, projected, mine, theirs, weights, reduction="sum")
+
+        return distance, rows
+
+    def _uld(
+        self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]
+    ) -> tuple[Callable[[Any], Tensor], Tensor]:
         groups = batch.groups()
-        mine, theirs = groups.student, groups.teacher
-        if self.how == "uld":
-            said: Any = self.answer(batch.teacher, theirs.rows[theirs.first])
-            return uld(
-                logits(mine.rows[mine.first]), logits_of(said), temperature=settings.temperature
+        own = logits(groups.student.rows[groups.student.first])
+
+        def distance(said: Any) -> Tensor:
+            t = self.settings.temperature
+            return uld(own, logits_of(said), temperature=t, reduction="sum")
+
+        return distance, groups.teacher.rows[groups.teacher.first]
+
+    def _chunks(
+        self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]
+    ) -> tuple[Callable[[Any], Tensor], Tensor]:
+        groups = batch.groups()
+        own = logits(groups.student.rows)
+        vocabulary = batch.vocabulary.to(groups.student.rows.device)
+
+        def distance(said: Any) -> Tensor:
+            return chunk_matching(
+                own,
+                logits_of(said),
+                groups.student,
+                groups.teacher,
+                groups.matched,
+                vocabulary.student,
+                vocabulary.teacher,
+                temperature=self.settings.temperature,
+                divergence=self.settings.kind_of_divergence,
+                reduction="sum",
             )
-        said = self.answer(batch.teacher, theirs.rows)
-        vocabulary = batch.vocabulary.to(mine.rows.device)
-        return chunk_matching(
-            logits(mine.rows),
-            logits_of(said),
-            mine,
-            theirs,
-            groups.matched,
-            vocabulary.student,
-            vocabulary.teacher,
-            temperature=settings.temperature,
-            divergence=settings.kind_of_divergence,
-        )
+
+        return distance, groups.teacher.rows

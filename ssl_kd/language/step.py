@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from ssl_kd.losses.linear_distillation import (
     logits_distillation,
 )
 from ssl_kd.losses.token_distillation import LegacyClamp, next_token_targets
-from ssl_kd.teachers.causal import hidden_states, linear_head
+from ssl_kd.teachers.causal import LinearHead, hidden_states, linear_head
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ class StepResult:
 
     Attributes:
         ce: cross-entropy with the text, nats a token; NaN where it was not finite.
-        kd: the divergence times temperature squared, nats a token; None without a teacher.
+        kd: the divergence times temperature squared, nats a token; with another tokenizer what
+            ALIGN measures, a mean over what `Aligned.count` counts. None without a teacher.
         router: what the teacher's router did, by name; empty where none learns.
         loss: the weighted sum of those that the guard let through.
         grad_norm: before clipping.
@@ -84,8 +86,9 @@ class Distiller:
     """A student with its optimizer and guard.
 
     The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`, both means over the real tokens of
-    the whole step, however many batches it is made of. `ce` and `kd` fail alone: a NaN in one
-    leaves the other training on that step; without either the step is skipped.
+    the whole step (`kd` of a teacher with another tokenizer over its groups), however many batches
+    it is made of. `ce` and `kd` fail alone: a NaN in one leaves the other training on that step;
+    without either the step is skipped.
 
     Args:
         student: a causal LM; its trainable weights become float32.
@@ -156,14 +159,20 @@ class Distiller:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        dice = torch.get_rng_state()
         tokens = sum(int(_own(batch).counts.sum()) for batch in batches)
+        sizes = {"ce": tokens, "kd": tokens}
+        if self.aligned is not None:
+            aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
+            sizes["kd"] = sum(map(self.aligned.count, aligned))
         zero = torch.zeros((), device=self.precision.device)
         sums: dict[str, Tensor] = {"ce": zero, "kd": zero}
-        for batch in batches:
-            terms = {name: term / max(tokens, 1) for name, term in self.terms(batch).items()}
-            sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
-            self.guard.backward(self._weighted(terms))
+        with self._router_moves_once(batches):
+            dice = self._dice()
+            for batch in batches:
+                terms = self.terms(batch)
+                terms = {name: term / max(sizes[name], 1) for name, term in terms.items()}
+                sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
+                self.guard.backward(self._weighted(terms))
         self.tokens += tokens
         first = len(self.guard.events)
         router = self._router_events()
@@ -191,7 +200,10 @@ class Distiller:
         return self.source is not None or self.aligned is not None
 
     def terms(self, of: Batch | AlignedBatch) -> dict[str, Tensor]:
-        """Sums over the batch's real tokens: `ce`, and with a teacher `kd`; float32."""
+        """Sums over the batch: `ce`, and with a teacher `kd`; float32.
+
+        Over its real tokens; `kd` of an aligned teacher over what `Aligned.count` counts.
+        """
         batch = _own(of)
         rows, targets = next_token_targets(batch.input_ids, batch.counts)
         options: dict[str, Any] = {
@@ -208,7 +220,7 @@ class Distiller:
                 if isinstance(of, AlignedBatch) and self.aligned is not None:
                     ce = logits_distillation(logits, targets, (), **options)[0]
                     kd = self.aligned(of, None, lambda some: every[some])
-                    return {"ce": ce, "kd": kd.float() * len(rows)}
+                    return {"ce": ce, "kd": kd.float()}
                 teachers = self._ask(batch, rows, LogitsTeacher(logits.detach()))
                 return self._named(logits_distillation(logits, targets, teachers, **options))
             every = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
@@ -216,10 +228,8 @@ class Distiller:
             if isinstance(of, AlignedBatch) and self.aligned is not None:
                 ce = linear_distillation(hidden, weight, bias, targets, (), **options)[0]
                 kd = self.aligned(of, every, lambda some: F.linear(every[some], weight, bias))
-                return {"ce": ce, "kd": kd.float() * len(rows)}
-            fixed = None if bias is None else bias.detach()
-            own = LinearTeacher(hidden.detach(), weight.detach(), fixed)
-            teachers = self._ask(batch, rows, own)
+                return {"ce": ce, "kd": kd.float()}
+            teachers = self._ask(batch, rows, _as_teacher(hidden, self.head))
             sums = linear_distillation(hidden, weight, bias, targets, teachers, **options)
             return self._named(sums)
 
@@ -228,6 +238,20 @@ class Distiller:
 
     def _ask(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
         return () if self.source is None else self.source(batch, rows, own)
+
+    def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
+        if len(batches) == 1 or not isinstance(self.source, Routed):
+            return nullcontext()
+        return self.source.moved_once(batches, self._word, self.precision.autocast)
+
+    @torch.no_grad()
+    def _word(self, batch: Batch, rows: Tensor) -> Teacher:
+        """What the student says, as a teacher of its teacher's router."""
+        if self.head is None:
+            logits = self.student(**batch.model_inputs(), use_cache=False).logits
+            return LogitsTeacher(logits.flatten(0, 1)[rows])
+        hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)[rows]
+        return _as_teacher(hidden, self.head)
 
     def _router_events(self) -> dict[str, float | None]:
         """Fetch what the teacher's router had to say."""
@@ -248,24 +272,25 @@ class Distiller:
         return {name: weights[name] * term for name, term in terms.items()}
 
     def _explain(
-        self, batches: Sequence[Batch | AlignedBatch], events: Sequence[Event], dice: Tensor
+        self, batches: Sequence[Batch | AlignedBatch], events: Sequence[Event], dice: list[Tensor]
     ) -> None:
         """Name the rows of a sick batch and the operation, once for each part.
 
         Args:
             batches: of the step.
             events: what the guard said of it.
-            dice: state of the random numbers before the step.
+            dice: from `_dice`, before the step's first batch.
         """
         for event in events:
             sick = event.stage in ("loss", "gradient") and event.action != "taken in again"
             if not sick or event.part == "router" or event.part in self._explained:
                 continue
-            gpus = [self.precision.device] if self.precision.device.type == "cuda" else []
             why = "finite when run again"
             try:
-                with torch.random.fork_rng(gpus):
-                    torch.set_rng_state(dice)
+                with torch.random.fork_rng(self._gpus()):
+                    torch.set_rng_state(dice[0])
+                    for gpu, state in zip(self._gpus(), dice[1:], strict=True):
+                        torch.cuda.set_rng_state(state, gpu)
                     said = (self.explain(batch, event.part) for batch in batches)
                     words = next((words for words in said if words is not None), None)
             except RuntimeError as error:
@@ -279,6 +304,13 @@ class Distiller:
             else:
                 self._explained.add(event.part)
             self.guard.events.extend([Event(event.step, event.part, "replay", words, action)])
+
+    def _gpus(self) -> list[torch.device]:
+        return [self.precision.device] if self.precision.device.type == "cuda" else []
+
+    def _dice(self) -> list[Tensor]:
+        """States of the random numbers: the CPU's, and the GPU's where one is used."""
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus())]
 
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
         """Run a batch again under the microscope; what first went wrong, and what to change.
@@ -339,6 +371,11 @@ class Distiller:
             self.aligned.load_state_dict(state["aligned"])
         if isinstance(self.source, Routed):
             self.source.load(state["router"])
+
+
+def _as_teacher(hidden: Tensor, head: LinearHead) -> LinearTeacher:
+    bias = None if head.bias is None else head.bias.detach()
+    return LinearTeacher(hidden.detach(), head.weight.detach(), bias)
 
 
 def _own(batch: Batch | AlignedBatch) -> Batch:

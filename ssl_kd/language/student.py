@@ -25,6 +25,7 @@ from ssl_kd.teachers.causal import (
     CausalLM,
     llm_module,
     load_causal_lm,
+    n_ids,
     quiet,
     tokenizer_id,
     without_adapters,
@@ -237,7 +238,7 @@ def _fresh(
     seed: int,
     experts: int,
 ) -> nn.Module:
-    vocabulary = 8 * math.ceil((max(tokenizer.get_vocab().values()) + 1) / 8)
+    vocabulary = 8 * math.ceil(n_ids(tokenizer) / 8)
     special = {
         name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }

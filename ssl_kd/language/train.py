@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,10 +101,11 @@ def train(
         done = step + 1
         if done % settings.log_every == 0 or done == steps:
             on_log(meter.row(done, rate, int(distiller.guard.health.streak[0])))
-        if done % settings.eval_steps == 0 or done == steps:
-            on_eval(done)
-        if done % settings.save_steps == 0 or done == steps:
-            on_checkpoint(done)
+        with meter.stopped():
+            if done % settings.eval_steps == 0 or done == steps:
+                on_eval(done)
+            if done % settings.save_steps == 0 or done == steps:
+                on_checkpoint(done)
     return steps
 
 
@@ -117,6 +119,13 @@ class _Meter:
     def add(self, result: StepResult) -> None:
         self._results.append(result)
         self._tokens += result.tokens
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Time that is not spent on learning."""
+        before = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - before
 
     def row(self, step: int, learning_rate: float, streak: int) -> Row:
         results, seconds = self._results, time.perf_counter() - self._began

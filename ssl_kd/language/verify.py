@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, load_causal_lm
+from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, n_ids
 
 __all__ = ["Agreement", "verify"]
 
@@ -89,15 +89,21 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
     if settings.teacher_model == "none" or settings.align != "auto":
         came = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
         raise SettingsError(f"{came} leaves nothing to compare: name a teacher of one tokenizer.")
+    experts = settings.router_mode in ("all", "ka") or settings.router_weights is not None
+    if settings.teacher_cache is not None and experts:
+        raise SettingsError(
+            "TEACHER_CACHE holds what other experts or routers said (ROUTER_MODE "
+            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and is "
+            "compared with the teacher as it came alone: set TEACHER_CACHE to None."
+        )
     settings = settings.replace(router_mode="native", legacy_clamp=None, teacher_offload=False)
     precision = precision_of(settings)
     task = prepare(settings, precision, progress or (lambda stage, done, total, info: None))
     assert isinstance(task.blocks, Blocks) and task.teacher is not None
-    frozen = task.frozen or FrozenTeacher(  # beside a cache it is not loaded
-        load_causal_lm(task.teacher.name).model, device=precision.device, dtype=precision.teacher
+    frozen = task.frozen or FrozenTeacher(  # beside a cache it is not at work
+        task.teacher.model, device=precision.device, dtype=precision.teacher
     )
-    columns = ("ids", "counts", "documents", "row_characters")
-    few = replace(task.blocks, **{name: getattr(task.blocks, name)[:ROWS] for name in columns})
+    few = task.blocks.first(ROWS)
     batch = few.batch(range(len(few)), precision.device)
     distiller = Distiller(task.student.model, settings, precision, Plain(frozen))
     distiller.student.eval()
@@ -175,7 +181,7 @@ def _whole_cache(
     """A cache of the first rows that leaves no token out."""
     assert task.teacher is not None
     tokenizer, teacher = task.student.tokenizer, task.teacher
-    vocabulary = min(len(tokenizer), frozen.model.get_output_embeddings().weight.shape[0])
+    vocabulary = min(n_ids(tokenizer), frozen.model.get_output_embeddings().weight.shape[0])
     of = TeacherFingerprint(
         **identity(teacher.name, teacher.weights_id, tokenizer, task.train_set, blocks),
         dtype=str(frozen.model.dtype).removeprefix("torch."),

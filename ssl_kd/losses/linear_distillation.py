@@ -327,8 +327,12 @@ def _run(
         rows = min(chunk, max(1, ROW_BYTES // (vocab * head.exact.itemsize)))
     scratch = torch.empty((rows, vocab), dtype=head.exact, device=head.device)
     slope = torch.empty_like(scratch) if any(x is not None for x in head.gradients) else None
+    # In half precision by its own dtype: what fits bfloat16 may be beyond autocast's float16.
+    own = replace(objective, autocast=None)
     teachers = [
-        _LinearHead(t.hidden, t.weight, t.bias, objective) if isinstance(t, LinearTeacher) else t
+        _LinearHead(t.hidden, t.weight, t.bias, own if t.weight.itemsize == 2 else objective)
+        if isinstance(t, LinearTeacher)
+        else t
         for t in objective.teachers
     ]
     for start in range(0, n, chunk):
@@ -545,7 +549,8 @@ def linear_distillation(
             distillation, as a teacher's is; other infinities count as +-65504.
         targets: `[n]` int64, or None: no cross-entropy (see `next_token_targets`).
         teachers: any number; where their vocabularies are shorter or longer than the student's,
-            the common first part counts. No gradient flows into them.
+            the common first part counts. No gradient flows into them. The logits of one in half
+            precision are in its own dtype, whatever autocast is around.
         temperature: of both softmaxes in the distillation, in [1e-4, 1e4].
         divergence: as in `token_kd`; a `SampledTeacher` knows `forward_kl` only.
         weights: of cross-entropy and distillation in the loss that will be differentiated, up to

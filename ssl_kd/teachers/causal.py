@@ -37,6 +37,7 @@ __all__ = [
     "linear_head",
     "llm_module",
     "load_causal_lm",
+    "n_ids",
     "quiet",
     "tokenizer_id",
     "without_adapters",
@@ -175,6 +176,11 @@ def tokenizer_id(tokenizer: Any) -> str:
     return _short_sha(json.dumps(said, sort_keys=True).encode())
 
 
+def n_ids(tokenizer: Any) -> int:
+    """The largest id of a tokenizer, and one: more than `len` says where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def without_adapters(model: Any) -> Any:
     """The transformers model inside PEFT's wrapping (its adapters stay in place), or itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -295,7 +301,8 @@ class FrozenTeacher:
             parameter.data = home
 
     @contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
+        """The weights on the device for a while; not inside itself."""
         try:
             for parameter, home in self._home:
                 parameter.data = home.to(self.device, non_blocking=True)
@@ -319,7 +326,7 @@ class FrozenTeacher:
         """
         self.model.eval()
         inputs = batch.model_inputs()
-        with self._on_device(), torch.autocast(self.device.type, enabled=False):
+        with self.on_device(), torch.autocast(self.device.type, enabled=False):
             if not self.linear:
                 logits = self.model(**inputs, use_cache=False).logits
                 return LogitsTeacher(logits.flatten(0, 1)[rows])

@@ -7,7 +7,7 @@ augmentation (`ka`) and the student-aware router (`sar`) are those of Every Expe
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 import os
 import re
@@ -29,7 +29,16 @@ from ssl_kd.guard.parts import rescale_
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.losses.routing import gate_anchor, gate_entropy, gate_kl, load_balance
 
-__all__ = ["ROUTERS", "Gates", "Mixture", "RouterRecord", "RouterStep", "Routing", "is_mixture"]
+__all__ = [
+    "ROUTERS",
+    "Gates",
+    "Mixture",
+    "RouterRecord",
+    "RouterStep",
+    "Routing",
+    "default_renorm",
+    "is_mixture",
+]
 
 Mode = Literal["native", "all", "ka", "sar"]
 Renorm = Literal["selected", "native"]
@@ -48,6 +57,7 @@ states `[..., dim]`, holds `weight` `[expert, dim]` (and perhaps `bias`) and `to
 softmax over all experts, and returns `(logits, weights, index)`, the last two `[token, chosen]`.
 """
 
+_ROUNDING = 2**-7  # of a row: both sides may be bfloat16, after float16
 _LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoEGate)$")
 
 
@@ -188,7 +198,7 @@ class Mixture:
         if self.n_experts < 2:
             raise ValueError(f"{type(model).__name__} has {self.n_experts} expert, expected 2")
         self._renormalises = _renormalises(next(iter(self.routers.values())))
-        self.renorm: Renorm = renorm or ("selected" if self._renormalises else "native")
+        self.renorm: Renorm = renorm or default_renorm(model)
         self._original = {
             name: value.detach().to("cpu", copy=True)
             for name, value in self.router_parameters().items()
@@ -232,6 +242,19 @@ class Mixture:
             yield
         finally:
             self._routing = before
+
+    @contextmanager
+    def as_it_came(self) -> Iterator[None]:
+        """The original routers for a while, for a judgement that does not move with them."""
+        parameters = self.router_parameters()
+        now = {name: parameter.data for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data = self._original[name].to(parameter)
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = now[name]
 
     @contextmanager
     def watch(self, mask: Tensor | None = None, *, original: bool = False) -> Iterator[Gates]:
@@ -325,7 +348,8 @@ class Mixture:
             name: value.detach().cpu().contiguous()
             for name, value in self.router_parameters().items()
         }
-        atomic_write_bytes(Path(path), save(tensors, metadata=self._identity()))
+        said = self._identity() | {"original_rows": json.dumps(self._original_rows()[0].tolist())}
+        atomic_write_bytes(Path(path), save(tensors, metadata=said))
 
     def load_router(self, path: str | os.PathLike[str]) -> None:
         """Put routers from `save_router` back; tensors take the dtype of the file.
@@ -350,6 +374,13 @@ class Mixture:
                     f"{path} is not a router of this teacher: {key} is {said.get(key)!r} there and "
                     f"{own!r} here; load it onto the teacher that it was saved from"
                 )
+        theirs = torch.tensor(json.loads(said.get("original_rows", "[]")), dtype=torch.float64)
+        own, norms = self._original_rows()
+        if theirs.shape != own.shape or not ((theirs - own).abs() <= _ROUNDING * norms).all():
+            raise ValueError(
+                f"{path} is not a router of this teacher: original_routers, from which it was "
+                "adapted, have other weights; load it onto the teacher that it was saved from"
+            )
         parameters = self.router_parameters()
         for name, parameter in parameters.items():
             value = tensors.get(name)
@@ -362,23 +393,38 @@ class Mixture:
             parameter.data = tensors[name].to(parameter.device)
 
     def _identity(self) -> dict[str, str]:
-        """What a router file must agree in; weights count as rounded to bfloat16, whatever here."""
-        digest = hashlib.sha256()
-        for name, value in self._original.items():
-            digest.update(name.encode())
-            digest.update(value.bfloat16().view(torch.int16).contiguous().numpy().data)
+        """What a router file must agree in to the letter."""
         return {
             "architecture": type(self.model).__name__,
             "layers": str(self.layers),
             "experts": str(self.n_experts),
             "dim": str(self.dim),
-            "original_routers": digest.hexdigest(),
         }
+
+    def _original_rows(self) -> tuple[Tensor, Tensor]:
+        """A number of each row of the original routers, `[row]`, and the row's norm.
+
+        It depends on every weight, and on the dtype that they are loaded in by rounding alone.
+        """
+        values = [torch.atleast_2d(value.double()) for value in self._original.values()]
+        rows = [row for value in values for row in value]
+        numbers = [row @ torch.arange(len(row), dtype=row.dtype).cos() for row in rows]
+        return torch.stack(numbers), torch.stack([row.norm() for row in rows])
 
 
 def is_mixture(model: nn.Module) -> bool:
     """Whether a model has routers that `Mixture` can steer."""
     return any(type(module).__name__ in ROUTERS for module in model.modules())
+
+
+def default_renorm(model: nn.Module) -> Renorm:
+    """What the weights of the chosen experts sum to where nothing is said; see `Mixture`.
+
+    Raises:
+        ValueError: as by `Mixture`.
+    """
+    router = next(iter(_find_routers(model).values()))
+    return "selected" if _renormalises(router) else "native"
 
 
 def _find_routers(model: nn.Module) -> dict[str, nn.Module]:

@@ -131,6 +131,19 @@ def test_held_out_documents_stay_the_same_and_duplicates_stay_together(tmp_path)
     assert told[1] < {e.text for e in half.examples}
 
 
+def test_what_is_held_out_can_be_left_out(tmp_path):
+    lines = [{"text": f"text {i}"} for i in range(5)]
+    write_jsonl(tmp_path / "a.jsonl", lines)
+    write_jsonl(tmp_path / "b.jsonl", [*lines[1:3], {"text": "another"}])
+    every, held_out = (open_text(tmp_path / name, "all") for name in ("a.jsonl", "b.jsonl"))
+    kept = every.without(held_out)
+    assert [e.text for e in kept.examples] == ["text 0", "text 3", "text 4"]
+    assert kept.digest != every.digest and kept.left_out[0].startswith("2 documents")
+    assert kept.without(held_out) is kept
+    with pytest.raises(ValueError, match="every document of .*a.jsonl is held out"):
+        every.without(every)
+
+
 def test_one_document_cannot_be_divided(tmp_path):
     path = write_jsonl(tmp_path / "f.jsonl", [{"text": "the only one"}])
     with pytest.raises(ValueError, match="nothing is left for the test split .* of 1 documents"):

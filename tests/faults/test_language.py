@@ -860,7 +860,7 @@ FOREIGN = {
     "teacher": {"teacher_model": "student"},
     "weights": {"teacher_model": "student"},
     "tokenizer": {"teacher_model": "stranger", "student_model": "stranger"},
-    "text": {"data_path": "questions"},
+    "text": {"data_path": "questions", "eval_path": "text"},
     "block_size": {"block_size": 24},
     "packed": {"packing": False},
     "temperature": {"temperature": 1.5},

@@ -13,6 +13,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
+from ssl_kd.language import alignment  # noqa: E402
 from ssl_kd.language.alignment import (  # noqa: E402
     TextReader,
     align,
@@ -251,6 +252,26 @@ def test_weights_are_shares_of_characters():
     np.testing.assert_allclose(dense, expected)
     split = overlaps(np.array([1]), np.array([1, 1, 1]))  # a character of three bytes
     np.testing.assert_allclose(split.weight, 1 / 3)
+
+
+def test_statistics_look_at_some_rows_at_a_time_and_are_logged(trained, monkeypatch, caplog):
+    stories = dataset(*(STORY[: 20 + i] for i in range(120)))
+    with caplog.at_level("INFO", "ssl_kd"):
+        blocks = aligned_blocks(stories, trained["bytes"], trained["word piece"], 256)
+    whole = blocks.statistics()
+    (line,) = caplog.messages
+    assert f"groups cover {100 * whole['coverage']:.1f} %" in line
+    assert f"{whole['student_tokens_per_group']:.2f} tokens of the student" in line
+    gather, sizes = alignment.AlignedBlocks.batch, []
+
+    def spy(self, rows):
+        sizes.append(len(rows))
+        return gather(self, rows)
+
+    monkeypatch.setattr(alignment.AlignedBlocks, "batch", spy)
+    monkeypatch.setattr(alignment, "SLICE", 50)
+    assert blocks.statistics() == whole and sizes == [50, 50, 20]
+    assert 0 < whole["matched"] < whole["one_to_one"] < 1 < whole["student_tokens_per_group"]
 
 
 def test_one_tokenizer_on_both_sides_is_one_to_one(trained):

@@ -467,6 +467,7 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
 
     (tmp_path / "text.txt").write_text("\n\n".join(f"The {i} small cats sat." for i in range(60)))
+    (tmp_path / "held_out.txt").write_text("Nobody learns from this.")
     dataset = open_text(tmp_path / "text.txt", "all")
     tokenizer = train_tokenizer(dataset, 270)
     torch.manual_seed(0)
@@ -482,7 +483,7 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     settings = LanguageSettings(
         teacher_model=str(tmp_path / "model"),
         data_path=str(tmp_path / "text.txt"),
-        eval_path=str(tmp_path / "text.txt"),
+        eval_path=str(tmp_path / "held_out.txt"),
         teacher_cache=str(tmp_path / "cache"),
         block_size=32,
         cache_method=method,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -189,6 +190,25 @@ def test_generating_is_greedy_whatever_stands_beside_it():
     assert generate(model, TOKENIZER, prompts, 12, batch_size=1) == expected
     assert len(set(expected)) > 1 and TOKENIZER.padding_side == side
     assert generate(model, TOKENIZER, []) == []
+
+
+def test_a_frozen_teacher_writes_on_its_device_and_as_its_model_does(monkeypatch):
+    model, prompts, at = llama(seed=1), ["A cat", "Tom saw"], []
+    expected = generate(model, TOKENIZER, prompts, 5)
+    teacher = FrozenTeacher(model)
+    on_device = teacher.on_device
+
+    @contextmanager
+    def watched():
+        at.append("came")
+        with on_device():
+            yield
+        at.append("left")
+
+    monkeypatch.setattr(teacher, "on_device", watched)
+    model.register_forward_hook(lambda *of: at.append("answered"))
+    assert generate(teacher, TOKENIZER, prompts, 5) == expected
+    assert (at[0], at[-1]) == ("came", "left") and at.count("came") == 1 and "answered" in at
 
 
 def test_a_text_ends_where_the_model_ends_it():

@@ -11,8 +11,15 @@ pytest.importorskip("peft")
 
 from ssl_kd.language.memory import LOWERED_BY, estimate_memory  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
+from ssl_kd.language.sources import Routed  # noqa: E402
 from ssl_kd.language.step import _checkpoint_activations  # noqa: E402
 from ssl_kd.language.student import add_lora  # noqa: E402
+from ssl_kd.losses.cross_tokenizer import (  # noqa: E402
+    Positions,
+    VocabularyMap,
+    chunk_matching,
+    uld,
+)
 from ssl_kd.losses.linear_distillation import (  # noqa: E402
     linear_distillation,
     logits_distillation,
@@ -162,6 +169,52 @@ def test_eager_attention_costs_its_matrices():
     eager.set_attn_implementation("eager")
     more = parts(eager)["activations"] - parts()["activations"]
     assert more == pytest.approx(4 * ROWS * 4 * BLOCK**2 * 6 / 2**20)  # 4 layers, 4 heads
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "experts"), [("Mixtral", {"num_local_experts": 4}), ("Olmoe", {"num_experts": 8})]
+)
+def test_a_router_that_learns_keeps_activations_of_all_experts(kind, experts, dtype, checkpointing):
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **experts)
+    frozen = FrozenTeacher(transformers.AutoModelForCausalLM.from_config(config), dtype=dtype)
+    assert parts(teacher=frozen)["router"] == 0
+    settings = LanguageSettings(router_mode="sar", gradient_checkpointing=checkpointing)
+    source = Routed(frozen, settings)
+    estimate = parts(teacher=frozen, gradient_checkpointing=checkpointing)["router"]
+    assert source.router is not None
+    ids = torch.randint(3, VOCAB, (ROWS, BLOCK))
+
+    def step():
+        source.router.step(lambda: hidden_states(frozen.model, {"input_ids": ids}).float().mean())
+
+    step()  # gradients and moments are there from now on
+    assert 0.7 < estimate / peak_of(step) < 1.6
+
+
+@pytest.mark.parametrize("align", ["uld", "chunks"])
+def test_whole_logits_of_two_vocabularies_are_counted(align):
+    n, sizes = ROWS * BLOCK, (VOCAB, 1500)
+    places = torch.arange(n)
+    sides = [Positions(places, places % size, places, places) for size in sizes]
+    maps = [VocabularyMap(torch.arange(size) % 1400, 1400) for size in sizes]
+
+    def step():
+        own, theirs = (torch.randn(n, size) for size in sizes)
+        own.requires_grad_()
+        if align == "uld":
+            uld(own, theirs).backward()
+        else:
+            every = torch.ones(n, dtype=torch.bool)
+            chunk_matching(own, theirs, sides[0], sides[1], every, maps[0], maps[1]).backward()
+
+    step()
+    teacher = FrozenTeacher(make(vocab_size=sizes[1]))
+    more = parts(teacher=teacher, align=align)["loss"] - parts(teacher=teacher)["loss"]
+    assert 0.7 < more / peak_of(step) < 1.6
+    assert parts(align=align) == parts()
+    assert parts(teacher=teacher, align="hidden") == parts(teacher=teacher)
 
 
 def test_an_offloaded_teacher_costs_its_head_and_its_answer():

@@ -50,6 +50,18 @@ def test_presets_hold_the_numbers_that_their_names_promise():
         ({"teacher_cache": "c", "align": "uld"}, "need the teacher itself. Set TEACHER_CACHE"),
         ({"router_mode": "sar", "align": "chunks"}, "ALIGN must be 'auto'"),
         ({"router_mode": "sar", "teacher_offload": True}, "ROUTER_MODE to 'ka'"),
+        (
+            {"router_weights": "r.safetensors", "teacher_offload": True},
+            "set TEACHER_OFFLOAD to False",
+        ),
+        ({"align": "hidden", "alpha_ce": 0}, "set ALPHA_CE above 0"),
+        ({"legacy_clamp": "banana"}, "LEGACY_CLAMP: legacy_clamp is 'banana'"),
+        ({"legacy_clamp": "-1"}, "LEGACY_CLAMP: the clamp of the logits is -1.0"),
+        ({"legacy_clamp": "5", "align": "chunks"}, "must be 'auto' and TEACHER_CACHE None"),
+        (
+            {"legacy_clamp": "5", "teacher_cache": "c"},
+            "must be 'auto' and TEACHER_CACHE None",
+        ),
         ({"router_joint": True, "divergence": "skew_kl"}, "ROUTER_JOINT takes forward_kl"),
         ({"emulate_fp16": True}, "EMULATE_FP16 is for MODEL_DTYPE 'float16' only"),
         ({"run_name": "a/b"}, "RUN_NAME is 'a/b'"),
@@ -71,6 +83,8 @@ def test_what_does_not_fit_together_is_refused(changes, message):
         {"router_mode": "sar", "router_joint": True, "divergence": "js"},
         {"alpha_kd": 0.0},
         {"alpha_ce": 0.0},
+        {"alpha_ce": 0.0, "align": "chunks"},
+        {"legacy_clamp": "2.5:0.1:5.0"},
     ],
     ids=str,
 )

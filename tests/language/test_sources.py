@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from ssl_kd.language import sources  # noqa: E402
 from ssl_kd.language.alignment import aligned_blocks  # noqa: E402
-from ssl_kd.language.sources import Aligned, Routed  # noqa: E402
+from ssl_kd.language.sources import Aligned, Routed, RoutedDraw  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.losses.linear_distillation import LogitsTeacher  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
@@ -41,11 +41,12 @@ def routed(tiny, mode, precision=None, **changes) -> Any:
     return Distiller(tiny.model(seed=1), settings, precision, source)
 
 
-def go(distiller, blocks, steps, rate=1e-2):
+def go(distiller, blocks, steps, rate=1e-2, size=4):
     results = []
     for step in steps:
         torch.manual_seed(step)
-        results.append(distiller.step([blocks.batch(range(4 * step, 4 * step + 4))], rate))
+        rows = torch.arange(4 * step, 4 * step + 4)
+        results.append(distiller.step([blocks.batch(some) for some in rows.split(size)], rate))
     return results
 
 
@@ -140,16 +141,16 @@ def test_sar_without_a_learning_rate_is_all_to_the_bit(tiny, steps):
     assert same(weights(sar.student), weights(every.student))
 
 
+@pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("mode", ["ka", "sar"])
-def test_a_mixture_resumes_to_the_bit(tiny, mode, tmp_path):
+def test_a_mixture_resumes_to_the_bit(tiny, mode, size, tmp_path):
     blocks = tiny.blocks()
-    options = {"ka_lambda": 0.5, "gradient_accumulation_steps": 2}
-    whole, first, second = (routed(tiny, mode, **options) for _ in range(3))
-    expected = go(whole, blocks, range(5))
-    go(first, blocks, range(3))
+    whole, first, second = (routed(tiny, mode, ka_lambda=0.5) for _ in range(3))
+    expected = go(whole, blocks, range(5), size=size)
+    go(first, blocks, range(3), size=size)
     torch.save(first.state(), tmp_path / "state.pt")
     second.load(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert go(second, blocks, [3, 4]) == expected[3:]
+    assert go(second, blocks, [3, 4], size=size) == expected[3:]
     for a, b in ((whole.student, second.student), (whole.source.model, second.source.model)):
         assert same(weights(a), weights(b))
 
@@ -266,6 +267,68 @@ def test_a_dense_teacher_has_no_router(tiny):
         Routed(FrozenTeacher(tiny.model()), tiny.settings(router_mode="ka"))
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router_beta": 1.0},
+        {"router_beta": 1.0, "gradient_checkpointing": True},
+        {"router_joint": True, "temperature": 1.5},
+    ],
+    ids=str,
+)
+def test_four_small_batches_move_the_router_once_as_a_large_one(tiny, changes, half):
+    blocks = tiny.blocks()
+    rows = blocks.counts.sum(1).argsort()[torch.tensor([0, 1, 2, 3, -4, -3, -2, -1])]
+    precision = tiny.half() if half else None
+    distillers = [routed(tiny, "sar", precision, max_grad_norm=None, **changes) for _ in range(2)]
+    seen = []
+    for distiller, size in zip(distillers, (8, 2), strict=True):
+        result = distiller.step([blocks.batch(some) for some in rows.split(size)], 1e-3)
+        router = distiller.source.router
+        assert result.updated and int(router._updates) == 1
+        optimizer = router.optimizer.state
+        seen.append((result, [optimizer[p]["exp_avg"] for p in router._parameters.values()]))
+    (whole, moments), (parts, others) = seen
+    rough = 2e-2 if half else 1e-5
+    assert whole.router == pytest.approx(parts.router, rel=rough, abs=1e-6)
+    assert whole.kd == pytest.approx(parts.kd, rel=rough)
+    assert whole.ce == pytest.approx(parts.ce, rel=rough)
+    for a, b in zip(moments, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.1 * rough, atol=rough * float(a.abs().max()))
+        assert a.abs().max() > 0
+
+
+def test_a_nan_in_one_of_the_batches_leaves_the_router_and_names_them(tiny):
+    blocks = tiny.blocks()
+    sick = routed(tiny, "sar")
+    before, calls = weights(sick.source.model), []
+
+    def spoil(module, args, out):  # of the second batch, where the router learns
+        if torch.is_grad_enabled():
+            calls.append(1)
+            out.last_hidden_state = out.last_hidden_state * (math.nan if len(calls) == 2 else 1)
+
+    sick.source.model.model.register_forward_hook(spoil)
+    result = sick.step([blocks.batch([4, 5]), blocks.batch([6, 7])], 1e-2)
+    assert result.updated and math.isfinite(result.kd) and len(calls) == 2
+    assert same(before, weights(sick.source.model)) and not sick.source.router.optimizer.state
+    (event,) = sick.guard.events.events
+    assert (event.part, event.stage, event.action) == ("router", "loss", "skipped")
+    assert event.reason.startswith("rows 4, 5, 6, 7: ")
+
+
+def test_a_draw_of_experts_for_a_cache_is_the_same_for_a_batch_of_the_same_rows(tiny):
+    blocks = tiny.blocks()
+    draws = [
+        RoutedDraw(routed(tiny, "ka", ka_lambda=1.0).source, number)(batch, rows).hidden
+        for number in (0, 0, 1)
+        for batch in [blocks.batch([3, 5])]
+        for rows in [next_token_targets(batch.input_ids, batch.counts)[0]]
+    ]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
 # --- foreign tokenizers ---------------------------------------------------------------------------
 
 
@@ -301,9 +364,42 @@ def test_every_alignment_is_learned_from(tiny, how, half):
 
 
 @each
+def test_small_aligned_batches_are_one_large_one(tiny, how):
+    """The mean is over the groups of the whole step, whatever batch they are in."""
+    seen = []
+    for size in (8, 2):
+        distiller, blocks = aligned(tiny, how, max_grad_norm=None)
+        blocks.student.counts[2:4, 3:] = False  # batches with few and with many groups
+        rows = torch.arange(8)
+        result = distiller.step([blocks.batch(some) for some in rows.split(size)], 1e-3)
+        trained = [*distiller.student.parameters(), *distiller.aligned.parameters()]
+        seen.append((result, [distiller.optimizer.state[p]["exp_avg"] for p in trained]))
+    (whole, moments), (parts, others) = seen
+    for name in ("ce", "kd", "grad_norm"):
+        assert getattr(whole, name) == pytest.approx(getattr(parts, name), rel=1e-5)
+    for a, b in zip(moments, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+@each
+def test_an_aligned_mixture_is_followed_in_the_mean_of_its_draws(tiny, how):
+    kds = []
+    for draws in (1, 3):
+        distiller, blocks = aligned(
+            tiny, how, kind="Mixtral", router_mode="ka", ka_lambda=1.0, ka_forwards=draws
+        )
+        batch = blocks.batch(range(4))
+        torch.manual_seed(1)
+        with torch.no_grad():
+            kds.append([float(distiller.terms(batch)["kd"]) for _ in range(3 // draws)])
+    assert len(set(kds[0])) == 3
+    assert kds[1] == pytest.approx([sum(kds[0]) / 3], rel=1e-5)
+
+
+@each
 def test_an_aligned_teacher_pulls_the_student_and_not_only_its_own_text(tiny, how):
-    """Without cross-entropy, too."""
-    distiller, blocks = aligned(tiny, how, alpha_ce=0.0)
+    """Without cross-entropy, too, where that is allowed."""
+    distiller, blocks = aligned(tiny, how, alpha_ce=1e-9 * (how == "hidden"))
     before = weights(distiller.student)
     batch = blocks.batch(range(6))
     kds = [distiller.step([batch], 1e-2).kd for _ in range(4)]

@@ -10,6 +10,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from ssl_kd.guard.precision import Precision  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.losses.linear_distillation import LogitsTeacher  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
@@ -333,10 +334,12 @@ def test_explaining_changes_nothing(tiny, teacher, kind, monkeypatch):
     assert repr(first) == repr(second)  # NaN equals no NaN
 
 
-def test_the_replay_sees_the_same_dropout(tiny, teacher):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_replay_sees_the_same_dropout(tiny, device):
     """A fault that one dropped activation causes is found again."""
     student = tiny.model("GPT2", seed=1, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.5)
-    distiller = tiny.distiller(teacher, student=student)
+    teacher = FrozenTeacher(tiny.model(spread=0.3), device=device)
+    distiller = tiny.distiller(teacher, student, Precision.for_device(device, False))
     seen = []
 
     def hook(module, args, out):
@@ -344,7 +347,7 @@ def test_the_replay_sees_the_same_dropout(tiny, teacher):
         return out * math.nan
 
     student.transformer.drop.register_forward_hook(hook)
-    distiller.step([tiny.blocks().batch(range(4))], 1e-2)
+    distiller.step([tiny.blocks().batch(range(4), device)], 1e-2)
     assert len(seen) == 4  # the step, and the replay of ce, kd and model
     assert all(torch.equal(seen[0], again) for again in seen[1:])
 

@@ -145,6 +145,25 @@ def test_looks_and_checkpoints_come_when_they_are_due_and_at_the_end(tiny):
     assert [step for step, _ in log.steps] == list(range(10))
 
 
+def test_looks_and_checkpoints_are_not_counted_as_time_of_learning(tiny, monkeypatch):
+    now, log = [0.0], Log()
+    monkeypatch.setattr("ssl_kd.language.train.time.perf_counter", lambda: now[0])
+
+    def later(seconds):
+        now[0] += seconds
+
+    calls = log.callbacks() | {
+        "on_step": lambda step, result: (later(1), log.steps.append((step, result))),
+        "on_eval": lambda done: later(100),
+        "on_checkpoint": lambda done: later(1000),
+    }
+    options = {"log_every": 3, "eval_steps": 2, "save_steps": 4}
+    train(make(tiny, **options), tiny.blocks(), 6, **calls)
+    tokens = [result.tokens for _, result in log.steps]
+    speeds = [row["tokens_per_second"] for row in log.rows]
+    assert speeds == [sum(tokens[:3]) / 3, sum(tokens[3:]) / 3]
+
+
 # --- stopping and going on ------------------------------------------------------------------------
 
 

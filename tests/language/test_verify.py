@@ -52,6 +52,17 @@ def test_a_given_cache_is_compared_too(settings, tmp_path):
     assert not verify(cached)[-1].agrees
 
 
+def test_a_cache_of_other_experts_is_refused_by_name(settings, tmp_path):
+    cached = settings.replace(teacher_cache=str(tmp_path / "cache"))
+    for changes, said in (
+        ({"router_mode": "ka"}, "ROUTER_MODE 'ka'"),
+        ({"router_mode": "all"}, "ROUTER_MODE 'all'"),
+        ({"router_weights": "r.safetensors"}, "ROUTER_WEIGHTS 'r.safetensors'"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            verify(cached.replace(**changes))
+
+
 def test_a_term_that_is_off_or_nan_does_not_agree(settings, monkeypatch):
     whole = module._in_chunks
     for spoil in (lambda terms: terms * torch.tensor([1.0, 1.01]), lambda terms: terms * torch.nan):

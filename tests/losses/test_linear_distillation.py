@@ -111,6 +111,17 @@ def test_values_and_gradients_equal_the_oracle(kind, name, chunk, monkeypatch):
     torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
 
 
+def test_a_bfloat16_teacher_keeps_its_range_under_a_students_float16():
+    hidden, weight, _ = (x.detach().bfloat16() for x in _student()[0])
+    teacher = LinearTeacher(hidden * 1e6, weight * 1e-6)
+    x, targets = torch.randn(N, 8), None
+    head = torch.randn(len(weight), 8)
+    expected = linear_distillation(x, head, None, targets, [teacher], temperature=1.0)
+    with torch.autocast("cpu", torch.float16):
+        ours = linear_distillation(x, head, None, targets, [teacher], temperature=1.0)
+    torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-3)
+
+
 def test_several_teachers_are_averaged():
     student, targets = _student()
     teachers = [_linear(), _linear(seed=2), _teacher("top_k", 2.0)]

@@ -20,6 +20,7 @@ from ssl_kd.teachers.causal import (  # noqa: E402
     hidden_states,
     linear_head,
     load_causal_lm,
+    n_ids,
     tokenizer_id,
 )
 
@@ -294,6 +295,13 @@ def test_identity_follows_weights_and_configuration(folder):
     assert len({CausalLM.of(model, tokenizer, "made").weights_id for model in in_memory}) == 3
     again = CausalLM.of(make("llama"), tokenizer, "another name")
     assert again.weights_id == CausalLM.of(make("llama"), tokenizer, "made").weights_id
+
+
+def test_ids_are_counted_up_to_the_largest():
+    tokenizer = make_tokenizer()
+    assert n_ids(tokenizer) == len(tokenizer)
+    tokenizer.get_vocab = lambda: {"a": 0, "b": 7}
+    assert n_ids(tokenizer) == 8
 
 
 def test_a_tokenizers_identity_is_what_it_does():

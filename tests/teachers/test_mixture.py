@@ -657,6 +657,39 @@ def test_a_router_goes_into_a_file_and_back(tmp_path):
     assert not _changed(_bits(mixture.router_parameters()), half.router_parameters())
 
 
+def test_a_router_fits_its_teacher_in_any_dtype(tmp_path):
+    def make():
+        model = _model()
+        # Rounds up to bfloat16, but down by way of float16.
+        next(iter(Mixture(model).router_parameters().values())).data[0, 0] = 1 + 2**-8 + 2**-13
+        return model
+
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    for saved in dtypes:
+        mixture = Mixture(make().to(saved))
+        mixture.save_router(tmp_path / "router.safetensors")
+        for loaded in dtypes:
+            Mixture(make().to(loaded)).load_router(tmp_path / "router.safetensors")
+    other = make()
+    next(iter(Mixture(other).router_parameters().values())).data[3, 5] += 0.1
+    with pytest.raises(ValueError, match="original_routers"):
+        Mixture(other).load_router(tmp_path / "router.safetensors")
+
+
+def test_the_original_routers_stand_in_for_a_while():
+    model = _model()
+    expected, mixture = _logits(model), Mixture(model)
+    step = RouterStep(mixture, learning_rate=1e-1)
+    step.step(_objective(model, _student()))
+    moved, parameters = _logits(model), mixture.router_parameters()
+    assert not torch.equal(moved, expected)
+    with pytest.raises(KeyError), mixture.as_it_came():
+        assert torch.equal(_logits(model), expected)
+        raise KeyError
+    assert torch.equal(_logits(model), moved)
+    assert all(mixture.router_parameters()[name] is p for name, p in parameters.items())
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [
