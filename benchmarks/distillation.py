@@ -23,9 +23,10 @@ from unittest.mock import patch
 from ssl_kd.datasets.text import TextDataset, open_text
 from ssl_kd.language.alignment import aligned_blocks
 from ssl_kd.language.blocks import make_blocks
-from ssl_kd.language.run import run, trained_teacher
+from ssl_kd.language.run import run
 from ssl_kd.language.settings import PRESETS, LanguageSettings
 from ssl_kd.language.step import precision_of
+from ssl_kd.language.task import trained_teacher
 from ssl_kd.teachers.causal import tokenizer_id
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
@@ -101,8 +102,8 @@ def measure(
     """One run; the student's row, what it began with, and what `look` sees in the run folder."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch("ssl_kd.language.run.make_blocks", once(make_blocks)),
-        patch("ssl_kd.language.run.aligned_blocks", once(aligned_blocks)),
+        patch("ssl_kd.language.task.make_blocks", once(make_blocks)),
+        patch("ssl_kd.language.task.aligned_blocks", once(aligned_blocks)),
     ):
         path = run(settings.replace(runs_dir=folder))
         metrics = json.loads((path / "metrics.json").read_text())

@@ -20,9 +20,9 @@ from typing import Any
 
 from benchmarks.distillation import ALONE, add_settings, measure, spread, with_teacher
 from ssl_kd.language.judge import judge_tokens
-from ssl_kd.language.run import Task, prepare
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
+from ssl_kd.language.task import Task, prepare
 from ssl_kd.teachers.causal import load_causal_lm
 from ssl_kd.teachers.mixture import Mixture, Routing
 

@@ -34,10 +34,10 @@ from benchmarks.distillation import (
 )
 from ssl_kd.language.alignment import AlignedBatch
 from ssl_kd.language.blocks import train_tokenizer
-from ssl_kd.language.run import make_distiller, prepare
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.student import build_student, save_student
+from ssl_kd.language.task import make_distiller, prepare
 from ssl_kd.language.train import rows_of_step
 
 WAYS = ("hidden", "uld", "chunks")

@@ -123,7 +123,7 @@ def cache_teacher(
     def work() -> int:
         settings = read_settings(LanguageSettings, argv, config, prog=prog, presets=PRESETS)
         screen = _screen()
-        from ssl_kd.language.run import cache_teacher
+        from ssl_kd.language.task import cache_teacher
 
         with Progress(screen) as progress:
             caches = cache_teacher(settings, progress=progress)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ssl_kd.language.blocks import Batch, Blocks
 from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, identity, write
-from ssl_kd.language.run import Progress, Task, prepare
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller, precision_of
+from ssl_kd.language.task import Progress, Task, prepare
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError

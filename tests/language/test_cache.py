@@ -462,8 +462,8 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     from ssl_kd.datasets.text import open_text
     from ssl_kd.language.blocks import make_blocks, train_tokenizer
     from ssl_kd.language.cache import identity
-    from ssl_kd.language.run import cache_teacher
     from ssl_kd.language.settings import LanguageSettings
+    from ssl_kd.language.task import cache_teacher
     from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
 
     (tmp_path / "text.txt").write_text("\n\n".join(f"The {i} small cats sat." for i in range(60)))

@@ -22,10 +22,12 @@ from safetensors.torch import load_file  # noqa: E402
 from ssl_kd.cli import language_table  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.files import load_tensors  # noqa: E402
-from ssl_kd.language import run as running  # noqa: E402
+from ssl_kd.language import task as tasks  # noqa: E402
 from ssl_kd.language.judge import judge_tokens  # noqa: E402
-from ssl_kd.language.run import Best, cache_teacher, n_steps, run, trained_teacher  # noqa: E402
+from ssl_kd.language.run import Best, n_steps, run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
+from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.language.task import cache_teacher, prepare, trained_teacher  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
 from ssl_kd.runs.folder import RunFinished, RunFolderError  # noqa: E402
 from ssl_kd.runs.stop import Interrupted  # noqa: E402
@@ -250,7 +252,7 @@ def test_a_baseline_that_stops_takes_nothing_with_it(settings, monkeypatch, capl
         assert student_of(tmp_path / "runs" / "a") is not None
         raise TooFewHealthyParts("step 3: no part had a healthy step")
 
-    monkeypatch.setattr(running, "train_alone", stops)
+    monkeypatch.setattr("ssl_kd.language.run.train_alone", stops)
     path = run(settings(baseline=True))
     alone = table(path)["CE alone"]
     assert alone.keys() == table(path)["student"].keys()
@@ -271,7 +273,7 @@ def test_what_is_held_out_is_not_learned_from(settings, text_file, tmp_path, cap
     assert config(path)["data"]["documents"] == 38
     assert "10 documents that are held out, too" in config(path)["data"]["left_out"]
     assert "10 of 48 documents to learn from are held out, too" in caplog.text
-    train_set, held_out = running._texts(chosen)
+    train_set, held_out = tasks.texts_of(chosen)
     assert not {e.content() for e in train_set.examples} & {e.content() for e in held_out.examples}
     with pytest.raises(ValueError, match="every document of .* is held out, too"):
         run(settings(eval_path=text_file, run_name="b"))
@@ -311,7 +313,7 @@ def test_the_seed_decides_about_adapters_too(settings):
     states = []
     for seed in (0, 1):
         chosen = settings(lora_rank=2, student_model="layers:1", seed=seed, student_lr=0.0)
-        task = running.prepare(chosen, running.precision_of(chosen), lambda *args: None)
+        task = prepare(chosen, precision_of(chosen), lambda *args: None)
         named = task.student.model.named_parameters()
         states.append(next(p for name, p in named if "lora_A" in name))
     assert not torch.equal(*states)
@@ -351,8 +353,8 @@ def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monke
     for changes in ({"seed": 1}, {"weight_decay": 0.1}, {"warmup_fraction": 0.5}):
         stages.clear()
         chosen = settings(**small, vocabulary=300, **changes)
-        texts, _ = running._texts(chosen)
-        trained_teacher(chosen, texts, running.precision_of(chosen), tell)
+        texts, _ = tasks.texts_of(chosen)
+        trained_teacher(chosen, texts, precision_of(chosen), tell)
         assert stages.count("teacher") == 12, changes
 
 
@@ -424,7 +426,7 @@ def test_all_rows_are_beside_the_teacher_as_it_came(settings, models):
     state = before.model.state_dict()
     assert all((router - state[name]).abs().max() > 0.1 for name, router in routers.items())
     chosen = settings(**sar)
-    task = running.prepare(chosen, running.precision_of(chosen), lambda *args: None)
+    task = prepare(chosen, precision_of(chosen), lambda *args: None)
     teacher = FrozenTeacher(before.model)
     found = judge_tokens(student_of(path), task.eval_blocks, teacher=teacher, batch_size=4)
     assert table(path)["student"]["kl"] == pytest.approx(found.table_row("")["kl"], rel=1e-5)
@@ -545,7 +547,7 @@ def test_half_a_cache_is_refused_and_left_overs_are_not_used(settings, models, t
     ka["teacher_cache"] = str(tmp_path / "cache")
     cache_teacher(settings(**ka))
     fewer = settings(**ka, ka_forwards=1)
-    task = running.prepare(fewer, running.precision_of(fewer), lambda *args: None)
+    task = prepare(fewer, precision_of(fewer), lambda *args: None)
     assert [cache.folder.name for cache in task.caches] == ["draw_0"]
     with pytest.raises(SettingsError, match="there is no .*draw_2: run cache_teacher.py"):
         run(settings(**ka, ka_forwards=3))

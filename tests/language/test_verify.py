@@ -5,7 +5,7 @@ import torch
 
 from ssl_kd import cli
 from ssl_kd.language import verify as module
-from ssl_kd.language.run import cache_teacher
+from ssl_kd.language.task import cache_teacher
 from ssl_kd.language.verify import verify
 from ssl_kd.settings import SettingsError
 
