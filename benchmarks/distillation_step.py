@@ -157,7 +157,7 @@ def _stepped(trainer: Any, inputs: dict[str, torch.Tensor], real: int) -> Step:
 
 def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Step:
     """TRL's GKDTrainer at lmbda 0: off policy, the loss from whole logits."""
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
+    from trl.experimental.gkd import GKDConfig, GKDTrainer  # pyright: ignore[reportMissingImports]
 
     ids = tokens(args, teacher.model.config.vocab_size)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -167,8 +167,8 @@ def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> S
 
 def trl_distillation(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Step:
     """TRL's DistillationTrainer with the completions given: the loss by chunks."""
-    from trl.trainer.distillation_config import DistillationConfig
-    from trl.trainer.distillation_trainer import DistillationTrainer
+    from trl.trainer.distillation_config import DistillationConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.distillation_trainer import DistillationTrainer  # pyright: ignore[reportMissingImports]
 
     ids = tokens(args, teacher.model.config.vocab_size)
     prompt, completion = ids[:, :1], ids[:, 1:]

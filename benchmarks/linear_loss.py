@@ -45,7 +45,7 @@ def ours(heads: Heads, temperature: float, beta: float) -> Tensor:
 
 
 def trl_logits(heads: Heads, temperature: float, beta: float) -> Tensor:
-    from trl.experimental.gkd import GKDTrainer
+    from trl.experimental.gkd import GKDTrainer  # pyright: ignore[reportMissingImports]
 
     student, teacher = _logits(heads)
     labels = torch.zeros(student.shape[:-1], dtype=torch.long)
@@ -55,7 +55,7 @@ def trl_logits(heads: Heads, temperature: float, beta: float) -> Tensor:
 
 
 def trl_chunked(heads: Heads, temperature: float, beta: float) -> Tensor:
-    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss  # pyright: ignore[reportMissingImports]
 
     hidden, weight, teacher_hidden, teacher_weight = heads
     mask = torch.ones(1, len(hidden))
@@ -71,7 +71,7 @@ def trl_chunked(heads: Heads, temperature: float, beta: float) -> Tensor:
 
 
 def liger(heads: Heads, temperature: float, beta: float) -> Tensor:
-    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # pyright: ignore[reportMissingImports]
 
     loss = LigerFusedLinearJSDLoss(
         0.0, 1.0, beta=beta, temperature=temperature, compiled=False, chunk_size=CHUNK_OF_LIGER
