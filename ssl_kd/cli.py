@@ -346,6 +346,8 @@ def language_table(metrics: dict[str, Any]) -> Table:
         "answer_rate": "{:.1%}",
     }
     rows = metrics["table"]
+    if metrics.get("alignment"):  # perplexities of two tokenizers do not compare
+        del columns["perplexity"]
     shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
     table = Table(title="Held-out text", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("model", no_wrap=True)

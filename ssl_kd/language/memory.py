@@ -61,7 +61,8 @@ class MemoryEstimate:
     def __str__(self) -> str:
         """A table, the largest part first."""
         lines = ["part              MiB  lowered by"]
-        for name, size in sorted(self.parts.items(), key=lambda item: -item[1]):
+        there = [(name, size) for name, size in self.parts.items() if size]
+        for name, size in sorted(there, key=lambda item: -item[1]):
             lines.append(f"{name:11s}{size:10,.1f}  {', '.join(self.lowered_by[name])}".rstrip())
         return "\n".join([*lines, f"{'total':11s}{self.total:10,.1f}"])
 

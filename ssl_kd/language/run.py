@@ -161,7 +161,9 @@ def n_steps(settings: LanguageSettings, rows: int) -> int:
     if settings.epochs is None:
         return settings.train_steps
     per_step = settings.per_device_batch_size * settings.gradient_accumulation_steps
-    return max(1, math.ceil(settings.epochs * rows / per_step))
+    steps = max(1, math.ceil(settings.epochs * rows / per_step))
+    logger.info("EPOCHS %g of %d rows: %d steps", settings.epochs, rows, steps)
+    return steps
 
 
 def _about(task: Task) -> dict[str, Any]:

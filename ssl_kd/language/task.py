@@ -121,6 +121,9 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
     blocks, eval_blocks = (
         _lay_out(settings, texts, student, teacher, aligned) for texts in (train_set, eval_set)
     )
+    own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
+    for line in [*train_set.left_out[:1], *own.left_out[:1]]:
+        logger.info("not all of the text is used as it is: %s; the report has more", line)
     tell("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
     if isinstance(blocks, AlignedBlocks):
         words = "%.1f %% of the text stands in groups of tokens that both share, of %.1f characters"
@@ -262,7 +265,8 @@ def make_distiller(settings: LanguageSettings, task: Task, events: Path | None) 
         clamp = LegacyClamp.parse(settings.legacy_clamp)
         clamp.check(vocabulary)
         lowest = clamp.lowest_perplexity(vocabulary)
-        logger.warning("LEGACY_CLAMP %s: perplexity can never be below %.4g", clamp, lowest)
+        words = settings.legacy_clamp, lowest
+        logger.warning("LEGACY_CLAMP %s: perplexity can never be below %.4g", *words)
     source = aligned = None
     if settings.alpha_kd and frozen is not None:
         scale = task.precision.teacher == torch.float16
