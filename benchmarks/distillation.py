@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+from ssl_kd.datasets.aligned import aligned_blocks
+from ssl_kd.datasets.blocks import make_blocks
 from ssl_kd.datasets.text import TextDataset, open_text
-from ssl_kd.language.alignment import aligned_blocks
-from ssl_kd.language.blocks import make_blocks
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import PRESETS, LanguageSettings
 from ssl_kd.language.step import precision_of

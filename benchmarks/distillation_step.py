@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from benchmarks.step_cost import peak_growth
+from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard import Precision
-from ssl_kd.language.blocks import Batch
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.distillation import ALONE, add_settings, measure, spread, with_teacher
-from ssl_kd.language.judge import judge_tokens
+from ssl_kd.evaluate.language import judge_tokens
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.task import Task, prepare

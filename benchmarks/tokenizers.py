@@ -32,13 +32,13 @@ from benchmarks.distillation import (
     training_text,
     with_teacher,
 )
-from ssl_kd.language.alignment import AlignedBatch
-from ssl_kd.language.blocks import train_tokenizer
+from ssl_kd.datasets.aligned import AlignedBatch
+from ssl_kd.datasets.blocks import train_tokenizer
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.student import build_student, save_student
 from ssl_kd.language.task import make_distiller, prepare
 from ssl_kd.language.train import rows_of_step
+from ssl_kd.teachers.student import build_student, save_student
 
 WAYS = ("hidden", "uld", "chunks")
 

@@ -65,8 +65,8 @@ def test(given: argparse.Namespace) -> int:
     import torch
 
     from ssl_kd.datasets.text import open_text
+    from ssl_kd.evaluate.language import judge_answers
     from ssl_kd.guard.precision import Precision
-    from ssl_kd.language.judge import judge_answers
     from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
 
     device = Precision.for_device(given.device).device

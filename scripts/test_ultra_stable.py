@@ -31,12 +31,12 @@ def tiny_run(folder: Path) -> bool:
     import torch
     from safetensors.torch import load_file
 
+    from ssl_kd.datasets.blocks import train_tokenizer
     from ssl_kd.datasets.text import open_text
-    from ssl_kd.language.blocks import train_tokenizer
     from ssl_kd.language.run import run
     from ssl_kd.language.settings import PRESETS, LanguageSettings
-    from ssl_kd.language.student import build_student, save_student
     from ssl_kd.teachers.causal import load_causal_lm
+    from ssl_kd.teachers.student import build_student, save_student
 
     text = folder / "text.txt"
     text.write_text("".join(TEXT.format(i) * 60 for i in range(20)), encoding="utf-8")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ssl_kd.doctor.verify import Agreement
     from ssl_kd.language.settings import LanguageSettings
-    from ssl_kd.language.verify import Agreement
 
 # Exit codes. What a signal ends is 128 + its number: 130 after Ctrl-C, 143 after SIGTERM.
 OK, FAILED, BAD_SETTING, GUARD_STOPPED = 0, 1, 2, 3
@@ -252,8 +252,8 @@ def _train(argv: Sequence[str], config: Path, prog: str) -> int:
 
     screen = _screen()
     from ssl_kd.report import run_images, write_report
-    from ssl_kd.runs.folder import RunFinished
-    from ssl_kd.runs.stop import Interrupted
+    from ssl_kd.training.folder import RunFinished
+    from ssl_kd.training.stop import Interrupted
     from ssl_kd.vision.run import run
 
     with Progress(screen) as progress:
@@ -308,8 +308,8 @@ def _distill(settings: LanguageSettings) -> int:
     screen = _screen()
     from ssl_kd.language.run import run
     from ssl_kd.report import write_report
-    from ssl_kd.runs.folder import RunFinished
-    from ssl_kd.runs.stop import Interrupted
+    from ssl_kd.training.folder import RunFinished
+    from ssl_kd.training.stop import Interrupted
 
     with Progress(screen) as progress:
         try:
@@ -500,7 +500,7 @@ def _verify(argv: Sequence[str]) -> int:
         from rich.console import Console
 
         screen = _screen()
-        from ssl_kd.language.verify import verify
+        from ssl_kd.doctor.verify import verify
 
         with Progress(screen) as progress:
             found = verify(settings, progress=progress)
@@ -599,7 +599,7 @@ def guarded(work: Callable[[], int], again: str = "") -> int:
 
 def _known(error: Any, again: str) -> tuple[int, str | None]:
     """The exit code and line of a failure that a user can act on; no line for any other."""
-    interrupted = getattr(sys.modules.get("ssl_kd.runs.stop"), "Interrupted", None)
+    interrupted = getattr(sys.modules.get("ssl_kd.training.stop"), "Interrupted", None)
     if interrupted is not None and isinstance(error, interrupted):
         stop = signal.Signals(error.signal)
         if error.run_dir is None:

@@ -15,9 +15,9 @@ from rich.console import Console
 
 import ssl_kd
 from ssl_kd import cli
-from ssl_kd.runs.folder import RunFinished
-from ssl_kd.runs.stop import Interrupted
 from ssl_kd.settings import SettingsError
+from ssl_kd.training.folder import RunFinished
+from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.settings import VisionSettings
 
 ROOT = Path(__file__).parents[1]
@@ -194,7 +194,7 @@ def known_errors():
     import torch
 
     from ssl_kd.datasets import DatasetUnavailable
-    from ssl_kd.guard.files import CorruptFileError
+    from ssl_kd.files import CorruptFileError
     from ssl_kd.guard.parts import TooFewHealthyParts
     from ssl_kd.guard.precision import UnsupportedDevice
     from ssl_kd.store import FingerprintMismatch, NonFiniteRow

@@ -13,8 +13,8 @@ from torch import nn
 
 from ssl_kd import cli, doctor
 from ssl_kd.doctor import own_data
+from ssl_kd.files import sha256_file
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.files import sha256_file
 from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, cached_neighbours
 from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest

@@ -12,11 +12,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from ssl_kd import cli  # noqa: E402
+from ssl_kd.datasets.blocks import train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.doctor.gradients import gradients, open_model  # noqa: E402
-from ssl_kd.language.blocks import train_tokenizer  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.language.student import build_student, save_student  # noqa: E402
+from ssl_kd.teachers.student import build_student, save_student  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [f"A cat sat on mat {i}, and dog {i} saw the cat." for i in range(30)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from ssl_kd.datasets.features import FEATURE_FILES, FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
-from ssl_kd.guard.files import atomic_write_bytes
+from ssl_kd.files import atomic_write_bytes
 
 __all__ = ["NAMES", "DatasetUnavailable", "open_dataset"]
 

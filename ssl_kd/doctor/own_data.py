@@ -374,7 +374,7 @@ def faults_of(
 
 def _kept_neighbours(store: EmbeddingStore, k: int) -> Tensor | None:
     """The neighbours that a run would find kept, `[n, k]`; computing all may take hours."""
-    from ssl_kd.guard.files import CorruptFileError, load_tensors
+    from ssl_kd.files import CorruptFileError, load_tensors
 
     if store.n > _MANY_ROWS:
         return None

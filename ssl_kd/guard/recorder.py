@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.files import CorruptFileError, load_tensors, save_tensors
 
 logger = logging.getLogger(__name__)
 

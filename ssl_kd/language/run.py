@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.text import Example
+from ssl_kd.evaluate.language import generate, judge_answers, judge_tokens
 from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.guard.events import EventWarnings
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.language.alignment import AlignedBlocks
-from ssl_kd.language.judge import generate, judge_answers, judge_tokens
 from ssl_kd.language.memory import estimate_memory
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Routed
 from ssl_kd.language.step import Distiller, StepResult, precision_of
-from ssl_kd.language.student import save_student
 from ssl_kd.language.task import Progress, Task, make_distiller, prepare, without_router
 from ssl_kd.language.train import Row, train
-from ssl_kd.runs.board import Board
-from ssl_kd.runs.clock import Clock
-from ssl_kd.runs.folder import RunFolder
-from ssl_kd.runs.stop import Signals
 from ssl_kd.teachers.causal import (
     CausalLM,
     FrozenTeacher,
     without_adapters,
 )
 from ssl_kd.teachers.mixture import Mixture, is_mixture
+from ssl_kd.teachers.student import save_student
+from ssl_kd.training.board import Board
+from ssl_kd.training.clock import Clock
+from ssl_kd.training.folder import RunFolder
+from ssl_kd.training.stop import Signals
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ssl_kd.datasets.aligned import AlignedBatch
+from ssl_kd.datasets.blocks import Batch
+from ssl_kd.evaluate.language import logits_of
 from ssl_kd.guard.events import Event
-from ssl_kd.language.alignment import AlignedBatch
-from ssl_kd.language.blocks import Batch
-from ssl_kd.language.judge import logits_of
 from ssl_kd.language.projection import HiddenProjection
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld

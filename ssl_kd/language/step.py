@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssl_kd.datasets.aligned import AlignedBatch
+from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.health import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.microscope import Microscope, diagnose
 from ssl_kd.guard.precision import Precision, promote_to_fp32
-from ssl_kd.language.alignment import AlignedBatch
-from ssl_kd.language.blocks import Batch
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Aligned, Routed, Source, fixed, named_rows, unfit_for_hidden
 from ssl_kd.losses.linear_distillation import (

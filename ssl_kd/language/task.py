@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
+from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
+from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks, train_tokenizer
 from ssl_kd.datasets.text import TextDataset, open_text
-from ssl_kd.guard.files import sha256_file
+from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
-from ssl_kd.language.alignment import AlignedBlocks, aligned_blocks
-from ssl_kd.language.blocks import Blocks, isolates_documents, make_blocks, train_tokenizer
-from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Aligned, Plain, Routed, RoutedDraw
 from ssl_kd.language.step import Distiller, StepResult, precision_of
-from ssl_kd.language.student import add_lora, build_student, save_student
 from ssl_kd.language.train import train
 from ssl_kd.losses.token_distillation import LegacyClamp
 from ssl_kd.settings import SettingsError
+from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import (
     CausalLM,
     FrozenTeacher,
@@ -34,6 +33,7 @@ from ssl_kd.teachers.causal import (
     without_adapters,
 )
 from ssl_kd.teachers.mixture import default_renorm
+from ssl_kd.teachers.student import add_lora, build_student, save_student
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssl_kd.datasets.aligned import AlignedBlocks
+from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.language.alignment import AlignedBlocks
-from ssl_kd.language.blocks import Blocks
 from ssl_kd.language.step import Distiller, StepResult
 
 Row = dict[str, Any]

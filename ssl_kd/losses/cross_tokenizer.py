@@ -2,7 +2,7 @@
 
 Everything here works on compacted positions: a row of logits is a position that predicts a token
 that counts, a group is a stretch of text that both tokenizers cut at the same characters. Which row
-and which group is the alignment's business (`ssl_kd.language.alignment`). Arithmetic is float32
+and which group is the alignment's business (`ssl_kd.datasets.aligned`). Arithmetic is float32
 inside (float64 for float64), gradients flow to the student only, and a NaN stays a NaN: finding it
 is the guard's business, and `reduction="none"` says which group it sits in.
 """

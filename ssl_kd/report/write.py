@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from ssl_kd.guard.files import atomic_write_text
+from ssl_kd.files import atomic_write_text
 from ssl_kd.report import language, vision
 from ssl_kd.report.figures import shares
 from ssl_kd.report.gallery import Images

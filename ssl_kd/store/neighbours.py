@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.files import CorruptFileError, load_tensors, save_tensors
+from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.embeddings import EmbeddingStore
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.files import (
+from ssl_kd.files import (
     CorruptFileError,
     atomic_write_json,
     load_tensors,

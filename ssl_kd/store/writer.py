@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ssl_kd.guard.files import (
+from ssl_kd.files import (
     CorruptFileError,
     Lock,
     save_tensors,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.guard.files import sha256_file
+from ssl_kd.files import sha256_file
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.losses.linear_distillation import LinearTeacher, LogitsTeacher
 from ssl_kd.teachers.weights import weights_id

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssl_kd.files import atomic_write_bytes
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.files import atomic_write_bytes
 from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.guard.parts import rescale_
 from ssl_kd.guard.precision import promote_to_fp32

@@ -13,7 +13,7 @@ from textwrap import shorten
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.guard.files import load_tensors
+from ssl_kd.files import load_tensors
 
 __all__ = ["efficientnet_lite0_file", "load_strict", "read_weights", "rename_lite0", "weights_id"]
 

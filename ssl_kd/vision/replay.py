@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.files import CorruptFileError
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.health import Stage, is_healthy
 from ssl_kd.guard.microscope import Diagnosis, Fault, Microscope, diagnose
 from ssl_kd.guard.precision import Precision

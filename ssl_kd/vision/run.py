@@ -18,18 +18,18 @@ from torch import Tensor
 
 from ssl_kd import evaluate
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
+from ssl_kd.files import atomic_write, atomic_write_bytes, atomic_write_text
 from ssl_kd.guard.events import Event, EventWarnings
-from ssl_kd.guard.files import atomic_write, atomic_write_bytes, atomic_write_text
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
-from ssl_kd.runs.board import Board
-from ssl_kd.runs.clock import Clock
-from ssl_kd.runs.folder import RunFolder, RunFolderError
-from ssl_kd.runs.stop import Signals
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, cached_neighbours
 from ssl_kd.teachers import Teacher, load_teacher
+from ssl_kd.training.board import Board
+from ssl_kd.training.clock import Clock
+from ssl_kd.training.folder import RunFolder, RunFolderError
+from ssl_kd.training.stop import Signals
 from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.extract import Progress as ExtractProgress
 from ssl_kd.vision.extract import extract

@@ -12,12 +12,12 @@ import safetensors.torch
 import torch
 
 from ssl_kd.datasets import open_dataset
+from ssl_kd.files import load_tensors
 from ssl_kd.guard import Precision
-from ssl_kd.guard.files import load_tensors
 from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.runs.stop import Interrupted
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
+from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.extract import extract
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.run import run

@@ -11,15 +11,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from ssl_kd.datasets.blocks import Blocks, train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
 from ssl_kd.guard import Precision
-from ssl_kd.language.blocks import Blocks, train_tokenizer
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
-from ssl_kd.language.student import save_student
 from ssl_kd.language.train import train
 from ssl_kd.teachers.causal import FrozenTeacher
+from ssl_kd.teachers.student import save_student
 
 NAN = math.nan
 VOCABULARY, BLOCK, ROWS = 64, 12, 40

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from ssl_kd.guard.files import load_tensors
+from ssl_kd.files import load_tensors
 from ssl_kd.guard.health import Thresholds
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.guard.files import save_tensors, sha256_file
+from ssl_kd.files import save_tensors, sha256_file
 from ssl_kd.heads import TEMIHead
-from ssl_kd.runs.folder import RunFolderError
 from ssl_kd.store.embeddings import read_manifest, write_manifest
+from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.run import run
 from tests.faults.inject import (
     ROOT,
@@ -384,7 +384,7 @@ def test_a_run_folder_in_use_is_refused(settings, tmp_path, train_py):
 
 _HOLDER = """
 import sys
-from ssl_kd.guard.files import Lock
+from ssl_kd.files import Lock
 with Lock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

@@ -19,11 +19,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ssl_kd.guard.files import CorruptFileError, sha256_file
+from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.guard.finite import safe_normalize
-from ssl_kd.runs.folder import RunFolder
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cached_neighbours
 from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
+from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.run import run
 from tests.faults.inject import (
     ROOT,
@@ -505,7 +505,7 @@ def test_code_in_a_checkpoint_is_refused_and_the_one_before_taken(settings, tmp_
 
 _HOLDER = """
 import sys
-from ssl_kd.guard.files import Lock
+from ssl_kd.files import Lock
 with Lock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
@@ -542,7 +542,7 @@ import sys
 import numpy as np
 from ssl_kd.datasets import FeatureDataset
 from ssl_kd.guard import Precision
-from ssl_kd.guard.files import LockHeld
+from ssl_kd.files import LockHeld
 from ssl_kd.teachers import Features
 from ssl_kd.vision.extract import extract
 

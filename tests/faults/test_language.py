@@ -21,18 +21,16 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers")
 
 from ssl_kd import cli  # noqa: E402
+from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
+from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import open_text  # noqa: E402
-from ssl_kd.guard.files import sha256_file  # noqa: E402
+from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
+from ssl_kd.files import sha256_file  # noqa: E402
 from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
-from ssl_kd.language.alignment import aligned_blocks  # noqa: E402
-from ssl_kd.language.blocks import make_blocks, train_tokenizer  # noqa: E402
-from ssl_kd.language.cache import TeacherFingerprint, identity, write  # noqa: E402
-from ssl_kd.language.judge import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import PRESETS, LanguageSettings  # noqa: E402
 from ssl_kd.language.sources import Aligned, Plain, Routed  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
-from ssl_kd.language.student import add_lora, save_student  # noqa: E402
 from ssl_kd.language.train import rows_of_step  # noqa: E402
 from ssl_kd.losses import token_kd  # noqa: E402
 from ssl_kd.losses.divergences import SATURATION  # noqa: E402
@@ -42,10 +40,12 @@ from ssl_kd.losses.linear_distillation import (  # noqa: E402
     logits_distillation,
 )
 from ssl_kd.losses.token_distillation import LegacyClamp  # noqa: E402
-from ssl_kd.runs.stop import Interrupted  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
+from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm  # noqa: E402
+from ssl_kd.teachers.student import add_lora, save_student  # noqa: E402
+from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.faults.inject import (  # noqa: E402
     ROOT,
     content,
@@ -922,7 +922,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 from ssl_kd.guard import Precision
-from ssl_kd.language.cache import TeacherFingerprint, write
+from ssl_kd.store.teacher_cache import TeacherFingerprint, write
 from ssl_kd.teachers.causal import FrozenTeacher
 from tests.faults.inject_language import make_model, make_rows
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.files import CorruptFileError
 from ssl_kd.guard.recorder import Bundle, FlightRecorder, load_bundle, save_bundle
 
 EVENT = Event(7, "head 3", "loss", "the loss is not finite", "skipped")

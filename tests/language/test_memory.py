@@ -13,7 +13,6 @@ from ssl_kd.language.memory import LOWERED_BY, estimate_memory  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.sources import Routed  # noqa: E402
 from ssl_kd.language.step import _checkpoint_activations  # noqa: E402
-from ssl_kd.language.student import add_lora  # noqa: E402
 from ssl_kd.losses.cross_tokenizer import (  # noqa: E402
     Positions,
     VocabularyMap,
@@ -25,6 +24,7 @@ from ssl_kd.losses.linear_distillation import (  # noqa: E402
     logits_distillation,
 )
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, linear_head  # noqa: E402
+from ssl_kd.teachers.student import add_lora  # noqa: E402
 
 VOCAB = 2048
 SMALL = {

@@ -20,21 +20,21 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from ssl_kd.cli import language_table  # noqa: E402
+from ssl_kd.evaluate.language import judge_tokens  # noqa: E402
+from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
-from ssl_kd.guard.files import load_tensors  # noqa: E402
 from ssl_kd.language import task as tasks  # noqa: E402
-from ssl_kd.language.judge import judge_tokens  # noqa: E402
 from ssl_kd.language.run import Best, n_steps, run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.task import cache_teacher, prepare, trained_teacher  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
-from ssl_kd.runs.folder import RunFinished, RunFolderError  # noqa: E402
-from ssl_kd.runs.stop import Interrupted  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm  # noqa: E402
 from ssl_kd.teachers.mixture import Mixture  # noqa: E402
+from ssl_kd.training.folder import RunFinished, RunFolderError  # noqa: E402
+from ssl_kd.training.stop import Interrupted  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 FAST = {
@@ -618,7 +618,7 @@ from pathlib import Path
 import torch
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
-import ssl_kd.language.student, transformers
+import ssl_kd.teachers.student, transformers
 
 torch.set_num_threads(1)
 settings, kills = eval(sys.argv[1]), 0

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.language import sources  # noqa: E402
-from ssl_kd.language.alignment import aligned_blocks  # noqa: E402
 from ssl_kd.language.sources import Aligned, Routed, RoutedDraw  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.losses.linear_distillation import LogitsTeacher  # noqa: E402

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from ssl_kd.datasets.blocks import train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
-from ssl_kd.language.blocks import train_tokenizer
-from ssl_kd.language.student import build_student, save_student
+from ssl_kd.teachers.student import build_student, save_student
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 WORDS = ("cat", "dog", "sun", "mat", "park", "ball")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssl_kd.guard import files
-from ssl_kd.guard.files import CorruptFileError, LockHeld, sha256_file
+from ssl_kd import files
+from ssl_kd.files import CorruptFileError, LockHeld, sha256_file
 from ssl_kd.store import (
     EmbeddingStore,
     EmbeddingWriter,

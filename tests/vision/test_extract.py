@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from ssl_kd.datasets import ArrayDataset, FeatureDataset, FolderDataset, open_dataset
-from ssl_kd.guard.files import CorruptFileError
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow
 from ssl_kd.teachers import Teacher, load_teacher

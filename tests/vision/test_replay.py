@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
-from ssl_kd.guard.files import CorruptFileError
 from ssl_kd.guard.health import REASONS, Stage
 from ssl_kd.guard.microscope import Cause
 from ssl_kd.guard.recorder import FlightRecorder

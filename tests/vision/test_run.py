@@ -18,13 +18,13 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from ssl_kd.guard.files import CorruptFileError, load_tensors
+from ssl_kd.files import CorruptFileError, load_tensors
 from ssl_kd.guard.microscope import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.report import write_report
-from ssl_kd.runs.stop import Interrupted
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
+from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision import run as running
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay

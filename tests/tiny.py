@@ -7,9 +7,9 @@ from functools import cached_property
 import pytest
 import torch
 
+from ssl_kd.datasets.blocks import make_blocks, train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
 from ssl_kd.guard.precision import Precision
-from ssl_kd.language.blocks import make_blocks, train_tokenizer
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller

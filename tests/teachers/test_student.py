@@ -9,19 +9,19 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from ssl_kd.language import student as module  # noqa: E402
 from ssl_kd.language.step import _checkpoint_activations  # noqa: E402
-from ssl_kd.language.student import (  # noqa: E402
-    add_lora,
-    build_student,
-    save_student,
-)
+from ssl_kd.teachers import student as module  # noqa: E402
 from ssl_kd.teachers.causal import (  # noqa: E402
     CausalLM,
     hidden_states,
     linear_head,
     load_causal_lm,
     tokenizer_id,
+)
+from ssl_kd.teachers.student import (  # noqa: E402
+    add_lora,
+    build_student,
+    save_student,
 )
 
 # peft asks transformers by a name that is deprecated.

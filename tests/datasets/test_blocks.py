@@ -20,8 +20,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from ssl_kd.datasets.blocks import _best_fit, isolates_documents, make_blocks, train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
-from ssl_kd.language.blocks import _best_fit, isolates_documents, make_blocks, train_tokenizer
 from ssl_kd.losses.token_distillation import next_token_targets
 
 STORIES = (

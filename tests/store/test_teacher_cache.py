@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.files import CorruptFileError
-from ssl_kd.language import cache
-from ssl_kd.language.blocks import Batch, Blocks
-from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, write
+from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.files import CorruptFileError
 from ssl_kd.losses.linear_distillation import (
     LinearTeacher,
     LogitsTeacher,
@@ -23,6 +21,8 @@ from ssl_kd.losses.linear_distillation import (
 )
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import FingerprintMismatch
+from ssl_kd.store import teacher_cache as cache
+from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, write
 
 N, T, V, DIM = 11, 9, 40, 6
 FINGERPRINT = TeacherFingerprint(
@@ -390,7 +390,7 @@ def test_a_damaged_shard_is_named_and_asked_for_again_alone(tmp_path):
 
 
 def test_a_stored_nan_is_named_even_with_a_fitting_checksum(tmp_path):
-    from ssl_kd.guard.files import sha256_file
+    from ssl_kd.files import sha256_file
     from ssl_kd.store import NonFiniteRow
     from ssl_kd.store.shards import read_manifest, write_manifest
 
@@ -410,7 +410,7 @@ def test_a_stored_nan_is_named_even_with_a_fitting_checksum(tmp_path):
 KILLED = """
 import os, random, signal, sys, time, warnings
 import torch
-from tests.language.test_cache import Teacher, make, make_blocks
+from tests.store.test_teacher_cache import Teacher, make, make_blocks
 
 folder, method = sys.argv[1:]
 torch.set_num_threads(1)
@@ -459,11 +459,11 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from ssl_kd.datasets.blocks import make_blocks, train_tokenizer
     from ssl_kd.datasets.text import open_text
-    from ssl_kd.language.blocks import make_blocks, train_tokenizer
-    from ssl_kd.language.cache import identity
     from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.language.task import cache_teacher
+    from ssl_kd.store.teacher_cache import identity
     from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
 
     (tmp_path / "text.txt").write_text("\n\n".join(f"The {i} small cats sat." for i in range(60)))

@@ -12,18 +12,12 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
+from ssl_kd.datasets import aligned as alignment  # noqa: E402
+from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
+from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
+from ssl_kd.datasets.segmentation import TextReader, align, overlaps, partition  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
-from ssl_kd.language import alignment  # noqa: E402
-from ssl_kd.language.alignment import (  # noqa: E402
-    TextReader,
-    align,
-    aligned_blocks,
-    overlaps,
-    partition,
-    shared_vocabulary,
-    token_texts,
-)
-from ssl_kd.language.blocks import make_blocks, train_tokenizer  # noqa: E402
+from ssl_kd.datasets.vocabulary import shared_vocabulary, token_texts  # noqa: E402
 from ssl_kd.language.projection import HiddenProjection  # noqa: E402
 from ssl_kd.losses.cross_tokenizer import chunk_log_likelihood  # noqa: E402
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_kd.guard.files import sync_folder
+from ssl_kd.files import sync_folder
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.teachers.causal import (
     CausalLM,

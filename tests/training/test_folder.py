@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ssl_kd
+from ssl_kd.files import LockHeld, load_tensors, save_tensors, sha256_file
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.files import LockHeld, load_tensors, save_tensors, sha256_file
-from ssl_kd.runs.folder import RunFinished, RunFolder, RunFolderError
 from ssl_kd.settings import SettingsError
+from ssl_kd.training.folder import RunFinished, RunFolder, RunFolderError
 from ssl_kd.vision.settings import VisionSettings
 
 
@@ -107,7 +107,7 @@ def test_two_at_once_in_one_folder(settings):
         with pytest.raises(LockHeld, match=str(os.getpid())):
             RunFolder(settings(run_name="a", resume=True)).__enter__()
         code = f"""
-from ssl_kd.runs.folder import RunFolder
+from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.settings import VisionSettings
 RunFolder(VisionSettings(**{settings(run_name="a", resume=True).__dict__})).__enter__()
 """

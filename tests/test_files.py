@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssl_kd.guard import files
-from ssl_kd.guard.files import (
+from ssl_kd import files
+from ssl_kd.files import (
     CorruptFileError,
     Lock,
     LockHeld,
@@ -194,7 +194,7 @@ def run(script: str, *arguments: object) -> subprocess.Popen[bytes]:
 
 HOLD = """
 import sys
-from ssl_kd.guard.files import Lock
+from ssl_kd.files import Lock
 with Lock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
@@ -215,7 +215,7 @@ def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path):
 
 HOLD_AND_FORK = """
 import os, sys, warnings
-from ssl_kd.guard.files import Lock
+from ssl_kd.files import Lock
 warnings.simplefilter("ignore")  # fork next to threads
 with Lock(sys.argv[1]):
     if os.fork() == 0:  # a data-loading worker

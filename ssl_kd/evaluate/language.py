@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.datasets.text import Example
 from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
-from ssl_kd.language.blocks import Batch, Blocks
 from ssl_kd.losses.linear_distillation import CHUNK_BYTES, LinearTeacher, LogitsTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, linear_head

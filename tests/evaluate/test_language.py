@@ -9,10 +9,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
-from ssl_kd.language import judge  # noqa: E402
-from ssl_kd.language.blocks import make_blocks, train_tokenizer  # noqa: E402
-from ssl_kd.language.judge import generate, judge_answers, judge_tokens  # noqa: E402
+from ssl_kd.evaluate import language as judge  # noqa: E402
+from ssl_kd.evaluate.language import generate, judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher, linear_head  # noqa: E402
 
 TEXTS = (

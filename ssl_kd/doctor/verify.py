@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.language.blocks import Batch, Blocks
-from ssl_kd.language.cache import TeacherCache, TeacherFingerprint, identity, write
+from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller, precision_of
@@ -18,6 +17,7 @@ from ssl_kd.language.task import Progress, Task, prepare
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
+from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, n_ids
 
 __all__ = ["Agreement", "verify"]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.language.blocks import Batch, Blocks
+from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.losses.divergences import log_softmax_, saturate_
 from ssl_kd.losses.linear_distillation import (
     LinearTeacher,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from ssl_kd.runs.folder import RunFolder
+from ssl_kd.training.folder import RunFolder
 
 
 class Interrupted(KeyboardInterrupt):

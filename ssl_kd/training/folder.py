@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from ssl_kd import __version__
-from ssl_kd.guard.events import EventLog
-from ssl_kd.guard.files import (
+from ssl_kd.files import (
     CorruptFileError,
     Lock,
     LockHeld,
@@ -29,6 +28,7 @@ from ssl_kd.guard.files import (
     save_tensors,
     sha256_file,
 )
+from ssl_kd.guard.events import EventLog
 from ssl_kd.settings import RunSettings, SettingsError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,120 @@
+"""What two vocabularies have in common: the texts of their tokens, as bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssl_kd.losses.cross_tokenizer import VocabularyMap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["SharedVocabulary", "shared_vocabulary", "token_texts"]
+
+
+def token_texts(tokenizer: PreTrainedTokenizerFast) -> list[bytes | None]:
+    """What text each token stands for, as bytes; None for special tokens.
+
+    Byte-level BPE, SentencePiece with byte tokens, and WordPiece (where a word brings the space
+    before it along) come to the same form.
+    """
+    model = json.loads(tokenizer.backend_tokenizer.to_str())
+    kinds = {
+        step.get("type")
+        for name in ("pre_tokenizer", "decoder")
+        for part in [model.get(name) or {}]
+        for step in [part, *part.get("pretokenizers", []), *part.get("decoders", [])]
+    }
+    special = set(tokenizer.all_special_ids) | {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    texts: list[bytes | None] = [None] * len(tokenizer)
+    added = tokenizer.added_tokens_decoder
+    for token, i in tokenizer.get_vocab().items():
+        if i in special or i >= len(texts):
+            continue
+        if i in added:
+            texts[i] = token.encode()
+        elif "ByteLevel" in kinds:
+            texts[i] = bytes(_BYTE_OF[c] for c in token) if set(token) <= _BYTE_OF.keys() else None
+        elif "WordPiece" in kinds:
+            texts[i] = (token[2:] if token.startswith("##") else f" {token}").encode()
+        elif len(token) == 6 and token.startswith("<0x"):
+            texts[i] = bytes([int(token[3:5], 16)])
+        else:
+            texts[i] = token.replace("▁", " ").encode()
+    return texts
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE writes bytes with (Radford et al., 2019)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class SharedVocabulary(NamedTuple):
+    """Two vocabularies carried onto the token texts that both have.
+
+    A token that only one side has counts as the longest common text it begins with: where the
+    teacher says " Lily" and the student must say " L" first, the teacher's mass goes to " L".
+    Leaving such mass out would teach the student that names never come.
+
+    Attributes:
+        student: class of each student token.
+        teacher: class of each teacher token.
+        student_exact: `[tokens]` bool, its text is that of its class.
+        teacher_exact: the same of the teacher.
+    """
+
+    student: VocabularyMap
+    teacher: VocabularyMap
+    student_exact: Tensor
+    teacher_exact: Tensor
+
+    def same_text(self, student_ids: Tensor, teacher_ids: Tensor) -> Tensor:
+        """Whether the tokens of each pair stand for the same text; `[n]` bool."""
+        alike = self.student.classes[student_ids] == self.teacher.classes[teacher_ids]
+        return alike & self.student_exact[student_ids] & self.teacher_exact[teacher_ids]
+
+    def to(self, device: torch.device | str) -> SharedVocabulary:
+        """The same on a device."""
+        student, teacher = (VocabularyMap(m.classes.to(device), m.size) for m in self[:2])
+        return SharedVocabulary(
+            student, teacher, self.student_exact.to(device), self.teacher_exact.to(device)
+        )
+
+
+def shared_vocabulary(
+    student_tokenizer: PreTrainedTokenizerFast, teacher_tokenizer: PreTrainedTokenizerFast
+) -> SharedVocabulary:
+    """Find what two vocabularies have in common.
+
+    Raises:
+        ValueError: they have no text of a token in common.
+    """
+    sides = [token_texts(student_tokenizer), token_texts(teacher_tokenizer)]
+    common = sorted((set(sides[0]) & set(sides[1])) - {None, b""})  # pyright: ignore[reportArgumentType]
+    if not common:
+        raise ValueError("the two vocabularies have no token text in common: use align 'uld'")
+    number = {text: i for i, text in enumerate(common)}
+    maps, exact = [], []
+    for texts in sides:
+        classes = [_longest(text, number) for text in texts]
+        maps.append(VocabularyMap(torch.tensor(classes), len(common)))
+        exact.append(torch.tensor([text in number for text in texts]))
+    return SharedVocabulary(*maps, *exact)
+
+
+def _longest(text: bytes | None, number: dict[bytes | None, int]) -> int:
+    for stop in range(len(text or b""), 0, -1):
+        if (found := number.get(text[:stop])) is not None:  # pyright: ignore[reportOptionalSubscript]
+            return found
+    return len(number)
