@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssl_kd.guard import Precision
 from ssl_kd.guard.health import Health
-from ssl_kd.guard.parts import part_norms
+from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
+from ssl_kd.guard.update import part_norms
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.vision import step as guarded
-from ssl_kd.vision import train
-from ssl_kd.vision.step import HeadTrainer, Objective
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer
 
 Way = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -41,7 +42,6 @@ def without_guard() -> Iterator[None]:
         patch.object(guarded, "bad_samples", lambda views: no_rows[:, : views.shape[1]]),
         patch.object(Health, "judge", lambda self, loss, *rest: healthy[: len(loss)]),
         patch.object(Health, "record_", lambda *all: None),
-        patch.object(HeadTrainer, "heal", lambda self, step: []),
     ):
         yield
 
@@ -115,7 +115,7 @@ def main() -> None:
     batch, dim, clusters, heads = args.shape
 
     bank = HeadBank(lambda: TEMIHead(dim, clusters), heads)
-    trainer = HeadTrainer(bank, Objective(), Precision.for_device("cpu"), clusters)
+    trainer = HeadTrainer(bank, VisionSettings(), Precision.for_device("cpu"), clusters)
     views = torch.randn(2, batch, dim, generator=torch.Generator().manual_seed(0))
     sizes = [p.numel() for p in TEMIHead(dim, clusters).parameters()]
     ways: dict[str, Way] = {"the guard": contextlib.nullcontext}
@@ -134,9 +134,10 @@ def main() -> None:
             if way is without_guard:
                 return done
             began = time.perf_counter()
-            before = {name: tensor.clone() for name, tensor in trainer.state.owned().items()}
-            trainer.keep_good(0, before, torch.zeros(heads, dtype=torch.int8))
-            return done + (time.perf_counter() - began) / train.KEEP_GOOD_EVERY
+            parts = trainer.recovery.parts
+            assert isinstance(parts, RowParts)
+            parts.snapshot(slice(heads), torch.ones(heads, dtype=torch.bool), 0)
+            return done + (time.perf_counter() - began) / SNAPSHOT_EVERY
 
     for way in (without_guard, *ways.values()):
         seconds(way)  # warm up

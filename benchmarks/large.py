@@ -24,11 +24,11 @@ import torch
 from benchmarks.step_cost import peak_mib
 from ssl_kd.guard import Precision
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import learning_rate_at
 
 CLUSTERS = 50
 
@@ -63,7 +63,7 @@ def measure(folder: Path, steps: int) -> dict[str, float]:
         began = time.perf_counter()
         x = store.gather(torch.cat([rows, partners]))
         gathers.append(time.perf_counter() - began)
-        rate = learning_rate_at(step, steps, trainer.objective)
+        rate = learning_rate_at(step, steps, settings.learning_rate, settings.warmup_fraction)
         trainer.step(projection(x).unflatten(0, (2, len(rows))), rate)
         whole.append(time.perf_counter() - began)
     return {

@@ -31,8 +31,10 @@ from benchmarks.guard_cost import without_guard
 from ssl_kd import evaluate
 from ssl_kd.datasets import ArrayDataset, open_dataset
 from ssl_kd.guard import Precision, TooFewHealthyParts
-from ssl_kd.guard.health import Health, Stage
-from ssl_kd.guard.parts import part_norms
+from ssl_kd.guard.faults import Stage
+from ssl_kd.guard.health import Health
+from ssl_kd.guard.recovery import Recovery
+from ssl_kd.guard.update import part_norms
 from ssl_kd.heads import HeadBank
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision import step as guarded
@@ -109,8 +111,8 @@ def skip_the_step():
 
     with (
         patch.object(Health, "judge", all_or_none),
-        patch.object(Health, "escalate", lambda self, thresholds: {}),
-        patch.object(HeadTrainer, "heal", lambda self, step: []),
+        patch.object(Health, "escalate", lambda self, thresholds, beside: {}),
+        patch.object(Recovery, "restore_what_is_not_finite", lambda self, step: []),
         patch.object(guarded, "part_norms", lambda g: torch.where(
             torch.isfinite(part_norms(g)).all(), global_norm(g), torch.nan)),
     ):  # fmt: skip

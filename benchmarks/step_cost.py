@@ -23,7 +23,8 @@ from benchmarks.official_temi import OfficialTEMI
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.losses import InstanceWeight
-from ssl_kd.vision.step import HeadTrainer, Objective
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer
 
 SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]
 
@@ -32,7 +33,7 @@ def ours(batch: int, dim: int, clusters: int, heads: int, half: bool, weight: In
     """A step of ours, as a function of views."""
     trainer = HeadTrainer(
         HeadBank(lambda: TEMIHead(dim, clusters, 512, 256), heads),
-        Objective(batch_size=batch, instance_weight=weight),
+        VisionSettings(batch_size=batch, instance_weight=weight),
         Precision.for_device("cpu", use_fp16=half),
         clusters,
     )

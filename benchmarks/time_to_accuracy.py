@@ -22,11 +22,11 @@ from ssl_kd import evaluate
 from ssl_kd.datasets import ArrayDataset, open_dataset
 from ssl_kd.guard import Precision
 from ssl_kd.store import nearest_neighbours
+from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.train import learning_rate_at
 
 
 def ours(x: torch.Tensor, labels: np.ndarray, goal: float, every: int, seed: int):
@@ -41,7 +41,8 @@ def ours(x: torch.Tensor, labels: np.ndarray, goal: float, every: int, seed: int
     for step in range(steps):
         began = time.perf_counter()
         views = projected[torch.stack(sampler(step))]
-        trainer.step(views, learning_rate_at(step, steps, trainer.objective))
+        rate = learning_rate_at(step, steps, settings.learning_rate, settings.warmup_fraction)
+        trainer.step(views, rate)
         if (step + 1) % every == 0 or step + 1 == steps:
             gather = projected.__getitem__
             model, _, _ = form_answer(settings, trainer, neighbours, gather, projection)

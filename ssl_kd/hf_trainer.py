@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
-from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 
 try:
@@ -74,7 +74,7 @@ class GuardCallback(TrainerCallback):
         self,
         *,
         thresholds: Thresholds | None = None,
-        snapshot_every: int = 100,
+        snapshot_every: int = SNAPSHOT_EVERY,
         events: str | Path | None = None,
     ) -> None:
         self.options: dict[str, Any] = {

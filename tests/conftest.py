@@ -22,6 +22,12 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def kept_every_50_steps(monkeypatch):
+    """Heads are kept as good twice as often: a short test can go back to a later state."""
+    monkeypatch.setattr("ssl_kd.vision.step.SNAPSHOT_EVERY", 50)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real images and models that lie beside the repository; not part of it."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.parts import TooFewHealthyParts
 
 transformers = pytest.importorskip("transformers")

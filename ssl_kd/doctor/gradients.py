@@ -17,10 +17,10 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, precision_of
-from ssl_kd.language.train import learning_rate_at
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, without_adapters
 from ssl_kd.teachers.student import add_lora
+from ssl_kd.training.schedule import learning_rate_at
 
 STEPS = 10
 TEXT_BYTES = 1_000_000  # of the text, more than ten steps can see

@@ -117,7 +117,7 @@ def gradient_flow(settings: VisionSettings) -> Iterator[Finding]:
     """Every head and every parameter gets a gradient."""
     import torch
 
-    from ssl_kd.guard.parts import part_norms
+    from ssl_kd.guard.update import part_norms
 
     bank, weights = _bank(settings)
     _, gradients = _step(settings, weights)
@@ -144,7 +144,7 @@ def isolation(settings: VisionSettings) -> Iterator[Finding]:
     """A NaN put into one head's weights must not change one bit of another's loss or gradient."""
     import torch
 
-    from ssl_kd.guard.parts import part_norms
+    from ssl_kd.guard.update import part_norms
 
     sick = 1
     _, weights = _bank(settings)

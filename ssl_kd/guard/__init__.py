@@ -1,8 +1,8 @@
 """The guard: precision per device, finite arithmetic, parts that fail alone, safe files."""
 
 from ssl_kd.guard.events import Event, EventLog
+from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.finite import safe_normalize, safe_normalize_weights
-from ssl_kd.guard.health import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import (

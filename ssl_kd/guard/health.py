@@ -7,79 +7,18 @@ skip -> restore from the last good state -> re-initialise once -> retire -> stop
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from ssl_kd.guard.faults import WARM_UP, Observation, Stage, Thresholds, is_healthy, judge
 from ssl_kd.guard.parts import TooFewHealthyParts
 
+__all__ = ["Health", "Stage", "Thresholds", "is_healthy"]
 
-class Stage(IntEnum):
-    """Where a part's fault was found in a step; parts at DEAD are updated, all others skipped."""
-
-    HEALTHY = 0
-    TEACHER = 1
-    LOSS = 2
-    GRADIENT = 3
-    SPIKE = 4
-    DEAD = 5
-    RETIRED = 6
-    OVERFLOW = 7
-
-
-REASONS = {
-    Stage.TEACHER: "the EMA teacher's probabilities are not finite",
-    Stage.LOSS: "the loss is not finite",
-    Stage.GRADIENT: "the gradient's norm is not finite: a NaN, or too large to square",
-    Stage.SPIKE: "the gradient's norm is far above its running median",
-    Stage.OVERFLOW: "the gradient overflows at this loss scale, which is halved",
-    Stage.DEAD: "the gradient has been exactly zero for many steps: the part learns nothing",
-}
-
-WARM_UP = 20
 _SHORTEST = 0.05
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """When the guard acts.
-
-    Attributes:
-        spike_factor: a gradient norm this many times its running median is a spike.
-        spike_patience: spikes in a row before they count as the new normal.
-        dead_after: steps of exactly zero gradient before a part is reported as dead.
-        restore_after: bad steps in a row before a part is restored; again as many before it is
-            re-initialised, and again before it is retired.
-        forgive_after: healthy steps in a row after which a restored part counts as recovered.
-        min_parts: fewer parts than this that are not retired end the run.
-        stop_after: bad steps in a row of every part that end the run, whatever was tried before;
-            None: as `restore_after`, once going back was tried.
-
-    Raises:
-        ValueError: a threshold is out of range.
-    """
-
-    spike_factor: float = 100.0
-    spike_patience: int = 5
-    dead_after: int = 100
-    restore_after: int = 10
-    forgive_after: int = 100
-    min_parts: int = 1
-    stop_after: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 < self.spike_factor < math.inf:
-            raise ValueError(f"spike_factor is {self.spike_factor}; expected a finite number > 1")
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value is None and field.name == "stop_after":
-                continue
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field.name} is {value!r}; expected a whole number from 1")
 
 
 @dataclass
@@ -124,6 +63,11 @@ class Health:
         flags = {name: zeros(torch.bool) for name in ("restored", "reinitialised", "retired")}
         return cls(level=zeros(torch.float32), **counts, **flags)
 
+    @classmethod
+    def copy_of(cls, tensors: Mapping[str, Tensor]) -> Health:
+        """What `tensors` gave, in memory of its own."""
+        return cls(**{name: tensor.clone() for name, tensor in tensors.items()})
+
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor `[part]`, for a checkpoint."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -153,23 +97,7 @@ class Health:
         Returns:
             `[part]` int8, values of `Stage`: the earliest stage that was found bad.
         """
-        stage = torch.zeros_like(norm, dtype=torch.int8)
-
-        def mark(stage: Tensor, where: Tensor, what: Stage) -> Tensor:
-            return stage.masked_fill(where, int(what))
-
-        ceiling = self.level + math.log(thresholds.spike_factor)
-        dead = (norm == 0) & (self.zeros + 1 == thresholds.dead_after)
-        stage = mark(stage, dead, Stage.DEAD)
-        stage = mark(stage, (self.seen >= WARM_UP) & (norm.log() > ceiling), Stage.SPIKE)
-        # Later lines overrule earlier ones: the earliest stage that is not finite is the cause.
-        stage = mark(stage, ~torch.isfinite(norm), Stage.GRADIENT)
-        if scale is not None:
-            stage = mark(stage, ~torch.isfinite(norm) & (scale > 1), Stage.OVERFLOW)
-        stage = mark(stage, ~torch.isfinite(loss), Stage.LOSS)
-        if teacher is not None:
-            stage = mark(stage, ~teacher, Stage.TEACHER)
-        return mark(stage, self.retired, Stage.RETIRED)
+        return judge(Observation(loss, norm, self, thresholds, teacher, scale))
 
     def record_(
         self,
@@ -261,9 +189,3 @@ class Health:
             if action == "reinitialise":  # its gradients have nothing to do with the old ones
                 self.seen[part] = self.spikes[part] = self.zeros[part] = 0
         return actions
-
-
-def is_healthy(stage: Tensor) -> Tensor:
-    """Which parts of a step are updated: boolean `[part]` from `Stage` values `[part]`."""
-    # int(): torch.compile takes a comparison with the enum itself for one of Python objects.
-    return (stage == int(Stage.HEALTHY)) | (stage == int(Stage.DEAD))

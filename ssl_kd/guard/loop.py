@@ -6,10 +6,7 @@ of `loss.backward()` and `guard.step()` in place of `optimizer.step()`.
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ssl_kd.guard.events import Event, EventLog
-from ssl_kd.guard.health import REASONS, Health, Stage, Thresholds, is_healthy
-from ssl_kd.guard.parts import TooFewHealthyParts, rescale_
+from ssl_kd.guard.events import EventLog
+from ssl_kd.guard.faults import Stage, Thresholds
+from ssl_kd.guard.health import Health, is_healthy
+from ssl_kd.guard.modules import SHARED, ModuleParts
+from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
+from ssl_kd.guard.recovery import WINDOW, Recovery
+from ssl_kd.guard.terms import LossTerms
+from ssl_kd.guard.update import rescale_
 
-logger = logging.getLogger(__name__)
-
-WHOLE, SHARED = "model", "shared"
-"""The part without `parts=`; the part of the weights that no given part owns."""
-
-_WINDOW = 100  # steps; a part that misses more than a tenth of them is reported
 _FIRST_SCALE = 1024.0  # ten halvings from the floor: as many as the guard has patience for
-
-_ADVICE = {
-    Stage.LOSS: "look for NaN in the inputs and for log or division of 0 in the loss; lower the "
-    "learning rate",
-    Stage.GRADIENT: "where the loss had been growing lower the learning rate; otherwise look for "
-    "sqrt, log or a norm at 0 (torch.autograd.set_detect_anomaly(True) names the operation); under "
-    "float16 autocast pass scaler=True",
-    Stage.SPIKE: "lower the learning rate or set clip_grad; where such jumps are normal raise "
-    "Thresholds.spike_factor",
-}
-
-
-@dataclass
-class _Part:
-    """One part: what the optimizer updates of it, and its last good state."""
-
-    name: str
-    weights: list[nn.Parameter]
-    modules: list[nn.Module] = field(default_factory=list)
-    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
-    kept: list[Tensor | None] = field(default_factory=list)  # buffers after the last healthy step
-    good: dict[str, Any] | None = None
-    due: int = 0  # the step from which the next snapshot may be taken
-
-    def live(self) -> list[Tensor | None]:
-        """The buffers as they are now: a module may have put another tensor in the place."""
-        return [module._buffers[name] for module, name in self.buffers]
-
-    def put_back(self, buffers: list[Tensor | None]) -> None:
-        """Give the buffers the values that `live` showed."""
-        for (module, name), now, value in zip(self.buffers, self.live(), buffers, strict=True):
-            if now is not None and value is not None:
-                now.copy_(value)
-            else:  # made by a forward pass, the first one as a rule
-                where = self.weights[0].device
-                module._buffers[name] = None if value is None else value.to(where, copy=True)
 
 
 class Guard:
@@ -118,7 +78,7 @@ class Guard:
         thresholds: Thresholds | None = None,
         clip_grad: float | None = None,
         scaler: bool | None = None,
-        snapshot_every: int = 100,
+        snapshot_every: int = SNAPSHOT_EVERY,
         fresh_optimizer: bool = False,
         reinitialise: Callable[[str], object] | None = None,
         events: str | Path | None = None,
@@ -129,39 +89,34 @@ class Guard:
             raise ValueError(f"snapshot_every is {snapshot_every}; expected steps, or 0 for none")
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
-        self.snapshot_every, self.reinitialise = snapshot_every, reinitialise
-        self.fresh_optimizer = fresh_optimizer
+        self.snapshot_every = snapshot_every
         self.events = EventLog(None if events is None else Path(events))
         self.steps = 0
 
-        given = parts is not None
-        self._parts = _divide(model, optimizer, parts)
-        own = sum(part.name != SHARED for part in self._parts)
-        if own < self.thresholds.min_parts:
-            raise ValueError(f"min_parts is {self.thresholds.min_parts}; the parts are {own}")
-        self._masters = _promote(optimizer)
-        swap = {id(p): master for p, master in self._masters}
-        for part in self._parts:
-            part.weights = [swap.get(id(p), p) for p in part.weights]
-        self._index = {part.name: i for i, part in enumerate(self._parts)}
-        self._named = [p.name for p in self._parts if p.name != SHARED] if given else []
-        self._own = {id(p) for part in self._parts for p in part.weights}
-        self._beside = {self._index[SHARED]} if SHARED in self._index else set()
+        self._parts = ModuleParts(
+            model, optimizer, parts, fresh_optimizer=fresh_optimizer, reinitialise=reinitialise
+        )
+        names, n = self._parts.names, len(self._parts)
+        own = [name for name in names if name != SHARED]
+        if len(own) < self.thresholds.min_parts:
+            raise ValueError(f"min_parts is {self.thresholds.min_parts}; the parts are {len(own)}")
+        self._masters = self._parts.masters
+        self._index = {name: i for i, name in enumerate(names)}
+        self._named = own if parts is not None else []
+        self._owned = {id(p) for p in self._parts.weights()}
+        self._shared = {self._index[SHARED]} if SHARED in self._index else set()
 
         # All of the memory is on the CPU: a step reads losses and norms once, and never again.
-        self.health = Health.fresh(len(self._parts))
-        for i, part in enumerate(self._parts):  # without a way to do it, this rung is done already
-            self.health.reinitialised[i] = reinitialise is None and not _resettable(part)
-        self.updates = torch.zeros(len(self._parts), dtype=torch.int64)
-        self.counts = torch.zeros(len(self._parts), len(Stage), dtype=torch.int64)
-        self.skipped_before = torch.zeros_like(self.health.skipped)  # until the last full window
-        self.unsteady = torch.zeros_like(self.health.retired)
+        self.health = Health.fresh(n)
+        for i in range(n):  # without a way to do it, this rung is done already
+            self.health.reinitialised[i] = not self._parts.can_reinitialise(i)
+        self.recovery = Recovery(self._parts, self.health, lambda: self.thresholds, self._shared)
+        self.updates = torch.zeros(n, dtype=torch.int64)
         self._scales = bool(self._masters) if scaler is None else scaler
-        self.scale = torch.full((len(self._parts),), _FIRST_SCALE if self._scales else 1.0)
-        self._one_scale = bool(self._beside)
-        self.grad_norm = torch.zeros(len(self._parts))
-        self._terms: dict[str, Health] = {}
-        self._keep_buffers(range(len(self._parts)))
+        self.scale = torch.full((n,), _FIRST_SCALE if self._scales else 1.0)
+        self._one_scale = bool(self._shared)
+        self.grad_norm = torch.zeros(n)
+        self._terms = LossTerms(lambda: self.thresholds)
         self._forget()
 
     # -- the step ---------------------------------------------------------------------------------
@@ -187,8 +142,7 @@ class Guard:
             ValueError: names or shapes do not fit the parts, or a loss has nothing to do with
                 `through`.
         """
-        weights = (p for part in self._parts for p in part.weights)
-        if self._ran and all(p.grad is None for p in weights):
+        if self._ran and all(p.grad is None for p in self._parts.weights()):
             self.discard()  # zero_grad() gave the step up, perhaps halfway through its backward
         if isinstance(losses, Tensor) and losses.ndim == 0:
             if through is not None:
@@ -205,10 +159,12 @@ class Guard:
         """Give up the step that was begun: forget its losses and gradients.
 
         `optimizer.zero_grad()` does as much, except where it fills gradients with zeros
-        (`set_to_none=False`) or every loss was cut out: nothing then tells it from a batch more.
+        (`set_to_none=False`) or every loss was cut out: then the next `backward` could as well be
+        one more batch of the same step.
         """
         self._forget()
-        for p in [p for p, _ in self._masters] + [p for part in self._parts for p in part.weights]:
+        self._masters.drop_gradients()
+        for p in self._parts.weights():
             p.grad = None
 
     def step(self) -> set[str]:
@@ -218,7 +174,8 @@ class Guard:
             The names of the parts that were updated; an average of weights should follow no other.
 
         Raises:
-            TooFewHealthyParts: it is no use to go on; sick parts are back at their last good state.
+            TooFewHealthyParts: training cannot continue; sick parts are back at their last good
+                state.
         """
         self.before_step()
         self.optimizer.step()  # even where nothing is left to do: a scheduler expects the call
@@ -227,10 +184,10 @@ class Guard:
     @torch.no_grad()
     def before_step(self) -> None:
         """The half of `step` before `optimizer.step()`, for loops that call it themselves."""
-        self._to_masters()
-        self._record_terms()
+        self._masters.take_gradients()
+        self.events.extend(self._terms.record(self.steps))
         for group in self.optimizer.param_groups:
-            if any(p.grad is not None and id(p) not in self._own for p in group["params"]):
+            if any(p.grad is not None and id(p) not in self._owned for p in group["params"]):
                 raise ValueError(
                     "the optimizer holds a gradient of a parameter that was not there, or not "
                     "trained, when the guard was made: make a new Guard"
@@ -253,8 +210,8 @@ class Guard:
                     p.grad = None
                 part.put_back(part.kept)
             elif gradients[i]:
-                if self.snapshot_every and self.steps >= part.due:
-                    self._snapshot(part)
+                if self.snapshot_every:
+                    self._parts.snapshot(i, self.steps, self.snapshot_every)
                 if self.clip_grad is not None:
                     clip_grads_with_norm_(part.weights, self.clip_grad, norms[i])
         absent = [i not in self._loss and not gradients[i] for i in range(len(self._parts))]
@@ -270,14 +227,14 @@ class Guard:
         Raises:
             TooFewHealthyParts: as `step`.
         """
-        self._write_masters()
-        for _, master in self._masters:  # the model's own zero_grad() does not reach it
-            master.grad = None
+        self._masters.write()
+        self._masters.drop_gradients()
         loss, norm, stage, absent = self._judged
         healthy = is_healthy(stage)
         self.health.record_(stage, norm, self.thresholds, absent)
         updated = healthy & ~absent
-        self._keep_buffers(updated.nonzero().flatten().tolist())
+        for i in updated.nonzero().flatten().tolist():
+            self._parts[i].keep_buffers()
         if self._scales:
             overflow = stage == int(Stage.OVERFLOW)
             if self._one_scale:
@@ -286,18 +243,20 @@ class Guard:
         self.updates += updated
         step, self.steps = self.steps, self.steps + 1
         self._forget()
-        for i, (part, what) in enumerate(zip(self._parts, stage.tolist(), strict=True)):
-            self.counts[i, what] += 1
-            if what in REASONS:
-                value = loss[i] if what == Stage.LOSS else norm[i]
-                done = {Stage.DEAD: "reported", Stage.OVERFLOW: "loss scale halved"}
-                action = done.get(Stage(what), "skipped")
-                self._report(step, part.name, Stage(what), action, value)
-        if self.steps % _WINDOW == 0:
-            self._watch()
+        self.events.extend(self.recovery.report(step, stage, loss, norm))
+        self.recovery.watch(self.steps)
         if not healthy.all():
-            self._escalate(step)
-        return {part.name for part, done in zip(self._parts, updated, strict=True) if done}
+            events, hopeless = self.recovery.escalate(step)
+            self.events.extend(events)
+            if hopeless:
+                seen = self.recovery.diagnosis(self.steps, events)
+                raise TooFewHealthyParts(f"step {step}: {hopeless}.\n{seen}")
+        return {self._parts.names[i] for i in updated.nonzero().flatten().tolist()}
+
+    @property
+    def terms(self) -> Mapping[str, Health]:
+        """Loss term -> what is remembered of it, `[1]` each."""
+        return self._terms.health
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -329,7 +288,7 @@ class Guard:
         told = {i: loss for i, loss in told.items() if not self.health.retired[i]}
         self._remember(told)
         if told and (through is not None or SHARED in self._index):
-            names = [self._parts[i].name for i in told]
+            names = [self._parts.names[i] for i in told]
             loss, norm = _look(dict(zip(names, told.values(), strict=True)), through)
             sick = ~(torch.isfinite(loss) & torch.isfinite(norm))
             cut = {i for i, bad in zip(told, sick.tolist(), strict=True) if bad}
@@ -339,15 +298,9 @@ class Guard:
 
     def _backward_terms(self, losses: dict[str, Tensor], through: Any) -> None:
         """Cut out the sick terms; the step is lost only where none is left."""
-        kept = []
-        for name, loss, norm in zip(losses, *_look(losses, through), strict=True):
-            health = self._terms.setdefault(name, Health.fresh(1))
-            stage = health.judge(loss[None], norm[None], self.thresholds)
-            if is_healthy(stage):
-                kept.append(losses[name])
-            before = self._seen.get(name)
-            if before is None or is_healthy(before[0]):  # the first bad one of a step is the cause
-                self._seen[name] = (stage, loss, norm)
+        seen = zip(losses, *_look(losses, through), strict=True)
+        healthy = [name for name, loss, norm in seen if self._terms.judge(name, loss, norm)]
+        kept = [losses[name] for name in healthy]
         if len(kept) == len(losses) or any(loss.requires_grad for loss in kept):
             total = sum(kept[1:], kept[0])
             self._remember({0: total})
@@ -355,24 +308,6 @@ class Guard:
         else:
             self._remember({0: sum(losses.values(), torch.zeros(()))})
             self._cut.add(0)
-
-    def _record_terms(self) -> None:
-        """Remember and report the loss terms of a step, however many backward passes it had."""
-        for name, (stage, loss, norm) in self._seen.items():
-            health, what = self._terms[name], Stage(int(stage))
-            missed = int(health.streak)
-            health.record_(stage, norm[None], self.thresholds)
-            action, streak = "reported", int(health.streak)
-            if not is_healthy(stage):
-                action = "cut out"
-                if streak % self.thresholds.restore_after == 0:
-                    action += f", {streak} times in a row: {_ADVICE[what]}"
-            if what in REASONS:
-                value = loss if what == Stage.LOSS else norm
-                self._report(self.steps, name, what, action, value)
-            elif missed:
-                reason = f"healthy again after {missed} steps"
-                self.events.extend([Event(self.steps, name, "loss", reason, "taken in again")])
 
     def _remember(self, told: dict[int, Tensor]) -> None:
         for i, loss in told.items():
@@ -387,15 +322,7 @@ class Guard:
             values = [*losses.values()]
             self._ran = True
             torch.autograd.backward([loss for loss in values if loss.requires_grad] or values)
-            self._to_masters()
-
-    @torch.no_grad()
-    def _to_masters(self) -> None:
-        """Gather gradients in the masters, where optimizer.zero_grad() finds them."""
-        for p, master in self._masters:
-            if p.grad is not None:
-                wide, p.grad = p.grad.float(), None
-                master.grad = wide if master.grad is None else master.grad + wide
+            self._masters.take_gradients()
 
     def _scale_of(self, part: int) -> float:
         # Weights or a loss that parts share cannot be scaled by two factors at once.
@@ -405,7 +332,7 @@ class Guard:
 
     def _forget(self) -> None:
         self._loss: dict[int, Tensor] = {}
-        self._seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # loss terms of this step
+        self._terms.forget()
         self._cut: set[int] = set()
         self._ran = False  # whether there was a backward pass, which leaves gradients
 
@@ -420,146 +347,30 @@ class Guard:
         loss, norm = _read([*losses, *norms], self._parts[0].weights[0].device)
         return loss, norm.masked_fill(self._mask(self._cut), torch.nan)
 
-    # -- escalation -------------------------------------------------------------------------------
-
-    def _escalate(self, step: int) -> None:
-        """Restore, re-initialise or retire what stays sick."""
-        streaks = self.health.streak.tolist()
-        try:
-            actions = self.health.escalate(self.thresholds, self._beside)
-        except TooFewHealthyParts as error:
-            done = {
-                part.name: self._restore(part)
-                for part, streak in zip(self._parts, streaks, strict=True)
-                if streak
-            }
-            self.events.extend(
-                [Event(step, name, "escalation", str(error), what) for name, what in done.items()]
-            )
-            raise TooFewHealthyParts(f"step {step}: {error}.\n{self.diagnosis(done)}") from None
-        for i, action in actions.items():
-            part = self._parts[i]
-            if action == "restore":
-                done = self._restore(part)
-            elif action == "reinitialise":
-                done = self._reinitialise(part, step)
-            else:
-                done = f"retired; {self._restore(part)}"
-            reason = f"{streaks[i]} bad steps in a row"
-            self.events.extend([Event(step, part.name, "escalation", reason, done)])
-
-    def _report(self, step: int, part: str, stage: Stage, action: str, value: Tensor) -> None:
-        event = Event(step, part, stage.name.lower(), REASONS[stage], action, float(value))
-        self.events.extend([event])
-
-    def _watch(self) -> None:
-        """Warn of parts that are sick often, but never long enough to be restored."""
-        missed = self.health.skipped - self.skipped_before
-        unsteady = (missed > _WINDOW // 10) & ~self.health.retired
-        for i in (unsteady & ~self.unsteady).nonzero().flatten().tolist():
-            name = self._parts[i].name
-            logger.warning("%s missed %d of the last %d steps", name, missed[i], _WINDOW)
-        self.skipped_before.copy_(self.health.skipped)
-        self.unsteady.copy_(unsteady)
-
-    def _snapshot(self, part: _Part) -> None:
-        """Remember a part that this step's loss and gradient have just shown to be good."""
-        state = [dict(self.optimizer.state.get(p, {})) for p in part.weights]
-        part.due = self.steps + self.snapshot_every
-        if _finite([*part.weights, *part.live(), *(v for row in state for v in row.values())]):
-            part.good = {
-                "step": self.steps,
-                "weights": [_to_cpu(p) for p in part.weights],
-                "state": [{k: _to_cpu(v) for k, v in row.items()} for row in state],
-                "buffers": [_to_cpu(b) for b in part.live()],
-            }
-
-    def _restore(self, part: _Part) -> str:
-        """Put one part back to its last good state; what was done, in words."""
-        if part.good is None:
-            return "left as it is: there is no good state to go back to"
-        for p, weight, saved in zip(
-            part.weights, part.good["weights"], part.good["state"], strict=True
-        ):
-            p.copy_(weight)
-            if self.fresh_optimizer:
-                self.optimizer.state.pop(p, None)
-                continue
-            live = self.optimizer.state[p]
-            for key in live.keys() - saved.keys():
-                del live[key]
-            for key, value in saved.items():
-                if isinstance(value, Tensor) and key in live:
-                    live[key].copy_(value)  # on its device, which need not be the weight's
-                else:
-                    live[key] = copy.deepcopy(value)
-        part.put_back(part.good["buffers"])
-        self._sync(part)
-        fresh = ", with a fresh optimizer" if self.fresh_optimizer else ""
-        return f"restored to its state before step {part.good['step']}{fresh}"
-
-    def _reinitialise(self, part: _Part, step: int) -> str:
-        """New weights and an empty optimizer state; the loop's random numbers are not touched."""
-        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-        with torch.random.fork_rng(gpus):
-            torch.manual_seed(step * len(self._parts) + self._index[part.name])
-            if self.reinitialise is not None:
-                self.reinitialise(part.name)
-            else:
-                for module in part.modules:
-                    for child in module.modules():
-                        if callable(reset := getattr(child, "reset_parameters", None)):
-                            reset()
-        for p, master in self._masters:
-            if any(master is mine for mine in part.weights):
-                master.copy_(p)
-        for p in part.weights:
-            self.optimizer.state.pop(p, None)
-        part.good, part.due = None, 0
-        self._sync(part)
-        return "re-initialised"
-
-    def _sync(self, part: _Part) -> None:
-        """After a part was changed from outside the step."""
-        self._keep_buffers([self._index[part.name]])
-        self._write_masters()
-
-    def _write_masters(self) -> None:
-        for p, master in self._masters:
-            p.copy_(master)
-
-    def _keep_buffers(self, parts: Iterable[int]) -> None:
-        for i in parts:
-            self._parts[i].kept = [None if b is None else b.clone() for b in self._parts[i].live()]
-
     # -- what a user asks for ---------------------------------------------------------------------
 
-    def diagnosis(self, done: Mapping[str, str] | None = None) -> str:
+    def diagnosis(self) -> str:
         """What was seen, how often, and what to change: a line per part that was ever sick."""
-        lines = []
-        for part, counts in zip(self._parts, self.counts, strict=True):
-            seen = {stage: int(counts[stage]) for stage in _ADVICE if counts[stage]}
-            if seen:
-                often = ", ".join(f"{REASONS[s]} ({n} times)" for s, n in seen.items())
-                state = f" It was {done[part.name]}." if done and part.name in done else ""
-                advice = _ADVICE[max(seen, key=lambda stage: seen[stage])]
-                lines.append(
-                    f"{part.name}, {self.steps} steps: {often}.{state} What to change: {advice}."
-                )
-        return "\n".join(lines)
+        return self.recovery.diagnosis(self.steps)
 
     def summary(self) -> str:
         """One line: the share of updates that were done, and who is sick or retired."""
         done, skipped = int(self.updates.sum()), int(self.health.skipped.sum())
         line = f"step {self.steps}: {100 * done / max(done + skipped, 1):.1f} % of updates done"
-        rows = [(p.name, self.health.streak[i], i) for i, p in enumerate(self._parts)]
-        rows += [(name, health.streak[0], None) for name, health in self._terms.items()]
-        if sick := [f"{name} {int(streak)}" for name, streak, _ in rows if streak]:
-            line += f"; bad steps in a row: {', '.join(sick)}"
-        if gone := [name for name, _, i in rows if i is not None and self.health.retired[i]]:
-            line += f"; retired: {', '.join(gone)}"
-        if often := [p.name for p, bad in zip(self._parts, self.unsteady, strict=True) if bad]:
-            line += f"; below 90 % in the last {_WINDOW} steps: {', '.join(often)}"
+        names, health = self._parts.names, self.health
+        rows = list(zip(names, health.streak.tolist(), strict=True))
+        rows += [(name, int(term.streak)) for name, term in self._terms.health.items()]
+        gone, often = health.retired.tolist(), self.recovery.unsteady.tolist()
+        for what, some in (
+            ("bad steps in a row", [f"{name} {streak}" for name, streak in rows if streak]),
+            ("retired", [name for name, out in zip(names, gone, strict=True) if out]),
+            (
+                f"below 90 % in the last {WINDOW} steps",
+                [name for name, bad in zip(names, often, strict=True) if bad],
+            ),
+        ):
+            if some:
+                line += f"; {what}: {', '.join(some)}"
         return line
 
     def state_dict(self) -> dict[str, Any]:
@@ -568,14 +379,12 @@ class Guard:
             "steps": self.steps,
             "health": self.health.tensors(),
             "updates": self.updates,
-            "counts": self.counts,
-            "skipped_before": self.skipped_before,
-            "unsteady": self.unsteady,
+            **self.recovery.tensors(),
             "scale": self.scale,
             "one_scale": self._one_scale,
-            "terms": {name: health.tensors() for name, health in self._terms.items()},
-            "parts": {part.name: {"good": part.good, "due": part.due} for part in self._parts},
-            "masters": [master.detach() for _, master in self._masters],
+            "terms": self._terms.state_dict(),
+            "parts": self._parts.state_dict(),
+            "masters": self._masters.tensors(),
         }
 
     @torch.no_grad()
@@ -585,106 +394,15 @@ class Guard:
         Raises:
             ValueError: the state is of other parts.
         """
-        if list(state["parts"]) != [part.name for part in self._parts]:
-            raise ValueError(
-                f"the state is of the parts {', '.join(state['parts'])}; "
-                f"this guard has {', '.join(self._index)}"
-            )
+        self._parts.load_state_dict(state["parts"])
         self.steps, self._one_scale = state["steps"], state["one_scale"]
-        self.health = Health(**_copies(state["health"]))
-        self._terms = {name: Health(**_copies(row)) for name, row in state["terms"].items()}
-        for name in ("updates", "counts", "skipped_before", "unsteady", "scale"):
-            getattr(self, name).copy_(state[name])
-        for part in self._parts:
-            part.good = copy.deepcopy(state["parts"][part.name]["good"])
-            part.due = state["parts"][part.name]["due"]
-        for (_, master), saved in zip(self._masters, state["masters"], strict=True):
-            master.copy_(saved)
-        self._write_masters()
-        self._keep_buffers(range(len(self._parts)))
-
-
-def _divide(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    given: Mapping[str, nn.Module | Iterable[nn.Parameter]] | None,
-) -> list[_Part]:
-    """The parts; what the optimizer trains beyond them is the last one, `shared`."""
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    for name, p in model.named_parameters():
-        if id(p) in held and p.is_complex():
-            raise ValueError(f"parameter {name!r} is complex; the guard's norms are of real ones")
-    if given is None:
-        # In the model's order, in which clip_grad_norm_(model.parameters()) sums, too.
-        weights = {id(p): p for p in model.parameters() if id(p) in held} | held
-        return [_Part(WHOLE, list(weights.values()), [model], _buffers(model))]
-    if not given or SHARED in given:
-        raise ValueError(f"parts are {list(given)}; expected names, other than {SHARED!r}")
-    owner: dict[int, str] = {}
-    taken: set[tuple[int, str]] = set()
-    parts = []
-    for name, what in given.items():
-        own = what.parameters() if isinstance(what, nn.Module) else what
-        own = [own] if isinstance(own, nn.Parameter) else own  # which would be iterated by row
-        part = _Part(name, [*{id(p): p for p in own if p.requires_grad}.values()])
-        if not part.weights:
-            raise ValueError(f"part {name!r} has no parameter that is trained")
-        for p in part.weights:
-            if id(p) not in held:
-                raise ValueError(f"part {name!r}: one of {tuple(p.shape)} is not in the optimizer")
-            if id(p) in owner:
-                raise ValueError(
-                    f"{name!r} and {owner[id(p)]!r} share a parameter of shape {tuple(p.shape)}; "
-                    "leave it out of both, or hand over loss terms instead of parts"
-                )
-            owner[id(p)] = name
-        if isinstance(what, nn.Module):
-            part.modules, part.buffers = [what], _buffers(what)
-            taken |= {(id(module), key) for module, key in part.buffers}
-        parts.append(part)
-    if rest := [p for key, p in held.items() if key not in owner and p.requires_grad]:
-        buffers = [(m, key) for m, key in _buffers(model) if (id(m), key) not in taken]
-        parts.append(_Part(SHARED, rest, [], buffers))
-    return parts
-
-
-def _buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    # Buffers that a module does not save are caches: they may change their shape as they like.
-    return [
-        (module, name)
-        for module in model.modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    ]
-
-
-def _resettable(part: _Part) -> bool:
-    children = (child for module in part.modules for child in module.modules())
-    return any(callable(getattr(child, "reset_parameters", None)) for child in children)
-
-
-def _promote(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Put float32 masters into the optimizer in place of float16 parameters: `(model's, master)`.
-
-    Raises:
-        ValueError: the optimizer has already made steps with the float16 ones.
-    """
-    pairs = []
-    for group in optimizer.param_groups:
-        for i, p in enumerate(group["params"]):
-            if p.dtype != torch.float16:
-                continue
-            if optimizer.state.get(p):
-                raise ValueError(
-                    "the optimizer holds moments of float16 parameters; make the Guard before the "
-                    "first step, or the parameters float32"
-                )
-            master = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
-            group["params"][i] = master
-            pairs.append((p, master))
-    if pairs:
-        logger.warning("%d float16 parameters got float32 masters in the optimizer", len(pairs))
-    return pairs
+        for name, mine in self.health.tensors().items():
+            mine.copy_(state["health"][name])
+        self._terms.load_state_dict(state["terms"])
+        self.updates.copy_(state["updates"])
+        self.scale.copy_(state["scale"])
+        self.recovery.load(state)
+        self._masters.load(state["masters"])
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
@@ -719,19 +437,3 @@ def _norm_at(tensors: list[Tensor], name: str, loss: Tensor) -> Tensor:
     if not (reached := [g for g in gradients if g is not None]):
         raise ValueError(f"loss {name!r} was not computed from `through`: add what it came from")
     return _norm(reached)
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    return copy.deepcopy(value)
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _finite(values: list[Any]) -> bool:
-    """Whether every tensor is finite: one wait for the device."""
-    flags = [torch.isfinite(v).all() for v in values if isinstance(v, Tensor)]
-    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())

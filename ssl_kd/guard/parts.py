@@ -1,159 +1,124 @@
-"""The guarded update: many parts side by side, each judged, clipped and updated on its own.
+"""What a part is: the unit that may fail alone, and how it goes back to where it was well.
 
-A *part* is the unit that may fail alone. Everything a part owns is one row of a matrix
-`[part, ...]`: its weights, both Adam moments, its EMA teacher, its step count. A part that is not
-`healthy` keeps its row to the last bit, and no operation mixes rows, so the others never notice.
-Nothing here waits for the device: decisions are tensors, not Python branches.
+A part owns whatever training changes of it: weights, optimizer state, buffers. Here parts are rows
+of matrices, as in a bank of heads; `ssl_kd.guard.modules` has parts that are modules.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ssl_kd.guard.update import keep_unless_
+
+SNAPSHOT_EVERY = 100
+"""Steps between two snapshots of a part's state."""
+
 
 class TooFewHealthyParts(RuntimeError):
-    """So few parts are healthy that going on would be a waste; the message says what was seen."""
+    """So few parts are healthy that training cannot continue; the message says what was seen."""
 
 
-def _column(per_part: Tensor, like: Tensor) -> Tensor:
-    return per_part.view(-1, *[1] * (like.ndim - 1))
+class Parts(Protocol):
+    """What recovery asks of parts; they are numbered from 0."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What each is called in events, `head 3`."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """Is added to what is said of a part that was restored."""
+        ...
+
+    def finite(self) -> Sequence[bool]:
+        """Whether each holds only finite numbers; waits for the device."""
+        ...
+
+    def restore(self, part: int) -> int | None:
+        """Put one part back to its last good state.
+
+        Returns:
+            The step before which it was in that state; None where there is none, and nothing was
+            done.
+        """
+        ...
+
+    def reinitialise(self, part: int, seed: int, step: int) -> None:
+        """Give one part new weights, drawn by `seed`, and forget what its optimizer knew.
+
+        Args:
+            part: which one.
+            seed: of the draw.
+            step: the step before which this happens.
+        """
+        ...
 
 
-def keep_unless_(healthy: Tensor, old: Tensor, new: Tensor) -> None:
-    """Overwrite `old` by `new` in the rows that are healthy; the other rows keep every bit.
-
-    Args:
-        healthy: boolean `[part]`.
-        old: `[part, ...]`, changed in place.
-        new: the same shape; may hold anything in rows that are not healthy.
-    """
-    torch.where(_column(healthy, old), new, old, out=old)
-
-
-@contextlib.contextmanager
-def only_healthy(healthy: Tensor, *tensors: Tensor) -> Iterator[None]:
-    """Whatever happens to `tensors` inside, rows that are not healthy keep every bit.
-
-    On a CPU, where asking is free, a step in which all are healthy costs nothing; elsewhere nothing
-    waits for the device, at the price of a copy.
-
-    Args:
-        healthy: boolean `[part]`.
-        *tensors: `[part, ...]` each; changed in place inside, row by row.
-    """
-    if healthy.device.type == "cpu" and not torch.compiler.is_compiling():
-        sick = (~healthy).nonzero().flatten()
-        kept = [tensor[sick] for tensor in tensors] if len(sick) else []
-        yield
-        for tensor, rows in zip(tensors, kept, strict=False):
-            tensor[sick] = rows
-    else:
-        before = [tensor.clone() for tensor in tensors]
-        yield
-        for tensor, old in zip(tensors, before, strict=True):
-            torch.where(_column(healthy, tensor), tensor, old, out=tensor)
-
-
-def part_norms(gradients: Tensor) -> Tensor:
-    """L2 norm of each part's gradient `[part, parameter]` -> `[part]`, in float32.
-
-    A NaN or an infinity anywhere shows in the norm, and so do finite entries whose squares
-    overflow: one number per part is the whole check.
-    """
-    return torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float32)
-
-
-def clip_factors(norms: Tensor, max_norm: float | None) -> Tensor:
-    """The factor `[part]` that brings each part's norm down to `max_norm`; 1 without a limit."""
-    if max_norm is None:
-        return torch.ones_like(norms)
-    return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-
-
-@dataclass
-class AdamWState:
-    """Both moments `[part, parameter]` and the step count `[part]` of each part."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    steps: Tensor
-
-    @classmethod
-    def zeros_like(cls, weights: Tensor) -> AdamWState:
-        """A fresh state for weights `[part, parameter]`."""
-        return cls(
-            torch.zeros_like(weights),
-            torch.zeros_like(weights),
-            torch.zeros(len(weights), device=weights.device),
-        )
-
-    def rows(self, rows: slice) -> AdamWState:
-        """The state of some parts, sharing memory with the whole."""
-        return AdamWState(self.exp_avg[rows], self.exp_avg_sq[rows], self.steps[rows])
-
-
-def adamw_(
-    weights: Tensor,
-    gradients: Tensor,
-    state: AdamWState,
-    *,
-    learning_rate: float,
-    weight_decay: Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-) -> None:
-    """One AdamW step for every part, each with its own step count; for use in `only_healthy`.
-
-    Zeroing a sick part's gradient would not do: momentum and decay still move its weights.
+class RowParts:
+    """Parts that are rows: row `i` of every tensor `[part, ...]` belongs to part `i`.
 
     Args:
-        weights: `[part, parameter]` float32, changed in place.
-        gradients: the same shape, already clipped.
-        state: changed in place.
-        learning_rate: step size.
-        weight_decay: `[parameter]`, the decoupled decay of each parameter (0 for biases).
-        betas: decay rates of both moments.
-        eps: added to the root of the second moment.
+        names: of the parts.
+        live: name -> tensor that training changes in place.
+        fresh: part, seed -> name -> that part's row, begun anew.
 
-    References:
-        Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+    Attributes:
+        good: name -> the last good state of every part; where training began to begin with.
+        good_step: `[part]`, the step before which each part was in it.
     """
-    beta1, beta2 = betas
-    state.steps.add_(1)
-    state.exp_avg.lerp_(gradients, 1 - beta1)
-    state.exp_avg_sq.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-    # Bias corrections are per part: a part that skipped steps is younger than the others. expm1,
-    # since 1 - 0.999 ** 1 has lost half its digits in float32.
-    correct1 = _column(-torch.expm1(state.steps * math.log(beta1)), weights)
-    correct2 = _column(-torch.expm1(state.steps * math.log(beta2)), weights)
-    update = state.exp_avg_sq.sqrt()
-    torch.addcmul(correct2.new_full((), eps), update, correct2.rsqrt(), out=update)
-    torch.div(state.exp_avg, update, out=update)
-    weights.mul_(1 - learning_rate * weight_decay)
-    weights.addcmul_(update, learning_rate / correct1, value=-1)
+
+    note = ""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        live: Mapping[str, Tensor],
+        fresh: Callable[[int, int], Mapping[str, Tensor]],
+    ) -> None:
+        self.names, self._live, self._fresh = names, live, fresh
+        self.good = {name: tensor.clone() for name, tensor in live.items()}
+        device = next(iter(live.values())).device
+        self.good_step = torch.zeros(len(names), dtype=torch.int32, device=device)
+
+    def snapshot(self, rows: slice, healthy: Tensor, step: int) -> None:
+        """Keep some parts' state as good where it is finite; waits for no device.
+
+        Args:
+            rows: which parts.
+            healthy: boolean, one for each of `rows`: the step has shown the state to be good.
+            step: number of the step, which is not applied yet.
+        """
+        live = {name: tensor[rows] for name, tensor in self._live.items()}
+        good = healthy & finite_rows(live)
+        for name, tensor in live.items():
+            keep_unless_(good, self.good[name][rows], tensor)
+        before = self.good_step[rows]
+        keep_unless_(good, before, torch.full_like(before, step))
+
+    def finite(self) -> list[bool]:
+        """As `Parts`."""
+        return finite_rows(self._live).tolist()
+
+    def restore(self, part: int) -> int:
+        """As `Parts`."""
+        for name, tensor in self._live.items():
+            tensor[part].copy_(self.good[name][part])
+        return int(self.good_step[part])
+
+    def reinitialise(self, part: int, seed: int, step: int) -> None:
+        """As `Parts`; what it begins with counts as good."""
+        self.good_step[part] = step
+        for name, row in self._fresh(part, seed).items():
+            self._live[name][part].copy_(row)
+            self.good[name][part].copy_(row)
 
 
-def rescale_(
-    scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor, *, grow_every: int = 500
-) -> None:
-    """Halve the loss scale of the parts that overflowed, double it after many good steps.
-
-    One part's overflow moves no other part's scale, and 1 is the floor: a part that is NaN on every
-    step cannot drive it to where healthy gradients underflow.
-
-    Args:
-        scale: `[part]`, changed in place; stays in [1, 65536].
-        healthy: boolean `[part]`.
-        overflow: boolean `[part]`: the gradient was not finite.
-        steps: `[part]`, how many updates each part has had.
-        grow_every: updates between two doublings.
-    """
-    grown = torch.where(steps % grow_every == grow_every - 1, scale * 2, scale)
-    kept = torch.where(healthy, grown, scale)
-    scale.copy_(torch.where(overflow, scale / 2, kept).clamp(1.0, 2.0**16))
+def finite_rows(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Which rows hold only finite numbers, and none so large that their sum is not: `[part]`."""
+    sums = [tensor.view(len(tensor), -1).sum(1) for tensor in tensors.values()]  # one pass each
+    return torch.isfinite(torch.stack(sums)).all(0)

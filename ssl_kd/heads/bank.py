@@ -74,24 +74,27 @@ class HeadBank:
         # Activations per sample, near enough to decide how many heads fit the cache at a time.
         self.width = sum(shape[0] for shape in self._shapes.values() if len(shape) > 1)
 
-    def initial_weights(self, seed: int, only: int | None = None) -> Tensor:
+    def initial_weights(self, seed: int) -> Tensor:
         """Fresh weights `[head, parameter]` float32; head `i` depends on `seed` and `i` alone.
-
-        With `only`, those of that head: `[1, parameter]`.
 
         Raises:
             ValueError: the head's own initialisation is not finite.
         """
-        rows = []
+        return torch.stack([self.new_row(seed * 100_003 + i) for i in range(self.n_heads)])
+
+    def new_row(self, seed: int) -> Tensor:
+        """The weights `[parameter]` float32 of one new head, which depend on `seed` alone.
+
+        Raises:
+            ValueError: the head's own initialisation is not finite.
+        """
         with _global_random_state_kept():
-            for i in range(self.n_heads) if only is None else [only]:
-                torch.default_generator.manual_seed(seed * 100_003 + i)
-                rows.append(self.flatten(self.make_head()))
-        weights = torch.stack(rows)
-        if not torch.isfinite(weights).all():
+            torch.default_generator.manual_seed(seed)
+            row = self.flatten(self.make_head())
+        if not torch.isfinite(row).all():
             name = type(self._template).__name__
             raise ValueError(f"{name} begins with weights that are not finite: initialise them")
-        return weights
+        return row
 
     @contextlib.contextmanager
     def draws_seeded(self, seed: int) -> Iterator[None]:
@@ -101,7 +104,7 @@ class HeadBank:
             return
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with _RANDOM_STATE, torch.random.fork_rng(devices):
-            torch.manual_seed(seed & (2**63 - 1))
+            torch.manual_seed(seed)
             yield
 
     def flatten(self, head: nn.Module) -> Tensor:

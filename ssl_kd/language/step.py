@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.microscope import Microscope, diagnose

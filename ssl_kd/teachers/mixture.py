@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.finite import compute_dtype
-from ssl_kd.guard.parts import rescale_
 from ssl_kd.guard.precision import promote_to_fp32
+from ssl_kd.guard.update import rescale_
 from ssl_kd.losses.routing import gate_anchor, gate_entropy, gate_kl, load_balance
 
 __all__ = [

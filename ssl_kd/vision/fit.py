@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, head_maker
@@ -16,7 +14,7 @@ from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer, Objective
+from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather
 
 # Pairs of neighbours by which answers are judged: enough for a hundredth of a nat, few enough to
@@ -28,8 +26,6 @@ def make_trainer(
     settings: VisionSettings, dim: int, n_clusters: int, precision: Precision
 ) -> HeadTrainer:
     """A bank of fresh heads for projected embeddings of width `dim`, and its guarded step."""
-    names = [field.name for field in dataclasses.fields(Objective)]
-    objective = Objective(**{name: getattr(settings, name) for name in names})
     make = head_maker(
         settings.head,
         dim,
@@ -44,7 +40,7 @@ def make_trainer(
         min_parts=min(settings.min_heads or -(-settings.n_heads // 4), settings.n_heads),
     )
     bank = HeadBank(make, settings.n_heads)
-    return HeadTrainer(bank, objective, precision, n_clusters, thresholds)
+    return HeadTrainer(bank, settings, precision, n_clusters, thresholds)
 
 
 def make_sampler(settings: VisionSettings, neighbours: Tensor) -> tuple[PairSampler, int]:

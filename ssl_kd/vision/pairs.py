@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ssl_kd.seeds import seed_of
+
 
 class PairSampler:
     """Batches of (sample, one of its neighbours), a pure function of seed and step.
@@ -32,7 +34,7 @@ class PairSampler:
         self._order = torch.empty(0)
 
     def _generator(self, *key: int) -> torch.Generator:
-        seed = hash((self.seed, *key)) & (2**63 - 1)
+        seed = seed_of(self.seed, *key)
         return torch.Generator().manual_seed(seed)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:

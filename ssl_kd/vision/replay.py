@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ssl_kd.files import CorruptFileError
-from ssl_kd.guard.health import Stage, is_healthy
+from ssl_kd.guard.faults import Stage, is_healthy
 from ssl_kd.guard.microscope import Diagnosis, Fault, Microscope, diagnose
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
+from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.settings import VisionSettings
@@ -63,7 +64,7 @@ class Report:
         elif self.reproduced:
             rate = bundle.settings["learning_rate"]
             rows.append(("seen", f"no NaN or inf; the gradient's norm is {self.grad_norm:.3g}"))
-            if event.stage == Stage.SPIKE.name.lower():
+            if Stage.of(event) is Stage.SPIKE:
                 rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
         else:
             device = bundle.settings["replay"]["device"]
@@ -131,7 +132,7 @@ def replay(path: str | Path) -> Report:
         weights = trainer.bank.unflatten(getattr(state, owner))
         named |= {f"{owner} weight {name}": weight for name, weight in weights.items()}
     with (
-        trainer.bank.draws_seeded(hash((trainer.objective.seed, bundle.event.step))),
+        trainer.bank.draws_seeded(seed_of(trainer.settings.seed, bundle.event.step)),
         Microscope(named) as scope,
     ):
         result = trainer.step(views, bundle.settings["replay"]["learning_rate"])
@@ -148,7 +149,7 @@ def replay(path: str | Path) -> Report:
 def _fault(scope: Microscope, result: StepResult, views: Tensor) -> Fault | None:
     # The views come last: the step leaves out a row that is not finite, so it harms nothing.
     fault = scope.fault(result.loss, result.grad_norm, views)
-    sick = int(result.stage) in (Stage.TEACHER, Stage.LOSS, Stage.GRADIENT)
+    sick = Stage(int(result.stage)).kind.not_finite
     return scope.fault() if fault is None and sick else fault
 
 

@@ -4,45 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ssl_kd import losses
-from ssl_kd.guard.events import Event
-from ssl_kd.guard.health import Health, Stage, Thresholds, is_healthy
-from ssl_kd.guard.parts import (
+from ssl_kd.guard.faults import Stage, Thresholds
+from ssl_kd.guard.health import Health, is_healthy
+from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
+from ssl_kd.guard.precision import Precision
+from ssl_kd.guard.recovery import Recovery
+from ssl_kd.guard.update import (
     AdamWState,
     adamw_,
     clip_factors,
-    keep_unless_,
     only_healthy,
     part_norms,
     rescale_,
 )
-from ssl_kd.guard.precision import Precision
 from ssl_kd.heads.bank import HeadBank
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What the heads are trained for; every field is a setting of the same name."""
-
-    loss: Literal["temi", "sharpened"] = "temi"
-    beta: float = 0.6
-    student_temp: float = 0.1
-    teacher_temp: float = 0.1
-    instance_weight: losses.InstanceWeight = "none"
-    centering: Literal["center", "sinkhorn"] = "center"
-    marginal_momentum: float = 0.9
-    ema_momentum: float = 0.99
-    learning_rate: float = 4e-3
-    warmup_fraction: float = 0.1
-    weight_decay: float = 1e-4
-    clip_grad: float | None = 1.0
-    batch_size: int = 256
-    seed: int = 0
+from ssl_kd.seeds import seed_of
+from ssl_kd.vision.objectives import OBJECTIVES
+from ssl_kd.vision.settings import VisionSettings
 
 
 @dataclass
@@ -55,8 +38,7 @@ class HeadsState:
         exp_avg: first moment, `[head, parameter]`.
         exp_avg_sq: second moment, `[head, parameter]`.
         updates: `[head]`, how many updates the head has had.
-        marginal: `[head, cluster]`: running mean of the teacher's probabilities, or of its logits
-            (the center) for the sharpened loss.
+        marginal: `[head, cluster]`: what the objective keeps a running mean of.
         loss: `[head]`, running mean of the loss over healthy steps.
         scale: `[head]`, the factor its loss is scaled by (1 unless products run in float16).
         health: what the guard remembers of each head.
@@ -74,19 +56,18 @@ class HeadsState:
 
     @classmethod
     def fresh(
-        cls, student: Tensor, n_clusters: int, objective: Objective, precision: Precision
+        cls, student: Tensor, n_clusters: int, marginal: float, precision: Precision
     ) -> HeadsState:
         """A state before the first step, of students `[head, parameter]`."""
         student = student.to(precision.device)
         heads = torch.zeros(len(student), device=student.device)
-        start = 1 / n_clusters if objective.loss == "temi" else 0.0
         return cls(
             student=student,
             teacher=student.clone(),
             exp_avg=torch.zeros_like(student),
             exp_avg_sq=torch.zeros_like(student),
             updates=heads.clone(),
-            marginal=torch.full((len(student), n_clusters), start, device=student.device),
+            marginal=torch.full((len(student), n_clusters), marginal, device=student.device),
             loss=heads.clone(),
             scale=torch.full_like(heads, 16.0 if precision.scale else 1.0),
             health=Health.fresh(len(student), student.device),
@@ -149,39 +130,49 @@ class HeadTrainer:
 
     Args:
         bank: how a row of weights is run as a head.
-        objective: what is trained for.
+        settings: of the objective, the optimizer and the seed.
         precision: dtypes and device.
         n_clusters: K.
         thresholds: when the guard acts.
 
     Attributes:
         state: everything the heads own.
-        good: each head's last good state, as `owned`; what a sick head is restored from.
-        good_step: `[head]`, the number of steps done when it was kept.
+        objective: what they are trained for.
+        recovery: reports sick heads and brings them back.
     """
 
     def __init__(
         self,
         bank: HeadBank,
-        objective: Objective,
+        settings: VisionSettings,
         precision: Precision,
         n_clusters: int,
         thresholds: Thresholds | None = None,
     ) -> None:
-        self.bank, self.objective, self.precision = bank, objective, precision
+        self.bank, self.settings, self.precision = bank, settings, precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
-        self.decay = bank.decay_mask().to(precision.device) * objective.weight_decay
-        self.state = self._fresh(bank.initial_weights(objective.seed))
-        self.good = {name: tensor.clone() for name, tensor in self.state.owned().items()}
-        self.good_step = torch.zeros_like(self.state.health.seen)
+        self.objective = OBJECTIVES[settings.loss](settings)
+        self.decay = bank.decay_mask().to(precision.device) * settings.weight_decay
+        self.state = self._fresh(bank.initial_weights(settings.seed))
+        names = [f"head {i}" for i in range(bank.n_heads)]
+        self._rows = RowParts(names, self.state.owned(), self._begun_anew)
+        self.recovery = Recovery(self._rows, self.state.health, lambda: self.thresholds)
 
     def _fresh(self, students: Tensor) -> HeadsState:
-        return HeadsState.fresh(students, self.n_clusters, self.objective, self.precision)
+        marginal = self.objective.initial_marginal(self.n_clusters)
+        return HeadsState.fresh(students, self.n_clusters, marginal, self.precision)
+
+    def _begun_anew(self, head: int, seed: int) -> dict[str, Tensor]:
+        """One head's row, with other weights than those that it began with, which led here."""
+        seed = seed_of(self.settings.seed, seed)
+        fresh = self._fresh(self.bank.new_row(seed).unsqueeze(0))
+        return {name: tensor[0] for name, tensor in fresh.owned().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor of all that a resumed run needs, sharing memory with the trainer."""
-        good = {f"good.{name}": tensor for name, tensor in self.good.items()}
-        return self.state.tensors() | good | {"good_step": self.good_step}
+        good = {f"good.{name}": tensor for name, tensor in self._rows.good.items()}
+        memory = {f"recovery.{name}": t for name, t in self.recovery.tensors().items()}
+        return self.state.tensors() | good | {"good_step": self._rows.good_step} | memory
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take over what `tensors` gave, of this version or an older one.
@@ -196,6 +187,8 @@ class HeadTrainer:
             f"health.{name}": tensors[name] for name in ("skipped", "streak") if name in tensors
         }
         for name, mine in self.tensors().items():
+            if name.startswith("recovery."):
+                continue
             saved = tensors.get(name)
             if saved is None:
                 saved = older.get(name, tensors.get(name.removeprefix("good.")))
@@ -205,75 +198,11 @@ class HeadTrainer:
                 found = "is missing" if saved is None else f"is {list(saved.shape)}"
                 raise ValueError(f"{name} {found}, expected {list(mine.shape)}")
             mine.copy_(saved)
+        names = [f"recovery.{name}" for name in self.recovery.tensors()]
+        if all(name in tensors for name in names):
+            self.recovery.load({n.removeprefix("recovery."): tensors[n] for n in names})
 
-    def keep_good(self, step: int, before: dict[str, Tensor], stage: Tensor) -> None:
-        """Remember what the heads owned `before` a step as their last good state, where it was.
-
-        Args:
-            step: its number, so many steps were done before.
-            before: name -> tensor, a copy of `owned`.
-            stage: `[head]`, of the step, which has shown the state to be good or not.
-        """
-        well = is_healthy(stage) & _finite(before)
-        for name, tensor in before.items():
-            keep_unless_(well, self.good[name], tensor)
-        keep_unless_(well, self.good_step, torch.full_like(self.good_step, step))
-
-    def restore(self, head: int) -> str:
-        """Put one head back to its last good state; what was done, in words."""
-        for name, tensor in self.state.owned().items():
-            tensor[head].copy_(self.good[name][head])
-        return f"restored to its state after step {int(self.good_step[head])}"
-
-    def heal(self, step: int) -> list[Event]:
-        """Restore the heads that hold numbers that are not finite, before a checkpoint is written.
-
-        A head whose weights were hit from outside the step is not updated any more, but its rows
-        would carry the damage into the file.
-        """
-        sick = (~_finite(self.state.owned())).nonzero().flatten().tolist()
-        reason = "its weights or moments are not finite"
-        return [Event(step, f"head {i}", "weight", reason, self.restore(i)) for i in sick]
-
-    def give_up(self, step: int) -> list[Event]:
-        """Put every head that is not well back to its last good state, before the run stops.
-
-        A run that is resumed from it, once the cause is found, finds no head in the middle of a
-        fault.
-        """
-        health = self.state.health
-        sick = ((health.streak > 0) | ~_finite(self.state.owned())).nonzero().flatten().tolist()
-        health.streak.zero_()
-        reason = "it was not well when the run stopped"
-        return [Event(step, f"head {i}", "escalation", reason, self.restore(i)) for i in sick]
-
-    def escalate(self, step: int) -> list[Event]:
-        """Restore, re-initialise or retire the heads that stay sick; asks the device.
-
-        Raises:
-            TooFewHealthyParts: it is no use to go on.
-        """
-        events = []
-        for head, action in self.state.health.escalate(self.thresholds).items():
-            if action == "restore":
-                done = self.restore(head)
-            elif action == "reinitialise":
-                # Not the weights that it began with: those led here.
-                seed = self.objective.seed + 1
-                fresh = self._fresh(self.bank.initial_weights(seed, only=head))
-                for name, tensor in self.state.owned().items():
-                    tensor[head].copy_(getattr(fresh, name)[0])
-                    self.good[name][head].copy_(tensor[head])
-                self.good_step[head] = step + 1
-                done = "re-initialised"
-            else:
-                self.restore(head)  # so that its rows are finite, whatever becomes of them
-                done = "retired"
-            reason = f"{self.thresholds.restore_after} bad steps in a row"
-            events.append(Event(step, f"head {head}", "escalation", reason, done))
-        return events
-
-    def step(self, views: Tensor, learning_rate: float) -> StepResult:
+    def step(self, views: Tensor, learning_rate: float, step: int | None = None) -> StepResult:
         """One guarded step of every head.
 
         forward -> vector of losses -> gradient of each head -> its norm, check and clip -> masked
@@ -283,6 +212,7 @@ class HeadTrainer:
         Args:
             views: `[view, batch, dim]`, two views or more of the same samples.
             learning_rate: of this step.
+            step: its number; now and then the state before it is kept, to go back to. None: never.
         """
         # A sample that is not finite is taken out of every view before any product sees it. Views
         # come from the CPU, so that asking waits for no device.
@@ -290,7 +220,7 @@ class HeadTrainer:
         if bad.any():
             views = views[:, ~bad.any(0)]
         views = views.to(self.precision.device, non_blocking=True)
-        smoothed = (self.state.marginal == 0).any(1) & (self.objective.loss == "temi")
+        smoothed = self.objective.smoothed(self.state.marginal)
         remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
         before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}
 
@@ -299,7 +229,7 @@ class HeadTrainer:
         chunks = head_chunks(self.bank.n_heads, 4 * floats, views.device)
         teachers: Iterator | list = (self._teach(rows, views) for rows in chunks)
         shared = None
-        if self.objective.instance_weight == "mean":  # needs every teacher before any student
+        if self.settings.instance_weight == "mean":  # needs every teacher before any student
             teachers = list(teachers)
             agreements = torch.cat([t[2] for t in teachers])
             agreements.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
@@ -308,9 +238,10 @@ class HeadTrainer:
         results = []
         for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):
             weights = shared
-            if self.objective.instance_weight == "own":
+            if self.settings.instance_weight == "own":
                 weights = losses.instance_weights(agreements, "own")
-            results.append(self._learn(rows, views, targets, marginal, weights, learning_rate))
+            learn = self._learn(rows, views, targets, marginal, weights, learning_rate, step)
+            results.append(learn)
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
         return StepResult(loss, norm, stage, bad, smoothed, before)
@@ -323,20 +254,13 @@ class HeadTrainer:
     @torch.no_grad()
     def _teach(self, rows: slice, views: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Targets `[head, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
-        o, state = self.objective, self.state.rows(rows)
+        settings, state = self.settings, self.state.rows(rows)
         logits = self._logits(self.bank.unflatten(state.teacher), views, training=False)
-        if o.loss == "temi":
-            targets = losses.log_probabilities(logits, o.teacher_temp)
-            latest, log_probs = targets.exp().mean((1, 2)), targets
-        else:
-            if o.centering == "sinkhorn":
-                targets = losses.sinkhorn_targets(logits, o.teacher_temp)
-            else:
-                targets = losses.centred_targets(logits, state.marginal, o.teacher_temp)
-            latest, log_probs = logits.float().mean((1, 2)), targets.log()
-        marginal = torch.lerp(state.marginal, latest, 1 - o.marginal_momentum)
-        weighted = o.instance_weight != "none"
-        agreements = losses.agreement(log_probs) if weighted else marginal.new_empty(0)
+        targets, latest = self.objective.targets(logits, state.marginal)
+        marginal = torch.lerp(state.marginal, latest, 1 - settings.marginal_momentum)
+        agreements = marginal.new_empty(0)
+        if settings.instance_weight != "none":
+            agreements = losses.agreement(self.objective.log_probabilities(targets))
         return targets, marginal, agreements
 
     def _learn(
@@ -347,22 +271,16 @@ class HeadTrainer:
         marginal: Tensor,
         weights: Tensor | None,
         learning_rate: float,
+        step: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The students' half of the step for some heads: loss, norm and stage, `[head]` each."""
-        o, state = self.objective, self.state.rows(rows)
+        settings, state = self.settings, self.state.rows(rows)
         parameters = {
             name: value.detach().requires_grad_()
             for name, value in self.bank.unflatten(state.student).items()
         }
         logits = self._logits(parameters, views, training=True)
-        if o.loss == "temi":
-            loss = losses.temi(
-                logits, targets, marginal, weights, beta=o.beta, student_temperature=o.student_temp
-            )
-        else:
-            loss = losses.sharpened_cross_entropy(
-                logits, targets, weights, student_temperature=o.student_temp
-            )
+        loss = self.objective.loss(logits, targets, marginal, weights)
         gradients = torch.autograd.grad((loss * state.scale).sum(), list(parameters.values()))
 
         with torch.no_grad():
@@ -372,8 +290,10 @@ class HeadTrainer:
             scale = state.scale if self.precision.scale else None
             stage = state.health.judge(loss, norm, self.thresholds, sound, scale)
             healthy = is_healthy(stage)
+            if step is not None and step % SNAPSHOT_EVERY == 0:
+                self._rows.snapshot(rows, healthy, step)
 
-            gradient.mul_((clip_factors(norm, o.clip_grad) / state.scale).unsqueeze(1))
+            gradient.mul_((clip_factors(norm, settings.clip_grad) / state.scale).unsqueeze(1))
             owned = state.owned()
             del owned["scale"]  # the one thing of its own that a fault changes
             with only_healthy(healthy, *owned.values()):
@@ -384,19 +304,13 @@ class HeadTrainer:
                     learning_rate=learning_rate,
                     weight_decay=self.decay,
                 )
-                state.teacher.lerp_(state.student, 1 - o.ema_momentum)
+                state.teacher.lerp_(state.student, 1 - settings.ema_momentum)
                 state.marginal.copy_(marginal)
                 memory = torch.where(state.updates > 1, 0.98, 0.0)
                 state.loss.copy_(torch.lerp(loss, state.loss, memory))
             if self.precision.scale:
                 rescale_(state.scale, healthy, stage == int(Stage.OVERFLOW), state.updates)
         return loss.detach(), norm, stage
-
-
-def _finite(owned: dict[str, Tensor]) -> Tensor:
-    """Which heads hold only finite numbers, and none so large that their sum is not: `[head]`."""
-    sums = [tensor.view(len(tensor), -1).sum(1) for tensor in owned.values()]  # one fast pass each
-    return torch.isfinite(torch.stack(sums)).all(0)
 
 
 def bad_samples(views: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ssl_kd.vision.extract import extract
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer, Objective
+from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ SICK, OTHERS = 2, [0, 1, 3, 4]
 def make_trainer(thresholds=None, precision=CPU, make_head=None, **objective):
     """A bank of small heads and its guarded step."""
     bank = HeadBank(make_head or (lambda: TEMIHead(DIM, CLUSTERS, 10, 5)), HEADS)
-    asked = Objective(**{"batch_size": BATCH, **objective})
+    asked = VisionSettings(**{"batch_size": BATCH, **objective})
     return HeadTrainer(bank, asked, precision, CLUSTERS, thresholds)
 
 

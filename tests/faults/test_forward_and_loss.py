@@ -40,6 +40,7 @@ EDGES = (1e-4, 1e4)  # of a temperature
 @row(15)
 @pytest.mark.parametrize("how", ["none", "own"])
 @pytest.mark.parametrize("place", ["student", "teacher", "exp_avg", "marginal"])
+@pytest.mark.usefixtures("kept_every_50_steps")
 def test_a_nan_weight_costs_its_head_ten_steps_and_the_others_nothing(place, how):
     def strike(trainer, step):
         if step == 60:
@@ -51,7 +52,7 @@ def test_a_nan_weight_costs_its_head_ten_steps_and_the_others_nothing(place, how
     first = 61 if place == "exp_avg" else 60  # there the step itself makes the weight NaN
     stage = "loss" if place == "student" else "teacher"
     assert skipped == [(step, stage, "skipped") for step in range(first, first + 10)]
-    after = (first + 9, "escalation", "restored to its state after step 50")
+    after = (first + 9, "escalation", "restored to its state before step 50")
     assert sick.of(f"head {SICK}")[-1] == after
     assert {event.part for event in sick.events} == {f"head {SICK}"}
     assert healthy_alike(sick, clean)
@@ -103,7 +104,7 @@ def test_a_nan_weight_never_reaches_a_checkpoint():
     )
     assert len(saved) == 2
     assert all(torch.isfinite(tensor).all() for tensor in saved[1].values())
-    assert "restored to its state after step 0" in {event.action for event in events}
+    assert "restored to its state before step 0" in {event.action for event in events}
 
 
 @row(16)
@@ -119,10 +120,11 @@ def test_an_infinite_logit_skips_its_head_alone(value, how):
 
 
 @row(16)
+@pytest.mark.usefixtures("kept_every_50_steps")
 def test_ten_steps_of_infinite_logits_end_in_a_restored_head():
     clean = trained(steps=75)
     sick = trained(in_forward(set_logit(math.inf), range(60, 70)), steps=75)
-    after = (69, "escalation", "restored to its state after step 50")
+    after = (69, "escalation", "restored to its state before step 50")
     assert sick.of(f"head {SICK}")[-1] == after and healthy_alike(sick, clean)
     assert same(sick.owned(SICK, 70), clean.owned(SICK, 50))
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssl_kd.guard import TooFewHealthyParts
-from ssl_kd.guard.health import Health, Stage, Thresholds, is_healthy
-from ssl_kd.guard.parts import rescale_
+from ssl_kd.guard.faults import Stage, Thresholds, is_healthy
+from ssl_kd.guard.health import Health
+from ssl_kd.guard.update import rescale_
 
 DEFAULT = Thresholds()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ssl_kd.guard.health import Thresholds
+from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
 
@@ -767,8 +767,8 @@ def test_one_part_goes_back_to_its_last_good_state_and_then_stops(tmp_path):
             guard.step()
     assert step == 27 and same(good, bits(model.parameters(), optimizer))
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert len(rows) == 22
-    assert rows[10]["action"] == "restored to its state before step 5" == rows[-1]["action"]
+    assert len(rows) == 23 and (rows[-1]["part"], rows[-1]["action"]) == ("run", "stopped")
+    assert rows[10]["action"] == "restored to its state before step 5" == rows[-2]["action"]
     assert rows[10]["reason"] == "10 bad steps in a row"
     message = str(stop.value)
     assert "the loss is not finite (20 times)" in message and "learning rate" in message

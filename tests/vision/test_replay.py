@@ -10,7 +10,7 @@ from torch import nn
 
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
-from ssl_kd.guard.health import REASONS, Stage
+from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.microscope import Cause
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.vision.fit import make_trainer
@@ -45,7 +45,7 @@ def record(tmp_path, spoil, exact=True, **changes):
     before = {name: tensor[1:2].clone() for name, tensor in trainer.state.tensors().items()}
     result = trainer.step(views, 1e-2)
     stage = Stage(int(result.stage[1]))
-    reason = REASONS.get(stage, "nothing")
+    reason = stage.kind.reason or "nothing"
     event = Event(1, "head 1", stage.name.lower(), reason, "skipped")
     samples = torch.arange(100, 100 + 2 * BATCH).view(2, BATCH)
     fault = HeadFault(1, event, samples, views, 1e-2, before, exact)

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from ssl_kd.guard import Precision, TooFewHealthyParts
-from ssl_kd.guard.health import Stage, Thresholds
+from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
-from ssl_kd.vision.step import HeadTrainer, Objective
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer
 from tests.oracles import objectives as oracle
 
 CPU = Precision.for_device("cpu")
@@ -19,9 +21,9 @@ HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
 
 
 def _trainer(**changes):
-    objective = Objective(batch_size=BATCH, **changes)
+    settings = VisionSettings(batch_size=BATCH, **changes)
     return HeadTrainer(
-        HeadBank(lambda: TEMIHead(DIM, CLUSTERS, 10, 5), HEADS), objective, CPU, CLUSTERS
+        HeadBank(lambda: TEMIHead(DIM, CLUSTERS, 10, 5), HEADS), settings, CPU, CLUSTERS
     )
 
 
@@ -61,7 +63,7 @@ def test_one_step_equals_the_float64_oracle(how):
         torch.testing.assert_close(
             trainer.state.student[i][known], updated[known], rtol=1e-4, atol=1e-5
         )
-        ema = 0.99 * start[i] + 0.01 * trainer.state.student[i]
+        ema = 0.9 * start[i] + 0.1 * trainer.state.student[i]
         torch.testing.assert_close(trainer.state.teacher[i], ema)
 
 
@@ -242,9 +244,11 @@ def test_a_bad_sample_is_left_out_and_named():
     assert result.bad.nonzero().tolist() == [[1, 5]]
     assert result.stage.sum() == 0 and torch.isfinite(trainer.state.student).all()
 
-    samples = torch.arange(2 * BATCH).view(2, BATCH)
-    ((_, event),) = training._events(3, samples, result)
-    assert (event.part, event.stage, event.value) == ("batch", "input", BATCH + 5.0)
+    x, sampler = _problem()
+    x[7, 0], events = torch.nan, []
+    training.train(_trainer(), sampler, x.__getitem__, 3, on_events=events.extend)
+    (seen,) = {(event.part, event.stage, event.value, event.action) for event in events}
+    assert seen == ("batch", "input", 7.0, "left out of the batch")
 
     # The rest of the batch trains as if the pair had weight zero: whatever it holds.
     other, _ = _struck("none", lambda t, v: v.__setitem__((slice(None), 5), torch.nan))
@@ -282,7 +286,7 @@ def test_loss_scale_is_per_head_and_halves_for_the_one_that_overflows():
 def test_float16_products_train_like_float32():
     half = dataclasses.replace(CPU, student=torch.float16, scale=True)
     bank = HeadBank(lambda: TEMIHead(DIM, CLUSTERS, 10, 5), HEADS)
-    low = HeadTrainer(bank, Objective(batch_size=BATCH), half, CLUSTERS)
+    low = HeadTrainer(bank, VisionSettings(batch_size=BATCH), half, CLUSTERS)
     full = _trainer()
     for step in range(20):
         a, b = low.step(_views(step), 1e-3), full.step(_views(step), 1e-3)
@@ -325,7 +329,7 @@ def test_every_sample_is_seen_once_in_an_epoch():
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
-    rates = [training.learning_rate_at(s, 100, Objective(learning_rate=1.0)) for s in range(100)]
+    rates = [learning_rate_at(s, 100, 1.0, 0.1) for s in range(100)]
     assert rates[0] == 0.1 and max(rates) == rates[9] == 1.0
     assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False)) and rates[-1] < 0.001
 
@@ -373,7 +377,7 @@ def test_events_before_a_stop_are_not_lost():
     )
     seen = [(event.step, event.part, event.action) for event in events]
     assert seen[:-1] == [(step, "head 1", "skipped") for step in range(3)]
-    assert seen[-1] == (2, "head 1", "restored to its state after step 0")
+    assert seen[-1] == (2, "head 1", "restored to its state before step 0")
 
 
 def _always(strike):
@@ -383,7 +387,7 @@ def _always(strike):
     return trainer
 
 
-def test_a_poisoned_head_is_restored_alone_and_goes_on():
+def test_a_poisoned_head_is_restored_alone_and_goes_on(kept_every_50_steps):
     x, sampler = _problem()
     clean, sick, events = _trainer(), _trainer(), []
     training.train(clean, sampler, x.__getitem__, 60)
@@ -394,7 +398,7 @@ def test_a_poisoned_head_is_restored_alone_and_goes_on():
         training.train(trainer, sampler, x.__getitem__, 90, start=60, on_events=on_events)
     restored = [event for event in events if event.stage == "escalation"]
     assert [(e.step, e.part, e.action) for e in restored] == [
-        (69, "head 1", "restored to its state after step 50")
+        (69, "head 1", "restored to its state before step 50")
     ]
     assert len(events) == 11 and _rows_equal(clean, sick, [0, 2, 3, 4])
     health = sick.state.health
@@ -416,7 +420,7 @@ def test_a_head_that_stays_sick_is_reinitialised_once_and_then_retired():
     )
     steps = [(e.step, e.part, e.action) for e in events if e.stage == "escalation"]
     assert steps == [
-        (9, "head 2", "restored to its state after step 0"),
+        (9, "head 2", "restored to its state before step 0"),
         (19, "head 2", "re-initialised"),
         (29, "head 2", "retired"),
     ]
@@ -444,7 +448,7 @@ def test_the_run_stops_when_no_head_is_healthy_after_a_restore():
     assert all(torch.equal(t, fresh.state.owned()[n]) for n, t in trainer.state.owned().items())
 
 
-def test_the_checkpoint_of_a_stop_is_the_last_good_state_and_can_go_on():
+def test_the_checkpoint_of_a_stop_is_the_last_good_state_and_can_go_on(kept_every_50_steps):
     x, sampler = _problem()
     trainer, saved = _trainer(), {}
 
@@ -508,7 +512,7 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
     assert saved[-1] in (20, 26) and len(saved) == len(set(saved))
 
 
-def test_a_state_that_no_step_has_proved_is_not_kept_as_good():
+def test_a_state_that_no_step_has_proved_is_not_kept_as_good(kept_every_50_steps):
     x, sampler = _problem()
     trainer = _trainer()
 
@@ -519,7 +523,7 @@ def test_a_state_that_no_step_has_proved_is_not_kept_as_good():
         return x[rows]
 
     training.train(trainer, sampler, gather, 70)
-    assert trainer.good_step.tolist() == [50, 50, 0, 50, 50]
+    assert trainer.tensors()["good_step"].tolist() == [50, 50, 0, 50, 50]
 
 
 def test_too_few_heads_left_stop_the_run():
@@ -568,7 +572,7 @@ def _all_equal(a, b):
     return all(torch.equal(tensor, b.tensors()[name]) for name, tensor in a.tensors().items())
 
 
-def test_a_resumed_run_restores_from_the_same_state():
+def test_a_resumed_run_restores_from_the_same_state(kept_every_50_steps):
     def make():
         trainer = _trainer()
         bank = trainer.bank
@@ -584,7 +588,13 @@ def test_a_resumed_run_restores_from_the_same_state():
     whole, resumed = _interrupted(make, 80, at=67)
     assert _all_equal(whole, resumed)
     health = whole.state.health
-    assert bool(health.reinitialised[2]) and whole.good_step.tolist() == [50, 50, 80, 50, 50]
+    assert bool(health.reinitialised[2]) and whole.tensors()["good_step"].tolist() == [
+        50,
+        50,
+        80,
+        50,
+        50,
+    ]
 
 
 def test_a_checkpoint_from_before_the_guard_remembered_loads():
@@ -594,7 +604,7 @@ def test_a_checkpoint_from_before_the_guard_remembered_loads():
     tensors = old.state.owned() | {"skipped": torch.ones(HEADS), "streak": torch.zeros(HEADS)}
     new = _trainer()
     new.load(tensors)
-    assert torch.equal(new.good["student"], old.state.student)
+    assert torch.equal(new.tensors()["good.student"], old.state.student)
     assert new.state.health.skipped.tolist() == [1] * HEADS
 
 
@@ -612,7 +622,7 @@ class _Forgetful(TEMIHead):
 def test_heads_with_dropout_resume_with_the_same_draws():
     def fresh():
         bank = HeadBank(lambda: _Forgetful(DIM, CLUSTERS), HEADS)
-        return HeadTrainer(bank, Objective(batch_size=BATCH), CPU, CLUSTERS)
+        return HeadTrainer(bank, VisionSettings(batch_size=BATCH), CPU, CLUSTERS)
 
     torch.manual_seed(1)
     before = torch.get_rng_state()

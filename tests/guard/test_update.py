@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ssl_kd.guard.parts import (
+from ssl_kd.guard.update import (
     AdamWState,
     adamw_,
     clip_factors,

@@ -1,0 +1,297 @@
+"""The one table of faults: what a step may find wrong with a part, how, and what comes of it.
+
+A new kind of fault is one detector and one member of `Stage` here, and one row of the fault matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ssl_kd.guard.events import Event
+
+WARM_UP = 20
+"""Gradient norms after which a part's running median is trusted."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When the guard acts.
+
+    Attributes:
+        spike_factor: a gradient norm this many times its running median is a spike.
+        spike_patience: spikes in a row before they count as the new normal.
+        dead_after: steps of exactly zero gradient before a part is reported as dead.
+        restore_after: bad steps in a row before a part is restored; again as many before it is
+            re-initialised, and again before it is retired.
+        forgive_after: healthy steps in a row after which a restored part counts as recovered.
+        min_parts: fewer parts than this that are not retired end the run.
+        stop_after: bad steps in a row of every part that end the run, whatever was tried before;
+            None: as `restore_after`, once going back was tried.
+
+    Raises:
+        ValueError: a threshold is out of range.
+    """
+
+    spike_factor: float = 100.0
+    spike_patience: int = 5
+    dead_after: int = 100
+    restore_after: int = 10
+    forgive_after: int = 100
+    min_parts: int = 1
+    stop_after: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 < self.spike_factor < math.inf:
+            raise ValueError(f"spike_factor is {self.spike_factor}; expected a finite number > 1")
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value is None and field.name == "stop_after":
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field.name} is {value!r}; expected a whole number from 1")
+
+
+class Memory(Protocol):
+    """What detectors may ask of the past, `[part]` each; see `ssl_kd.guard.health.Health`."""
+
+    level: Tensor
+    seen: Tensor
+    zeros: Tensor
+    retired: Tensor
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a step shows of each part, `[part]` each.
+
+    Attributes:
+        loss: the loss.
+        norm: gradient norm, before clipping.
+        memory: of the steps before.
+        thresholds: when the guard acts.
+        teacher: boolean, the part's targets are finite; None where there are none.
+        scale: the loss scale; None where there is none.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    memory: Memory
+    thresholds: Thresholds
+    teacher: Tensor | None = None
+    scale: Tensor | None = None
+
+
+def _dead(seen: Observation) -> Tensor:
+    return (seen.norm == 0) & (seen.memory.zeros + 1 == seen.thresholds.dead_after)
+
+
+def _spike(seen: Observation) -> Tensor:
+    ceiling = seen.memory.level + math.log(seen.thresholds.spike_factor)
+    return (seen.memory.seen >= WARM_UP) & (seen.norm.log() > ceiling)
+
+
+def _gradient(seen: Observation) -> Tensor:
+    return ~torch.isfinite(seen.norm)
+
+
+def _overflow(seen: Observation) -> Tensor | None:
+    # Above a scale of 1 this is what scaling expects, and no reason to restore a part.
+    return None if seen.scale is None else ~torch.isfinite(seen.norm) & (seen.scale > 1)
+
+
+def _loss(seen: Observation) -> Tensor:
+    return ~torch.isfinite(seen.loss)
+
+
+def _teacher(seen: Observation) -> Tensor | None:
+    return None if seen.teacher is None else ~seen.teacher
+
+
+def _retired(seen: Observation) -> Tensor:
+    return seen.memory.retired
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is to know of one kind of fault.
+
+    Attributes:
+        reason: what was seen, in words; empty for what is no fault. It may have fields to fill in.
+        detect: finds it in a step, boolean `[part]` or None where it cannot be there; None for a
+            kind that is found elsewhere.
+        value: which number of the step belongs to it.
+        action: what is done at once.
+        updates: whether the part is updated all the same.
+        not_finite: whether some operation made a NaN or an infinity, which a replay can find.
+        advice: what to change in any loop.
+        remedy: what to change in this project's settings.
+    """
+
+    reason: str = ""
+    detect: Callable[[Observation], Tensor | None] | None = None
+    value: Literal["loss", "norm", ""] = ""
+    action: str = "skipped"
+    updates: bool = False
+    not_finite: bool = False
+    advice: str = ""
+    remedy: str = ""
+
+
+class Stage(IntEnum):
+    """Where in a step a part's fault was found; checkpoints hold the numbers, events the names.
+
+    In the order of a step from its end to its beginning: where several kinds apply, the one that is
+    earliest in the step, here the last, is the cause.
+    """
+
+    kind: Kind
+
+    def __new__(cls, number: int, kind: Kind = Kind()) -> Stage:  # noqa: B008
+        """A number that knows its row of the table."""
+        member = int.__new__(cls, number)
+        member._value_, member.kind = number, kind
+        return member
+
+    HEALTHY = 0, Kind(updates=True)
+    DEAD = (
+        5,
+        Kind(
+            "the gradient has been exactly zero for many steps: the part learns nothing",
+            _dead,
+            value="norm",
+            action="reported",
+            updates=True,
+        ),
+    )
+    SPIKE = (
+        4,
+        Kind(
+            "the gradient's norm is far above its running median",
+            _spike,
+            value="norm",
+            advice="lower the learning rate or set clip_grad; where such jumps are normal raise "
+            "Thresholds.spike_factor",
+        ),
+    )
+    GRADIENT = (
+        3,
+        Kind(
+            "the gradient's norm is not finite: a NaN, or too large to square",
+            _gradient,
+            value="norm",
+            not_finite=True,
+            advice="where the loss had been growing lower the learning rate; otherwise look for "
+            "sqrt, log or a norm at 0 (torch.autograd.set_detect_anomaly(True) names the "
+            "operation); under float16 autocast pass scaler=True",
+            remedy="with a HEAD of your own, look for a square root, norm or log in it that reaches"
+            " zero",
+        ),
+    )
+    OVERFLOW = (
+        7,
+        Kind(
+            "the gradient overflows at this loss scale, which is halved",
+            _overflow,
+            value="norm",
+            action="loss scale halved",
+        ),
+    )
+    LOSS = (
+        2,
+        Kind(
+            "the loss is not finite",
+            _loss,
+            value="loss",
+            not_finite=True,
+            advice="look for NaN in the inputs and for log or division of 0 in the loss; lower the "
+            "learning rate",
+            remedy="raise STUDENT_TEMP; with a HEAD of your own, look for a division or log in it",
+        ),
+    )
+    TEACHER = (
+        1,
+        Kind(
+            "the EMA teacher's probabilities are not finite",
+            _teacher,
+            value="loss",
+            not_finite=True,
+            remedy="raise TEACHER_TEMP; with a HEAD of your own, look for a division or log in it",
+        ),
+    )
+    RETIRED = 6, Kind(detect=_retired)
+
+    # Found outside a part's own step.
+    INPUT = (
+        8,
+        Kind(
+            "the embedding of row {row} is not finite",
+            action="left out of the batch",
+            remedy="python train.py --force-recompute, or take that sample out of the data",
+        ),
+    )
+    MARGINAL = 9, Kind("a cluster's running marginal is exactly 0", action="smoothed")
+    WEIGHT = 10, Kind("its weights or moments are not finite", action="restored")
+    DRIFT = (
+        11,
+        Kind(
+            "KL(original gate || now) is {drift:.3g} nats, above {limit}: it may only imitate the "
+            "student",
+            action="stopped",
+        ),
+    )
+
+    def event(
+        self,
+        step: int,
+        part: str,
+        value: float | None = None,
+        action: str = "",
+        detail: str = "",
+        **fill: object,
+    ) -> Event:
+        """The guard's event of such a fault.
+
+        Args:
+            step: optimizer step, from 0.
+            part: which part.
+            value: the number that was seen.
+            action: what was done, where that is not the table's.
+            detail: is added to the reason.
+            **fill: fields of the reason.
+        """
+        reason = self.kind.reason.format(**fill) + detail
+        return Event(step, part, self.name.lower(), reason, action or self.kind.action, value)
+
+    @classmethod
+    def of(cls, event: Event) -> Stage | None:
+        """The kind of an event; None for what the guard did, which is no fault."""
+        return cls.__members__.get(event.stage.upper())
+
+
+_DETECTORS = [(int(stage), stage.kind.detect) for stage in Stage if stage.kind.detect is not None]
+_UPDATED = [int(stage) for stage in Stage if stage.kind.updates]
+
+
+def judge(seen: Observation) -> Tensor:
+    """What is wrong with each part in a step: `[part]` int8, values of `Stage`."""
+    found = torch.zeros_like(seen.norm, dtype=torch.int8)
+    for number, detect in _DETECTORS:
+        where = detect(seen)
+        if where is not None:
+            found = found.masked_fill(where, number)
+    return found
+
+
+def is_healthy(stage: Tensor) -> Tensor:
+    """Which parts of a step are updated: boolean `[part]` from `Stage` values `[part]`."""
+    healthy = stage == _UPDATED[0]
+    for number in _UPDATED[1:]:
+        healthy = healthy | (stage == number)
+    return healthy

@@ -1,0 +1,348 @@
+"""Parts that are modules or parameters of a model, updated by an optimizer of `torch.optim`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssl_kd.seeds import seeded
+
+logger = logging.getLogger(__name__)
+
+WHOLE, SHARED = "model", "shared"
+"""The part without `parts=`; the part of the weights that no given part owns."""
+
+
+@dataclass
+class ModulePart:
+    """One part: what the optimizer updates of it, and its last good state."""
+
+    name: str
+    weights: list[nn.Parameter]
+    modules: list[nn.Module] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
+    kept: list[Tensor | None] = field(default_factory=list)  # buffers after the last healthy step
+    good: dict[str, Any] | None = None
+    due: int = 0  # the step from which the next snapshot may be taken
+
+    def live_buffers(self) -> list[Tensor | None]:
+        """The buffers as they are now: a module may have put another tensor in the place."""
+        return [module._buffers[name] for module, name in self.buffers]
+
+    def keep_buffers(self) -> None:
+        """Remember the buffers, for the next step to start from."""
+        self.kept = [None if b is None else b.clone() for b in self.live_buffers()]
+
+    def put_back(self, buffers: list[Tensor | None]) -> None:
+        """Give the buffers the values that `live_buffers` showed."""
+        live = self.live_buffers()
+        for (module, name), now, value in zip(self.buffers, live, buffers, strict=True):
+            if now is not None and value is not None:
+                now.copy_(value)
+            else:  # made by a forward pass, the first one as a rule
+                where = self.weights[0].device
+                module._buffers[name] = None if value is None else value.to(where, copy=True)
+
+    @property
+    def resettable(self) -> bool:
+        """Whether some module of it knows how to begin anew."""
+        children = (child for module in self.modules for child in module.modules())
+        return any(callable(getattr(child, "reset_parameters", None)) for child in children)
+
+
+class Masters:
+    """float32 masters in the optimizer, in place of a model's float16 parameters.
+
+    Args:
+        optimizer: is given the masters.
+
+    Raises:
+        ValueError: it has already made steps with the float16 ones.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for group in optimizer.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.dtype != torch.float16:
+                    continue
+                if optimizer.state.get(p):
+                    raise ValueError(
+                        "the optimizer holds moments of float16 parameters; make the Guard before "
+                        "the first step, or the parameters float32"
+                    )
+                master = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
+                group["params"][i] = master
+                self._pairs.append((p, master))
+        if self._pairs:
+            words = "%d float16 parameters got float32 masters in the optimizer"
+            logger.warning(words, len(self._pairs))
+        self._of = {id(p): master for p, master in self._pairs}
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def of(self, p: nn.Parameter) -> nn.Parameter:
+        """The master of a parameter, or itself where it needs none."""
+        return self._of.get(id(p), p)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Gather gradients in the masters, where optimizer.zero_grad() finds them."""
+        for p, master in self._pairs:
+            if p.grad is not None:
+                wide, p.grad = p.grad.float(), None
+                master.grad = wide if master.grad is None else master.grad + wide
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Give the model's parameters the masters' values."""
+        for p, master in self._pairs:
+            p.copy_(master)
+
+    @torch.no_grad()
+    def read(self, weights: Iterable[nn.Parameter]) -> None:
+        """Give those of `weights` that are masters the model's values."""
+        mine = {id(p) for p in weights}
+        for p, master in self._pairs:
+            if id(master) in mine:
+                master.copy_(p)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients: the model's own zero_grad() does not reach the masters."""
+        for p, master in self._pairs:
+            p.grad = master.grad = None
+
+    def tensors(self) -> list[Tensor]:
+        """The masters, for a checkpoint."""
+        return [master.detach() for _, master in self._pairs]
+
+    @torch.no_grad()
+    def load(self, saved: Iterable[Tensor]) -> None:
+        """Take over what `tensors` gave."""
+        for (_, master), value in zip(self._pairs, saved, strict=True):
+            master.copy_(value)
+        self.write()
+
+
+class ModuleParts:
+    """The parts of a model, each with its rows of the optimizer's state and its buffers.
+
+    Args:
+        model: the module that is trained.
+        optimizer: holds its parameters, and masters of those that are float16.
+        given: name -> a module or parameters; what is trained beyond them becomes the last part,
+            `shared`. None for the whole model as one part.
+        fresh_optimizer: a part that is restored begins with an empty optimizer state.
+        reinitialise: gives a part new weights, by its name; None: its modules'
+            `reset_parameters`.
+
+    Attributes:
+        masters: of float16 parameters.
+
+    Raises:
+        ValueError: parts and optimizer do not fit, or a parameter is complex.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        given: Mapping[str, nn.Module | Iterable[nn.Parameter]] | None,
+        *,
+        fresh_optimizer: bool = False,
+        reinitialise: Callable[[str], object] | None = None,
+    ) -> None:
+        self._optimizer, self._fresh_optimizer = optimizer, fresh_optimizer
+        self._by_user = reinitialise
+        self._parts = _divide(model, optimizer, given)
+        self.masters = Masters(optimizer)
+        for part in self._parts:
+            part.weights = [self.masters.of(p) for p in part.weights]
+            part.keep_buffers()
+        self.names = [part.name for part in self._parts]
+        self.note = ", with a fresh optimizer" if fresh_optimizer else ""
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, part: int) -> ModulePart:
+        return self._parts[part]
+
+    def __iter__(self) -> Iterator[ModulePart]:
+        return iter(self._parts)
+
+    def weights(self) -> list[nn.Parameter]:
+        """All parameters that the parts own."""
+        return [p for part in self._parts for p in part.weights]
+
+    def can_reinitialise(self, part: int) -> bool:
+        """Whether there is a way to begin anew."""
+        return self._by_user is not None or self._parts[part].resettable
+
+    def snapshot(self, part: int, step: int, every: int) -> None:
+        """Keep a part's state on the CPU, where one is due and it is finite.
+
+        Args:
+            part: which one.
+            step: number of the step, which has just shown the state to be good and is not applied.
+            every: steps until the next one.
+        """
+        mine = self._parts[part]
+        if step < mine.due:
+            return
+        mine.due = step + every
+        if self._is_finite(mine):
+            mine.good = {
+                "step": step,
+                "weights": [_to_cpu(p) for p in mine.weights],
+                "state": [{k: _to_cpu(v) for k, v in row.items()} for row in self._state(mine)],
+                "buffers": [_to_cpu(b) for b in mine.live_buffers()],
+            }
+
+    def _state(self, part: ModulePart) -> list[dict[str, Any]]:
+        return [dict(self._optimizer.state.get(p, {})) for p in part.weights]
+
+    def _is_finite(self, part: ModulePart) -> bool:
+        state = (value for row in self._state(part) for value in row.values())
+        values = [*part.weights, *part.live_buffers(), *state]
+        flags = [torch.isfinite(v).all() for v in values if isinstance(v, Tensor)]
+        # One wait for the device.
+        return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+
+    def finite(self) -> list[bool]:
+        """As `Parts`."""
+        return [self._is_finite(part) for part in self._parts]
+
+    @torch.no_grad()
+    def restore(self, part: int) -> int | None:
+        """As `Parts`."""
+        mine = self._parts[part]
+        if mine.good is None:
+            return None
+        for p, weight, saved in zip(
+            mine.weights, mine.good["weights"], mine.good["state"], strict=True
+        ):
+            p.copy_(weight)
+            if self._fresh_optimizer:
+                self._optimizer.state.pop(p, None)
+                continue
+            live = self._optimizer.state[p]
+            for key in live.keys() - saved.keys():
+                del live[key]
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and key in live:
+                    live[key].copy_(value)  # on its device, which need not be the weight's
+                else:
+                    live[key] = copy.deepcopy(value)
+        mine.put_back(mine.good["buffers"])
+        mine.keep_buffers()
+        self.masters.write()
+        return mine.good["step"]
+
+    @torch.no_grad()
+    def reinitialise(self, part: int, seed: int, step: int) -> None:
+        """As `Parts`; the loop's random numbers are not touched."""
+        mine = self._parts[part]
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+        with seeded(seed, gpus):
+            if self._by_user is not None:
+                self._by_user(mine.name)
+            else:
+                for module in mine.modules:
+                    for child in module.modules():
+                        if callable(reset := getattr(child, "reset_parameters", None)):
+                            reset()
+        self.masters.read(mine.weights)
+        for p in mine.weights:
+            self._optimizer.state.pop(p, None)
+        mine.good, mine.due = None, 0
+        mine.keep_buffers()
+        self.masters.write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Name -> last good state, for a checkpoint."""
+        return {part.name: {"good": part.good, "due": part.due} for part in self._parts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            ValueError: the state is of other parts.
+        """
+        if list(state) != self.names:
+            raise ValueError(
+                f"the state is of the parts {', '.join(state)}; "
+                f"this guard has {', '.join(self.names)}"
+            )
+        for part in self._parts:
+            part.good = copy.deepcopy(state[part.name]["good"])
+            part.due = state[part.name]["due"]
+            part.keep_buffers()
+
+
+def _divide(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, nn.Module | Iterable[nn.Parameter]] | None,
+) -> list[ModulePart]:
+    """The parts; what the optimizer trains beyond them is the last one, `shared`."""
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if id(p) in held and p.is_complex():
+            raise ValueError(f"parameter {name!r} is complex; the guard's norms are of real ones")
+    if given is None:
+        # In the model's order, in which clip_grad_norm_(model.parameters()) sums, too.
+        weights = {id(p): p for p in model.parameters() if id(p) in held} | held
+        return [ModulePart(WHOLE, list(weights.values()), [model], _buffers(model))]
+    if not given or SHARED in given:
+        raise ValueError(f"parts are {list(given)}; expected names, other than {SHARED!r}")
+    owner: dict[int, str] = {}
+    taken: set[tuple[int, str]] = set()
+    parts = []
+    for name, what in given.items():
+        weights = what.parameters() if isinstance(what, nn.Module) else what
+        # One parameter would be iterated by row.
+        weights = [weights] if isinstance(weights, nn.Parameter) else weights
+        part = ModulePart(name, [*{id(p): p for p in weights if p.requires_grad}.values()])
+        if not part.weights:
+            raise ValueError(f"part {name!r} has no parameter that is trained")
+        for p in part.weights:
+            if id(p) not in held:
+                raise ValueError(f"part {name!r}: one of {tuple(p.shape)} is not in the optimizer")
+            if id(p) in owner:
+                raise ValueError(
+                    f"{name!r} and {owner[id(p)]!r} share a parameter of shape {tuple(p.shape)}; "
+                    "leave it out of both, or hand over loss terms instead of parts"
+                )
+            owner[id(p)] = name
+        if isinstance(what, nn.Module):
+            part.modules, part.buffers = [what], _buffers(what)
+            taken |= {(id(module), key) for module, key in part.buffers}
+        parts.append(part)
+    if rest := [p for key, p in held.items() if key not in owner and p.requires_grad]:
+        buffers = [(m, key) for m, key in _buffers(model) if (id(m), key) not in taken]
+        parts.append(ModulePart(SHARED, rest, [], buffers))
+    return parts
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    # Buffers that a module does not save are caches: they may change their shape as they like.
+    return [
+        (module, name)
+        for module in model.modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)

@@ -1,0 +1,75 @@
+"""Loss terms of the same weights, each of which may fail alone and leaves the others training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.faults import Stage, Thresholds
+from ssl_kd.guard.health import Health, is_healthy
+
+
+class LossTerms:
+    """What is remembered of each loss term; they are known by name, from when they first appear.
+
+    A term counts once in a step, however many batches the step is made of: as its first bad one.
+
+    Args:
+        thresholds: asked for at each decision.
+
+    Attributes:
+        health: name -> of that term.
+    """
+
+    def __init__(self, thresholds: Callable[[], Thresholds]) -> None:
+        self._thresholds = thresholds
+        self.health: dict[str, Health] = {}
+        self._seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # in this step
+
+    def judge(self, name: str, loss: Tensor, norm: Tensor) -> bool:
+        """Whether a term of one batch is healthy: its loss and gradient norm, on the CPU."""
+        health = self.health.setdefault(name, Health.fresh(1))
+        stage = health.judge(loss[None], norm[None], self._thresholds())
+        healthy = bool(is_healthy(stage))
+        before = self._seen.get(name)
+        if before is None or bool(is_healthy(before[0])):
+            self._seen[name] = (stage, loss, norm)
+        return healthy
+
+    def record(self, step: int) -> list[Event]:
+        """Remember the terms of a step, and put what was wrong with them into words."""
+        events = []
+        for name, (stage, loss, norm) in self._seen.items():
+            health, found = self.health[name], Stage(int(stage))
+            missed = int(health.streak)
+            health.record_(stage, norm[None], self._thresholds())
+            if found.kind.reason:
+                value = float(loss if found.kind.value == "loss" else norm)
+                action = "" if found.kind.updates else _cut_out(found, health, self._thresholds())
+                events.append(found.event(step, name, value, action))
+            elif missed:
+                reason = f"healthy again after {missed} steps"
+                events.append(Event(step, name, "loss", reason, "taken in again"))
+        return events
+
+    def forget(self) -> None:
+        """Give up the step that was begun."""
+        self._seen = {}
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Name -> its health, for a checkpoint."""
+        return {name: health.tensors() for name, health in self.health.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over what `state_dict` gave."""
+        self.health = {name: Health.copy_of(tensors) for name, tensors in state.items()}
+
+
+def _cut_out(found: Stage, health: Health, thresholds: Thresholds) -> str:
+    streak = int(health.streak)
+    if streak % thresholds.restore_after:
+        return "cut out"
+    return f"cut out, {streak} times in a row: {found.kind.advice}"

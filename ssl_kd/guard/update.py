@@ -1,0 +1,155 @@
+"""The guarded update: many parts side by side, each judged, clipped and updated on its own.
+
+Everything a part owns is one row of a matrix `[part, ...]`: its weights, both Adam moments, its
+EMA teacher, its step count. A part that is not `healthy` keeps its row to the last bit, and no
+operation mixes rows, so the others never notice. Nothing here waits for the device: decisions are
+tensors, not Python branches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _column(per_part: Tensor, like: Tensor) -> Tensor:
+    return per_part.view(-1, *[1] * (like.ndim - 1))
+
+
+def keep_unless_(healthy: Tensor, old: Tensor, new: Tensor) -> None:
+    """Overwrite `old` by `new` in the rows that are healthy; the other rows keep every bit.
+
+    Args:
+        healthy: boolean `[part]`.
+        old: `[part, ...]`, changed in place.
+        new: the same shape; may hold anything in rows that are not healthy.
+    """
+    torch.where(_column(healthy, old), new, old, out=old)
+
+
+@contextlib.contextmanager
+def only_healthy(healthy: Tensor, *tensors: Tensor) -> Iterator[None]:
+    """Whatever happens to `tensors` inside, rows that are not healthy keep every bit.
+
+    On a CPU, where asking is free, a step in which all are healthy costs nothing; elsewhere nothing
+    waits for the device, at the price of a copy.
+
+    Args:
+        healthy: boolean `[part]`.
+        *tensors: `[part, ...]` each; changed in place inside, row by row.
+    """
+    if healthy.device.type == "cpu" and not torch.compiler.is_compiling():
+        sick = (~healthy).nonzero().flatten()
+        kept = [tensor[sick] for tensor in tensors] if len(sick) else []
+        yield
+        for tensor, rows in zip(tensors, kept, strict=False):
+            tensor[sick] = rows
+    else:
+        before = [tensor.clone() for tensor in tensors]
+        yield
+        for tensor, old in zip(tensors, before, strict=True):
+            torch.where(_column(healthy, tensor), tensor, old, out=tensor)
+
+
+def part_norms(gradients: Tensor) -> Tensor:
+    """L2 norm of each part's gradient `[part, parameter]` -> `[part]`, in float32.
+
+    A NaN or an infinity anywhere shows in the norm, and so do finite entries whose squares
+    overflow: one number per part is the whole check.
+    """
+    return torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float32)
+
+
+def clip_factors(norms: Tensor, max_norm: float | None) -> Tensor:
+    """The factor `[part]` that brings each part's norm down to `max_norm`; 1 without a limit."""
+    if max_norm is None:
+        return torch.ones_like(norms)
+    return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+@dataclass
+class AdamWState:
+    """Both moments `[part, parameter]` and the step count `[part]` of each part."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: Tensor
+
+    @classmethod
+    def zeros_like(cls, weights: Tensor) -> AdamWState:
+        """A fresh state for weights `[part, parameter]`."""
+        return cls(
+            torch.zeros_like(weights),
+            torch.zeros_like(weights),
+            torch.zeros(len(weights), device=weights.device),
+        )
+
+    def rows(self, rows: slice) -> AdamWState:
+        """The state of some parts, sharing memory with the whole."""
+        return AdamWState(self.exp_avg[rows], self.exp_avg_sq[rows], self.steps[rows])
+
+
+def adamw_(
+    weights: Tensor,
+    gradients: Tensor,
+    state: AdamWState,
+    *,
+    learning_rate: float,
+    weight_decay: Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> None:
+    """One AdamW step for every part, each with its own step count; for use in `only_healthy`.
+
+    Zeroing a sick part's gradient would not do: momentum and decay still move its weights.
+
+    Args:
+        weights: `[part, parameter]` float32, changed in place.
+        gradients: the same shape, already clipped.
+        state: changed in place.
+        learning_rate: step size.
+        weight_decay: `[parameter]`, the decoupled decay of each parameter (0 for biases).
+        betas: decay rates of both moments.
+        eps: added to the root of the second moment.
+
+    References:
+        Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+    """
+    beta1, beta2 = betas
+    state.steps.add_(1)
+    state.exp_avg.lerp_(gradients, 1 - beta1)
+    state.exp_avg_sq.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+    # Bias corrections are per part: a part that skipped steps is younger than the others. expm1,
+    # since 1 - 0.999 ** 1 has lost half its digits in float32.
+    correct1 = _column(-torch.expm1(state.steps * math.log(beta1)), weights)
+    correct2 = _column(-torch.expm1(state.steps * math.log(beta2)), weights)
+    update = state.exp_avg_sq.sqrt()
+    torch.addcmul(correct2.new_full((), eps), update, correct2.rsqrt(), out=update)
+    torch.div(state.exp_avg, update, out=update)
+    weights.mul_(1 - learning_rate * weight_decay)
+    weights.addcmul_(update, learning_rate / correct1, value=-1)
+
+
+def rescale_(
+    scale: Tensor, healthy: Tensor, overflow: Tensor, steps: Tensor, *, grow_every: int = 500
+) -> None:
+    """Halve the loss scale of the parts that overflowed, double it after many good steps.
+
+    One part's overflow moves no other part's scale, and 1 is the floor: a part that is NaN on every
+    step cannot drive it to where healthy gradients underflow.
+
+    Args:
+        scale: `[part]`, changed in place; stays in [1, 65536].
+        healthy: boolean `[part]`.
+        overflow: boolean `[part]`: the gradient was not finite.
+        steps: `[part]`, how many updates each part has had.
+        grow_every: updates between two doublings.
+    """
+    grown = torch.where(steps % grow_every == grow_every - 1, scale * 2, scale)
+    kept = torch.where(healthy, grown, scale)
+    scale.copy_(torch.where(overflow, scale / 2, kept).clamp(1.0, 2.0**16))

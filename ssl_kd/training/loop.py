@@ -1,0 +1,133 @@
+"""The one training loop: learn, look, log, evaluate, checkpoint, and stop between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from ssl_kd.guard.parts import TooFewHealthyParts
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Pace:
+    """How many samples or tokens a second, without the time that is not spent on learning."""
+
+    def __init__(self) -> None:
+        self._began, self._n = time.perf_counter(), 0
+
+    def add(self, n: int) -> None:
+        """So many more were learned from."""
+        self._n += n
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside does not count."""
+        before = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - before
+
+    def per_second(self) -> float:
+        """Since this was asked last."""
+        now = time.perf_counter()
+        pace = self._n / max(now - self._began, 1e-9)
+        self._began, self._n = now, 0
+        return pace
+
+
+class Learner(Protocol[R_co]):
+    """What the loop trains; all of its state that a resumed run needs is its own to save."""
+
+    pace: Pace
+
+    def learn(self, step: int) -> None:
+        """Do one guarded step, whose random draws depend on the seed and the step alone.
+
+        Raises:
+            TooFewHealthyParts: training cannot continue; what is sick is back at its last good
+                state.
+        """
+        ...
+
+    def look(self, done: int, *, at_once: bool = False) -> None:
+        """Read what the guard found, where that is due or wanted `at_once`.
+
+        Raises:
+            TooFewHealthyParts: as `learn`.
+        """
+        ...
+
+    def before_checkpoint(self, done: int) -> None:
+        """Restore what is not finite, so that no file carries it on."""
+        ...
+
+    def record(self, done: int) -> R_co:
+        """What there is to log of the steps since the last record."""
+        ...
+
+
+def run_loop(
+    learner: Learner[R_co],
+    steps: int,
+    *,
+    start: int = 0,
+    log_every: int,
+    checkpoint_every: int,
+    eval_every: int | None = None,
+    on_log: Callable[[R_co], object],
+    on_eval: Callable[[int], object] = lambda done: None,
+    on_checkpoint: Callable[[int], object],
+    should_stop: Callable[[], bool],
+) -> int:
+    """Train from step `start` to `steps`.
+
+    Args:
+        learner: changed in place.
+        steps: last step, exclusive.
+        start: first step, the number of steps already done.
+        log_every: `on_log` gets a record this often, in steps, and at the end.
+        checkpoint_every: `on_checkpoint(steps done)` is called this often, and at the end.
+        eval_every: `on_eval(steps done)` is called this often, and at the end; None: never.
+        on_log: writes.
+        on_eval: evaluates.
+        on_checkpoint: saves.
+        should_stop: asked before every step; true saves and returns.
+
+    Returns:
+        The number of steps done; less than `steps` if it was told to stop.
+
+    Raises:
+        TooFewHealthyParts: training cannot continue; the last good state of everything was saved
+            before.
+    """
+
+    def is_due(done: int, every: int) -> bool:
+        return done % every == 0 or done == steps
+
+    def checkpoint(done: int) -> None:
+        learner.look(done, at_once=True)
+        learner.before_checkpoint(done)
+        on_checkpoint(done)
+
+    done = start
+    try:
+        for step in range(start, steps):
+            if should_stop():
+                checkpoint(step)
+                return step
+            done = step + 1
+            learner.learn(step)
+            learner.look(done)
+            if is_due(done, log_every):
+                on_log(learner.record(done))
+            with learner.pace.paused():
+                if eval_every is not None and is_due(done, eval_every):
+                    on_eval(done)
+                if is_due(done, checkpoint_every):
+                    checkpoint(done)
+    except TooFewHealthyParts:
+        on_checkpoint(done)
+        raise
+    return steps
