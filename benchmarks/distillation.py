@@ -34,7 +34,7 @@ ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
 
 def old(name: str) -> dict[str, Any]:
     """What a preset says of learning; rows and their length stay those of the others."""
-    kept = ("student_lr", "temperature", "alpha_kd", "alpha_ce", "max_grad_norm")
+    kept = ("learning_rate", "temperature", "alpha_kd", "alpha_ce", "clip_grad")
     return {key: value for key, value in PRESETS[name].items() if key in kept}
 
 
@@ -131,15 +131,15 @@ def main() -> None:
     add_settings(
         parser,
         *("teacher_model", "data_path", "eval_path"),
-        *("train_steps", "per_device_batch_size", "block_size", "eval_rows"),
-        *("student_lr", "temperature", "alpha_kd", "alpha_ce"),
+        *("max_steps", "batch_size", "block_size", "eval_rows"),
+        *("learning_rate", "temperature", "alpha_kd", "alpha_ce"),
         student_model="fresh:2x96",
     )
     given = vars(parser.parse_args())
     seeds, first, only = (given.pop(name) for name in ("seeds", "first_seed", "only"))
     logging.basicConfig(level=logging.ERROR)
     settings = LanguageSettings(
-        **given, eval_steps=max(1, given["train_steps"] // 5), generations=0, answer_prompts=0
+        **given, eval_every=max(1, given["max_steps"] // 5), generations=0, answer_prompts=0
     )
     print(
         "| run | held-out perplexity | agreement with the teacher | KL to the teacher | seconds |"

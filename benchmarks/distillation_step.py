@@ -97,7 +97,7 @@ def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Step
         characters=0,
         packed=False,
     )
-    settings = LanguageSettings(alpha_kd=1.0, alpha_ce=0.0, temperature=1.0, student_lr=RATE)
+    settings = LanguageSettings(alpha_kd=1.0, alpha_ce=0.0, temperature=1.0, learning_rate=RATE)
     precision = Precision.for_device("cpu", False)
     source = Plain(FrozenTeacher(teacher.model))
     distiller = Distiller(student.model, settings, precision, source)

@@ -73,8 +73,8 @@ def main() -> None:
     add_settings(
         parser,
         *("teacher_model", "teacher_size", "teacher_steps", "data_path", "eval_path"),
-        *("train_steps", "per_device_batch_size", "block_size", "eval_rows", "vocabulary"),
-        *("student_lr", "temperature", "alpha_kd", "alpha_ce", "router_drift", "router_renorm"),
+        *("max_steps", "batch_size", "block_size", "eval_rows", "vocabulary"),
+        *("learning_rate", "temperature", "alpha_kd", "alpha_ce", "router_drift", "router_renorm"),
         teacher_experts=8,
         student_model="llama:2x96",
         divergence="reverse_kl",
@@ -86,16 +86,16 @@ def main() -> None:
     settings = with_teacher(
         LanguageSettings(
             **given,
-            eval_steps=max(1, given["train_steps"] // 5),
+            eval_every=max(1, given["max_steps"] // 5),
             generations=0,
             answer_prompts=0,
         )
     )
     task = prepare(settings, precision_of(settings), lambda *progress: None)
     assert task.frozen is not None
-    mixture, batch = Mixture(task.frozen.model), settings.per_device_batch_size
+    mixture, batch = Mixture(task.frozen.model), settings.batch_size
     print(
-        f"{settings.train_steps} steps of {batch} x {settings.block_size} tokens, {seeds} seeds, "
+        f"{settings.max_steps} steps of {batch} x {settings.block_size} tokens, {seeds} seeds, "
         f"divergence {settings.divergence}, T {settings.temperature:g}, kd {settings.alpha_kd:g}, "
         f"ce {settings.alpha_ce:g}\n"
     )

@@ -1,6 +1,6 @@
 """A whole run in fp16 beside the same run in fp32, on a CPU that emulates fp16.
 
-    python -m benchmarks.half_precision --train_steps 500
+    python -m benchmarks.half_precision --max_steps 500
 
 Plain distillation from a dense teacher, and SAR from a mixture of 8 experts; both teachers are
 trained on the text first, in fp32, unless --teacher_model and --experts_model name them.
@@ -42,19 +42,19 @@ def main() -> None:
     add_settings(
         parser,
         *("teacher_model", "teacher_size", "teacher_steps", "data_path", "eval_path", "seed"),
-        *("train_steps", "per_device_batch_size", "block_size", "eval_rows", "student_lr"),
+        *("max_steps", "batch_size", "block_size", "eval_rows", "learning_rate"),
         *("temperature", "alpha_kd", "alpha_ce", "router_lr", "vocabulary"),
         student_model="llama:2x96",
     )
     given = vars(parser.parse_args())
     only, experts = given.pop("only"), given.pop("experts_model")
     logging.basicConfig(level=logging.ERROR)
-    steps = given["train_steps"]
+    steps = given["max_steps"]
     settings = LanguageSettings(
         **given,
         model_dtype="float32",
         log_every=1,  # a line is a mean of what is finite
-        eval_steps=max(1, steps // 5),
+        eval_every=max(1, steps // 5),
         generations=0,
         answer_prompts=0,
     )

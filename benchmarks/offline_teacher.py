@@ -39,8 +39,8 @@ def main() -> None:
     add_settings(
         parser,
         *("teacher_model", "teacher_size", "teacher_steps", "data_path", "eval_path"),
-        *("train_steps", "per_device_batch_size", "block_size", "eval_rows", "vocabulary"),
-        *("student_lr", "temperature", "alpha_kd", "alpha_ce"),
+        *("max_steps", "batch_size", "block_size", "eval_rows", "vocabulary"),
+        *("learning_rate", "temperature", "alpha_kd", "alpha_ce"),
         student_model="fresh:2x96",
     )
     given = vars(parser.parse_args())
@@ -50,7 +50,7 @@ def main() -> None:
     settings = with_teacher(
         LanguageSettings(
             **given,
-            eval_steps=max(1, given["train_steps"] // 5),
+            eval_every=max(1, given["max_steps"] // 5),
             generations=0,
             answer_prompts=0,
         )

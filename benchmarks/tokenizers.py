@@ -77,7 +77,7 @@ def share_of_alignment(settings: LanguageSettings, steps: int) -> list[float]:
     task = prepare(settings, precision_of(settings), lambda *progress: None)
     distiller, shares = make_distiller(settings, task, None), []
     for step in range(steps + 1):
-        rows = rows_of_step(step, settings.per_device_batch_size, len(task.blocks), settings.seed)
+        rows = rows_of_step(step, settings.batch_size, len(task.blocks), settings.seed)
         batch: Any = task.blocks.batch(rows, task.precision.device)
         spent: list[float] = []
         with clock(spent):
@@ -107,8 +107,8 @@ def main() -> None:
     add_settings(
         parser,
         *("teacher_model", "teacher_size", "teacher_steps", "data_path", "eval_path"),
-        *("train_steps", "per_device_batch_size", "block_size", "eval_rows", "vocabulary"),
-        *("student_lr", "temperature", "alpha_kd", "alpha_ce", "divergence"),
+        *("max_steps", "batch_size", "block_size", "eval_rows", "vocabulary"),
+        *("learning_rate", "temperature", "alpha_kd", "alpha_ce", "divergence"),
         student_model="llama:2x96",
     )
     given = vars(parser.parse_args())
@@ -119,12 +119,13 @@ def main() -> None:
     settings = with_teacher(
         LanguageSettings(
             **given,
-            eval_steps=max(1, given["train_steps"] // 5),
+            eval_every=max(1, given["max_steps"] // 5),
             generations=0,
             answer_prompts=0,
         )
     )
-    settings = settings.replace(student_lr=settings.peak_lr)  # it would go by the student's folder
+    # Where it is None it would go by the student's folder.
+    settings = settings.replace(learning_rate=settings.peak_lr)
     with tempfile.TemporaryDirectory() as folder:
         each = [settings.replace(seed=seed) for seed in range(first, first + seeds)]
         if settings.student_model.startswith("llama:"):
@@ -137,7 +138,7 @@ def main() -> None:
         alone = runs(align=WAYS[-1], **ALONE)
         fit = alone[0]["alignment"]
         print(
-            f"{settings.train_steps} steps, {seeds} seeds; {100 * fit['coverage']:.1f} % of the "
+            f"{settings.max_steps} steps, {seeds} seeds; {100 * fit['coverage']:.1f} % of the "
             f"characters in a group, {100 * fit['one_to_one']:.1f} % one token against one, "
             f"{100 * fit['matched']:.1f} % of the same text; "
             f"{fit['student_tokens_per_group']:.2f} tokens of the student and "

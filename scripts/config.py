@@ -1,8 +1,8 @@
 """The settings of `python scripts/distill.py`: plain literals, read and never executed.
 
-A preset beats the value here, and a flag of the same name beats both: `--student_lr 1e-5` or
-`--student-lr 1e-5`. `python scripts/distill.py --help` says what each may be and lists the presets;
-a name or value that cannot be is refused.
+A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
+`--learning-rate 1e-5`. `python scripts/distill.py --help` says what each may be and lists the
+presets; a name or value that cannot be is refused.
 """
 
 # --- Models ---------------------------------------------------------------------------------------
@@ -93,22 +93,22 @@ KA_FORWARDS = 2
 # --- Optimisation ---------------------------------------------------------------------------------
 
 # Optimizer steps, from 1.
-TRAIN_STEPS = 500
-# Passes over the data in place of TRAIN_STEPS, above 0; None: TRAIN_STEPS.
+MAX_STEPS = 500
+# Passes over the data in place of MAX_STEPS, above 0; None: MAX_STEPS.
 EPOCHS = None
 # Rows of a forward pass, from 1. Lower it where memory runs out ...
-PER_DEVICE_BATCH_SIZE = 8
+BATCH_SIZE = 8
 # ... and raise this, from 1: forward passes of a step; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
 # Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for layers cut from a
 # teacher, 2e-4 for adapters, 2e-5 for a model that was trained before.
-STUDENT_LR = None
+LEARNING_RATE = None
 # Share of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
 WARMUP_FRACTION = 0.1
 # Decoupled weight decay of AdamW, 0 to 10.
 WEIGHT_DECAY = 0.01
 # Largest norm of the gradient, above 0; None: no clipping.
-MAX_GRAD_NORM = 1.0
+CLIP_GRAD = 1.0
 # Train low-rank adapters of this rank in place of all weights, from 0; 0: all weights.
 LORA_RANK = 0
 # Scale of the adapters, above 0, times 1 / LORA_RANK.
@@ -138,7 +138,7 @@ CLEAR_CACHE_EVERY_STEP = False
 # --- Judging --------------------------------------------------------------------------------------
 
 # Steps between two looks at held-out text, from 1; the best of them is the student that is saved.
-EVAL_STEPS = 100
+EVAL_EVERY = 100
 # Held-out rows that are looked at, at most, from 1.
 EVAL_ROWS = 200
 # Train the same student by cross-entropy alone, too, on an equal budget: did distilling pay?
@@ -155,7 +155,7 @@ ANSWER_PROMPTS = 100
 # Steps between two lines of metrics.jsonl, from 1.
 LOG_EVERY = 10
 # Steps between two checkpoints, from 1: what an interruption can cost.
-SAVE_STEPS = 100
+CHECKPOINT_EVERY = 100
 # Five steps with evaluation and saving, to see whether everything fits.
 DRY_RUN = False
 # First steps whose logit shapes and loss terms are logged one by one, from 0.

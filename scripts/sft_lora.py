@@ -21,11 +21,11 @@ SFT = {
     "alpha_ce": 1.0,
     "lora_rank": 16,
     "lora_alpha": 32.0,
-    "student_lr": 2e-4,
+    "learning_rate": 2e-4,
     "epochs": 3.0,
-    "per_device_batch_size": 4,  # times 8 is 32 ...
+    "batch_size": 4,  # times 8 is 32 ...
     "gradient_accumulation_steps": 8,
-    "max_grad_norm": 1.0,
+    "clip_grad": 1.0,
     "gradient_checkpointing": True,
     "packing": False,  # ... questions, one a row
     "block_size": 512,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import os
@@ -196,7 +195,7 @@ def read_settings(
         TypedDict("Flags", flags, total=False),  # pyright: ignore
         prog=prog,
         description=f"Every setting of {config.name} as a flag; a flag beats the file.",
-        args=list(argv),
+        args=_canonical(cls, argv),
         return_unknown_args=True,
     )
     if unknown:
@@ -227,6 +226,19 @@ def read_settings(
     return (cls.from_file(config) if config.is_file() else cls()).replace(**values)
 
 
+def _canonical(cls: type[Settings], argv: Sequence[str]) -> list[str]:
+    """The flags, each alias in place of the setting's name; two names of one are refused."""
+    words, names = [], {}
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
+        field = cls.aliases.get(name, name)
+        if field and names.setdefault(field, name) != name:
+            raise SettingsError(f"--{names[field]} and --{name} are one setting: give one of them.")
+        words.append(f"--{field}{equals}{value}" if field != name else word)
+    return words
+
+
 def _unknown(cls: type[Settings], word: str, flags: Sequence[str]) -> str:
     if not word.startswith("-"):
         return (
@@ -238,9 +250,8 @@ def _unknown(cls: type[Settings], word: str, flags: Sequence[str]) -> str:
     known += [f"no_{flag}" for flag, (kind, *_) in cls.rules().items() if kind is bool]
     if name in known:  # right but for its capitals, or a single dash
         return f"There is no flag {word}. Did you mean --{name}?"
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean --{close[0]}?" if close else " --help lists all flags."
-    return f"There is no flag {word}.{hint}"
+    hint = nearest(name, [*known, *cls.aliases], cls.aliases, "--{}".format)
+    return f"There is no flag {word}.{hint or ' --help lists all flags.'}"
 
 
 def _train(argv: Sequence[str], config: Path, prog: str) -> int:

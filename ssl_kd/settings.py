@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,9 @@ class Settings:
         SettingsError: From construction and every method below; the message names the setting,
             what came, what is allowed, and for an unknown name the nearest one.
     """
+
+    # Older and foreign names that are taken for a setting: that name -> the setting's.
+    aliases: typing.ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         """Check every field, then what holds between fields."""
@@ -150,12 +153,24 @@ class Settings:
 
     @classmethod
     def named(cls, name: str) -> str:
-        """Return the field that `name` means in any case and with either dash, or raise."""
+        """Return the field that `name` means in any case, with either dash or as an alias."""
         field = name.lower().replace("-", "_")
+        field = cls.aliases.get(field, field)
         if field not in _fields(cls):
-            names = [known.upper() for known in _fields(cls)]
-            raise SettingsError(f"There is no setting {name}.{nearest(field.upper(), names)}")
+            near = nearest(field, [*_fields(cls), *cls.aliases], cls.aliases, str.upper)
+            raise SettingsError(f"There is no setting {name}.{near}")
         return field
+
+    @classmethod
+    def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values under their fields' names; two names of one setting are refused."""
+        names: dict[str, str] = {}
+        for name in values:
+            field = cls.named(name)
+            if field in names:
+                raise SettingsError(f"{names[field]} and {name} are one setting: give one of them.")
+            names[field] = name
+        return {field: values[name] for field, name in names.items()}
 
     @classmethod
     def rules(cls) -> Mapping[str, tuple[type, bool, Rule]]:
@@ -173,21 +188,23 @@ class Settings:
             FileNotFoundError: Where there is no such file.
         """
         values = {}
-        for name, (line, value) in _read_literals(Path(path)).items():
+        found = _read_literals(Path(path))
+        for name, (line, value) in found.items():
             try:
                 field = cls.named(name)
                 values[field] = cls.check(field, value)
             except SettingsError as error:
                 raise SettingsError(f"{path}, line {line}: {error}") from None
         try:
+            cls.canonical(found)
             return cls(**values)
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of :meth:`to_dict`; names may be in either case."""
-        return cls(**{cls.named(name): value for name, value in values.items()})
+        """The inverse of :meth:`to_dict`; names may be in either case, or aliases."""
+        return cls(**cls.canonical(values))
 
     def to_dict(self) -> dict[str, Any]:
         """The settings under their UPPER_CASE names, ready for JSON."""
@@ -204,6 +221,17 @@ class RunSettings(Settings):
 
     # Settings that may differ between a run and its continuation: they do not change the result.
     free_on_resume: typing.ClassVar[frozenset[str]] = frozenset({"resume", "run_name", "runs_dir"})
+
+    # The names that transformers' TrainingArguments give to settings of every mode.
+    aliases: typing.ClassVar[Mapping[str, str]] = {
+        "logging_steps": "log_every",
+        "max_grad_norm": "clip_grad",
+        "num_train_epochs": "epochs",
+        "output_dir": "runs_dir",
+        "per_device_train_batch_size": "batch_size",
+        "save_steps": "checkpoint_every",
+        "warmup_ratio": "warmup_fraction",
+    }
 
     runs_dir: str = setting("runs", "folder of run folders")
     run_name: str | None = setting(None, "name of this run's folder; None: the date and time")
@@ -231,10 +259,22 @@ def _widened(value: Any, kind: type) -> Any:
         return math.inf
 
 
-def nearest(word: str, known: typing.Iterable[str]) -> str:
-    """``" Did you mean X?"`` for the known word most like this one, or nothing."""
+def nearest(
+    word: str,
+    known: typing.Iterable[str],
+    aliases: Mapping[str, str] = types.MappingProxyType({}),
+    shown: Callable[[str], str] = str,
+) -> str:
+    """``" Did you mean X?"`` for the known word most like this one, or nothing.
+
+    Args:
+        word: What came.
+        known: What it may have been meant to be.
+        aliases: Known word -> the one to suggest in its place.
+        shown: How a word is written.
+    """
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]}?" if close else ""
+    return f" Did you mean {shown(aliases.get(close[0], close[0]))}?" if close else ""
 
 
 def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:

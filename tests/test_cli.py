@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,8 +16,9 @@ from rich.console import Console
 
 import ssl_kd
 from ssl_kd import cli
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
-from ssl_kd.training.folder import RunFinished
+from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.settings import VisionSettings
 
@@ -397,3 +399,77 @@ def test_replay_of_nothing_or_of_no_bundle_is_one_line(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert out == "" and len(err.splitlines()) == 3
     assert "ssl_kd replay BUNDLE" in err and "none.pt" in err and "cannot be read" in err
+
+
+# --- Aliases ------------------------------------------------------------------------------------
+
+
+ALIASES = [
+    pytest.param(cls, old, new, id=f"{cls.__name__}-{old}")
+    for cls in (VisionSettings, LanguageSettings)
+    for old, new in cls.aliases.items()
+]
+
+
+def other_than_default(cls, name):
+    """A value that a setting may have and has not by default."""
+    value = getattr(cls(), name)
+    return "elsewhere" if isinstance(value, str) else 0.25 if value is None else value / 2
+
+
+@pytest.mark.parametrize(("cls", "old", "new"), ALIASES)
+def test_an_alias_works_by_file_flag_dictionary_and_on_resume(cls, old, new, tmp_path):
+    kind = cls.rules()[new][0]
+    value = kind(other_than_default(cls, new))
+    expected = cls(**{new: value})
+    assert expected != cls() and old not in cls.rules()
+
+    def words(*argv, file=""):
+        (tmp_path / "config.py").write_text(file)
+        return cli.read_settings(cls, argv, tmp_path / "config.py", prog="x")
+
+    assert words(file=f"{old.upper()} = {value!r}\n") == expected
+    for flag in (f"--{old}", f"--{old.replace('_', '-')}"):
+        assert words(flag, str(value)) == words(f"{flag}={value}") == expected
+        assert words(flag, str(value), file=f"{new.upper()} = {value * 2!r}\n") == expected
+    assert cls.from_dict({old.upper(): value}) == cls.from_dict({old: value}) == expected
+
+    for one, two in ((old, new), (new, old)):
+        both = f"{one.upper()} = {value!r}\n{two.upper()} = {value!r}\n"
+        with pytest.raises(SettingsError, match=f"{one.upper()} and {two.upper()} are one setting"):
+            words(file=both)
+        with pytest.raises(SettingsError, match=f"--{one} and --{two} are one setting"):
+            words(f"--{one}", str(value), f"--{two.replace('_', '-')}={value}")
+        with pytest.raises(SettingsError, match=f"{one} and {two} are one setting"):
+            cls.from_dict({one: value, two: value})
+    near = f"Did you mean --{new}?"
+    with pytest.raises(SettingsError, match=re.escape(near)):
+        words(f"--{old}x", "1")
+
+
+@pytest.mark.parametrize(("cls", "old", "new"), ALIASES)
+def test_a_run_that_noted_a_setting_under_its_older_name_is_resumed(cls, old, new, tmp_path):
+    place = {"runs_dir": str(tmp_path), "run_name": "a"}
+    change = {} if new in place else {new: cls.rules()[new][0](other_than_default(cls, new))}
+    began = cls(**place, **change)
+    with RunFolder(began) as folder:
+        folder.write_config(began)
+        folder.save_checkpoint(1, {})
+    path = folder.path / "config.json"
+    config = json.loads(path.read_text())
+    config["settings"][old.upper()] = config["settings"].pop(new.upper())
+    path.write_text(json.dumps(config))
+    with RunFolder(began.replace(resume=True)) as folder:
+        assert folder.path == path.parent
+    if change and new not in cls.free_on_resume:
+        with pytest.raises(SettingsError, match=f"other settings: {new.upper()} was "):
+            RunFolder(cls(**place, resume=True))
+
+
+def test_help_shows_no_alias(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        cli.distill(["--help"])
+    text = capsys.readouterr().out.replace("-", "_")
+    assert "__learning_rate" in text
+    assert not [old for old in LanguageSettings.aliases if f"__{old} " in text]

@@ -34,7 +34,7 @@ def settings(tmp_path):
         block_size=32,
         device="cpu",
         model_dtype="float32",
-        student_lr=1e-2,
+        learning_rate=1e-2,
     )
 
 
@@ -118,9 +118,9 @@ def test_an_exploding_part_is_a_note(settings):
 
 def test_a_loss_that_does_not_fall_is_a_fault(settings):
     saved(settings)
-    found = findings(settings.replace(student_lr=50.0))
+    found = findings(settings.replace(learning_rate=50.0))
     assert found["10 steps on one batch"].status == "FAULT"
-    assert "--student_lr 5" in found["10 steps on one batch"].change
+    assert "--learning_rate 5" in found["10 steps on one batch"].change
 
 
 def test_adapters_and_separate_heads_have_their_parts(settings):

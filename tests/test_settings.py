@@ -147,3 +147,27 @@ def test_what_is_allowed_survives_json_and_back(heat, minutes, fan, note, share)
     oven = Oven(heat=heat, minutes=minutes, fan=fan, note=note, share=share)
     assert Oven.from_dict(json.loads(json.dumps(oven.to_dict()))) == oven
     assert set(oven.to_dict()) == {"HEAT", "MINUTES", "FAN", "DISH", "NOTE", "SHARE"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kiln(Oven):
+    aliases = {"degrees": "heat", "how_long": "minutes"}
+
+
+def test_an_alias_is_the_setting_it_stands_for(tmp_path):
+    kiln = Kiln(heat=200.0, minutes=3)
+    assert Kiln.named("DEGREES") == Kiln.named("degrees") == "heat"
+    assert Kiln.named("how-long") == "minutes"
+    assert Kiln.from_file(write(tmp_path, "DEGREES = 200\nHOW_LONG = 3\n")) == kiln
+    assert Kiln.from_dict({"DEGREES": 200, "how_long": 3}) == kiln
+    assert "DEGREES" not in kiln.to_dict()
+    with pytest.raises(SettingsError, match="no setting DEGRES. Did you mean HEAT?"):
+        Kiln.named("DEGRES")
+
+
+def test_two_names_of_one_setting_are_refused_by_both_names(tmp_path):
+    path = write(tmp_path, "HEAT = 180\nDEGREES = 180\n")
+    with pytest.raises(SettingsError, match=f"^{path}: HEAT and DEGREES are one setting"):
+        Kiln.from_file(path)
+    with pytest.raises(SettingsError, match="heat and DEGREES are one setting"):
+        Kiln.from_dict({"heat": 180, "DEGREES": 180})

@@ -91,10 +91,10 @@ class Tiny:
     @staticmethod
     def settings(**changes) -> LanguageSettings:
         fast = {
-            "student_lr": 1e-2,
+            "learning_rate": 1e-2,
             "temperature": 2.0,
-            "per_device_batch_size": 4,
-            "train_steps": 8,
+            "batch_size": 4,
+            "max_steps": 8,
             "log_every": 1,
         }
         return LanguageSettings(**{**fast, **changes})

@@ -72,7 +72,7 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
     with torch.random.fork_rng():
         torch.manual_seed(own.seed)
         distiller = Distiller(model, own, precision)
-        batch = blocks.batch(range(min(own.per_device_batch_size, len(blocks))), precision.device)
+        batch = blocks.batch(range(min(own.batch_size, len(blocks))), precision.device)
         if not (yield from _forward(distiller, batch)):
             return
         yield from _backward(distiller, batch)
@@ -160,10 +160,10 @@ def _backward(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
         elif norm == 0:
             way = "no gradient reaches it: look for a detach, a clamp or an unused module"
         elif norm > EXPLODED * median:
-            way, note = f"{norm / median:.0f} times the median part: keep MAX_GRAD_NORM on", True
+            way, note = f"{norm / median:.0f} times the median part: keep CLIP_GRAD on", True
         yield Finding(f"gradient: {part}", f"norm {norm:.3g}", way, note)
     total = math.hypot(*norms.values())
-    limit = distiller.settings.max_grad_norm
+    limit = distiller.settings.clip_grad
     clipped = limit is not None and total > limit
     yield Finding(
         "gradient: all", f"norm {total:.3g}{f', clipped to {limit:g} in training' * clipped}"
@@ -215,7 +215,7 @@ def _steps(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
         f"{count(STEPS, 'step')} on one batch",
         f"loss {losses[0]:.4g} to {losses[-1]:.4g}, {updated} of {len(results)} steps taken, peak"
         f" learning rate {settings.peak_lr:g}",
-        "" if fell else f"the loss does not fall: try --student_lr {settings.peak_lr / 10:.1g}",
+        "" if fell else f"the loss does not fall: try --learning_rate {settings.peak_lr / 10:.1g}",
     )
     if stopped:
         yield Finding("steps: stopped", stopped, "as said there")

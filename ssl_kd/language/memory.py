@@ -21,17 +21,17 @@ LOWERED_BY = {
     "guard": ("LORA_RANK", "STUDENT_MODEL"),
     "router": (
         "GRADIENT_CHECKPOINTING",
-        "PER_DEVICE_BATCH_SIZE",
+        "BATCH_SIZE",
         "BLOCK_SIZE",
         "ROUTER_MODE",
     ),
     "activations": (
         "GRADIENT_CHECKPOINTING",
-        "PER_DEVICE_BATCH_SIZE",
+        "BATCH_SIZE",
         "BLOCK_SIZE",
         "MODEL_DTYPE",
     ),
-    "loss": ("PER_DEVICE_BATCH_SIZE", "BLOCK_SIZE", "LORA_RANK"),
+    "loss": ("BATCH_SIZE", "BLOCK_SIZE", "LORA_RANK"),
 }
 ALIGNED_BYTES = 20  # of a token's logit in `uld` and `chunks`, with what is made of it
 _FP32 = 4  # bytes

@@ -134,7 +134,7 @@ def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
 def _resolved(settings: LanguageSettings) -> dict[str, Any]:
     """What became of settings that were left open."""
     return {
-        "STUDENT_LR": settings.peak_lr,
+        "LEARNING_RATE": settings.peak_lr,
         "DIVERGENCE": settings.kind_of_divergence,
         "ROUTER_MODE": settings.router_mode,
     }
@@ -143,11 +143,11 @@ def _resolved(settings: LanguageSettings) -> dict[str, Any]:
 def _dry(settings: LanguageSettings) -> LanguageSettings:
     """Five steps that try everything once."""
     return settings.replace(
-        train_steps=DRY_STEPS,
+        max_steps=DRY_STEPS,
         epochs=None,
         teacher_steps=DRY_STEPS,
-        eval_steps=DRY_STEPS,
-        save_steps=DRY_STEPS,
+        eval_every=DRY_STEPS,
+        checkpoint_every=DRY_STEPS,
         log_every=1,
         verbose_steps=DRY_STEPS,
         eval_rows=min(settings.eval_rows, 8),
@@ -157,10 +157,10 @@ def _dry(settings: LanguageSettings) -> LanguageSettings:
 
 
 def n_steps(settings: LanguageSettings, rows: int) -> int:
-    """Optimizer steps: EPOCHS over the rows if that is set, else TRAIN_STEPS."""
+    """Optimizer steps: EPOCHS over the rows if that is set, else MAX_STEPS."""
     if settings.epochs is None:
-        return settings.train_steps
-    per_step = settings.per_device_batch_size * settings.gradient_accumulation_steps
+        return settings.max_steps
+    per_step = settings.batch_size * settings.gradient_accumulation_steps
     steps = max(1, math.ceil(settings.epochs * rows / per_step))
     logger.info("EPOCHS %g of %d rows: %d steps", settings.epochs, rows, steps)
     return steps
@@ -200,7 +200,7 @@ def _say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> No
     estimate = estimate_memory(
         task.student.model,
         task.frozen,
-        batch_size=settings.per_device_batch_size,
+        batch_size=settings.batch_size,
         block_size=settings.block_size,
         dtype=task.precision.student,
         accumulation_steps=settings.gradient_accumulation_steps,
@@ -292,7 +292,7 @@ def _first_forward(settings: LanguageSettings, task: Task) -> str:
     sides = {"student": task.student.model}
     if task.frozen is not None:
         sides["teacher"] = task.frozen.model
-    rows = f"{settings.per_device_batch_size}, {settings.block_size}"
+    rows = f"{settings.batch_size}, {settings.block_size}"
     heads = {who: without_adapters(lm).get_output_embeddings() for who, lm in sides.items()}
     logits = ", ".join(f"{who} [{rows}, {len(head.weight)}]" for who, head in heads.items())
     return (
@@ -359,9 +359,9 @@ def train_alone(
 
 def advice(settings: LanguageSettings, distiller: Distiller) -> str:
     """Settings that a run which stopped could be tried with, as flags."""
-    tries = [f"--student_lr {settings.peak_lr / 5:.1g}"]
-    if settings.max_grad_norm is None or settings.max_grad_norm > 0.5:
-        tries.append("--max_grad_norm 0.5")
+    tries = [f"--learning_rate {settings.peak_lr / 5:.1g}"]
+    if settings.clip_grad is None or settings.clip_grad > 0.5:
+        tries.append("--clip_grad 0.5")
     if distiller.source is not None and settings.temperature < 2:
         tries.append("--temperature 2")
     if distiller.precision.student != torch.float32:
@@ -396,7 +396,7 @@ class _Judge:
                 model,
                 task.teacher_eval_blocks if itself else task.eval_blocks,
                 teacher=task.frozen if alike and not itself else None,
-                batch_size=self._settings.per_device_batch_size,
+                batch_size=self._settings.batch_size,
                 autocast=task.precision.autocast,
             )
 

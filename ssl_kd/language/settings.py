@@ -17,12 +17,21 @@ class LanguageSettings(RunSettings):
     """Every setting of `scripts/distill.py`; `scripts/config.py` holds them in UPPER_CASE."""
 
     free_on_resume: ClassVar[frozenset[str]] = RunSettings.free_on_resume | {
+        "checkpoint_every",
         "clear_cache_every_step",
         "force_recompute",
         "log_every",
-        "save_steps",
         "teacher_offload",
         "tensorboard",
+    }
+
+    # What the settings were called up to version 0.1, and in transformers' TrainingArguments.
+    aliases: ClassVar[Mapping[str, str]] = {
+        **RunSettings.aliases,
+        "eval_steps": "eval_every",
+        "per_device_batch_size": "batch_size",
+        "student_lr": "learning_rate",
+        "train_steps": "max_steps",
     }
 
     # Models
@@ -136,13 +145,13 @@ class LanguageSettings(RunSettings):
     ka_forwards: int = setting(2, "teacher forward passes of a batch in ka", low=1)
 
     # Optimisation
-    train_steps: int = setting(500, "optimizer steps", low=1)
-    epochs: float | None = setting(None, "passes over the data, in place of TRAIN_STEPS", above=0)
-    per_device_batch_size: int = setting(8, "rows of a forward pass", low=1)
+    max_steps: int = setting(500, "optimizer steps", low=1)
+    epochs: float | None = setting(None, "passes over the data, in place of MAX_STEPS", above=0)
+    batch_size: int = setting(8, "rows of a forward pass", low=1)
     gradient_accumulation_steps: int = setting(
         1, "forward passes of a step; the loss is the mean over all their tokens", low=1
     )
-    student_lr: float | None = setting(
+    learning_rate: float | None = setting(
         None,
         "peak learning rate of AdamW; None: 3e-3 for new weights, 5e-4 for layers cut from a"
         " teacher, 2e-4 for adapters, 2e-5 for a model that was trained before",
@@ -153,7 +162,7 @@ class LanguageSettings(RunSettings):
         0.1, "share of the steps that warm up; the cosine follows", low=0, below=1
     )
     weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
-    max_grad_norm: float | None = setting(
+    clip_grad: float | None = setting(
         1.0, "largest norm of the gradient; None: no clipping", above=0
     )
     lora_rank: int = setting(
@@ -188,7 +197,7 @@ class LanguageSettings(RunSettings):
     )
 
     # Judging
-    eval_steps: int = setting(100, "steps between two looks at held-out text", low=1)
+    eval_every: int = setting(100, "steps between two looks at held-out text", low=1)
     eval_rows: int = setting(200, "held-out rows that are looked at, at most", low=1)
     baseline: bool = setting(
         False, "train the same student by cross-entropy alone, too, on an equal budget"
@@ -201,7 +210,7 @@ class LanguageSettings(RunSettings):
 
     # Run
     log_every: int = setting(10, "steps between two lines of metrics.jsonl", low=1)
-    save_steps: int = setting(100, "steps between two checkpoints", low=1)
+    checkpoint_every: int = setting(100, "steps between two checkpoints", low=1)
     dry_run: bool = setting(
         False, "five steps with evaluation and saving, to see whether everything fits"
     )
@@ -222,9 +231,9 @@ class LanguageSettings(RunSettings):
 
     @property
     def peak_lr(self) -> float:
-        """STUDENT_LR, decided where it is None."""
-        if self.student_lr is not None:
-            return self.student_lr
+        """LEARNING_RATE, decided where it is None."""
+        if self.learning_rate is not None:
+            return self.learning_rate
         kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
         return {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}.get(kind, 2e-5)
 
@@ -295,56 +304,56 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Small steps, little of the teacher: what the older scripts called stable.
         "stable": {
-            "student_lr": 1e-5,
+            "learning_rate": 1e-5,
             "temperature": 2.0,
             "alpha_kd": 0.1,
             "alpha_ce": 0.9,
-            "max_grad_norm": 0.5,
-            "per_device_batch_size": 1,
+            "clip_grad": 0.5,
+            "batch_size": 1,
             "block_size": 512,
             "router_mode": "auto",
         },
         # The same for cards without bf16: half-precision products, float32 weights and losses.
         "fp16_safe": {
-            "student_lr": 1e-5,
+            "learning_rate": 1e-5,
             "temperature": 2.0,
             "alpha_kd": 0.1,
             "alpha_ce": 0.9,
-            "max_grad_norm": 0.5,
-            "per_device_batch_size": 1,
+            "clip_grad": 0.5,
+            "batch_size": 1,
             "block_size": 512,
             "router_mode": "auto",
             "model_dtype": "float16",
         },
         # Goes back and begins again where the others stop.
         "ultra_stable": {
-            "student_lr": 5e-6,
+            "learning_rate": 5e-6,
             "temperature": 1.5,
             "alpha_kd": 0.05,
             "alpha_ce": 0.95,
-            "max_grad_norm": 0.5,
-            "per_device_batch_size": 1,
+            "clip_grad": 0.5,
+            "batch_size": 1,
             "block_size": 512,
             "router_mode": "auto",
             "stop_after": None,
         },
         "most_conservative": {
-            "student_lr": 2e-6,
+            "learning_rate": 2e-6,
             "temperature": 1.2,
             "alpha_kd": 0.01,
             "alpha_ce": 0.99,
-            "max_grad_norm": 0.25,
-            "per_device_batch_size": 1,
+            "clip_grad": 0.25,
+            "batch_size": 1,
             "block_size": 512,
             "router_mode": "auto",
             "stop_after": None,
         },
         "balanced": {
-            "student_lr": 1e-5,
+            "learning_rate": 1e-5,
             "temperature": 2.0,
             "alpha_kd": 0.1,
             "alpha_ce": 0.9,
-            "max_grad_norm": 1.0,
+            "clip_grad": 1.0,
         },
     }
 )

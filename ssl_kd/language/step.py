@@ -142,7 +142,7 @@ class Distiller:
                 restore_after=settings.restore_after,
                 stop_after=settings.stop_after,
             ),
-            clip_grad=settings.max_grad_norm,
+            clip_grad=settings.clip_grad,
             scaler=precision.scale,
             fresh_optimizer=True,
             events=events,

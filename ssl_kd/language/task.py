@@ -332,7 +332,7 @@ def cache_teacher(
                 folder,
                 fingerprint,
                 vocabulary=n_ids(teacher.tokenizer),
-                batch_size=settings.per_device_batch_size,
+                batch_size=settings.batch_size,
                 force=settings.force_recompute,
                 progress=lambda done, total: tell("cache", done, total, {}),
             )
@@ -352,16 +352,16 @@ def trained_teacher(
         teacher_model="none",
         teacher_cache=None,
         student_model=f"fresh:{settings.teacher_size}",
-        train_steps=settings.teacher_steps,
+        max_steps=settings.teacher_steps,
         epochs=None,
         alpha_ce=1.0,
         alpha_kd=0.0,
-        student_lr=TEACHER_LR,
-        max_grad_norm=1.0,
+        learning_rate=TEACHER_LR,
+        clip_grad=1.0,
         lora_rank=0,
         legacy_clamp=None,
     )
-    decides = ("block_size", "packing", "per_device_batch_size", "gradient_accumulation_steps")
+    decides = ("block_size", "packing", "batch_size", "gradient_accumulation_steps")
     decides += ("teacher_size", "teacher_steps", "teacher_experts", "vocabulary", "seed")
     decides += ("weight_decay", "warmup_fraction")
     said = [texts.digest, str(precision.student), *(str(getattr(own, name)) for name in decides)]
@@ -377,9 +377,9 @@ def trained_teacher(
     distiller = Distiller(teacher.model, own, precision)
 
     def on_step(step: int, result: StepResult) -> None:
-        tell("teacher", step + 1, own.train_steps, {"ce": result.ce})
+        tell("teacher", step + 1, own.max_steps, {"ce": result.ce})
 
-    train(distiller, blocks, own.train_steps, on_step=on_step)
-    card = f"Trained on {texts.name} for {own.train_steps} steps, to be distilled from."
+    train(distiller, blocks, own.max_steps, on_step=on_step)
+    card = f"Trained on {texts.name} for {own.max_steps} steps, to be distilled from."
     save_student(teacher.model, tokenizer, folder, card)
     return folder

@@ -65,8 +65,8 @@ def train(
         start: first step, the number of steps already done.
         on_step: gets each step's number, from 0, and result.
         on_log: gets a row every LOG_EVERY steps, and at the end.
-        on_eval: called with the steps done every EVAL_STEPS, and at the end.
-        on_checkpoint: saves, with the steps done, every SAVE_STEPS and at the end.
+        on_eval: called with the steps done every EVAL_EVERY, and at the end.
+        on_checkpoint: saves, with the steps done, every CHECKPOINT_EVERY and at the end.
         should_stop: asked before every step; true saves and returns.
 
     Returns:
@@ -76,7 +76,7 @@ def train(
         TooFewHealthyParts: going on would be a waste; the last good state was saved before.
     """
     settings, device = distiller.settings, distiller.precision.device
-    size, batches = settings.per_device_batch_size, settings.gradient_accumulation_steps
+    size, batches = settings.batch_size, settings.gradient_accumulation_steps
     meter = _Meter(device, distiller.recent)
     for step in range(start, steps):
         if should_stop():
@@ -102,9 +102,9 @@ def train(
         if done % settings.log_every == 0 or done == steps:
             on_log(meter.row(done, rate, int(distiller.guard.health.streak[0])))
         with meter.stopped():
-            if done % settings.eval_steps == 0 or done == steps:
+            if done % settings.eval_every == 0 or done == steps:
                 on_eval(done)
-            if done % settings.save_steps == 0 or done == steps:
+            if done % settings.checkpoint_every == 0 or done == steps:
                 on_checkpoint(done)
     return steps
 

@@ -276,6 +276,8 @@ def _check_same(path: Path, settings: RunSettings) -> None:
         saved = dict(json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path / 'config.json'} cannot be read ({error})") from error
+    renamed = {old.upper(): new.upper() for old, new in settings.aliases.items()}
+    saved = {renamed.get(name, name): value for name, value in saved.items()}
     now = settings.to_dict()
     free = {name.upper() for name in settings.free_on_resume}
     differ = [

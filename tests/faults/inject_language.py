@@ -38,17 +38,17 @@ SMALL = {
 }
 OTHER = {"Mixtral": {"num_local_experts": 4}, "Gemma2": {"head_dim": 16}}
 FAST = {
-    "train_steps": 8,
-    "per_device_batch_size": 4,
+    "max_steps": 8,
+    "batch_size": 4,
     "block_size": 32,
-    "student_lr": 1e-2,
+    "learning_rate": 1e-2,
     "temperature": 2.0,
     "alpha_kd": 0.5,
     "alpha_ce": 0.5,
     "log_every": 2,
-    "eval_steps": 100,
+    "eval_every": 100,
     "eval_rows": 8,
-    "save_steps": 3,
+    "checkpoint_every": 3,
     "generations": 1,
     "max_new_tokens": 4,
     "answer_prompts": 2,

@@ -198,10 +198,10 @@ def test_a_row_in_which_nothing_counts_changes_no_bit_of_a_step():
     rows = make_rows(4)
     empty = replace(rows, counts=rows.counts.clone())
     empty.counts[2:] = False
-    found = taught(steps=3, rows=empty, per_device_batch_size=4)
+    found = taught(steps=3, rows=empty, batch_size=4)
     assert not found.events and all(result.updated for result in found.results)
     assert {result.tokens for result in found.results} == {int(rows.counts[:2].sum())}
-    alone = taught(steps=3, rows=make_rows(2), per_device_batch_size=2)
+    alone = taught(steps=3, rows=make_rows(2), batch_size=2)
     for mine, theirs in zip(found.results, alone.results, strict=True):
         torch.testing.assert_close(mine.loss, theirs.loss, rtol=1e-5, atol=0)
 
@@ -262,7 +262,7 @@ def test_the_rows_and_the_tensor_behind_a_nan_divergence_are_named():
 
 
 def _rows_of(step, n=ROWS):
-    return rows_of_step(step, FAST["per_device_batch_size"], n, LanguageSettings().seed).tolist()
+    return rows_of_step(step, FAST["batch_size"], n, LanguageSettings().seed).tolist()
 
 
 def _named(step, n=ROWS):
@@ -607,11 +607,11 @@ def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on():
 @row(58)
 def test_a_run_of_a_poisoned_student_stops_with_what_was_found_and_what_to_try(world, distill):
     folder = world.spoilt("student", lambda tensors: tensors[UP][3].fill_(NAN))
-    code, error = distill(world.settings(student_model=str(folder), train_steps=50))
+    code, error = distill(world.settings(student_model=str(folder), max_steps=50))
     assert code == 3
     line = "\n".join(error.splitlines()[-4:])
     assert "step 9: no part had a healthy step in the last 10" in line
-    assert "Settings to try: --student_lr 0.002" in line
+    assert "Settings to try: --learning_rate 0.002" in line
     (path,) = [p for p in world.runs.iterdir() if p.name != "latest"]
     told = [event for event in events(path) if event["stage"] == "replay"]
     assert {event["part"] for event in told} == {"ce", "kd", "model"}
@@ -1038,7 +1038,7 @@ def _log(path):
 def test_an_interrupted_run_ends_to_the_bit_as_one_that_was_not(world, kind, request):
     if kind == "from a cache":
         request.getfixturevalue("cached")
-    asked = _asked(world, RUNS[kind], train_steps=8, save_steps=3)
+    asked = _asked(world, RUNS[kind], max_steps=8, checkpoint_every=3)
     whole = run(asked.replace(run_name="whole"))
     with pytest.raises(Interrupted):
         run(asked.replace(run_name="stopped"), progress=stop_at(4))
@@ -1056,7 +1056,7 @@ from ssl_kd.language.settings import LanguageSettings
 torch.set_num_threads(1)
 settings, draw = json.loads(sys.argv[1]), random.Random(0)
 runs, kills, rounds, resumed = Path(settings["RUNS_DIR"]), 0, 0, 0
-run(LanguageSettings.from_dict(settings | {"RUN_NAME": "first", "TRAIN_STEPS": 1}))  # imports
+run(LanguageSettings.from_dict(settings | {"RUN_NAME": "first", "MAX_STEPS": 1}))  # imports
 
 def fork(name):
     path = runs / name
@@ -1092,7 +1092,7 @@ print(json.dumps({"kills": kills, "rounds": rounds, "resumed": resumed}))
 
 @row(66)
 def test_half_a_student_of_a_killed_run_is_cleared_away(world):
-    asked = world.settings(run_name="parts", save_steps=3)
+    asked = world.settings(run_name="parts", checkpoint_every=3)
     with pytest.raises(Interrupted):
         run(asked, progress=stop_at(4))
     half = world.runs / "parts" / ".student.1a2b3c4d.tmp"
@@ -1107,7 +1107,7 @@ def test_half_a_student_of_a_killed_run_is_cleared_away(world):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_killed_at_random_moments_the_student_is_the_uninterrupted_runs(world):
     """With a router that learns: what a checkpoint holds beside the student."""
-    asked = _asked(world, RUNS["a router that learns"], train_steps=40, save_steps=5)
+    asked = _asked(world, RUNS["a router that learns"], max_steps=40, checkpoint_every=5)
     told = _in_a_process(_KILLED_RUNS, json.dumps(asked.to_dict()))
     assert told["kills"] == 8 and told["resumed"] > 1
     for number in range(told["rounds"]):

@@ -39,15 +39,15 @@ from ssl_kd.training.stop import Interrupted  # noqa: E402
 ROOT = Path(__file__).parents[2]
 FAST = {
     "block_size": 24,
-    "per_device_batch_size": 4,
-    "train_steps": 6,
-    "eval_steps": 3,
-    "save_steps": 2,
+    "batch_size": 4,
+    "max_steps": 6,
+    "eval_every": 3,
+    "checkpoint_every": 2,
     "log_every": 2,
     "eval_rows": 8,
     "generations": 1,
     "max_new_tokens": 3,
-    "student_lr": 1e-2,
+    "learning_rate": 1e-2,
     "temperature": 2.0,
     "device": "cpu",
 }
@@ -215,7 +215,7 @@ def test_best_keeps_the_lowest_and_never_what_is_not_finite(tiny):
 
 def test_a_dry_run_tries_everything_in_five_steps(settings, caplog):
     with caplog.at_level(logging.INFO):
-        path = run(settings(dry_run=True, train_steps=500, baseline=True, eval_steps=400))
+        path = run(settings(dry_run=True, max_steps=500, baseline=True, eval_every=400))
     found = metrics(path)
     assert found["steps"] == 5 == found["best_step"]
     assert [line["step"] for line in log_lines(path) if "eval" not in line] == [1, 2, 3, 4, 5]
@@ -233,7 +233,7 @@ def test_a_dry_run_tries_everything_in_five_steps(settings, caplog):
 def test_epochs_stand_for_steps(epochs, rows, accumulate, steps, tiny):
     chosen = tiny.settings(epochs=epochs, gradient_accumulation_steps=accumulate)
     assert n_steps(chosen, rows) == steps
-    assert n_steps(tiny.settings(train_steps=7), rows) == 7
+    assert n_steps(tiny.settings(max_steps=7), rows) == 7
 
 
 def test_the_baseline_is_the_same_student_by_cross_entropy_alone(settings):
@@ -312,7 +312,7 @@ def test_adapters_of_a_new_student_are_merged_and_where_it_is_asked_for(settings
 def test_the_seed_decides_about_adapters_too(settings):
     states = []
     for seed in (0, 1):
-        chosen = settings(lora_rank=2, student_model="layers:1", seed=seed, student_lr=0.0)
+        chosen = settings(lora_rank=2, student_model="layers:1", seed=seed, learning_rate=0.0)
         task = prepare(chosen, precision_of(chosen), lambda *args: None)
         named = task.student.model.named_parameters()
         states.append(next(p for name, p in named if "lora_A" in name))
@@ -320,7 +320,7 @@ def test_the_seed_decides_about_adapters_too(settings):
 
 
 def test_a_student_cut_from_the_teacher_begins_with_its_layers(settings):
-    path = run(settings(student_model="layers:2", train_steps=1, student_lr=0.0))
+    path = run(settings(student_model="layers:2", max_steps=1, learning_rate=0.0))
     rows = table(path)
     assert rows["student"]["nll"] == pytest.approx(rows["teacher"]["nll"], rel=1e-6)
     assert rows["student"]["kl"] == pytest.approx(0, abs=1e-6) and rows["student"]["agreement"] == 1
@@ -410,12 +410,12 @@ def test_a_mixture_with_a_router_that_learns(settings, models, tmp_path):
 def test_the_preset_lets_the_teacher_decide_about_routing(settings, models):
     dense = run(settings(router_mode="auto", run_name="dense"))
     assert not (dense / "router.safetensors").exists()
-    resolved = {"STUDENT_LR": 1e-2, "DIVERGENCE": "forward_kl", "ROUTER_MODE": "native"}
+    resolved = {"LEARNING_RATE": 1e-2, "DIVERGENCE": "forward_kl", "ROUTER_MODE": "native"}
     assert config(dense)["resolved"] == resolved
-    mixture = run(settings(router_mode="auto", teacher_model=models("mixture"), student_lr=None))
+    mixture = run(settings(router_mode="auto", teacher_model=models("mixture"), learning_rate=None))
     assert (mixture / "router.safetensors").exists()
     assert config(mixture)["settings"]["ROUTER_MODE"] == "auto"
-    resolved = {"STUDENT_LR": 3e-3, "DIVERGENCE": "reverse_kl", "ROUTER_MODE": "sar"}
+    resolved = {"LEARNING_RATE": 3e-3, "DIVERGENCE": "reverse_kl", "ROUTER_MODE": "sar"}
     assert config(mixture)["resolved"] == resolved
 
 
@@ -643,7 +643,13 @@ print(kills)
 
 
 def test_killed_at_random_moments_the_weights_are_those_of_an_uninterrupted_run(settings):
-    long = {"train_steps": 30, "save_steps": 3, "log_every": 4, "eval_steps": 15, "generations": 0}
+    long = {
+        "max_steps": 30,
+        "checkpoint_every": 3,
+        "log_every": 4,
+        "eval_every": 15,
+        "generations": 0,
+    }
     whole = run(settings(run_name="whole", **long))
     words = {name.lower(): value for name, value in settings(**long).to_dict().items()}
     del words["run_name"], words["resume"]
@@ -678,7 +684,7 @@ def test_other_settings_and_other_data_are_refused_on_a_resume(settings, text_fi
         run(settings(student_model=student, resume=True))
     tiny.folder(student, seed=5)
     # What changes no number may change.
-    path = run(settings(student_model=student, resume=True, save_steps=1))
+    path = run(settings(student_model=student, resume=True, checkpoint_every=1))
     assert metrics(path)["steps"] == 6
 
 
@@ -745,7 +751,7 @@ def test_a_held_out_batch_that_is_not_finite_is_named_and_left_out(
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     changes = {"student_model": str(tmp_path / "sick"), "eval_path": str(held_out)}
-    path = run(settings(**changes, packing=False, per_device_batch_size=2))
+    path = run(settings(**changes, packing=False, batch_size=2))
     rows = table(path)
     assert rows["student"]["left_out"] == rows["student before"]["left_out"] == 1
     assert rows["teacher"]["left_out"] == 0
@@ -765,7 +771,7 @@ def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, tiny):
     said = str(stopped.value)
     assert "step 1: no part had a healthy step in the last 2" in said
     assert "student weight model.norm.weight came in not finite" in said
-    assert "Settings to try: --student_lr 0.002 --max_grad_norm 0.5" in said
+    assert "Settings to try: --learning_rate 0.002 --clip_grad 0.5" in said
     path = tmp_path / "runs" / "a"
     found = [(row["step"], row["part"], row["action"]) for row in events(path)]
     assert (0, "ce", "cut out") in found and (1, "model", "skipped") in found

@@ -18,7 +18,7 @@ def test_every_preset_builds_and_survives_its_own_file(name, tmp_path):
 
 
 def test_presets_hold_the_numbers_that_their_names_promise():
-    numbers = ("student_lr", "temperature", "alpha_kd", "alpha_ce", "max_grad_norm")
+    numbers = ("learning_rate", "temperature", "alpha_kd", "alpha_ce", "clip_grad")
     table = {
         "stable": (1e-5, 2.0, 0.1, 0.9, 0.5),
         "fp16_safe": (1e-5, 2.0, 0.1, 0.9, 0.5),
@@ -29,7 +29,7 @@ def test_presets_hold_the_numbers_that_their_names_promise():
         settings = LanguageSettings(**PRESETS[name])
         assert tuple(getattr(settings, number) for number in numbers) == expected
     balanced = LanguageSettings(**PRESETS["balanced"])
-    assert (balanced.student_lr, balanced.alpha_kd, balanced.alpha_ce) == (1e-5, 0.1, 0.9)
+    assert (balanced.learning_rate, balanced.alpha_kd, balanced.alpha_ce) == (1e-5, 0.1, 0.9)
     assert LanguageSettings(**PRESETS["fp16_safe"]).model_dtype == "float16"
     # Ten in a row stop; in ultra_stable twenty begin again.
     assert LanguageSettings(**PRESETS["stable"]).stop_after == 10
@@ -102,9 +102,9 @@ def test_what_fits_is_let_through(changes):
         ("router_mode", "saar", "Did you mean sar?"),
         ("temperature", 0.0, "TEMPERATURE is 0.0, but must be a finite number, at least 0.05"),
         ("temperature", float("nan"), "TEMPERATURE is nan"),
-        ("max_grad_norm", 0, "MAX_GRAD_NORM is 0, but must be a finite number, above 0 (or None)"),
-        ("train_steps", 0, "TRAIN_STEPS is 0"),
-        ("train_steps", 2.5, "a whole number"),
+        ("clip_grad", 0, "CLIP_GRAD is 0, but must be a finite number, above 0 (or None)"),
+        ("max_steps", 0, "MAX_STEPS is 0"),
+        ("max_steps", 2.5, "a whole number"),
         ("model_dtype", "fp16", "MODEL_DTYPE is 'fp16', but must be one of"),
         ("device", "gpu", "'cuda:N'"),
         ("warmup_fraction", 1.0, "below 1"),
@@ -120,7 +120,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
     (tmp_path / "config.py").write_text("TEMPERATUR = 2.0\n")
     with pytest.raises(SettingsError, match="no setting TEMPERATUR. Did you mean TEMPERATURE?"):
         LanguageSettings.from_file(tmp_path / "config.py")
-    with pytest.raises(SettingsError, match="Did you mean STUDENT_LR?"):
+    with pytest.raises(SettingsError, match="Did you mean LEARNING_RATE?"):
         LanguageSettings.named("student-lrr")
 
 
@@ -137,4 +137,4 @@ def test_what_may_change_on_a_resume_are_settings():
     names = LanguageSettings.rules()
     assert LanguageSettings.free_on_resume <= names.keys()
     assert "seed" not in LanguageSettings.free_on_resume
-    assert "eval_steps" not in LanguageSettings.free_on_resume  # it decides which weights are best
+    assert "eval_every" not in LanguageSettings.free_on_resume  # it decides which weights are best

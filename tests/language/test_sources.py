@@ -281,7 +281,7 @@ def test_four_small_batches_move_the_router_once_as_a_large_one(tiny, changes, h
     blocks = tiny.blocks()
     rows = blocks.counts.sum(1).argsort()[torch.tensor([0, 1, 2, 3, -4, -3, -2, -1])]
     precision = tiny.half() if half else None
-    distillers = [routed(tiny, "sar", precision, max_grad_norm=None, **changes) for _ in range(2)]
+    distillers = [routed(tiny, "sar", precision, clip_grad=None, **changes) for _ in range(2)]
     seen = []
     for distiller, size in zip(distillers, (8, 2), strict=True):
         result = distiller.step([blocks.batch(some) for some in rows.split(size)], 1e-3)
@@ -368,7 +368,7 @@ def test_small_aligned_batches_are_one_large_one(tiny, how):
     """The mean is over the groups of the whole step, whatever batch they are in."""
     seen = []
     for size in (8, 2):
-        distiller, blocks = aligned(tiny, how, max_grad_norm=None)
+        distiller, blocks = aligned(tiny, how, clip_grad=None)
         blocks.student.counts[2:4, 3:] = False  # batches with few and with many groups
         rows = torch.arange(8)
         result = distiller.step([blocks.batch(some) for some in rows.split(size)], 1e-3)

@@ -86,7 +86,7 @@ def by_hand(student, teacher, batch, settings, rate):
     loss = (settings.alpha_ce * ce + settings.alpha_kd * kd) / n
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in student.named_parameters()}
-    norm = nn.utils.clip_grad_norm_(student.parameters(), settings.max_grad_norm)
+    norm = nn.utils.clip_grad_norm_(student.parameters(), settings.clip_grad)
     groups = [[p for p in student.parameters() if (p.ndim >= 2) == wide] for wide in (True, False)]
     torch.optim.AdamW(
         [
@@ -105,7 +105,7 @@ def by_hand(student, teacher, batch, settings, rate):
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 def test_a_step_equals_the_same_step_by_hand_in_float64(tiny, teacher, divergence, packing):
-    options = {"alpha_ce": 0.7, "alpha_kd": 0.2, "temperature": 1.5, "max_grad_norm": 0.5}
+    options = {"alpha_ce": 0.7, "alpha_kd": 0.2, "temperature": 1.5, "clip_grad": 0.5}
     distiller = tiny.distiller(teacher, divergence=divergence, weight_decay=0.1, **options)
     batch = tiny.blocks(packing=packing).batch(range(3))
     expected = by_hand(distiller.student, teacher.model, batch, distiller.settings, 3e-3)
@@ -148,7 +148,7 @@ def test_four_small_batches_are_one_large_one(tiny, teacher, with_teacher):
     # One small batch without a single target.
     blocks.counts[rows[2:4]] = False
     asked = teacher if with_teacher else None
-    one, four = (tiny.distiller(asked, max_grad_norm=None) for _ in range(2))
+    one, four = (tiny.distiller(asked, clip_grad=None) for _ in range(2))
     whole = one.step([blocks.batch(rows)], 1e-3)
     parts = four.step([blocks.batch(some) for some in rows.split(2)], 1e-3)
     assert whole.tokens == parts.tokens == int(lengths[rows].sum() - lengths[rows[2:4]].sum())

@@ -82,7 +82,7 @@ def test_the_learning_rate_warms_up_then_falls_along_a_cosine():
 
 
 def test_the_loop_hands_rows_and_rate_of_each_step_to_the_student(tiny, monkeypatch):
-    distiller = make(tiny, per_device_batch_size=3, gradient_accumulation_steps=2)
+    distiller = make(tiny, batch_size=3, gradient_accumulation_steps=2)
     blocks, seen = tiny.blocks(), []
     step = distiller.step
 
@@ -140,7 +140,7 @@ def test_what_is_not_finite_is_left_out_of_the_means(tiny):
 
 def test_looks_and_checkpoints_come_when_they_are_due_and_at_the_end(tiny):
     log = Log()
-    train(make(tiny, eval_steps=3, save_steps=4), tiny.blocks(), 10, **log.callbacks())
+    train(make(tiny, eval_every=3, checkpoint_every=4), tiny.blocks(), 10, **log.callbacks())
     assert log.evals == [3, 6, 9, 10] and log.saves == [4, 8, 10]
     assert [step for step, _ in log.steps] == list(range(10))
 
@@ -157,7 +157,7 @@ def test_looks_and_checkpoints_are_not_counted_as_time_of_learning(tiny, monkeyp
         "on_eval": lambda done: later(100),
         "on_checkpoint": lambda done: later(1000),
     }
-    options = {"log_every": 3, "eval_steps": 2, "save_steps": 4}
+    options = {"log_every": 3, "eval_every": 2, "checkpoint_every": 4}
     train(make(tiny, **options), tiny.blocks(), 6, **calls)
     tokens = [result.tokens for _, result in log.steps]
     speeds = [row["tokens_per_second"] for row in log.rows]
@@ -171,7 +171,7 @@ def test_looks_and_checkpoints_are_not_counted_as_time_of_learning(tiny, monkeyp
 def test_stopped_anywhere_it_goes_on_with_the_same_numbers(tiny, stop):
     """Between two log lines, too."""
     blocks, whole, part = tiny.blocks(), Log(), Log()
-    options = {"log_every": 3, "save_steps": 100}
+    options = {"log_every": 3, "checkpoint_every": 100}
 
     def student():
         return tiny.model("GPT2", seed=1, resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1)

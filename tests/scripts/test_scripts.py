@@ -6,7 +6,7 @@ import pytest
 
 from ssl_kd.language.settings import PRESETS
 
-TINY = ["--block_size", 32, "--train_steps", 4, "--eval_steps", 2, "--eval_rows", 2]
+TINY = ["--block_size", 32, "--max_steps", 4, "--eval_every", 2, "--eval_rows", 2]
 TINY += ["--generations", 1, "--max_new_tokens", 4, "--answer_prompts", 2, "--device", "cpu"]
 SAR = {
     "train_sar_kd_stable": "stable",
@@ -106,7 +106,7 @@ def test_quantumbench_dry_run_says_what_it_does(script, house, tmp_path, caplog)
     assert code == 0, err
     resolved = json.loads(out[: out.index("\n}") + 2])
     assert resolved["ALPHA_KD"] == 0.25 and resolved["ALPHA_CE"] == 0.75
-    assert resolved["WARMUP_FRACTION"] == 0.1 and resolved["MAX_GRAD_NORM"] == 1.0
+    assert resolved["WARMUP_FRACTION"] == 0.1 and resolved["CLIP_GRAD"] == 1.0
     assert resolved["MODEL_DTYPE"] == "float32" and "students fp32" in resolved["PRECISION"]
     log = caplog.text
     assert "student [2, 32," in log and "temperature 3" in log and "kd 0.25" in log
@@ -120,7 +120,7 @@ def test_quantumbench_stops_at_a_nan_and_names_its_cause(script, house):
     said = err.strip().splitlines()[-1]
     assert code == 3 and said.startswith("ssl_kd: step 0: ")
     assert "up_proj" in said and "nan" in said.lower()
-    assert "Settings to try: --student_lr 4e-06" in said
+    assert "Settings to try: --learning_rate 4e-06" in said
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_adapters_are_trained_and_tested(script, house, tmp_path):
     assert code == 0, err
     settings, metrics, folder = finished(tmp_path)
     assert (folder / "student" / "adapter_config.json").exists()
-    assert settings["STUDENT_LR"] == 2e-4 and settings["GRADIENT_CHECKPOINTING"]
-    assert settings["PER_DEVICE_BATCH_SIZE"] * settings["GRADIENT_ACCUMULATION_STEPS"] == 32
+    assert settings["LEARNING_RATE"] == 2e-4 and settings["GRADIENT_CHECKPOINTING"]
+    assert settings["BATCH_SIZE"] * settings["GRADIENT_ACCUMULATION_STEPS"] == 32
     assert settings["MODEL_DTYPE"] in ("float32", "bfloat16")
     rows = {row["name"]: row for row in metrics["table"]}
     assert rows["student"]["answer_rate"] is not None

@@ -489,7 +489,7 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
         cache_method=method,
         cache_k=len(tokenizer),
         temperature=1.5,
-        per_device_batch_size=4,
+        batch_size=4,
     )
     tell = lambda stage, done, total, info: seen.append((done, total))  # noqa: E731
     (store,) = cache_teacher(settings, progress=tell)
