@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.datasets.text import Example
 from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
+from ssl_kd.evaluate.generation import (
+    Autocast,
+    continue_prompts,
+    evaluating,
+    generate,
+    prompt_ids,
+)
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 from ssl_kd.losses.linear_distillation import CHUNK_BYTES, LinearTeacher, LogitsTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, linear_head
 
-__all__ = ["Generation", "generate", "judge_answers", "judge_tokens"]
+__all__ = ["Generation", "LanguageJudge", "Reading", "judge_answers", "judge_tokens"]
 
 logger = logging.getLogger(__name__)
 
-Autocast = Callable[[], AbstractContextManager[Any]]
+PROMPT_CHARACTERS = 120
+
 Predict = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher]
-"""A batch, and rows of its flattened `[batch * token]` positions -> the model's word there."""
+"""A batch, and rows of its flattened `[batch * token]` positions -> the model's answer there."""
 
 
 @torch.no_grad()
@@ -57,20 +64,21 @@ def judge_tokens(
         The scores. Batches that are not finite are left out, and named by their blocks.
     """
     scores = TokenScores()
-    with _evaluating(model):
+    with evaluating(model):
         if isinstance(model, FrozenTeacher):
             predict, device, autocast = model, model.device, nullcontext
         else:
-            predict, device = _predictor(model), _device(model)
+            predict, device = _predictor(model), next(model.parameters()).device
         for start in range(0, len(blocks), batch_size):
             rows = range(start, min(start + batch_size, len(blocks)))
             batch = blocks.batch(rows, device)
             positions, targets = next_token_targets(batch.input_ids, batch.counts)
             if len(targets):
                 with autocast():
-                    said = predict(batch, positions)
-                taught = teacher(batch, positions) if teacher is not None else None
-                scores.add(list(_values(said, taught, targets, autocast)), rows, batch.characters)
+                    answer = predict(batch, positions)
+                teacher_answer = None if teacher is None else teacher(batch, positions)
+                values = list(_values(answer, teacher_answer, targets, autocast))
+                scores.add(values, rows, batch.characters)
     return scores
 
 
@@ -127,7 +135,7 @@ def judge_answers(
         The scores, and what was generated, a question each.
     """
     questions = list(islice(_questions(examples, tokenizer), limit))
-    continued = _continue(
+    continued = continue_prompts(
         model, tokenizer, [q.ids for q in questions], max_new_tokens, batch_size, autocast
     )
     generations = [
@@ -141,44 +149,9 @@ def judge_answers(
         faults=[f"{g.where}: {g.fault}" for g in generations if g.fault],
     )
     if scores.faults:
-        said = f"{len(scores.faults)} of {scores.n} questions got no text, the first: "
-        logger.warning("%s", said + scores.faults[0])
+        found = len(scores.faults), scores.n, scores.faults[0]
+        logger.warning("%d of %d questions got no text, the first: %s", *found)
     return scores, generations
-
-
-def generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    max_new_tokens: int = 64,
-    *,
-    batch_size: int = 8,
-    autocast: Autocast = nullcontext,
-) -> list[str]:
-    """What a model goes on with after each prompt, greedily; the prompt is not repeated.
-
-    Args:
-        model: a causal language model of transformers, or a `FrozenTeacher`.
-        tokenizer: its tokenizer; never changed.
-        prompts: texts.
-        max_new_tokens: tokens at most; fewer where the model's text or its positions end.
-        batch_size: prompts at once; padded on the left and masked, they do not see each other.
-        autocast: makes the context that the model runs in; a `FrozenTeacher` has its own dtype.
-
-    Returns:
-        A text for each prompt. It is empty where generating failed; the log then says why.
-    """
-    ids = [_prompt_ids(tokenizer, prompt) for prompt in prompts]
-    texts = []
-    for prompt, (text, fault) in zip(
-        prompts,
-        _continue(model, tokenizer, ids, max_new_tokens, batch_size, autocast),
-        strict=True,
-    ):
-        if fault is not None:
-            logger.warning("Nothing is generated for the prompt %.60r: %s", prompt, fault)
-        texts.append(text)
-    return texts
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -198,44 +171,28 @@ def _predictor(model: Any) -> Predict:
 
 
 def _values(
-    said: LinearTeacher | LogitsTeacher,
-    taught: LinearTeacher | LogitsTeacher | None,
+    answer: LinearTeacher | LogitsTeacher,
+    teacher_answer: LinearTeacher | LogitsTeacher | None,
     targets: Tensor,
     autocast: Autocast,
 ) -> Iterator[TokenValues]:
-    vocabulary = len(said.weight) if isinstance(said, LinearTeacher) else said.logits.shape[-1]
+    """What is known of each target token, a chunk of logits at a time."""
+    linear = isinstance(answer, LinearTeacher)
+    vocabulary = len(answer.weight) if linear else answer.logits.shape[-1]
     size = max(1, CHUNK_BYTES // (4 * vocabulary))
     for start in range(0, len(targets), size):
         chunk = slice(start, start + size)
         with autocast():
-            logits = logits_of(said, chunk)
-        teacher_logits = None if taught is None else logits_of(taught, chunk)
+            logits = logits_of(answer, chunk)
+        teacher_logits = None if teacher_answer is None else logits_of(teacher_answer, chunk)
         yield token_values(logits, targets[chunk], teacher_logits)
 
 
-def logits_of(said: LinearTeacher | LogitsTeacher, chunk: slice = slice(None)) -> Tensor:
+def logits_of(answer: LinearTeacher | LogitsTeacher, chunk: slice = slice(None)) -> Tensor:
     """Logits `[n, vocab]` of some positions."""
-    if isinstance(said, LogitsTeacher):
-        return said.logits[chunk]
-    return F.linear(said.hidden[chunk], said.weight, said.bias)
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode; each module's own mode comes back. A `FrozenTeacher` has no other mode."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    if isinstance(answer, LogitsTeacher):
+        return answer.logits[chunk]
+    return F.linear(answer.hidden[chunk], answer.weight, answer.bias)
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -265,7 +222,7 @@ def _questions(examples: Iterable[Example], tokenizer: Any) -> Iterator[_Questio
             ids = tokenizer(prompt, add_special_tokens=False).input_ids
         else:
             prompt = example.prompt or ""
-            ids = _prompt_ids(tokenizer, prompt)
+            ids = prompt_ids(tokenizer, prompt)
         yield _Question(example.where, prompt, ids, reference)
 
 
@@ -281,121 +238,120 @@ def _chat_prompt(messages: list[Any], tokenizer: Any) -> str | None:
         return None
 
 
-def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """A prompt as in training, see `make_blocks`: BOS where the tokenizer puts it, no EOS."""
-    bos, own = tokenizer.bos_token_id, tokenizer("").input_ids
-    start = [bos] if bos is not None and own[:1] == [bos] else []
-    ids = start + tokenizer(prompt, add_special_tokens=False).input_ids
-    # Nothing at all is the beginning of a text.
-    return ids or [tokenizer.eos_token_id if bos is None else bos]
+# --- one judge for a whole run --------------------------------------------------------------------
 
 
-Continued = tuple[str, str | None]  # the text, or why there is none
+@dataclass(frozen=True)
+class Reading:
+    """Held-out text as a model reads it.
 
-
-def _continue(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    batch_size: int,
-    autocast: Autocast,
-) -> list[Continued]:
-    """Go on after each prompt; where a batch crashes, its prompts are tried one by one."""
-    if isinstance(model, FrozenTeacher):
-        with model.on_device():
-            return _continue(
-                model.model, tokenizer, prompts, max_new_tokens, batch_size, nullcontext
-            )
-    room = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
-    results: list[Continued] = [
-        ("", f"the prompt has {len(ids)} tokens and the model {room} positions: shorten the prompt")
-        for ids in prompts
-    ]
-    fits = [i for i, ids in enumerate(prompts) if len(ids) + max_new_tokens <= room]
-    # What would reach the last position writes less, and alone: nobody else is cut short for it.
-    tight = [i for i, ids in enumerate(prompts) if room - max_new_tokens < len(ids) < room]
-    batches = [fits[i : i + batch_size] for i in range(0, len(fits), batch_size)]
-    batches += [[i] for i in tight]
-    while batches:
-        batch = batches.pop(0)
-        asked = [prompts[i] for i in batch]
-        new = min(max_new_tokens, room - max(map(len, asked)))
-        try:
-            with _evaluating(model), autocast():
-                texts = _greedy(model, tokenizer, asked, new)
-        except (RuntimeError, IndexError, ValueError) as error:
-            texts = [("", f"{type(error).__name__}: {error}")]
-            if len(batch) > 1:
-                batches[:0] = [[i] for i in batch]
-                continue
-        for i, text in zip(batch, texts, strict=True):
-            results[i] = text
-    return results
-
-
-class _Watch:
-    """Notes the first new token of each text whose logits were not finite.
-
-    Greedy search takes the largest logit, and a NaN counts as the largest: nothing would be raised.
+    Attributes:
+        tokenizer: the model's tokenizer.
+        blocks: the text in its tokens.
     """
 
-    def __init__(self, width: int, ends: Tensor) -> None:
-        self.width, self.ends = width, ends
-        self.first: dict[int, int] = {}
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        new = input_ids[:, self.width :]
-        running = ~torch.isin(new, self.ends).any(1)
-        for row in (running & ~scores.amax(-1).isfinite()).nonzero()[:, 0].tolist():
-            self.first.setdefault(row, new.shape[1] + 1)
-        return scores
+    tokenizer: Any
+    blocks: Blocks
 
 
-def _greedy(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int
-) -> list[Continued]:
-    from transformers import LogitsProcessorList
+class LanguageJudge:
+    """Looks at models through the same held-out rows, prompts and questions.
 
-    device = _device(model)
-    ends = _end_tokens(model, tokenizer)
-    padding = ends[0] if ends else 0
-    width = max(map(len, prompts))
-    gaps = [width - len(ids) for ids in prompts]
-    ids = [[padding] * gap + ids for gap, ids in zip(gaps, prompts, strict=True)]
-    seen = [[0] * gap + [1] * (width - gap) for gap in gaps]
-    watch = _Watch(width, torch.tensor(ends, device=device, dtype=torch.long))
-    out = model.generate(
-        input_ids=torch.tensor(ids, device=device),
-        attention_mask=torch.tensor(seen, device=device),
-        logits_processor=LogitsProcessorList([watch]),  # pyright: ignore[reportArgumentType]
-        max_new_tokens=max_new_tokens,
-        eos_token_id=ends or None,
-        pad_token_id=padding,
-        # A model brings sampling settings of its own: transformers warns that greedy ignores them,
-        # and a penalty would not be ignored.
-        do_sample=False,
-        num_beams=1,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=50,
-        repetition_penalty=1.0,
-    )
-    results: list[Continued] = []
-    for row, (prompt, new) in enumerate(zip(prompts, out[:, width:].tolist(), strict=True)):
-        if row in watch.first:
-            results.append(("", f"logits not finite at new token {watch.first[row]}"))
-            continue
-        stop = next((i for i, token in enumerate(new) if token in ends), len(new))
-        # Both with the prompt: alone, many tokenizers drop the space at the beginning.
-        before, whole = (tokenizer.decode(x) for x in (prompt, prompt + new[:stop]))
-        text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new[:stop])
-        results.append((text, None))
-    return results
+    Args:
+        examples: held-out documents, for prompts and questions.
+        student: how every model but a `FrozenTeacher` reads them.
+        teacher: how a `FrozenTeacher` does; None where there is none to be judged.
+        beside: the teacher whose distributions the student's are compared with; None for no
+            agreement and no divergence.
+        batch_size: blocks of a forward pass.
+        answer_prompts: questions asked at most.
+        generations: prompts that answers are kept of.
+        max_new_tokens: of an answer, at most.
+        autocast: makes the context that a student runs in.
+        as_it_came: makes a context in which a mixture of experts has the routers that it came
+            with: all rows of the table are beside one teacher, whatever its routers learn.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        student: Reading,
+        teacher: Reading | None = None,
+        *,
+        beside: FrozenTeacher | None = None,
+        batch_size: int = 8,
+        answer_prompts: int = 100,
+        generations: int = 4,
+        max_new_tokens: int = 64,
+        autocast: Autocast = nullcontext,
+        as_it_came: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._examples, self._student, self._teacher = examples, student, teacher
+        self._beside, self._batch_size, self._answer_prompts = beside, batch_size, answer_prompts
+        self._max_new_tokens, self._autocast, self._as_it_came = (
+            max_new_tokens,
+            autocast,
+            as_it_came,
+        )
+        self._prompts = [_prompt(example) for example in examples[:generations]]
+
+    def scores(self, model: Any) -> TokenScores:
+        """Held-out scores of a model."""
+        with self._as_it_came():
+            return judge_tokens(
+                model,
+                self._reading(model).blocks,
+                teacher=None if isinstance(model, FrozenTeacher) else self._beside,
+                batch_size=self._batch_size,
+                autocast=self._autocast,
+            )
+
+    def row(self, name: str, model: Any) -> dict[str, Any]:
+        """A row of the report's table."""
+        row = self.scores(model).table_row(name)
+        with self._as_it_came():
+            answers, _ = judge_answers(
+                model,
+                self._reading(model).tokenizer,
+                self._examples,
+                limit=self._answer_prompts,
+                max_new_tokens=self._max_new_tokens,
+                autocast=self._autocast,
+            )
+        return row | {
+            "answer_accuracy": answers.accuracy,
+            "answer_rate": answers.answer_rate,
+            "n": answers.n,
+            "interval": answers.interval,
+        }
+
+    def generations(self, model: Any) -> list[str]:
+        """What a model writes after each prompt."""
+        tokenizer, prompts = self._reading(model).tokenizer, [prompt for prompt, _ in self._prompts]
+        with self._as_it_came():
+            return generate(
+                model, tokenizer, prompts, self._max_new_tokens, autocast=self._autocast
+            )
+
+    def side_by_side(self, generations: dict[str, list[str]]) -> list[dict[str, str]]:
+        """Each prompt with what each model wrote, and the text's own continuation."""
+        return [
+            {"prompt": prompt, "reference": reference}
+            | {name: texts[i] for name, texts in generations.items()}
+            for i, (prompt, reference) in enumerate(self._prompts)
+        ]
+
+    def _reading(self, model: Any) -> Reading:
+        if not isinstance(model, FrozenTeacher):
+            return self._student
+        assert self._teacher is not None
+        return self._teacher
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends a text, by the model's word and the tokenizer's."""
-    own = model.generation_config.eos_token_id
-    listed = own if isinstance(own, list) else [own]
-    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
+def _prompt(example: Example) -> tuple[str, str]:
+    """A prompt and its own continuation, of any kind of example."""
+    if example.text is None:
+        return example.prompt or "", example.completion or ""
+    end = example.text.rfind(" ", 0, PROMPT_CHARACTERS)
+    end = PROMPT_CHARACTERS if end < 1 else end
+    return example.text[:end], example.text[end : 4 * end]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,7 @@ import torch
 from torch import nn
 
 from ssl_kd.datasets.aligned import AlignedBlocks
-from ssl_kd.datasets.text import Example
-from ssl_kd.evaluate.language import generate, judge_answers, judge_tokens
-from ssl_kd.evaluate.tokens import TokenScores
+from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.events import EventWarnings
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.memory import estimate_memory
@@ -29,7 +28,7 @@ from ssl_kd.teachers.causal import (
     FrozenTeacher,
     without_adapters,
 )
-from ssl_kd.teachers.mixture import Mixture, is_mixture
+from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Clock
@@ -39,7 +38,6 @@ from ssl_kd.training.stop import Signals
 logger = logging.getLogger(__name__)
 
 DRY_STEPS = 5
-PROMPT_CHARACTERS = 120
 
 
 def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path:
@@ -73,18 +71,18 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         _say_memory(settings, task, folder)
 
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
+        judge = _judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)
         with clock("judge"):
             tell("judge", 0, 2, {})
-            table, answers = _Judge(settings, task, mixture).first(student)
+            table, generations = _first_rows(task, judge)
             tell("judge", 1, 2, {})
         task = task.without_teacher()
-        judge = _Judge(settings, task, mixture)
         with clock("train"), signals.between_steps():
             best = _train(settings, folder, task, distiller, steps, signals, judge, tell)
         with clock("judge"):
             best.put_back()
             table.append(judge.row("student", student))
-            answers["after"] = judge.answers(student)
+            generations["after"] = judge.generations(student)
             tell("judge", 2, 2, {})
         with clock("save"):  # before the baseline, which may stop
             save_student(
@@ -115,7 +113,7 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
             events=folder.count_events(),
             cache=task.caches[0].facts() if task.caches else None,
             alignment=task.blocks.statistics() if isinstance(task.blocks, AlignedBlocks) else None,
-            generations=judge.side_by_side(answers),
+            generations=judge.side_by_side(generations),
             seconds=clock.seconds,
         )
     return folder.path
@@ -212,6 +210,39 @@ def _say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> No
     folder.update_json("config.json", memory=dict(estimate.parts))
 
 
+def _judge(
+    settings: LanguageSettings, task: Task, as_it_came: Callable[[], AbstractContextManager[Any]]
+) -> LanguageJudge:
+    """Who looks at the run's models, all in the same way."""
+    alike = not isinstance(task.blocks, AlignedBlocks)
+    return LanguageJudge(
+        task.eval_set.examples,
+        Reading(task.student.tokenizer, task.eval_blocks),
+        task.teacher and Reading(task.teacher.tokenizer, task.teacher_eval_blocks),
+        beside=task.frozen if alike else None,
+        batch_size=settings.per_device_batch_size,
+        answer_prompts=settings.answer_prompts,
+        generations=settings.generations,
+        max_new_tokens=settings.max_new_tokens,
+        autocast=task.precision.autocast,
+        as_it_came=as_it_came,
+    )
+
+
+def _first_rows(task: Task, judge: LanguageJudge) -> tuple[list[Row], dict[str, list[str]]]:
+    """The table's rows of the teacher and the student before, and what they write."""
+    student, teacher = task.student.model, task.frozen
+    table, generations = [], {"before": judge.generations(student)}
+    if task.caches and task.teacher is not None:
+        device, dtype = task.precision.device, task.precision.teacher
+        teacher = FrozenTeacher(task.teacher.model, device=device, dtype=dtype)
+    if teacher is not None:
+        table.append(judge.row("teacher", teacher))
+        generations["teacher"] = judge.generations(teacher)
+    table.append(judge.row("student before", student))
+    return table, generations
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -222,7 +253,7 @@ def _train(
     distiller: Distiller,
     steps: int,
     signals: Signals,
-    judge: _Judge,
+    judge: LanguageJudge,
     tell: Progress,
 ) -> Best:
     """Train the student, from the last checkpoint if there is one; its best weights."""
@@ -258,7 +289,7 @@ def _train(
             tell("train", row["step"], steps, info | {"tokens/s": row["tokens_per_second"]})
 
         def on_eval(done: int) -> None:
-            scores = judge.look(distiller.student)
+            scores = judge.scores(distiller.student)
             best.offer(done, scores.nll)
             found = scores.table_row("student")
             folder.log({"step": done, "eval": found})
@@ -336,7 +367,7 @@ def train_alone(
     task: Task,
     student: nn.Module,
     steps: int,
-    judge: _Judge,
+    judge: LanguageJudge,
     tell: Progress,
 ) -> None:
     """The same student by cross-entropy alone: the same batches, steps and learning rates."""
@@ -352,7 +383,7 @@ def train_alone(
         task.blocks,
         steps,
         on_step=on_step,
-        on_eval=lambda done: best.offer(done, judge.look(student).nll),
+        on_eval=lambda done: best.offer(done, judge.scores(student).nll),
     )
     best.put_back()
 
@@ -367,97 +398,3 @@ def advice(settings: LanguageSettings, distiller: Distiller) -> str:
     if distiller.precision.student != torch.float32:
         tries.append("--model_dtype float32")
     return f"Settings to try: {' '.join(tries)}"
-
-
-# --- judging --------------------------------------------------------------------------------------
-
-
-class _Judge:
-    """Looks at models through the same held-out rows, prompts and questions.
-
-    A mixture of experts is looked at with its routers as they came, so that all rows of the table
-    are beside one teacher, whatever its routers learn.
-    """
-
-    def __init__(
-        self, settings: LanguageSettings, task: Task, mixture: Mixture | None = None
-    ) -> None:
-        self._settings, self._task = settings, task
-        self._as_it_came = nullcontext if mixture is None else mixture.as_it_came
-        self._examples = task.eval_set.examples
-        self._prompts = [_prompt(example) for example in self._examples[: settings.generations]]
-
-    def look(self, model: Any) -> TokenScores:
-        """Held-out scores of a model, beside the live teacher's word if there is one."""
-        task, itself = self._task, isinstance(model, FrozenTeacher)
-        alike = not isinstance(task.blocks, AlignedBlocks)
-        with self._as_it_came():
-            return judge_tokens(
-                model,
-                task.teacher_eval_blocks if itself else task.eval_blocks,
-                teacher=task.frozen if alike and not itself else None,
-                batch_size=self._settings.batch_size,
-                autocast=task.precision.autocast,
-            )
-
-    def row(self, name: str, model: Any) -> Row:
-        """A row of the report's table."""
-        row = self.look(model).table_row(name)
-        with self._as_it_came():
-            asked, _ = judge_answers(
-                model,
-                self._tokenizer(model),
-                self._examples,
-                limit=self._settings.answer_prompts,
-                max_new_tokens=self._settings.max_new_tokens,
-                autocast=self._task.precision.autocast,
-            )
-        return row | {
-            "answer_accuracy": asked.accuracy,
-            "answer_rate": asked.answer_rate,
-            "n": asked.n,
-            "interval": asked.interval,
-        }
-
-    def first(self, student: nn.Module) -> tuple[list[Row], dict[str, list[str]]]:
-        """The table's first rows, of the teacher and the student before, and what they write."""
-        table, answers = [], {"before": self.answers(student)}
-        task, teacher = self._task, self._task.frozen
-        if task.caches and task.teacher is not None:
-            device, dtype = task.precision.device, task.precision.teacher
-            teacher = FrozenTeacher(task.teacher.model, device=device, dtype=dtype)
-        if teacher is not None:
-            table.append(self.row("teacher", teacher))
-            answers["teacher"] = self.answers(teacher)
-        table.append(self.row("student before", student))
-        return table, answers
-
-    def _tokenizer(self, model: Any) -> Any:
-        lm = self._task.teacher if isinstance(model, FrozenTeacher) else self._task.student
-        assert lm is not None
-        return lm.tokenizer
-
-    def answers(self, model: Any) -> list[str]:
-        """What a model writes after each prompt."""
-        settings, tokenizer = self._settings, self._tokenizer(model)
-        prompts = [prompt for prompt, _ in self._prompts]
-        autocast = self._task.precision.autocast
-        with self._as_it_came():
-            return generate(model, tokenizer, prompts, settings.max_new_tokens, autocast=autocast)
-
-    def side_by_side(self, answers: dict[str, list[str]]) -> list[Row]:
-        """Each prompt with what everybody wrote, and the text's own continuation."""
-        return [
-            {"prompt": prompt, "reference": reference}
-            | {who: texts[i] for who, texts in answers.items()}
-            for i, (prompt, reference) in enumerate(self._prompts)
-        ]
-
-
-def _prompt(example: Example) -> tuple[str, str]:
-    """A prompt and its own continuation, of any kind of example."""
-    if example.text is None:
-        return example.prompt or "", example.completion or ""
-    end = example.text.rfind(" ", 0, PROMPT_CHARACTERS)
-    end = PROMPT_CHARACTERS if end < 1 else end
-    return example.text[:end], example.text[end : 4 * end]

@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers")
 from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.evaluate import language as judge  # noqa: E402
-from ssl_kd.evaluate.language import generate, judge_answers, judge_tokens  # noqa: E402
+from ssl_kd.evaluate.generation import _Watch, generate  # noqa: E402
+from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher, linear_head  # noqa: E402
 
 TEXTS = (
@@ -339,7 +340,7 @@ def test_the_last_position_of_a_model_ends_a_text_and_no_other():
 
 def test_a_nan_behind_the_end_of_a_text_does_no_harm():
     ends = torch.tensor([2])
-    watch = judge._Watch(3, ends)
+    watch = _Watch(3, ends)
     scores = torch.tensor([[0.0, math.nan], [0.0, -math.inf], [0.0, math.nan]])
     assert watch(torch.tensor([[2, 0, 0, 2], [2, 0, 0, 5], [2, 0, 0, 5]]), scores) is scores
     watch(torch.zeros(3, 6, dtype=torch.long), scores)
