@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, never half of each; and one writer at a time.
+"""Files that are either the old one or the new one, never half of each.
 
 A plain `torch.save` that is killed leaves an unreadable file where a readable one was. Everything
 here writes beside the target, flushes to the disk, and only then takes the target's name.
@@ -11,27 +11,17 @@ import hashlib
 import json
 import os
 import secrets
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class CorruptFileError(RuntimeError):
     """A file that exists does not hold what was once written there."""
-
-
-class LockHeld(RuntimeError):
-    """Another writer is at work on the same files."""
 
 
 def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
@@ -133,70 +123,3 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
             f"{path} cannot be read as a file of tensors: {reason}. "
             "Expected what torch.save writes; delete the file or write it again."
         ) from error
-
-
-class Lock:
-    """A lock between processes (and within one) that a killed holder cannot leave behind.
-
-    A context manager. The file at `path` holds the process id of the holder and stays when the
-    lock is released; only the lock on it counts. Where the system has no `flock`, the existence
-    of the file is the lock, and a killed holder's file has to be deleted by hand.
-
-    Raises:
-        LockHeld: on entering, at once, when another holder has it; the message names its process.
-    """
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._handle: int | None = None
-
-    def __enter__(self) -> Lock:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            if fcntl:
-                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    os.close(handle)
-                    raise
-            else:
-                handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        except (BlockingIOError, FileExistsError) as error:
-            holder = self.path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
-            way_out = "" if fcntl else f", or delete {self.path} if that process is gone"
-            raise LockHeld(
-                f"process {holder} holds {self.path}: one writer at a time. "
-                f"Wait until it has finished, or stop it{way_out}."
-            ) from error
-        os.ftruncate(handle, 0)
-        os.write(handle, str(os.getpid()).encode())
-        self._handle = handle
-        _held.add(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._handle is not None:
-            _held.discard(self)
-            if fcntl:
-                fcntl.flock(self._handle, fcntl.LOCK_UN)
-            os.close(self._handle)
-            self._handle = None
-            if not fcntl:
-                self.path.unlink(missing_ok=True)
-
-
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
-
-
-def _forget_locks() -> None:
-    # A forked data-loading worker that outlives a killed parent must not keep the parent's lock.
-    for lock in list(_held):
-        if lock._handle is not None:
-            os.close(lock._handle)
-            lock._handle = None
-    _held.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)

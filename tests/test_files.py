@@ -1,12 +1,9 @@
-"""Files are whole or absent, damage is named, nothing in them runs, and one writer writes."""
+"""Files are whole or absent, damage is named, nothing in them runs."""
 
 import errno
 import io
 import os
 import pickle
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,6 @@ import torch
 from ssl_kd import files
 from ssl_kd.files import (
     CorruptFileError,
-    Lock,
-    LockHeld,
     atomic_write,
     atomic_write_bytes,
     atomic_write_json,
@@ -173,97 +168,3 @@ def test_code_in_a_pickle_is_refused(tmp_path, form, mmap):
 def test_a_missing_file_is_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_tensors(tmp_path / "x.pt")
-
-
-def test_one_holder_at_a_time_in_one_process(tmp_path):
-    with Lock(tmp_path / "lock"):
-        with pytest.raises(LockHeld, match=f"process {os.getpid()} holds .*lock"):
-            Lock(tmp_path / "lock").__enter__()
-    with Lock(tmp_path / "lock"):
-        pass
-
-
-def run(script: str, *arguments: object) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-
-
-HOLD = """
-import sys
-from ssl_kd.files import Lock
-with Lock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path):
-    path = tmp_path / "lock"
-    with run(HOLD, path) as child:
-        assert child.stdout and child.stdout.readline() == b"held\n"
-        with pytest.raises(LockHeld, match=f"process {child.pid} "):
-            Lock(path).__enter__()
-        child.kill()
-        child.wait()
-        with Lock(path):
-            assert path.read_text() == str(os.getpid())
-
-
-HOLD_AND_FORK = """
-import os, sys, warnings
-from ssl_kd.files import Lock
-warnings.simplefilter("ignore")  # fork next to threads
-with Lock(sys.argv[1]):
-    if os.fork() == 0:  # a data-loading worker
-        os.write(1, b"held\\n")
-        os.read(0, 1)
-        os._exit(0)
-    os.wait()
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path):
-    path = tmp_path / "lock"
-    with run(HOLD_AND_FORK, path) as parent:
-        assert parent.stdout and parent.stdout.readline() == b"held\n"
-        with pytest.raises(LockHeld, match=f"process {parent.pid} "):
-            Lock(path).__enter__()
-        parent.kill()
-        parent.wait()
-        with Lock(path):  # its child still waits on standard input
-            pass
-
-
-def test_without_flock_the_file_is_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "fcntl", None)
-    with Lock(tmp_path / "lock"):
-        with pytest.raises(LockHeld, match="or delete .*lock if that process is gone"):
-            Lock(tmp_path / "lock").__enter__()
-    assert names(tmp_path) == []
-
-
-def test_many_threads_one_winner(tmp_path):
-    won, barrier, done = [], threading.Barrier(8), threading.Barrier(8)
-
-    def compete():
-        lock = Lock(tmp_path / "lock")
-        barrier.wait()
-        try:
-            lock.__enter__()
-            won.append(lock)
-        except LockHeld:
-            pass
-        done.wait()
-
-    threads = [threading.Thread(target=compete) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    won[0].__exit__()

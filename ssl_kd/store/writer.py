@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ssl_kd.files import (
-    CorruptFileError,
-    Lock,
-    save_tensors,
-    sha256_file,
-    sync_folder,
-)
+from ssl_kd.files import CorruptFileError, save_tensors, sha256_file, sync_folder
+from ssl_kd.lock import Lock
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 from ssl_kd.store.shards import (
     Columns,

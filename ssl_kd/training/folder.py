@@ -20,8 +20,6 @@ import torch
 from ssl_kd import __version__
 from ssl_kd.files import (
     CorruptFileError,
-    Lock,
-    LockHeld,
     atomic_write_json,
     atomic_write_text,
     load_tensors,
@@ -29,6 +27,7 @@ from ssl_kd.files import (
     sha256_file,
 )
 from ssl_kd.guard.events import EventLog
+from ssl_kd.lock import Lock, LockHeld
 from ssl_kd.settings import RunSettings, SettingsError
 
 logger = logging.getLogger(__name__)

@@ -384,7 +384,7 @@ def test_a_run_folder_in_use_is_refused(settings, tmp_path, train_py):
 
 _HOLDER = """
 import sys
-from ssl_kd.files import Lock
+from ssl_kd.lock import Lock
 with Lock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

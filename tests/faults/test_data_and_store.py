@@ -505,7 +505,7 @@ def test_code_in_a_checkpoint_is_refused_and_the_one_before_taken(settings, tmp_
 
 _HOLDER = """
 import sys
-from ssl_kd.files import Lock
+from ssl_kd.lock import Lock
 with Lock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
@@ -542,7 +542,7 @@ import sys
 import numpy as np
 from ssl_kd.datasets import FeatureDataset
 from ssl_kd.guard import Precision
-from ssl_kd.files import LockHeld
+from ssl_kd.lock import LockHeld
 from ssl_kd.teachers import Features
 from ssl_kd.vision.extract import extract
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ssl_kd import files
-from ssl_kd.files import CorruptFileError, LockHeld, sha256_file
+from ssl_kd.files import CorruptFileError, sha256_file
+from ssl_kd.lock import LockHeld
 from ssl_kd.store import (
     EmbeddingStore,
     EmbeddingWriter,
