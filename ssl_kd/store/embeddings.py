@@ -290,9 +290,10 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
 
         Args:
             embeddings: floating [b, D], on any device.
-            rows: int64 [b], their rows in the data set.
+            rows: int64 [b], their rows in the data set, increasing.
 
         Raises:
+            ValueError: rows came twice or out of order, or one before them never came.
             NonFiniteRow: one is bad and not `exclude_bad`; nothing of this call was taken then.
             OSError: the disk is full; complete shards are kept.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -19,7 +20,6 @@ from ssl_kd.files import CorruptFileError, save_tensors, sha256_file, sync_folde
 from ssl_kd.lock import Lock
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 from ssl_kd.store.shards import (
-    Columns,
     Content,
     Manifest,
     NonFiniteRow,
@@ -32,31 +32,17 @@ from ssl_kd.store.shards import (
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 256 << 20
-MISSING, GIVEN, SKIPPED = 0, 1, 2
 
 S = TypeVar("S", bound=ShardStore)
-
-
-class _Pending:
-    """A shard in memory: the rows `start` to `stop` of the data set, as far as they came."""
-
-    def __init__(self, start: int, stop: int, columns: Columns):
-        self.start, self.stop = start, stop
-        self.content = {
-            name: torch.empty(stop - start, *shape, dtype=dtype)
-            for name, (shape, dtype) in columns.items()
-        }
-        self.state = torch.zeros(stop - start, dtype=torch.uint8)
-        self.left_out: dict[int, Manifest] = {}
 
 
 class ShardWriter(Generic[S]):
     """Write a cache; what an earlier, interrupted writer has finished is kept.
 
-    Every row of the data set is either given to `put` or to `skip`, in any order, best in the
-    data set's. A shard is written when its last row came. Until `close` everything goes to the
-    folder `{name}.partial`, so an older cache stays readable to the end. One writer at a time: a
-    lock is held from construction until `close` or the end of the `with` block.
+    Every row of the data set goes either to `put`, in the data set's order, or to `skip`. A shard
+    is written when its last row came; until then no row of a later shard is taken. Until `close`
+    everything goes to the folder `{name}.partial`, so an older cache stays readable to the end. One
+    writer at a time: a lock is held from construction until `close` or the end of the `with` block.
 
     Args:
         kind: the store that reads it, which says what its columns are and what a bad row is.
@@ -103,13 +89,14 @@ class ShardWriter(Generic[S]):
             raise ValueError(f"shard_rows is {shard_rows}; expected at least 1")
         self._partial = self.folder / f"{name}.partial"
         self._stored: dict[int, Manifest] = {}  # shard number -> its entry in the manifest
-        self._pending: dict[int, _Pending] = {}
+        self._left_out: dict[int, Manifest] = {}  # row -> what is listed, of shards not stored yet
         self._store: S | None = None
         self._closed = False
         self._lock = Lock(self.folder / f".{name}.lock")
         self._lock.__enter__()
         try:
             self._recover(force)
+            self._begin_shard()
         except BaseException:
             self._release()
             raise
@@ -159,14 +146,19 @@ class ShardWriter(Generic[S]):
 
         Args:
             content: the columns, each [b, ...], on any device.
-            rows: int64 [b], their places in the data set.
+            rows: int64 [b], their places in the data set, increasing.
 
         Raises:
+            ValueError: rows came twice or out of order, or one before them never came.
             NonFiniteRow: one is bad and not `exclude_bad`; nothing of this call was taken then.
             OSError: the disk is full; complete shards are kept.
         """
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
         self._check_rows(rows)
+        order = [*self._rows[-1:], *rows.tolist()]
+        for before, row in itertools.pairwise(order):
+            if row <= before:
+                raise ValueError(f"row {row} came after row {before}, not in the data set's order")
         content = {
             name: content[name].detach().to("cpu", dtype)
             for name, (_, dtype) in self._columns.items()
@@ -177,40 +169,26 @@ class ShardWriter(Generic[S]):
                     f"{name} of shape {tuple(content[name].shape)} for {len(rows)} rows; "
                     f"expected {expected}"
                 )
-        faults = self.kind.faults(content, whole=False)
-        bad = torch.zeros(len(rows), dtype=torch.bool)
-        for position, what in faults.items():
-            if not self.exclude_bad:
-                raise self._bad_row(int(rows[position]), what)
-            bad[position] = True
+        rows, content = self._without_bad(rows, content, whole=False)
         shards = rows // self.shard_rows
         for shard in shards.unique().tolist():
-            if shard in self._stored:
-                continue
-            at = ((shards == shard) & ~bad).nonzero().squeeze(1)
-            pending = self._open(shard)
-            for name, column in pending.content.items():
-                column[rows[at] - pending.start] = content[name][at]
-            pending.state[rows[at] - pending.start] = GIVEN
-            for position in ((shards == shard) & bad).nonzero().squeeze(1).tolist():
-                self._leave_out(pending, int(rows[position]), faults[position])
-            self._write_if_complete(shard)
+            if shard not in self._stored:
+                at = (shards == shard).nonzero().squeeze(1)
+                self._add(shard, {name: content[name][at] for name in content}, rows[at].tolist())
+        self._write_complete()
 
     def skip(self, row: int, id: str, reason: str) -> None:
         """Leave a sample out; the manifest's `unreadable` lists it.
 
         Args:
-            row: its row in the data set.
+            row: its row in the data set, in any shard that is not stored yet.
             id: its name.
             reason: what is wrong with it.
         """
         self._check_rows(torch.tensor([row]))
-        shard = row // self.shard_rows
-        if shard not in self._stored:
-            pending = self._open(shard)
-            pending.state[row - pending.start] = SKIPPED
-            pending.left_out[row] = {"row": row, "id": id, "reason": reason}
-            self._write_if_complete(shard)
+        if row // self.shard_rows not in self._stored:
+            self._left_out[row] = {"row": row, "id": id, "reason": reason}
+            self._write_complete()
 
     def close(self) -> S:
         """Make the finished cache visible and open it.
@@ -220,7 +198,7 @@ class ShardWriter(Generic[S]):
         """
         if self._store is None:
             try:
-                self._check_complete()
+                self._check_complete(self.n)
                 if self._unpublished:
                     self._publish()
                 self._store = self.kind(
@@ -319,64 +297,86 @@ class ShardWriter(Generic[S]):
         number = "" if self._n_shards == 1 else f"_{shard:05d}"
         return f"{self.name}{number}.pt"
 
-    def _open(self, shard: int) -> _Pending:
-        if shard not in self._pending:
-            self._pending[shard] = _Pending(*self._range(shard), self._columns)
-        return self._pending[shard]
-
     def _check_rows(self, rows: Tensor) -> None:
         if self._closed:
             raise ValueError("this writer is closed; make another to go on")
         if len(rows) and not 0 <= (first := int(rows.min())) <= (last := int(rows.max())) < self.n:
             raise ValueError(f"rows {first} to {last} of a data set of {self.n}")
 
-    def _bad_row(self, row: int, what: str) -> NonFiniteRow:
-        shard = row // self.shard_rows
-        position = row - shard * self.shard_rows
-        return NonFiniteRow(self._file(shard), position, row, self._ids[row], what)
-
-    def _leave_out(self, pending: _Pending, row: int, reason: str) -> None:
-        pending.state[row - pending.start] = SKIPPED
-        pending.left_out[row] = {"row": row, "id": self._ids[row], "reason": reason}
-
-    def _write_if_complete(self, shard: int) -> None:
-        pending = self._pending[shard]
-        if (pending.state == MISSING).any():
-            return
-        given = (pending.state == GIVEN).nonzero().squeeze(1)
-        content = pending.content
-        if len(given) < len(pending.state):  # a whole shard is saved as it is: this copies it
-            content = {name: column[given] for name, column in content.items()}
-        faults = self.kind.faults(content, whole=True)  # by the same rule that reading goes by
+    def _without_bad(self, rows: Tensor, content: Content, whole: bool) -> tuple[Tensor, Content]:
+        """Leave out the rows that are bad, or raise; `whole`: these are all rows of a shard."""
+        faults = self.kind.faults(content, whole=whole)
         for position, what in faults.items():
-            row = int(given[position]) + pending.start
+            row = int(rows[position])
+            shard = row // self.shard_rows
             if not self.exclude_bad:
-                raise self._bad_row(row, what)
-            self._leave_out(pending, row, what)
-        if faults:
-            keep = pending.state[given] == GIVEN
-            given, content = given[keep], {name: content[name][keep] for name in content}
-        rows = given + pending.start
+                place = row - shard * self.shard_rows
+                raise NonFiniteRow(self._file(shard), place, row, self._ids[row], what)
+            if shard not in self._stored:
+                self._left_out[row] = {"row": row, "id": self._ids[row], "reason": what}
+        if not faults:
+            return rows, content
+        good = torch.ones(len(rows), dtype=torch.bool)
+        good[list(faults)] = False
+        return rows[good], {name: column[good] for name, column in content.items()}
+
+    def _begin_shard(self) -> None:
+        """Make room for the first shard that is missing."""
+        start, stop = self._range(self.done // self.shard_rows)
+        self._rows: list[int] = []  # those that came, in order
+        self._content = {
+            name: torch.empty(stop - start, *shape, dtype=dtype)
+            for name, (shape, dtype) in self._columns.items()
+        }
+
+    def _add(self, shard: int, content: Content, rows: list[int]) -> None:
+        if self.done < shard * self.shard_rows:
+            self._check_complete(shard * self.shard_rows)
+        first = len(self._rows)
+        for name, column in self._content.items():
+            column[first : first + len(rows)] = content[name]
+        self._rows += rows
+        for row in rows:
+            self._left_out.pop(row, None)
+
+    def _absent(self, start: int, stop: int) -> list[int]:
+        came = {*self._rows, *self._left_out}
+        return [row for row in range(start, stop) if row not in came]
+
+    def _write_complete(self) -> None:
+        """Write the shards, from the first that is missing, all of whose rows came."""
+        while self.done < self.n:
+            start, stop = self._range(self.done // self.shard_rows)
+            # The count alone says no at nearly every batch.
+            if len(self._rows) + len(self._left_out) < stop - start or self._absent(start, stop):
+                return
+            self._write(start, stop)
+
+    def _write(self, start: int, stop: int) -> None:
+        keep = [at for at, row in enumerate(self._rows) if row not in self._left_out]
+        rows, content = torch.tensor(self._rows, dtype=torch.int64)[keep], self._content
+        if len(keep) < stop - start:  # a whole shard is saved as it is: this copies it
+            content = {name: column[keep] for name, column in content.items()}
+        # By the same rule that reading goes by.
+        rows, content = self._without_bad(rows, content, whole=True)
         names = json.dumps([self._ids[row] for row in rows.tolist()]).encode()
+        shard = start // self.shard_rows
         path = self._partial / self._file(shard)
         ids = torch.frombuffer(bytearray(names), dtype=torch.uint8)
         save_tensors(path, {**content, "indices": rows, "ids": ids})
+        left_out = sorted(row for row in self._left_out if start <= row < stop)
         self._stored[shard] = {
             "file": path.name,
-            "start": pending.start,
-            "stop": pending.stop,
+            "start": start,
+            "stop": stop,
             "rows": len(rows),
             "bytes": path.stat().st_size,
             "sha256": sha256_file(path),
-            "unreadable": [
-                pending.left_out[row]
-                for row in sorted(pending.left_out)
-                if pending.state[row - pending.start] == SKIPPED
-            ],
+            "unreadable": [self._left_out.pop(row) for row in left_out],
             "statistics": self.kind.statistics(content),
         }
-        del self._pending[shard]
         self._write_partial_manifest()
+        self._begin_shard()
 
     # The manifest
 
@@ -395,20 +395,18 @@ class ShardWriter(Generic[S]):
 
     # The end
 
-    def _check_complete(self) -> None:
-        if not (missing := self.missing):
-            return
+    def _check_complete(self, stop: int) -> None:
+        """Raise what is wrong with the shards before row `stop`, if one is not stored."""
+        self._write_complete()  # where a bad row kept a shard from being written, it is named again
         absent = [
-            row
-            for start, stop in missing
-            for row in range(start, stop)
-            if (pending := self._pending.get(row // self.shard_rows)) is None
-            or pending.state[row - pending.start] == MISSING
+            row for first, last in self.missing for row in self._absent(first, min(last, stop))
         ]
-        raise ValueError(
-            f"{len(absent)} rows came neither to append nor to skip, the first is row {absent[0]} "
-            f"({self._ids[absent[0]]!r}). Complete shards are kept: run again to go on."
-        )
+        if absent:
+            raise ValueError(
+                f"{len(absent)} rows came neither to append nor to skip, the first is row "
+                f"{absent[0]} ({self._ids[absent[0]]!r}). Complete shards are kept: run again to "
+                "go on."
+            )
 
     def _publish(self) -> None:
         """Move everything to its place, the manifest last.
@@ -431,5 +429,5 @@ class ShardWriter(Generic[S]):
 
     def _release(self) -> None:
         self._closed = True
-        self._pending.clear()
+        self._rows, self._content = [], {}
         self._lock.__exit__()

@@ -137,38 +137,25 @@ def extract(
         force=force,
         exclude_bad=exclude_bad,
     ) as writer:
-        missing = writer.missing
-        if missing:
+        if batches := writer.batches(batch_size):
             teacher.to(precision.device)
-            batches = _batches(len(dataset), batch_size, missing)
             embed = _Embed(teacher, precision, batch_size)
             on_cpu = precision.device.type == "cpu"
             load = _load_between if on_cpu else _load_ahead
             with closing(load(dataset, teacher, batches, workers)) as loaded:
-                _write(writer, dataset, teacher, embed, loaded, missing, exclude_bad, progress)
+                _write(writer, dataset, embed, loaded, progress)
         return writer.close()
-
-
-def _batches(n: int, batch_size: int, missing: Sequence[tuple[int, int]]) -> list[range]:
-    """The batches, on one grid over the data set, that hold missing rows."""
-    starts = {
-        at for start, stop in missing for at in range(start - start % batch_size, stop, batch_size)
-    }
-    return [range(at, min(at + batch_size, n)) for at in sorted(starts)]
 
 
 def _write(
     writer: EmbeddingWriter,
     dataset: ImageDataset | FeatureDataset,
-    teacher: Teacher,
-    embed: Callable[[Tensor], Tensor],
+    embed: _Embed,
     loaded: Iterator[_Batch],
-    missing: Sequence[tuple[int, int]],
-    exclude_bad: bool,
     progress: Callable[[Progress], None] | None,
 ) -> None:
     total = len(dataset)
-    before = total - sum(stop - start for start, stop in missing)
+    before = total - sum(stop - start for start, stop in writer.missing)
     began = time.perf_counter()
     seen = given = 0
     problem: UnreadableImage | None = None
@@ -176,12 +163,13 @@ def _write(
     def store(rows: Sequence[int], embeddings: Tensor) -> None:
         embeddings = embeddings.cpu()
         sick = (~embeddings.isfinite().all(1)).nonzero()[:, 0].tolist()
-        if sick and not exclude_bad:
+        if sick and not writer.exclude_bad:
             row = rows[sick[0]]
             raise ValueError(
-                f"teacher {teacher.name!r} gives NaN or infinity for {len(sick)} of {len(rows)} "
-                f"samples, first {dataset.ids[row]!r} (row {row} of {dataset.name}): take the "
-                "sample out, check the weights, or compute in float32 (DEVICE cpu, USE_FP16 False)"
+                f"teacher {embed.teacher.name!r} gives NaN or infinity for {len(sick)} of "
+                f"{len(rows)} samples, first {dataset.ids[row]!r} (row {row} of {dataset.name}): "
+                "take the sample out, check the weights, or compute in float32 (DEVICE cpu, "
+                "USE_FP16 False)"
             )
         writer.append(embeddings, torch.tensor(rows))
 

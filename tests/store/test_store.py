@@ -200,11 +200,21 @@ def test_unreadable_samples_are_listed_and_have_no_row(tmp_path):
     ]
 
 
-def test_rows_may_come_in_any_order(tmp_path):
+def test_rows_out_of_order_are_refused_and_change_nothing(tmp_path):
+    x = rows_of()
     with make_writer(tmp_path) as writer:
-        for rows in torch.randperm(N).split(11):
-            writer.append(rows_of()[rows], rows)
-    assert torch.equal(EmbeddingStore.open(tmp_path, "train").tensor(), rows_of())
+        writer.append(x[:8], torch.arange(8))
+        for rows, message in [
+            ([9, 8], "row 8 came after row 9"),
+            ([8, 8], "row 8 came after row 8"),
+            ([5], "row 5 came after row 7"),
+            ([7, 8], "row 7 came after row 7"),
+            ([12], r"4 rows came neither .* row 8 \('folder 8"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                writer.append(x[rows] * 2, torch.tensor(rows))
+        writer.append(x[8:], torch.arange(8, N))
+    assert torch.equal(EmbeddingStore.open(tmp_path, "train").tensor(), x)
 
 
 def test_statistics(tmp_path):
@@ -251,7 +261,7 @@ def test_rows_that_never_came_are_an_error(tmp_path):
             rows = torch.tensor([row for row in range(N) if row != 30])
             writer.append(rows_of()[rows], rows)
     with make_writer(tmp_path) as writer:
-        assert writer.missing == [(24, 36)]
+        assert writer.missing == [(24, N)]
         fill(writer)
 
 
@@ -624,9 +634,9 @@ def test_an_interrupted_writer_goes_on_at_the_last_complete_shard(tmp_path):
         assert writer.batches(20) == [range(20, 40), range(40, N)]
         assert fill(writer) == list(range(24, N))
     with make_writer(tmp_path / "straight") as writer:
+        writer.skip(3, IDS[3], "unreadable")
         rows = torch.tensor([row for row in range(N) if row != 3])
         writer.append(rows_of()[rows], rows)
-        writer.skip(3, IDS[3], "unreadable")
     assert content(tmp_path / "resumed") == content(tmp_path / "straight")
 
 
