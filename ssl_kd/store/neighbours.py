@@ -21,7 +21,6 @@ from ssl_kd.store.embeddings import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
-METRICS = ("cosine", "euclidean")
 BACKENDS = ("auto", "faiss", "torch")
 
 
@@ -29,21 +28,19 @@ def nearest_neighbours(
     embeddings: EmbeddingStore | Tensor,
     k: int,
     *,
-    metric: str = "cosine",
     backend: str = "auto",
     device: str | torch.device = "cpu",
     block_rows: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The k nearest other rows of every row, by comparing all pairs.
+    """The k nearest other rows of every row by cosine similarity, by comparing all pairs.
 
     The row itself is left out by its number, so a duplicate of it is a neighbour like any other.
-    With `cosine` a row of zeros is equally far from everything.
+    A row of zeros is equally far from everything.
 
     Args:
         embeddings: a store, or floating [n, D], finite.
         k: how many, 1 ... n - 1.
-        metric: `cosine` or `euclidean`.
         backend: `faiss` (CPU only), `torch`, or `auto`: FAISS on a Linux CPU when it is installed,
             torch elsewhere (two OpenMP runtimes in one process end badly on macOS).
         device: where torch computes.
@@ -53,12 +50,12 @@ def nearest_neighbours(
     Returns:
         int64 [n, k] on the CPU, nearest first; among equals any order.
 
-    >>> nearest_neighbours(torch.tensor([[0.0], [1.0], [3.0]]), 1, metric="euclidean").tolist()
+    >>> nearest_neighbours(torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 1.0]]), 1).tolist()
     [[1], [0], [1]]
     """
     n = len(embeddings)
     device = torch.device(device)
-    _check(k, n, metric)
+    _check(k, n)
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if block_rows < 1:
@@ -70,38 +67,25 @@ def nearest_neighbours(
         backend = "faiss" if use_faiss and importlib.util.find_spec("faiss") else "torch"
     search = _faiss_search() if backend == "faiss" else _torch_search
 
-    centre = _mean(embeddings, block_rows) if metric == "euclidean" else None
-
-    def prepared() -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Blocks (first row, as queries, as candidates): nearest has the largest dot product."""
+    def prepared() -> Iterator[tuple[int, Tensor]]:
+        """Normalised blocks and their first rows: nearest has the largest dot product."""
         for start, block in _blocks(embeddings, block_rows):
-            if centre is None:
-                block = safe_normalize(block.float()).to(device)
-                yield start, block, block
-            else:  # |q - c|² = |q|² - 2 (q·c - |c|²/2); centred, or the difference cancels
-                block = (block.double() - centre).float().to(device)
-                half = block.square().sum(1, keepdim=True) / -2
-                yield (
-                    start,
-                    torch.cat([block, torch.ones_like(half)], 1),
-                    torch.cat([block, half], 1),
-                )
+            yield start, safe_normalize(block.float()).to(device)
 
-    candidates_kept: list[tuple[int, Tensor, Tensor]] | None = None
+    candidates_kept: list[tuple[int, Tensor]] | None = None
     if device.type == "cuda":
-        width = _dim(embeddings) + 1
-        if 3 * n * width * 4 < torch.cuda.mem_get_info(device)[0]:
+        if 3 * n * _dim(embeddings) * 4 < torch.cuda.mem_get_info(device)[0]:
             candidates_kept = list(prepared())
 
     neighbours = torch.empty(n, k, dtype=torch.int64)
-    for first, queries, _ in candidates_kept or prepared():
+    for first, queries in candidates_kept or prepared():
         if not (finite := queries.isfinite().all(1)).all():
             row = first + int((~finite).nonzero()[0, 0])
             raise ValueError(f"row {row} is not finite in float32; nearest to it has no meaning")
         best = queries.new_empty(len(queries), 0)
         found = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
         itself = torch.arange(first, first + len(queries), device=device).unsqueeze(1)
-        for start, _, candidates in candidates_kept or prepared():
+        for start, candidates in candidates_kept or prepared():
             # One more than k: the row itself may be among them.
             scores, columns = search(queries, candidates, min(k + 1, len(candidates)))
             columns = columns + start
@@ -119,23 +103,20 @@ def cached_neighbours(
     store: EmbeddingStore,
     k: int,
     *,
-    metric: str = "cosine",
-    backend: str = "auto",
     device: str | torch.device = "cpu",
-    block_rows: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """`nearest_neighbours` of a store, kept beside it in `neighbours_{split}.pt`.
 
-    What is kept counts only for the very same embeddings and metric, and serves any smaller k. A
-    file that is damaged or of something else is computed again.
+    What is kept counts only for the very same embeddings, and serves any smaller k. A file
+    that is damaged or of something else is computed again.
 
     Returns:
         int64 [n, k], nearest first.
     """
-    _check(k, store.n, metric)
+    _check(k, store.n)
     path = store.folder / f"neighbours_{store.split}.pt"
-    key = f"{store.digest} {metric}"
+    key = f"{store.digest} cosine"
     try:
         kept = load_tensors(path)
         neighbours = kept["neighbours"]
@@ -147,15 +128,7 @@ def cached_neighbours(
         pass
     except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
         logger.warning("neighbours are computed again: %s", error)
-    neighbours = nearest_neighbours(
-        store,
-        k,
-        metric=metric,
-        backend=backend,
-        device=device,
-        block_rows=block_rows,
-        progress=progress,
-    )
+    neighbours = nearest_neighbours(store, k, device=device, progress=progress)
     small = neighbours.int() if store.n < 2**31 else neighbours
     try:
         save_tensors(path, {"neighbours": small, "key": key, "checksum": _checksum(small)})
@@ -164,9 +137,7 @@ def cached_neighbours(
     return neighbours
 
 
-def _check(k: int, n: int, metric: str) -> None:
-    if metric not in METRICS:
-        raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
+def _check(k: int, n: int) -> None:
     if not 1 <= k < n:
         raise ValueError(
             f"{k} neighbours asked for among {n} samples; each has {max(n - 1, 0)} others, "
@@ -188,11 +159,6 @@ def _blocks(embeddings: EmbeddingStore | Tensor, rows: int) -> Iterator[tuple[in
     else:
         for start in range(0, len(embeddings), rows):
             yield start, embeddings[start : start + rows].detach()
-
-
-def _mean(embeddings: EmbeddingStore | Tensor, rows: int) -> Tensor:
-    total = sum(block.double().sum(0) for _, block in _blocks(embeddings, rows))
-    return torch.as_tensor(total) / len(embeddings)
 
 
 def _torch_search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
