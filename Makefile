@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train distill test lint bench doctor wheel clean
+.PHONY: help train distill test lint bench doctor config wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,10 @@ bench: $(VENV)/.installed ## Measure: digits over several seeds, as in the READM
 doctor: $(VENV)/.installed ## Check the installation and the numerics
 	$(PY) test_installation.py
 	$(PY) test_nan_issues.py
+
+config: $(VENV)/.installed ## Write config.py and scripts/config.py anew from the settings' declarations
+	$(PY) -m ssl_kd config train > config.py.new && mv config.py.new config.py
+	$(PY) -m ssl_kd config distill > config.py.new && mv config.py.new scripts/config.py
 
 wheel: $(VENV)/.installed-dev ## Build the wheel into dist/
 	rm -rf build dist

@@ -4,52 +4,53 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 `python train.py --help` says what each may be; a name or value that cannot be is refused.
 """
 
-# --- Data and folders ---------------------------------------------------------------------------
+# --- Data and folders -----------------------------------------------------------------------------
 
-# digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of a folder of images
-# (folder/<class>/*.jpg, or unlabelled) | path of features (.npy .npz .pt .safetensors .parquet).
+# What to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of a folder
+# of images (folder/<class>/*.jpg, or unlabelled) | path of features (.npy .npz .pt .safetensors
+# .parquet).
 DATASET = "digits"
 # Held-out folder or file of features; None: the data set's own test split, if it has one.
 DATASET_TEST = None
 # Where data sets lie, and where DOWNLOAD puts them.
 DATA_DIR = "data"
-# Where the teacher's embeddings are cached. One folder holds one teacher's view of one data set:
-# for a second teacher name a second folder, or rebuild with --force-recompute.
+# Where the teacher's embeddings are cached. One folder holds the embeddings of one data set by one
+# teacher: for a second teacher name a second folder, or rebuild with --force-recompute.
 EMBEDDINGS_DIR = "data/embeddings"
-# Where every run leaves a folder with its model, metrics and report.
-RUNS_DIR = "runs"
-# Name of this run's folder; None: the date and time. A finished run is never overwritten.
-RUN_NAME = None
 # Download the data set (torchvision's sets) where it is missing. Off: nothing is fetched unasked.
 DOWNLOAD = False
 
-# --- Teacher and extraction ---------------------------------------------------------------------
+# --- Teacher and extraction -----------------------------------------------------------------------
 
-# pixels | features | dinov2 | efficientnet_lite0 | timm:<name> | torchvision:<name>.
-# For photographs use dinov2; pixels only suits small aligned images such as digits.
+# Frozen model that embeds the images: pixels | dinov2 | efficientnet_lite0 | timm:NAME |
+# torchvision:NAME | features (they are embeddings already). For photographs use dinov2; pixels only
+# suits small aligned images such as digits.
 TEACHER = "pixels"
-# dinov2_vits14 | vitb14 | vitl14 | vitg14, each also with _reg (registers). Larger: better, slower.
+# Which DINOv2, where TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also with
+# _reg (registers). Larger: better, slower.
 DINOV2_MODEL = "dinov2_vits14"
-# auto (torch.hub, then timm) | hub | timm | local (only what is already on this machine).
+# Where DINOv2 comes from: auto (torch.hub, then timm) | hub | timm | local (only what is already on
+# this machine).
 TEACHER_SOURCE = "auto"
 # Local file of the teacher's weights, for machines without a network; None: the published ones.
 TEACHER_WEIGHTS = None
 # Side of the teacher's input in pixels, 1 to 4096; None: the model's own (DINOv2: 224).
 IMAGE_SIZE = None
-# class | patch (mean of the patch tokens) | both in a row. Vision transformers only.
+# Which output of a vision transformer is the embedding: class (token) | patch (mean of the patch
+# tokens) | both in a row.
 TOKEN = "class"
 # Width that the embeddings must have, from 1; None: the teacher's own. Guards against a mix-up.
 EMBEDDING_DIM = None
 # Images per forward pass of the teacher, from 1; halved by itself when memory runs out.
 EXTRACT_BATCH_SIZE = 64
-# Threads that decode images, 0 to 256: ahead of a GPU's teacher, between the batches of a CPU's.
-# 0: as many as fit the device. Raise it where the progress bar waits for the disk.
+# Threads that decode images, 0 to 256; 0: as many as fit the device. They decode ahead of a GPU's
+# teacher, and between the batches of a CPU's. Raise it where the progress bar waits for the disk.
 WORKERS = 0
 
-# --- Neighbours and heads -----------------------------------------------------------------------
+# --- Neighbours and heads -------------------------------------------------------------------------
 
-# Wider embeddings are rotated to this many principal components before the heads see them, from 1:
-# the same accuracy in a fraction of the time. None: never.
+# Wider embeddings are rotated to this many principal components, from 1; None: never. The heads
+# then reach the same accuracy in a fraction of the time.
 PCA_DIM = 256
 # Nearest neighbours that a sample may be paired with, from 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
@@ -60,27 +61,29 @@ MUTUAL_NEIGHBOURS = True
 N_CLUSTERS = None
 # Heads trained side by side, 1 to 4096. More: a steadier consensus, proportionally more time.
 N_HEADS = 48
-# Import path of the head's class: your own head goes here, see heads/.
+# Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
 # Width of a head's hidden layer, from 1. Wider for high-dimensional embeddings of many classes.
 HIDDEN_DIM = 96
 # Width before a head's last layer, from 1.
 BOTTLENECK_DIM = 48
 
-# --- Loss ---------------------------------------------------------------------------------------
+# --- Loss -----------------------------------------------------------------------------------------
 
-# temi (pairwise mutual information) | sharpened (self-distillation towards a sharper teacher).
+# What the heads minimise: temi (pairwise mutual information) | sharpened (self-distillation towards
+# a sharper teacher).
 LOSS = "temi"
-# Exponent of the mutual information, above 0 to 1. Lower: clusters of more even size.
+# Exponent of the pairwise mutual information, above 0 to 1; 1: plain. Lower: clusters of more even
+# size.
 BETA = 0.6
 # Temperature of the students' softmax, 0.05 to 100. Lower: harder assignments.
 STUDENT_TEMP = 0.1
-# Temperature of the EMA teachers' softmax, 0.04 to 100; with LOSS sharpened at most STUDENT_TEMP.
+# Temperature of the EMA teachers' softmax, 0.04 to 100. With LOSS sharpened at most STUDENT_TEMP.
 TEACHER_TEMP = 0.1
-# Weight of a pair in the loss: none | own (the head's own agreement) | mean (that of all heads,
-# as in the paper; couples the heads).
+# Weight of a pair in the loss: none | own (the head's own agreement) | mean (that of all heads, as
+# in the paper; couples the heads).
 INSTANCE_WEIGHT = "none"
-# center | sinkhorn: what keeps LOSS sharpened from collapse.
+# What keeps LOSS sharpened from collapse: center | sinkhorn.
 CENTERING = "center"
 # Momentum of the running marginal of the clusters, 0 up to, not including, 1. Higher for batches
 # smaller than a few times the number of clusters.
@@ -88,60 +91,64 @@ MARGINAL_MOMENTUM = 0.9
 # Momentum of the EMA teachers' weights, 0 up to, not including, 1. Higher for longer training.
 EMA_MOMENTUM = 0.9
 
-# --- Training -----------------------------------------------------------------------------------
+# --- Training -------------------------------------------------------------------------------------
 
 # Peak learning rate of AdamW, above 0 to 100. Lower it where the loss curves are jagged.
-LEARNING_RATE = 4e-3
+LEARNING_RATE = 0.004
 # Share of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
 WARMUP_FRACTION = 0.1
 # Decoupled weight decay of AdamW, 0 to 10.
-WEIGHT_DECAY = 1e-4
+WEIGHT_DECAY = 0.0001
 # Largest gradient norm of each head, above 0; None: no clipping.
 CLIP_GRAD = 1.0
 # Pairs per step, from 1. Several times the number of clusters.
 BATCH_SIZE = 256
-# Most passes over the data, from 1 ...
+# Most passes over the data, from 1.
 EPOCHS = 200
-# ... and most steps, from 1: whichever ends first.
+# Most steps, from 1; whichever of the two ends first.
 MAX_STEPS = 800
 # Heads that vote on the answer, best first by a criterion without labels, from 1; None: half.
 CONSENSUS_HEADS = None
 
-# --- Guard --------------------------------------------------------------------------------------
+# --- Guard ----------------------------------------------------------------------------------------
 
-# A head is left out of a step in which its gradient norm is this many times its running median,
-# above 1.
+# Leave a head out of a step in which its gradient norm is this many times its running median, above
+# 1.
 SPIKE_FACTOR = 100.0
 # Steps of exactly zero gradient before a head is reported as dead, from 1.
 DEAD_AFTER = 100
 # Bad steps in a row before a head goes back to its last good state, from 1; as many again before it
 # is re-initialised, and again before it is retired.
 RESTORE_AFTER = 10
-# Fewer heads than this left stop the run, from 1; None: a quarter of them.
+# Stop the run where fewer heads than this are left, from 1; None: a quarter of them.
 MIN_HEADS = None
 
-# --- Run ----------------------------------------------------------------------------------------
+# --- Run ------------------------------------------------------------------------------------------
 
 # Steps between two lines of metrics.jsonl, from 1.
 LOG_EVERY = 20
-# Steps between two checkpoints, from 1: what an interruption can cost.
+# Steps between two checkpoints, from 1. An interruption costs at most as many.
 CHECKPOINT_EVERY = 200
-# Embeddings up to this many GiB live in memory, larger ones are mapped from disk.
+# Embeddings up to this many GiB live in memory, from 0; larger ones stay on disk.
 KEEP_IN_MEMORY_GIB = 2.0
 # Run the students in half precision where the device gains by it (GPUs; CPUs with bf16 products).
 # Weights and losses stay float32 in any case.
 USE_FP16 = False
-# auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
-DEVICE = "auto"
-# Seed of everything random, 0 to 4294967295. On the CPU the same seed gives the same run.
-SEED = 0
 # Rebuild cached embeddings that are damaged or of something else; verified shards are kept.
 FORCE_RECOMPUTE = False
-# Go on with the last unfinished run, or with the one that RUN_NAME names.
-RESUME = False
 # Write TensorBoard files into the run folder, beside metrics.jsonl.
 TENSORBOARD = True
 # Judge the embeddings by a linear probe (needs labels; they are never used for training).
 PROBE = True
 # Run k-means and, where the size allows, spectral clustering on the same embeddings.
 BASELINES = True
+# Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
+DEVICE = "auto"
+# Seed of everything random, 0 to 4294967295. On the CPU the same seed gives the same run.
+SEED = 0
+# Where every run leaves a folder with its model, metrics and report.
+RUNS_DIR = "runs"
+# Name of this run's folder; None: the date and time. A finished run is never overwritten.
+RUN_NAME = None
+# Go on with the last unfinished run, or with the one that RUN_NAME names.
+RESUME = False

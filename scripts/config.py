@@ -13,31 +13,33 @@ TEACHER_MODEL = "train"
 # Folder or name | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new weights of the
 # teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
 STUDENT_MODEL = "fresh:2x128"
-# Folder that scripts/cache_teacher.py wrote: the teacher then needs no memory. None: live.
+# Folder that scripts/cache_teacher.py wrote; None: the teacher itself, live. With a cache, the
+# teacher needs no memory.
 TEACHER_CACHE = None
 # What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
 # topk (its likeliest tokens and the mass of the rest: for every divergence).
 CACHE_METHOD = "sample"
 # Tokens kept at each position of the cache, 1 to 65535. More: closer, and as much larger.
 CACHE_K = 128
-# auto | float32 | bfloat16 | float16: of matrix products. Weights that are trained and losses are
-# float32 in any case. What the device is not fast in is not used, and the log says so.
+# Precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16. Weights
+# that are trained and losses are float32 in any case. What the device is not fast in is not used,
+# and the log says so.
 MODEL_DTYPE = "auto"
 # With MODEL_DTYPE float16 on a CPU: compute in it all the same, slowly, to see what a GPU would.
 EMULATE_FP16 = False
 # Steps of a teacher that is trained here, from 1.
 TEACHER_STEPS = 800
-# Its size, LAYERSxDIM.
+# LAYERSxDIM of a teacher that is trained here.
 TEACHER_SIZE = "4x192"
-# Its experts, two of them active, from 0; 0: a dense teacher.
+# Experts of a teacher that is trained here, two of them active, from 0; 0: a dense teacher.
 TEACHER_EXPERTS = 0
 # Tokens of a tokenizer that is trained here, 260 to 262144.
 VOCABULARY = 1024
 
 # --- Data -----------------------------------------------------------------------------------------
 
-# .jsonl (text | prompt, completion | question, answer | messages) | .txt | a folder of them |
-# hf:NAME | stdlib (the source of Python's own library).
+# Text to learn from: .jsonl (text | prompt, completion | question, answer | messages) | .txt | a
+# folder of them | hf:NAME | stdlib (the source of Python's own library).
 DATA_PATH = "stdlib"
 # Held-out text; None: the data's own test split, or a tenth of it that nothing is trained on.
 EVAL_PATH = None
@@ -50,23 +52,24 @@ PACKING = True
 
 # --- Loss -----------------------------------------------------------------------------------------
 
-# forward_kl | reverse_kl | js | skew_kl | skew_reverse_kl | tvd | auto (forward_kl, or reverse_kl
-# where ROUTER_MODE is all, ka or sar).
+# Divergence between teacher and student: forward_kl | reverse_kl | js | skew_kl | skew_reverse_kl |
+# tvd | auto (forward_kl, or reverse_kl where ROUTER_MODE is all, ka or sar, as in the paper).
 DIVERGENCE = "auto"
-# Of teacher and student in the divergence, 0.05 to 100. Higher: more weight on unlikely tokens.
+# Temperature of teacher and student in the divergence, 0.05 to 100. Higher: more weight on unlikely
+# tokens.
 TEMPERATURE = 1.0
 # Weight of the divergence, from 0; it is multiplied by the temperature squared.
 ALPHA_KD = 0.5
 # Weight of the cross-entropy with the text, from 0.
 ALPHA_CE = 0.5
-# The clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0" (logits, and
-# a window for the losses). None: no clamp; float32 arithmetic needs none.
+# The clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0" (logits, and a
+# window for the losses); None: no clamp. float32 arithmetic needs none.
 LEGACY_CLAMP = None
 
 # --- Teachers that do not match -------------------------------------------------------------------
 
-# auto (the tokenizers are the same) | hidden (states, by overlap) | uld (sorted probabilities) |
-# chunks (of text): how a teacher with another tokenizer is followed.
+# How a teacher with another tokenizer is followed: auto (the tokenizers are the same) | hidden
+# (states, by overlap) | uld (sorted probabilities) | chunks (of text).
 ALIGN = "auto"
 # Experts of a mixture-of-experts teacher: native (as it came) | all | ka (all but one, some
 # sampled) | sar (all, with a router that learns from the student) | auto (sar, and native for a
@@ -79,9 +82,10 @@ ROUTER_RENORM = "auto"
 ROUTER_LR = 1e-5
 # Weight of the load balance in sar, from 0.
 ROUTER_BETA = 0.01
-# The older scripts' sar: router and student step together, the router held by an L2 anchor.
+# The older scripts' sar: router and student step together, the router held by an L2 anchor (1e-4),
+# load balance (1e-3) and an entropy bonus (1e-4).
 ROUTER_JOINT = False
-# Nats from the original gate at which the router stops, above 0: beyond it may only imitate.
+# Nats from the original gate at which the router stops, above 0; beyond it may only imitate.
 ROUTER_DRIFT = 0.5
 # Router file of an earlier run (router.safetensors), for the teacher; None: its own router.
 ROUTER_WEIGHTS = None
@@ -94,11 +98,12 @@ KA_FORWARDS = 2
 
 # Optimizer steps, from 1.
 MAX_STEPS = 500
-# Passes over the data in place of MAX_STEPS, above 0; None: MAX_STEPS.
+# Passes over the data, above 0; None: MAX_STEPS decides.
 EPOCHS = None
-# Rows of a forward pass, from 1. Lower it where memory runs out ...
+# Rows of a forward pass, from 1. Where memory runs out lower it, and raise
+# GRADIENT_ACCUMULATION_STEPS.
 BATCH_SIZE = 8
-# ... and raise this, from 1: forward passes of a step; the loss is the mean over all their tokens.
+# Forward passes of a step, from 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
 # Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for layers cut from a
 # teacher, 2e-4 for adapters, 2e-5 for a model that was trained before.
@@ -111,14 +116,14 @@ WEIGHT_DECAY = 0.01
 CLIP_GRAD = 1.0
 # Train low-rank adapters of this rank in place of all weights, from 0; 0: all weights.
 LORA_RANK = 0
-# Scale of the adapters, above 0, times 1 / LORA_RANK.
+# Scale of the adapters, times 1 / LORA_RANK, above 0.
 LORA_ALPHA = 16.0
 # Save adapters merged into their base, as one plain model.
 LORA_MERGE = False
 
 # --- Guard ----------------------------------------------------------------------------------------
 
-# A step whose gradient norm is this many times its running median is skipped; above 1.
+# Skip a step whose gradient norm is this many times its running median, above 1.
 SPIKE_FACTOR = 100.0
 # Bad steps in a row that end the run, from 1; None: go back first, see RESTORE_AFTER.
 STOP_AFTER = 10
@@ -137,11 +142,13 @@ CLEAR_CACHE_EVERY_STEP = False
 
 # --- Judging --------------------------------------------------------------------------------------
 
-# Steps between two looks at held-out text, from 1; the best of them is the student that is saved.
+# Steps between two evaluations on held-out text, from 1; the best of them is the student that is
+# saved.
 EVAL_EVERY = 100
-# Held-out rows that are looked at, at most, from 1.
+# Held-out rows that an evaluation takes, at most, from 1.
 EVAL_ROWS = 200
-# Train the same student by cross-entropy alone, too, on an equal budget: did distilling pay?
+# Train the same student by cross-entropy alone, too, on an equal budget, to see whether distilling
+# pays.
 BASELINE = False
 # Prompts that the report shows answers to, 0 to 100.
 GENERATIONS = 4
@@ -154,21 +161,21 @@ ANSWER_PROMPTS = 100
 
 # Steps between two lines of metrics.jsonl, from 1.
 LOG_EVERY = 10
-# Steps between two checkpoints, from 1: what an interruption can cost.
+# Steps between two checkpoints, from 1. An interruption costs at most as many.
 CHECKPOINT_EVERY = 100
 # Five steps with evaluation and saving, to see whether everything fits.
 DRY_RUN = False
 # First steps whose logit shapes and loss terms are logged one by one, from 0.
 VERBOSE_STEPS = 0
-# auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
-DEVICE = "auto"
-# Seed of everything random, 0 to 4294967295. On the CPU the same seed gives the same run.
-SEED = 0
 # Rebuild a teacher's cache that is damaged or of something else.
 FORCE_RECOMPUTE = False
 # Write TensorBoard files into the run folder, beside metrics.jsonl.
 TENSORBOARD = False
-# Where every run leaves a folder with its student, metrics and report.
+# Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
+DEVICE = "auto"
+# Seed of everything random, 0 to 4294967295. On the CPU the same seed gives the same run.
+SEED = 0
+# Where every run leaves a folder with its model, metrics and report.
 RUNS_DIR = "runs"
 # Name of this run's folder; None: the date and time. A finished run is never overwritten.
 RUN_NAME = None

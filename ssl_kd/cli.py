@@ -550,6 +550,22 @@ def _train_here(argv: Sequence[str]) -> int:
     return train(argv, prog="ssl_kd train")
 
 
+def _config(argv: Sequence[str]) -> int:
+    """Print a settings file, every default under its comment: ssl_kd config train > config.py."""
+
+    def work() -> int:
+        from ssl_kd.language.settings import LanguageSettings
+        from ssl_kd.vision.settings import VisionSettings
+
+        files = {"train": VisionSettings, "distill": LanguageSettings}
+        if len(argv) != 1 or argv[0] not in files:
+            raise SettingsError(f"config takes one word, {' or '.join(files)}, not {argv!r}.")
+        print(files[argv[0]].file_text(), end="")
+        return OK
+
+    return guarded(work)
+
+
 def _replay(argv: Sequence[str]) -> int:
     """Run the recorded step of a sick head again, and name the cause."""
     if argv and argv[0] in ("-h", "--help"):
@@ -576,6 +592,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "verify": _verify,
     "install-check": _install_check,
     "replay": _replay,
+    "config": _config,
 }
 
 

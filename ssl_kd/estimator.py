@@ -72,7 +72,7 @@ class MultiHeadClusterer(
         batch_size: pairs per step; at most n are used.
         epochs: most passes over the data.
         max_steps: most steps; whichever of the two ends first.
-        consensus_heads: most heads that may vote; None: all.
+        consensus_heads: heads that vote, the best ones; None: the better half.
         use_fp16: run the students in half precision where the device gains by it.
         device: where to train, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the CPU.
         random_state: an integer makes the result repeatable, a `RandomState` is drawn from once,

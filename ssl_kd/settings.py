@@ -1,4 +1,4 @@
-"""Settings: one declaration per field serves validation, error messages, `config.py` and flags.
+"""Settings: one declaration per field serves validation, messages, flags and the settings file.
 
 A mode declares a frozen dataclass of :func:`setting` fields on top of :class:`Settings`. Its values
 come from the defaults, a file of UPPER_CASE literals and the command line, the later ones winning.
@@ -10,8 +10,10 @@ import ast
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+_WIDTH = 100  # of a settings file
 _WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
 
 
@@ -29,9 +32,11 @@ class SettingsError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What one setting may be, and one line on what it does."""
+    """What one setting may be, and what it does in words."""
 
     help: str
+    more: str = ""  # sentences that follow `help` in the settings file
+    section: str = ""  # title of the section of that file that begins here
     low: float | None = None
     above: float | None = None  # like `low`, the border itself left out
     high: float | None = None
@@ -42,18 +47,39 @@ class Rule:
     @property
     def bounded(self) -> bool:
         """Whether there is more to say than the type."""
-        return bool(self.choices) or {self.low, self.above, self.high, self.below} != {None}
+        named = all(choice in self.help for choice in self.choices)
+        return not named or {self.low, self.above, self.high, self.below} != {None}
+
+    @property
+    def span(self) -> str:
+        """The range in few words: `1 to 4096`, `from 1`, `above 0`, `0 up to, not including, 1`."""
+        start = "" if self.low is None else _number(self.low)
+        if self.above is not None:
+            start = f"above {_number(self.above)}"
+        if self.high is not None:
+            return f"{start} to {_number(self.high)}"
+        if self.below is not None:
+            return f"{start} up to, not including, {_number(self.below)}"
+        return start if self.low is None else f"from {start}"
+
+    @property
+    def comment(self) -> str:
+        """What stands above the setting in a settings file: `help`, the range, `more`."""
+        what, semicolon, rest = self.help.partition(";")
+        what = f"{what}, {self.span}" if self.span else what
+        return f"{what[0].upper()}{what[1:]}{semicolon}{rest}. {self.more}".rstrip()
 
 
-def setting(default: Any, help: str, **rule: Any) -> Any:
+def setting(default: Any, help: str, more: str = "", **rule: Any) -> Any:
     """A dataclass field that carries its :class:`Rule`.
 
     Args:
         default: The value where neither file nor command line gives one.
         help: One line: what it does, its unit, what None means.
-        **rule: `low`, `above`, `high`, `below`, `choices` and `forms` of :class:`Rule`.
+        more: Sentences for the settings file alone: when to change it, and what for.
+        **rule: `section`, `low`, `above`, `high`, `below`, `choices` and `forms` of :class:`Rule`.
     """
-    return dataclasses.field(default=default, metadata={"rule": Rule(help, **rule)})
+    return dataclasses.field(default=default, metadata={"rule": Rule(help, more, **rule)})
 
 
 @functools.cache
@@ -82,6 +108,8 @@ class Settings:
     # Older and foreign names that are taken for a setting: that name -> the setting's.
     aliases: typing.ClassVar[Mapping[str, str]] = {}
 
+    file_heading: typing.ClassVar[str] = ""  # what the settings file says at its top
+
     def __post_init__(self) -> None:
         """Check every field, then what holds between fields."""
         for name in _fields(type(self)):
@@ -107,7 +135,7 @@ class Settings:
             ("below", rule.below),
         ):
             if border is not None:
-                words.append(f"{word} {border:g}" if abs(border) < 1e6 else f"{word} {border}")
+                words.append(f"{word} {_number(border)}")
         return ", ".join(words) + (" (or None)" if optional else "")
 
     @classmethod
@@ -178,6 +206,26 @@ class Settings:
         return _fields(cls)
 
     @classmethod
+    def file_text(cls) -> str:
+        """A settings file of the defaults, each under a comment; :meth:`from_file` reads it."""
+        inherited = _fields(cls.__bases__[0])
+        lines = [f'"""{cls.file_heading}"""']
+        for name in sorted(_fields(cls), key=inherited.__contains__):
+            rule = _fields(cls)[name][2]
+            if rule.section:
+                lines += ["", f"# --- {rule.section} ".ljust(_WIDTH, "-"), ""]
+            lines += textwrap.wrap(
+                rule.comment,
+                _WIDTH,
+                initial_indent="# ",
+                subsequent_indent="# ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            lines.append(f"{name.upper()} = {_literal(getattr(cls, name))}")
+        return "\n".join(lines) + "\n"
+
+    @classmethod
     def from_file(cls, path: str | Path) -> Self:
         """Read a file of UPPER_CASE literals; names it leaves out keep their defaults.
 
@@ -217,7 +265,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings(Settings):
-    """What the settings of every mode have: where a run leaves its folder."""
+    """What the settings of every mode have: where it computes, and the folder that it leaves."""
 
     # Settings that may differ between a run and its continuation: they do not change the result.
     free_on_resume: typing.ClassVar[frozenset[str]] = frozenset({"resume", "run_name", "runs_dir"})
@@ -233,10 +281,29 @@ class RunSettings(Settings):
         "warmup_ratio": "warmup_fraction",
     }
 
-    runs_dir: str = setting("runs", "folder of run folders")
-    run_name: str | None = setting(None, "name of this run's folder; None: the date and time")
+    device: str = setting(
+        "auto",
+        "where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps",
+        choices=("auto", "cpu", "cuda", "mps"),
+        forms=(("cuda:N", r"cuda:\d+"),),
+    )
+    seed: int = setting(
+        0,
+        "seed of everything random",
+        "On the CPU the same seed gives the same run.",
+        low=0,
+        high=2**32 - 1,
+    )
+    runs_dir: str = setting(
+        "runs", "where every run leaves a folder with its model, metrics and report"
+    )
+    run_name: str | None = setting(
+        None,
+        "name of this run's folder; None: the date and time",
+        "A finished run is never overwritten.",
+    )
     resume: bool = setting(
-        False, "go on with the last unfinished run, or the one named by run_name"
+        False, "go on with the last unfinished run, or with the one that RUN_NAME names"
     )
 
     def check_together(self) -> None:
@@ -247,6 +314,18 @@ class RunSettings(Settings):
             raise SettingsError(
                 f"RUN_NAME is {self.run_name!r}, but must be a plain name inside RUNS_DIR."
             )
+
+
+def _number(border: float) -> str:
+    """A border of a range; large ones are written out."""
+    return f"{border:g}" if abs(border) < 1e6 else f"{border}"
+
+
+def _literal(value: Any) -> str:
+    """The value as a person would write it: "text", 0.1, 1e-5, True, None."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return re.sub(r"e([-+])0", r"e\1", repr(value))
 
 
 def _widened(value: Any, kind: type) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssl_kd import cli
 from ssl_kd.settings import Settings, SettingsError, setting
 
 
@@ -171,3 +173,31 @@ def test_two_names_of_one_setting_are_refused_by_both_names(tmp_path):
         Kiln.from_file(path)
     with pytest.raises(SettingsError, match="heat and DEGREES are one setting"):
         Kiln.from_dict({"heat": 180, "DEGREES": 180})
+
+
+def test_a_settings_file_of_the_defaults_says_what_each_may_be_and_is_read_back(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Grill(Oven):
+        file_heading = "Grill."
+        coal: str = setting('a "fine" one', "what burns", "Dry.", section="Fuel")
+        rate: float = setting(1e-5, "kilograms a second; 0: none", "Slowly. " * 20, low=0, below=1)
+
+    assert Grill.file_text().splitlines()[:4] == ['"""Grill."""', "", "# --- Fuel " + "-" * 89, ""]
+    text = Grill.file_text()
+    assert '# What burns. Dry.\nCOAL = "a \\"fine\\" one"\n' in text
+    assert "# Kilograms a second, 0 up to, not including, 1; 0: none. Slowly. Slowly." in text
+    assert "RATE = 1e-5\n# Degrees, 50 to 300.\nHEAT = 180.0\n# How long, above 0.\n" in text
+    assert "# Blow.\nFAN = False\n" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert Grill.from_file(write(tmp_path, text)) == Grill()
+
+
+@pytest.mark.parametrize(
+    ("command", "file"), [("train", "config.py"), ("distill", "scripts/config.py")]
+)
+def test_the_committed_settings_files_are_what_the_declarations_say(command, file, capsys):
+    assert cli.main(["config", command]) == 0
+    committed = (Path(__file__).parents[1] / file).read_bytes()
+    assert capsys.readouterr().out.encode() == committed, f"{file} is not new: make config"
+    assert cli.main(["config", f"{command}s"]) == 2
+    assert cli.main(["config"]) == 2

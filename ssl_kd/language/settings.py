@@ -34,98 +34,135 @@ class LanguageSettings(RunSettings):
         "train_steps": "max_steps",
     }
 
-    # Models
+    file_heading: ClassVar[str] = """\
+The settings of `python scripts/distill.py`: plain literals, read and never executed.
+
+A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
+`--learning-rate 1e-5`. `python scripts/distill.py --help` says what each may be and lists the
+presets; a name or value that cannot be is refused.
+"""
+
     teacher_model: str = setting(
         "train",
-        "folder or hub name of a causal LM; train: a small one is trained on the data first; none:"
-        " cross-entropy alone",
+        "folder by save_pretrained or name on the Hugging Face Hub | train (a small one is trained"
+        " on the data first) | none (no teacher: cross-entropy alone)",
+        section="Models",
     )
     student_model: str = setting(
         "fresh:2x128",
-        "folder or hub name; layers:N: cut from the teacher's layers; fresh:LAYERSxDIM: new weights"
-        " of the teacher's architecture; llama:LAYERSxDIM: of a Llama, whatever the teacher is",
+        "folder or name | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new weights"
+        " of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is)",
     )
     teacher_cache: str | None = setting(
-        None, "folder of the teacher's cached distribution; None: the teacher itself, live"
+        None,
+        "folder that scripts/cache_teacher.py wrote; None: the teacher itself, live",
+        "With a cache, the teacher needs no memory.",
     )
     cache_method: str = setting(
         "sample",
-        "what cache_teacher.py keeps: tokens sampled from the teacher, unbiased, for forward_kl; or"
-        " the topk and the mass of the rest, for every divergence",
+        "what cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for"
+        " forward_kl) | topk (its likeliest tokens and the mass of the rest: for every divergence)",
         choices=("sample", "topk"),
     )
-    cache_k: int = setting(128, "tokens kept at each position of the cache", low=1, high=65_535)
+    cache_k: int = setting(
+        128,
+        "tokens kept at each position of the cache",
+        "More: closer, and as much larger.",
+        low=1,
+        high=65_535,
+    )
     model_dtype: str = setting(
         "auto",
-        "what models compute in; weights that are trained and losses are float32 always; auto: what"
-        " suits the device",
+        "precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16",
+        "Weights that are trained and losses are float32 in any case. What the device is not fast"
+        " in is not used, and the log says so.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     emulate_fp16: bool = setting(
-        False, "with float16 on a CPU: compute in it all the same, slowly, to see what a GPU would"
+        False,
+        "with MODEL_DTYPE float16 on a CPU: compute in it all the same, slowly, to see what a GPU"
+        " would",
     )
-    teacher_steps: int = setting(800, "steps that a teacher which is trained here gets", low=1)
+    teacher_steps: int = setting(800, "steps of a teacher that is trained here", low=1)
     teacher_size: str = setting(
         "4x192", "LAYERSxDIM of a teacher that is trained here", forms=(("LAYERSxDIM", r"\d+x\d+"),)
     )
     teacher_experts: int = setting(
-        0, "experts of a teacher that is trained here, two of them active; 0: dense", low=0
+        0,
+        "experts of a teacher that is trained here, two of them active; 0: a dense teacher",
+        low=0,
     )
     vocabulary: int = setting(
         1024, "tokens of a tokenizer that is trained here", low=260, high=262_144
     )
 
-    # Data
     data_path: str = setting(
         "stdlib",
-        "text to learn from: .jsonl, .txt, a folder of them, hf:NAME, or stdlib, the source of"
-        " Python's own library",
+        "text to learn from: .jsonl (text | prompt, completion | question, answer | messages) |"
+        " .txt | a folder of them | hf:NAME | stdlib (the source of Python's own library)",
+        section="Data",
     )
     eval_path: str | None = setting(
-        None, "held-out text; None: a share of DATA_PATH that nothing is trained on"
+        None,
+        "held-out text; None: the data's own test split, or a tenth of it that nothing is trained"
+        " on",
     )
     max_megabytes: float | None = setting(
-        None, "read no more than this of a text; None: all of it", above=0
+        None, "read no more megabytes than this of a text; None: all of it", above=0
     )
-    block_size: int = setting(256, "tokens of a row", low=8, high=1_048_576)
+    block_size: int = setting(
+        256, "tokens of a row", "Longer: more context, more memory.", low=8, high=1_048_576
+    )
     packing: bool = setting(
-        True, "several documents in a row, which do not see each other where the model allows it"
+        True,
+        "several documents in a row, where the model keeps them apart; off: one document a row,"
+        " padded",
     )
 
-    # Loss
     divergence: str = setting(
         "auto",
-        "between teacher and student; auto: forward_kl, or reverse_kl where ROUTER_MODE is all, ka"
-        " or sar, as in the paper",
+        "divergence between teacher and student: forward_kl | reverse_kl | js | skew_kl |"
+        " skew_reverse_kl | tvd | auto (forward_kl, or reverse_kl where ROUTER_MODE is all, ka or"
+        " sar, as in the paper)",
+        section="Loss",
         choices=("auto", *DIVERGENCES),
     )
-    temperature: float = setting(1.0, "of both in the divergence", low=0.05, high=100)
-    alpha_kd: float = setting(0.5, "weight of the divergence, times temperature squared", low=0)
+    temperature: float = setting(
+        1.0,
+        "temperature of teacher and student in the divergence",
+        "Higher: more weight on unlikely tokens.",
+        low=0.05,
+        high=100,
+    )
+    alpha_kd: float = setting(
+        0.5, "weight of the divergence; it is multiplied by the temperature squared", low=0
+    )
     alpha_ce: float = setting(0.5, "weight of the cross-entropy with the text", low=0)
     legacy_clamp: str | None = setting(
         None,
-        "the clamps of older scripts, to see what they cost: the logits' C, or C:LOW:HIGH with a"
-        " window for the losses",
+        'the clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0"'
+        " (logits, and a window for the losses); None: no clamp",
+        "float32 arithmetic needs none.",
     )
 
-    # Teachers that do not match
     align: str = setting(
         "auto",
-        "how a teacher with another tokenizer is followed: hidden states by overlap, sorted"
-        " probabilities (uld), or chunks of text; auto: the tokenizers are the same",
+        "how a teacher with another tokenizer is followed: auto (the tokenizers are the same) |"
+        " hidden (states, by overlap) | uld (sorted probabilities) | chunks (of text)",
+        section="Teachers that do not match",
         choices=("auto", "hidden", "uld", "chunks"),
     )
     router_mode: str = setting(
         "native",
-        "experts of a mixture-of-experts teacher: native, as it came; all; ka, all but one, some"
-        " sampled; sar, all, with a router that learns from the student; auto: sar, and native for"
-        " a teacher that is none",
+        "experts of a mixture-of-experts teacher: native (as it came) | all | ka (all but one, some"
+        " sampled) | sar (all, with a router that learns from the student) | auto (sar, and native"
+        " for a teacher that is none; so the presets have it)",
         choices=("native", "all", "ka", "sar", "auto"),
     )
     router_renorm: str = setting(
         "auto",
-        "what the weights of the chosen experts sum to: one (selected), or what they sum to in the"
-        " model as it came (native); auto: selected where the model itself renormalises",
+        "what the chosen experts' weights sum to: selected (one) | native (as in the model as it"
+        " came) | auto (selected where the model itself renormalises)",
         choices=("auto", "selected", "native"),
     )
     router_lr: float = setting(1e-5, "learning rate of the router in sar", low=0, high=100)
@@ -136,20 +173,31 @@ class LanguageSettings(RunSettings):
         " (1e-4), load balance (1e-3) and an entropy bonus (1e-4)",
     )
     router_drift: float = setting(
-        0.5, "nats from the original gate at which the router stops: it may only imitate", above=0
+        0.5,
+        "nats from the original gate at which the router stops; beyond it may only imitate",
+        above=0,
     )
-    router_weights: str | None = setting(None, "router file of an earlier run, for the teacher")
+    router_weights: str | None = setting(
+        None,
+        "router file of an earlier run (router.safetensors), for the teacher; None: its own router",
+    )
     ka_lambda: float = setting(
         0.05, "probability that a token's experts are sampled in ka", low=0, high=1
     )
     ka_forwards: int = setting(2, "teacher forward passes of a batch in ka", low=1)
 
-    # Optimisation
-    max_steps: int = setting(500, "optimizer steps", low=1)
-    epochs: float | None = setting(None, "passes over the data, in place of MAX_STEPS", above=0)
-    batch_size: int = setting(8, "rows of a forward pass", low=1)
+    max_steps: int = setting(500, "optimizer steps", section="Optimisation", low=1)
+    epochs: float | None = setting(None, "passes over the data; None: MAX_STEPS decides", above=0)
+    batch_size: int = setting(
+        8,
+        "rows of a forward pass",
+        "Where memory runs out lower it, and raise GRADIENT_ACCUMULATION_STEPS.",
+        low=1,
+    )
     gradient_accumulation_steps: int = setting(
-        1, "forward passes of a step; the loss is the mean over all their tokens", low=1
+        1,
+        "forward passes of a step; the loss is the mean over all their tokens",
+        low=1,
     )
     learning_rate: float | None = setting(
         None,
@@ -159,7 +207,7 @@ class LanguageSettings(RunSettings):
         high=100,
     )
     warmup_fraction: float = setting(
-        0.1, "share of the steps that warm up; the cosine follows", low=0, below=1
+        0.1, "share of the steps that warm up; a cosine to zero follows", low=0, below=1
     )
     weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(
@@ -171,12 +219,14 @@ class LanguageSettings(RunSettings):
     lora_alpha: float = setting(16.0, "scale of the adapters, times 1 / LORA_RANK", above=0)
     lora_merge: bool = setting(False, "save adapters merged into their base, as one plain model")
 
-    # Guard
     spike_factor: float = setting(
-        100.0, "a gradient norm this many times its median is skipped", above=1
+        100.0,
+        "skip a step whose gradient norm is this many times its running median",
+        section="Guard",
+        above=1,
     )
     stop_after: int | None = setting(
-        10, "bad steps in a row that end the run; None: see RESTORE_AFTER", low=1
+        10, "bad steps in a row that end the run; None: go back first, see RESTORE_AFTER", low=1
     )
     restore_after: int = setting(
         20,
@@ -185,22 +235,32 @@ class LanguageSettings(RunSettings):
         low=1,
     )
 
-    # Memory
     teacher_offload: bool = setting(
-        False, "keep the teacher in the host's memory between forward passes"
+        False,
+        "keep the teacher in the host's memory between forward passes",
+        section="Memory",
     )
     gradient_checkpointing: bool = setting(
-        False, "compute activations again in the backward pass in place of keeping them"
+        False,
+        "compute activations again in the backward pass in place of keeping them: less memory,"
+        " more time",
     )
     clear_cache_every_step: bool = setting(
         False, "give the GPU's cached memory back after every step: slower, less fragmented"
     )
 
-    # Judging
-    eval_every: int = setting(100, "steps between two looks at held-out text", low=1)
-    eval_rows: int = setting(200, "held-out rows that are looked at, at most", low=1)
+    eval_every: int = setting(
+        100,
+        "steps between two evaluations on held-out text; the best of them is the student that is"
+        " saved",
+        section="Judging",
+        low=1,
+    )
+    eval_rows: int = setting(200, "held-out rows that an evaluation takes, at most", low=1)
     baseline: bool = setting(
-        False, "train the same student by cross-entropy alone, too, on an equal budget"
+        False,
+        "train the same student by cross-entropy alone, too, on an equal budget, to see"
+        " whether distilling pays",
     )
     generations: int = setting(4, "prompts that the report shows answers to", low=0, high=100)
     max_new_tokens: int = setting(64, "tokens of an answer, at most", low=1)
@@ -208,26 +268,22 @@ class LanguageSettings(RunSettings):
         100, "held-out prompts with answers that are asked, at most; 0: none", low=0
     )
 
-    # Run
-    log_every: int = setting(10, "steps between two lines of metrics.jsonl", low=1)
-    checkpoint_every: int = setting(100, "steps between two checkpoints", low=1)
+    log_every: int = setting(10, "steps between two lines of metrics.jsonl", section="Run", low=1)
+    checkpoint_every: int = setting(
+        100, "steps between two checkpoints", "An interruption costs at most as many.", low=1
+    )
     dry_run: bool = setting(
         False, "five steps with evaluation and saving, to see whether everything fits"
     )
     verbose_steps: int = setting(
         0, "first steps whose logit shapes and loss terms are logged one by one", low=0
     )
-    device: str = setting(
-        "auto",
-        "where to compute; auto: a GPU if there is one",
-        choices=("auto", "cpu", "cuda", "mps"),
-        forms=(("cuda:N", r"cuda:\d+"),),
-    )
-    seed: int = setting(0, "seed of everything random", low=0, high=2**32 - 1)
     force_recompute: bool = setting(
         False, "rebuild a teacher's cache that is damaged or of something else"
     )
-    tensorboard: bool = setting(False, "write TensorBoard files into the run folder")
+    tensorboard: bool = setting(
+        False, "write TensorBoard files into the run folder, beside metrics.jsonl"
+    )
 
     @property
     def peak_lr(self) -> float:

@@ -26,39 +26,63 @@ class VisionSettings(RunSettings):
         "workers",
     }
 
-    # Data and folders
+    file_heading: ClassVar[str] = """\
+The settings of `python train.py`: plain literals, read and never executed.
+
+A flag of the same name beats the value here: `python train.py --n_heads 16` or `--n-heads 16`.
+`python train.py --help` says what each may be; a name or value that cannot be is refused.
+"""
+
     dataset: str = setting(
         "digits",
-        "digits, cifar10, cifar100, stl10, fashion_mnist, imagenet, a folder of images, or a file"
-        " of features (.npy .npz .pt .safetensors .parquet)",
+        "what to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of"
+        " a folder of images (folder/<class>/*.jpg, or unlabelled) | path of features (.npy .npz"
+        " .pt .safetensors .parquet)",
+        section="Data and folders",
     )
     dataset_test: str | None = setting(
         None,
         "held-out folder or file of features; None: the data set's own test split, if it has one",
     )
-    data_dir: str = setting("data", "folder of data sets")
-    embeddings_dir: str = setting("data/embeddings", "folder of the teacher's cached embeddings")
-    download: bool = setting(False, "download the data set where it is missing")
+    data_dir: str = setting("data", "where data sets lie, and where DOWNLOAD puts them")
+    embeddings_dir: str = setting(
+        "data/embeddings",
+        "where the teacher's embeddings are cached",
+        "One folder holds the embeddings of one data set by one teacher: for a second teacher name"
+        " a second folder, or rebuild with --force-recompute.",
+    )
+    download: bool = setting(
+        False,
+        "download the data set (torchvision's sets) where it is missing",
+        "Off: nothing is fetched unasked.",
+    )
 
-    # Teacher and extraction
     teacher: str = setting(
         "pixels",
-        "frozen model that embeds the images; features: they are embeddings already",
+        "frozen model that embeds the images: pixels | dinov2 | efficientnet_lite0 | timm:NAME |"
+        " torchvision:NAME | features (they are embeddings already)",
+        "For photographs use dinov2; pixels only suits small aligned images such as digits.",
+        section="Teacher and extraction",
         choices=("pixels", "features", "dinov2", "efficientnet_lite0"),
         forms=(("timm:NAME", "timm:.+"), ("torchvision:NAME", "torchvision:.+")),
     )
     dinov2_model: str = setting(
         "dinov2_vits14",
-        "which DINOv2, where the teacher is dinov2",
+        "which DINOv2, where TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also"
+        " with _reg (registers)",
+        "Larger: better, slower.",
         choices=tuple(f"dinov2_vit{size}14{reg}" for reg in ("", "_reg") for size in "sblg"),
     )
     teacher_source: str = setting(
         "auto",
-        "where DINOv2 comes from; auto: torch.hub, then timm",
+        "where DINOv2 comes from: auto (torch.hub, then timm) | hub | timm | local (only what is"
+        " already on this machine)",
         choices=("auto", "hub", "timm", "local"),
     )
     teacher_weights: str | None = setting(
-        None, "local file of the teacher's weights; None: its published ones"
+        None,
+        "local file of the teacher's weights, for machines without a network; None: the published"
+        " ones",
     )
     image_size: int | None = setting(
         None,
@@ -68,76 +92,153 @@ class VisionSettings(RunSettings):
     )
     token: str = setting(
         "class",
-        "what a vision transformer hands over: class token, mean patch token, or both in a row",
+        "which output of a vision transformer is the embedding: class (token) | patch (mean of the"
+        " patch tokens) | both in a row",
         choices=("class", "patch", "both"),
     )
     embedding_dim: int | None = setting(
-        None, "width the embeddings must have; None: the teacher's own", low=1
+        None,
+        "width that the embeddings must have; None: the teacher's own",
+        "Guards against a mix-up.",
+        low=1,
     )
     extract_batch_size: int = setting(
-        64, "images per forward pass of the teacher; halved when memory runs out", low=1
+        64, "images per forward pass of the teacher; halved by itself when memory runs out", low=1
     )
     workers: int = setting(
-        0, "threads that decode images; 0: as many as fit the device", low=0, high=256
+        0,
+        "threads that decode images; 0: as many as fit the device",
+        "They decode ahead of a GPU's teacher, and between the batches of a CPU's. Raise it where"
+        " the progress bar waits for the disk.",
+        low=0,
+        high=256,
     )
 
-    # Neighbours and heads
     pca_dim: int | None = setting(
-        256, "rotate wider embeddings to this many principal components; None: never", low=1
+        256,
+        "wider embeddings are rotated to this many principal components; None: never",
+        "The heads then reach the same accuracy in a fraction of the time.",
+        section="Neighbours and heads",
+        low=1,
     )
-    neighbours: int = setting(20, "nearest neighbours that a sample may be paired with", low=1)
-    mutual_neighbours: bool = setting(True, "pair only samples that are each other's neighbours")
+    neighbours: int = setting(
+        20,
+        "nearest neighbours that a sample may be paired with",
+        "Fewer for small or many classes: clearly below the number of samples per class.",
+        low=1,
+    )
+    mutual_neighbours: bool = setting(
+        True,
+        "pair only samples that are each other's neighbours: fewer wrong pairs",
+        "Off for sparse data.",
+    )
     n_clusters: int | None = setting(
-        None, "clusters; None: as many as the data set declares classes", low=2
+        None, "clusters to look for; None: as many as the data set declares classes", low=2
     )
-    n_heads: int = setting(48, "heads trained side by side", low=1, high=4096)
+    n_heads: int = setting(
+        48,
+        "heads trained side by side",
+        "More: a steadier consensus, proportionally more time.",
+        low=1,
+        high=4096,
+    )
     head: str = setting(
-        "ssl_kd.heads.TEMIHead", "import path of the head's class, package.module.Class"
+        "ssl_kd.heads.TEMIHead",
+        "import path of the head's class, package.module.Class",
+        "Your own head goes here, see heads/.",
     )
-    hidden_dim: int = setting(96, "width of a head's hidden layer", low=1)
+    hidden_dim: int = setting(
+        96,
+        "width of a head's hidden layer",
+        "Wider for high-dimensional embeddings of many classes.",
+        low=1,
+    )
     bottleneck_dim: int = setting(48, "width before a head's last layer", low=1)
 
-    # Loss
-    loss: str = setting("temi", "what the heads minimise", choices=("temi", "sharpened"))
-    beta: float = setting(
-        0.6, "exponent of the pairwise mutual information; 1: plain", above=0, high=1
+    loss: str = setting(
+        "temi",
+        "what the heads minimise: temi (pairwise mutual information) | sharpened (self-distillation"
+        " towards a sharper teacher)",
+        section="Loss",
+        choices=("temi", "sharpened"),
     )
-    student_temp: float = setting(0.1, "temperature of the students' softmax", low=0.05, high=100)
+    beta: float = setting(
+        0.6,
+        "exponent of the pairwise mutual information; 1: plain",
+        "Lower: clusters of more even size.",
+        above=0,
+        high=1,
+    )
+    student_temp: float = setting(
+        0.1,
+        "temperature of the students' softmax",
+        "Lower: harder assignments.",
+        low=0.05,
+        high=100,
+    )
     teacher_temp: float = setting(
-        0.1, "temperature of the EMA teachers' softmax", low=0.04, high=100
+        0.1,
+        "temperature of the EMA teachers' softmax",
+        "With LOSS sharpened at most STUDENT_TEMP.",
+        low=0.04,
+        high=100,
     )
     instance_weight: str = setting(
         "none",
-        "weight of a pair: none, the head's own agreement, or the mean agreement of all heads",
+        "weight of a pair in the loss: none | own (the head's own agreement) | mean (that of all"
+        " heads, as in the paper; couples the heads)",
         choices=("none", "own", "mean"),
     )
     centering: str = setting(
-        "center", "what keeps the sharpened loss from collapse", choices=("center", "sinkhorn")
+        "center",
+        "what keeps LOSS sharpened from collapse: center | sinkhorn",
+        choices=("center", "sinkhorn"),
     )
     marginal_momentum: float = setting(
-        0.9, "momentum of the running marginal of the clusters", low=0, below=1
+        0.9,
+        "momentum of the running marginal of the clusters",
+        "Higher for batches smaller than a few times the number of clusters.",
+        low=0,
+        below=1,
     )
-    ema_momentum: float = setting(0.9, "momentum of the EMA teachers' weights", low=0, below=1)
+    ema_momentum: float = setting(
+        0.9,
+        "momentum of the EMA teachers' weights",
+        "Higher for longer training.",
+        low=0,
+        below=1,
+    )
 
-    # Optimisation
-    learning_rate: float = setting(4e-3, "peak learning rate of AdamW", above=0, high=100)
+    learning_rate: float = setting(
+        4e-3,
+        "peak learning rate of AdamW",
+        "Lower it where the loss curves are jagged.",
+        section="Training",
+        above=0,
+        high=100,
+    )
     warmup_fraction: float = setting(
-        0.1, "share of the steps that warm up; the cosine follows", low=0, below=1
+        0.1, "share of the steps that warm up; a cosine to zero follows", low=0, below=1
     )
     weight_decay: float = setting(1e-4, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(
-        1.0, "largest gradient norm of a head; None: no clipping", above=0
+        1.0, "largest gradient norm of each head; None: no clipping", above=0
     )
-    batch_size: int = setting(256, "pairs per step", low=1)
+    batch_size: int = setting(256, "pairs per step", "Several times the number of clusters.", low=1)
     epochs: int = setting(200, "most passes over the data", low=1)
     max_steps: int = setting(800, "most steps; whichever of the two ends first", low=1)
     consensus_heads: int | None = setting(
-        None, "heads that vote on the answer, the best ones; None: the better half", low=1
+        None,
+        "heads that vote on the answer, best first by a criterion without labels; None: half",
+        low=1,
     )
 
-    # Guard
     spike_factor: float = setting(
-        100.0, "a head whose gradient norm is this many times its median is skipped", above=1
+        100.0,
+        "leave a head out of a step in which its gradient norm is this many times its running"
+        " median",
+        section="Guard",
+        above=1,
     )
     dead_after: int = setting(
         100, "steps of exactly zero gradient before a head is reported as dead", low=1
@@ -149,32 +250,37 @@ class VisionSettings(RunSettings):
         low=1,
     )
     min_heads: int | None = setting(
-        None, "fewer heads than this left stop the run; None: a quarter of them", low=1
+        None, "stop the run where fewer heads than this are left; None: a quarter of them", low=1
     )
 
-    # Run
-    log_every: int = setting(20, "steps between two lines of metrics.jsonl", low=1)
-    checkpoint_every: int = setting(200, "steps between two checkpoints", low=1)
+    log_every: int = setting(20, "steps between two lines of metrics.jsonl", section="Run", low=1)
+    checkpoint_every: int = setting(
+        200, "steps between two checkpoints", "An interruption costs at most as many.", low=1
+    )
     keep_in_memory_gib: float = setting(
-        2.0, "embeddings up to this many GiB live in memory, larger ones stay on disk", low=0
+        2.0, "embeddings up to this many GiB live in memory; larger ones stay on disk", low=0
     )
     use_fp16: bool = setting(
-        False, "run the students in half precision where the device gains by it"
+        False,
+        "run the students in half precision where the device gains by it (GPUs; CPUs with bf16"
+        " products)",
+        "Weights and losses stay float32 in any case.",
     )
-    device: str = setting(
-        "auto",
-        "where to compute; auto: a GPU if there is one",
-        choices=("auto", "cpu", "cuda", "mps"),
-        forms=(("cuda:N", r"cuda:\d+"),),
-    )
-    seed: int = setting(0, "seed of everything random", low=0, high=2**32 - 1)
     force_recompute: bool = setting(
         False,
         "rebuild cached embeddings that are damaged or of something else; verified shards are kept",
     )
-    tensorboard: bool = setting(True, "write TensorBoard files into the run folder")
-    probe: bool = setting(True, "judge the embeddings by a linear probe")
-    baselines: bool = setting(True, "run k-means and spectral clustering beside")
+    tensorboard: bool = setting(
+        True, "write TensorBoard files into the run folder, beside metrics.jsonl"
+    )
+    probe: bool = setting(
+        True,
+        "judge the embeddings by a linear probe (needs labels; they are never used for training)",
+    )
+    baselines: bool = setting(
+        True,
+        "run k-means and, where the size allows, spectral clustering on the same embeddings",
+    )
 
     def check_together(self) -> None:
         """Raise SettingsError where settings that are fine alone do not fit together."""
