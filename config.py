@@ -23,8 +23,8 @@ DOWNLOAD = False
 # --- Teacher and extraction -----------------------------------------------------------------------
 
 # Frozen model that embeds the images: pixels | dinov2 | efficientnet_lite0 | timm:NAME |
-# torchvision:NAME | features (they are embeddings already). For photographs use dinov2; pixels only
-# suits small aligned images such as digits.
+# torchvision:NAME | package.module.Class (your own) | features (they are embeddings already). For
+# photographs use dinov2; pixels only suits small aligned images such as digits.
 TEACHER = "pixels"
 # Which DINOv2, where TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also with
 # _reg (registers). Larger: better, slower.

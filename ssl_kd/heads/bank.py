@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import logging
 import math
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
+
+from ssl_kd.imports import import_class
 
 logger = logging.getLogger(__name__)
 
@@ -172,13 +173,4 @@ def import_head(path: str) -> type[nn.Module]:
     Raises:
         ValueError: not a dotted path, not found, or not an `nn.Module` class.
     """
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise ValueError(f"head {path!r}: expected an import path such as heads.my_head.MyHead")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"head {path!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ValueError(f"head {path!r} is {found!r}, expected a subclass of torch.nn.Module")
-    return found
+    return import_class(path, nn.Module, "head")

@@ -1,8 +1,9 @@
-"""Frozen teachers by name: pixels, DINOv2, any timm or torchvision model, a user's features."""
+"""Frozen teachers by name: pixels, DINOv2, any timm or torchvision model, a user's own."""
 
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.load import DINOV2_MODELS, load_teacher
 from ssl_kd.teachers.network import Network, Transform
+from ssl_kd.teachers.weights import weights_id
 
 __all__ = [
     "DINOV2_MODELS",
@@ -13,4 +14,5 @@ __all__ = [
     "TeacherUnavailable",
     "Transform",
     "load_teacher",
+    "weights_id",
 ]

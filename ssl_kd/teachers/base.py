@@ -28,10 +28,18 @@ class TeacherUnavailable(RuntimeError):
 class Teacher:
     """A frozen map from an image to a vector.
 
+    A subclass of your own is a value for TEACHER by its import path, package.module.Class. It is
+    built without arguments, but for those of `weights` (TEACHER_WEIGHTS), `image_size` (IMAGE_SIZE)
+    and `token` (TOKEN) that its `__init__` names; a setting that it does not name is refused. The
+    caches keep its import path, `weights_id` and `transform_id`, and where one of them differs the
+    embeddings are not its own. For a PyTorch network derive from `Network`, which sees to all that
+    and to the device.
+
     Attributes:
-        name: what it is, as it stands in the fingerprint of a cache.
+        name: what it is, as it stands in the fingerprint of a cache; a class that is found by its
+            import path need not set it.
         dim: length of an embedding.
-        weights_id: SHA-256 of the weights, `none` without any.
+        weights_id: SHA-256 of the weights (`weights_id` of a network), `none` without any.
         transform_id: how an image becomes input, and which token becomes the embedding.
         device: where `embed` computes.
     """

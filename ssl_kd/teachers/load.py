@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import os
+import re
 import socket
 import urllib.request
 import warnings
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.imports import IMPORT_PATH, import_class
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.network import Network, Transform
 from ssl_kd.teachers.weights import (
@@ -41,6 +44,7 @@ DINOV2_MODELS = {
 _DINOV2_WIDTHS = {384: "s", 768: "b", 1024: "l", 1536: "g"}
 _DINOV2_REPOSITORY = "facebookresearch/dinov2"
 _PIXELS_OF_FOLDERS = 32
+_KINDS = {int: "a whole number", str: "text"}
 
 
 def load_teacher(
@@ -58,8 +62,9 @@ def load_teacher(
     """Load a frozen teacher.
 
     Args:
-        name: `pixels`, `features`, `dinov2`, `efficientnet_lite0`, `timm:<model>` or
-            `torchvision:<model>`.
+        name: `pixels`, `features`, `dinov2`, `efficientnet_lite0`, `timm:<model>`,
+            `torchvision:<model>`, or the import path of a class of your own, which `Teacher`
+            describes.
         dinov2_model: which DINOv2, one of `DINOV2_MODELS`.
         source: where DINOv2 comes from: `timm`, `hub` (torch.hub, runs the repository's code),
             `local` (a checkout of that repository: `hub_dir`, or what torch.hub once fetched; its
@@ -89,6 +94,8 @@ def load_teacher(
         if weights is not None:
             raise ValueError(f"teacher {name!r} has no weights, got {os.fspath(weights)}")
         return _pixels(image_size, dataset) if name == "pixels" else _features(dataset)
+    if re.fullmatch(IMPORT_PATH[1], name):
+        return _imported(name, weights, image_size, token).to(device)
     state = None if weights is None else read_weights(weights)
     if name == "dinov2":
         teacher = _dinov2(dinov2_model, source, state, image_size or 224, token, hub_dir)
@@ -101,7 +108,7 @@ def load_teacher(
     else:
         raise ValueError(
             f"unknown teacher {name!r}: pixels, dinov2, efficientnet_lite0, timm:<model>, "
-            "torchvision:<model> or features"
+            "torchvision:<model>, features, or package.module.Class for one of your own"
         )
     return teacher.to(device)
 
@@ -120,6 +127,45 @@ def _features(dataset: Any) -> Features:
     if features is None:
         raise ValueError("teacher 'features' needs a feature file as data set, not images")
     return Features(features.shape[1])
+
+
+# --- A user's own ---------------------------------------------------------------------------------
+
+
+def _imported(
+    path: str, weights: str | os.PathLike[str] | None, image_size: int | None, token: str
+) -> Teacher:
+    """The teacher of a class behind an import path, with the options that its signature names."""
+    made_by = import_class(path, Teacher, "teacher")
+    taken = inspect.signature(made_by).parameters
+    options = {"weights": weights, "image_size": image_size, "token": token}
+    for option, value in options.items():
+        if option not in taken and value not in (None, "class"):
+            raise ValueError(
+                f"teacher {path!r} cannot follow {option} {value!r}: leave it at its default, or "
+                f"give the class's __init__ a parameter {option}"
+            )
+    # What is None is left to the class, which may have a default of its own.
+    given = {k: v for k, v in options.items() if k in taken and v is not None}
+    teacher = made_by(**given)
+    for attribute, kind in (("dim", int), ("weights_id", str), ("transform_id", str)):
+        value = getattr(teacher, attribute, None)
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"teacher {path!r} has {value!r} as {attribute}, expected {_KINDS[kind]}: set "
+                f"self.{attribute} in its __init__, as ssl_kd.teachers.Teacher describes it"
+            )
+    if teacher.weights_id == "none" and any(
+        isinstance(v, nn.Module) for v in vars(teacher).values()
+    ):
+        raise ValueError(
+            f"teacher {path!r} holds a network, but says weights_id 'none', so that embeddings of "
+            "other weights would pass for its own: set self.weights_id = "
+            "ssl_kd.teachers.weights_id(network), or derive the class from ssl_kd.teachers.Network"
+        )
+    named = getattr(teacher, "name", None)
+    teacher.name = f"{path} ({named})" if named else path
+    return teacher
 
 
 # --- DINOv2 ---------------------------------------------------------------------------------------
@@ -253,7 +299,7 @@ def _timm(
     model: Any
     if state is None:
         try:
-            with _impatient():
+            with _one_lookup():
                 model = timm.create_model(model_name, pretrained=True, num_classes=0, **kwargs)
         except (OSError, RuntimeError) as error:
             raise TeacherUnavailable(name, error) from error
@@ -313,7 +359,7 @@ def _unknown(library: str, name: str, known: list[str]) -> str:
 
 
 @contextmanager
-def _impatient() -> Iterator[None]:
+def _one_lookup() -> Iterator[None]:
     """Without a network the Hugging Face client retries for 47 seconds: look it up once instead."""
     from huggingface_hub import constants
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ssl_kd.imports import IMPORT_PATH
 from ssl_kd.settings import RunSettings, SettingsError, setting
 
 __all__ = ["SettingsError", "VisionSettings"]
@@ -60,11 +61,12 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     teacher: str = setting(
         "pixels",
         "frozen model that embeds the images: pixels | dinov2 | efficientnet_lite0 | timm:NAME |"
-        " torchvision:NAME | features (they are embeddings already)",
+        " torchvision:NAME | package.module.Class (your own) | features (they are embeddings"
+        " already)",
         "For photographs use dinov2; pixels only suits small aligned images such as digits.",
         section="Teacher and extraction",
         choices=("pixels", "features", "dinov2", "efficientnet_lite0"),
-        forms=(("timm:NAME", "timm:.+"), ("torchvision:NAME", "torchvision:.+")),
+        forms=(IMPORT_PATH, ("timm:NAME", "timm:.+"), ("torchvision:NAME", "torchvision:.+")),
     )
     dinov2_model: str = setting(
         "dinov2_vits14",
@@ -146,6 +148,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "ssl_kd.heads.TEMIHead",
         "import path of the head's class, package.module.Class",
         "Your own head goes here, see heads/.",
+        forms=(IMPORT_PATH,),
     )
     hidden_dim: int = setting(
         96,
@@ -289,8 +292,4 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
             raise SettingsError(
                 f"TEACHER_TEMP is {self.teacher_temp:g} and STUDENT_TEMP {self.student_temp:g}, but"
                 " with LOSS 'sharpened' the teacher's must not be the higher one."
-            )
-        if not all(part.isidentifier() for part in self.head.split(".")) or "." not in self.head:
-            raise SettingsError(
-                f"HEAD is {self.head!r}, but must be an import path such as 'heads.my_head.MyHead'."
             )

@@ -1,3 +1,4 @@
+import re
 import socket
 
 import numpy as np
@@ -7,10 +8,15 @@ from PIL import Image
 from torch import nn
 
 from ssl_kd.datasets import ArrayDataset, FeatureDataset
+from ssl_kd.guard.precision import Precision
+from ssl_kd.settings import SettingsError
+from ssl_kd.store import FingerprintMismatch
 from ssl_kd.teachers import DINOV2_MODELS, Features, Network, Pixels, TeacherUnavailable
 from ssl_kd.teachers import load as loading
 from ssl_kd.teachers.load import load_teacher
 from ssl_kd.teachers.weights import read_weights
+from ssl_kd.vision.extract import extract
+from ssl_kd.vision.settings import VisionSettings
 
 timm = pytest.importorskip("timm")
 SMALL = {"depth": 1, "img_size": 28}
@@ -139,7 +145,7 @@ def test_offline_mode_is_given_back(no_network):
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    with loading._impatient():
+    with loading._one_lookup():
         assert constants.HF_HUB_OFFLINE is True
     assert constants.HF_HUB_OFFLINE == before
 
@@ -379,3 +385,134 @@ def test_the_package_brings_the_same_weights(shared_data):
     theirs = halved.model.state_dict()
     for name, tensor in teacher.model.state_dict().items():
         assert torch.equal(tensor.half(), theirs[name].half()), name
+
+
+# --- a user's own ---------------------------------------------------------------------------------
+
+OWN = '''
+"""Teachers as a newcomer writes them: a network of one's own, and a plain function of the image."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from ssl_kd.teachers import Network, Teacher, Transform
+
+
+class Small(Network):
+    """A PyTorch network: `Network` sees to weights, device and preprocessing."""
+
+    def __init__(self, weights=None, image_size=16):
+        net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        if weights is not None:
+            net.load_state_dict(torch.load(weights, weights_only=True))
+        super().__init__("small", net, net, Transform(size=image_size, resize=image_size))
+
+
+class MeanColour(Teacher):
+    """No network at all."""
+
+    dim = 3
+    transform_id = "RGB"
+
+    def preprocess(self, image):
+        return torch.from_numpy(np.array(image.convert("RGB").resize((4, 4)))).permute(2, 0, 1)
+
+    def embed(self, batch):
+        return batch.to(self.device).float().mean((2, 3)) / 255
+
+
+class Silent(MeanColour):
+    """A network whose weights no cache would know."""
+
+    def __init__(self):
+        self.net = nn.Linear(3, 3)
+
+
+class Shapeless(MeanColour):
+    dim = None
+
+
+class Wordless(MeanColour):
+    transform_id = 3
+
+
+def function():
+    pass
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The import path of each class of a module that a user wrote."""
+    name = f"teachers_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda attribute: f"{name}.{attribute}"
+
+
+def test_a_teacher_of_ones_own_is_built_with_the_options_that_it_names(own, tmp_path):
+    plain = load_teacher(own("MeanColour"))
+    assert plain.name == own("MeanColour") and plain.weights_id == "none"
+    white = plain.preprocess(Image.new("L", (9, 5), 255))
+    assert torch.equal(plain.embed(white[None]), torch.ones(1, 3))
+
+    first = load_teacher(own("Small"))
+    assert isinstance(first, Network) and first.name == f"{own('Small')} (small)"
+    assert first.transform.size == 16 and first.dim == 5  # the class's own default
+    torch.save(first.model.state_dict(), tmp_path / "w.pt")
+    again = load_teacher(own("Small"), weights=tmp_path / "w.pt", image_size=24)
+    assert isinstance(again, Network) and again.transform.size == 24
+    assert again.weights_id == first.weights_id and again.transform_id != first.transform_id
+
+
+def test_a_cache_knows_the_teacher_of_ones_own_by_class_and_weights(own, tmp_path):
+    data = array_data((3, 8, 8, 3))
+    precision = Precision.for_device("cpu")
+
+    def cached(teacher):
+        return extract(data, teacher, tmp_path / "cache", split="train", precision=precision)
+
+    torch.manual_seed(0)
+    teacher = load_teacher(own("Small"))
+    store = cached(teacher)
+    embedded = teacher.embed(torch.stack([teacher.preprocess(data.image(i)) for i in range(3)]))
+    assert torch.equal(store.gather(torch.arange(3)), embedded)
+    with pytest.raises(FingerprintMismatch, match="weights: cache has"):
+        cached(load_teacher(own("Small")))  # new random weights
+    with pytest.raises(FingerprintMismatch, match=f"this run asks for '{own('MeanColour')}'"):
+        cached(load_teacher(own("MeanColour")))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nowhere.MyTeacher", {}, "'nowhere.MyTeacher' cannot be imported: No module named"),
+        ("Lost", {}, "expected package.module.Class, in an installed package or in a folder"),
+        ("function", {}, "expected a subclass of ssl_kd.teachers.base.Teacher"),
+        (
+            "MeanColour",
+            {"weights": "w.pt"},
+            "cannot follow weights 'w.pt': leave it at its default",
+        ),
+        ("MeanColour", {"image_size": 8}, "give the class's __init__ a parameter image_size"),
+        ("MeanColour", {"token": "patch"}, "cannot follow token 'patch'"),
+        ("Silent", {}, "holds a network, but says weights_id 'none'"),
+        ("Shapeless", {}, "has None as dim, expected a whole number: set self.dim"),
+        ("Wordless", {}, "has 3 as transform_id, expected text"),
+    ],
+)
+def test_a_teacher_of_ones_own_that_cannot_be_is_named_with_the_way_out(
+    own, name, options, message
+):
+    path = name if "." in name else own(name)
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        load_teacher(path, **options)
+    assert repr(path) in str(refused.value)
+
+
+def test_an_import_path_is_a_value_for_the_setting():
+    assert VisionSettings(teacher="heads.my.Teacher").teacher == "heads.my.Teacher"
+    for value in ("heads/my.py", "Teacher", ".Teacher", "a..B", "1a.B"):
+        with pytest.raises(SettingsError, match="'package.module.Class', 'timm:NAME'"):
+            VisionSettings(teacher=value)
