@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 
 from ssl_kd.files import atomic_write_text
 from ssl_kd.report import language, vision
 from ssl_kd.report.figures import shares
 from ssl_kd.report.gallery import Images
-from ssl_kd.report.page import STYLE, TEMPLATES
 from ssl_kd.report.run_folder import RunFolder
 from ssl_kd.report.wording import DASH, duration, number
 
@@ -39,7 +37,9 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
     else:
         name, content = "vision.html", vision.content(run, images)
     environment = jinja2.Environment(
-        loader=jinja2.DictLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("ssl_kd.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     page = environment.get_template(name).render(_frame(run) | content)
     path = run.path / "report.html"
@@ -51,7 +51,6 @@ def _frame(run: RunFolder) -> dict[str, Any]:
     """What the pages of both modes say in the same way."""
     versions = run.config.get("versions", {})
     return {
-        "style": Markup(STYLE),
         "events": [_event(e) for e in run.events[:200]],
         "n_events": len(run.events),
         "events_text": _events_text(run),
