@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from ssl_kd.datasets import ImageDataset, open_dataset
-from ssl_kd.report.run_folder import RunFolder
+from ssl_kd.report.results import RunResults
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def run_images(run_dir: Path) -> Images | None:
         Opens the data set when it is asked, and raises what that raises; None where the run
         learned from features or from text.
     """
-    run = RunFolder.read(Path(run_dir))
+    run = RunResults.read(Path(run_dir))
     if run.is_language or run.metrics.get("teacher", {}).get("name") == "features":
         return None
 
@@ -49,7 +49,7 @@ def run_images(run_dir: Path) -> Images | None:
 
 
 def gallery(
-    run: RunFolder,
+    run: RunResults,
     images: Images | None,
     sizes: Sequence[int],
     colours: Sequence[str],

@@ -7,7 +7,7 @@ from typing import Any
 
 from ssl_kd.report.curves import ACTIONS, action_name, loss_curves, perplexity_curve
 from ssl_kd.report.figures import shares
-from ssl_kd.report.run_folder import RunFolder
+from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, amount, base_name, duration, finite, number, percent
 
 TEACHER, BEFORE, STUDENT, ALONE = "teacher", "student before", "student", "CE alone"
@@ -38,7 +38,7 @@ ALIGNMENT: dict[str, tuple[str, Callable[[float], str]]] = {
 MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
 
 
-def content(run: RunFolder) -> dict[str, Any]:
+def content(run: RunResults) -> dict[str, Any]:
     """What the language template asks for beyond the frame."""
     metrics, config = run.metrics, run.config
     rows = [row for row in metrics.get("table") or [] if isinstance(row, dict)]
@@ -75,7 +75,7 @@ def content(run: RunFolder) -> dict[str, Any]:
 
 
 def _header(
-    run: RunFolder, rows: list[dict[str, Any]], points: list[tuple[float, float]]
+    run: RunResults, rows: list[dict[str, Any]], points: list[tuple[float, float]]
 ) -> dict[str, Any]:
     """The headline, the sentences below it, and the tiles with the main numbers."""
     found = {row.get("name"): row for row in rows}
@@ -112,7 +112,7 @@ def _header(
 
 
 def _headline(
-    run: RunFolder, found: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
+    run: RunResults, found: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> tuple[str, list[str]]:
     """Whether distilling paid, or what can be said in its place, and what goes with it."""
     after, before, alone = (_perplexity(found, name) for name in (STUDENT, BEFORE, ALONE))
@@ -147,7 +147,7 @@ def _headline(
     return f"Held-out perplexity {way}", [known]
 
 
-def _alone(run: RunFolder) -> bool:
+def _alone(run: RunResults) -> bool:
     """Whether the run says that it had no teacher."""
     return run.config.get("teacher", ...) is None
 
@@ -162,7 +162,7 @@ def _verdict(value: float, other: float, lower: str, same: str, higher: str) -> 
     return same if amount(value) == amount(other) else lower if value < other else higher
 
 
-def _against_teacher(run: RunFolder, found: dict[Any, dict[str, Any]]) -> list[str]:
+def _against_teacher(run: RunResults, found: dict[Any, dict[str, Any]]) -> list[str]:
     """A sentence on student and teacher; across tokenizers only bits per character compare."""
     foreign = bool(run.metrics.get("alignment"))
     key = "bits_per_character" if foreign else "perplexity"
@@ -213,7 +213,7 @@ def _results_text(rows: list[dict[str, Any]]) -> str:
     return text
 
 
-def _evaluations(run: RunFolder) -> tuple[list[tuple[float, float]], list[str]]:
+def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]:
     """Step and perplexity of each look at held-out text, and the steps without a finite one."""
     points, sick = {}, []
     for line in run.steps:
@@ -226,7 +226,7 @@ def _evaluations(run: RunFolder) -> tuple[list[tuple[float, float]], list[str]]:
     return sorted(points.items()), sick
 
 
-def _marks(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, float]:
+def _marks(run: RunResults, rows: list[dict[str, Any]]) -> dict[str, float]:
     """What the curve is compared with; a foreign teacher's perplexity is of other tokens."""
     found = {row.get("name"): row for row in rows}
     names = (ALONE,) if run.metrics.get("alignment") else (TEACHER, ALONE)
@@ -234,7 +234,7 @@ def _marks(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _perplexity_text(run: RunFolder, points: list[tuple[float, float]], best: float | None) -> str:
+def _perplexity_text(run: RunResults, points: list[tuple[float, float]], best: float | None) -> str:
     value = dict(points).get(best) if best is not None else None
     if value is None:
         return f"The student of step {best:.0f} was kept." if finite(best) else ""
@@ -243,7 +243,7 @@ def _perplexity_text(run: RunFolder, points: list[tuple[float, float]], best: fl
     return f"{amount(value)} at step {best:.0f}; {ending}."
 
 
-def _training_text(run: RunFolder) -> str:
+def _training_text(run: RunResults) -> str:
     logged = [line["step"] for line in run.steps if finite(line.get("step"))]
     steps, tokens = run.metrics.get("steps") or max(logged, default=None), run.metrics.get("tokens")
     speed = [v for line in run.steps if finite(v := line.get("tokens_per_second"))]
@@ -283,14 +283,14 @@ def _guard(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {"actions": actions, "rows": rows}
 
 
-def _success(run: RunFolder) -> str:
+def _success(run: RunResults) -> str:
     rates = [line["success_rate"] for line in run.steps if finite(line.get("success_rate"))]
     rate = run.metrics.get("success_rate")
     rate = rate if finite(rate) else fmean(rates) if rates else None
     return "" if rate is None else f"{100 * rate:.4g} % of the steps went through."
 
 
-def _memory_text(run: RunFolder) -> str:
+def _memory_text(run: RunResults) -> str:
     parts = (run.config.get("memory") or {}).items()
     total = sum(v for k, v in parts if k != "total" and finite(v))
     text = f"Together about {_size(total)}, as estimated before the first step." if total else ""
@@ -302,7 +302,7 @@ def _size(mebibytes: float) -> str:
     return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{number(mebibytes)} MiB"
 
 
-def _cache_missing(run: RunFolder) -> str:
+def _cache_missing(run: RunResults) -> str:
     if _alone(run):
         return "there was no teacher"
     known = "cache" in run.metrics

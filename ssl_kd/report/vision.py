@@ -9,7 +9,7 @@ from ssl_kd.evaluate import collapsed, effective_clusters
 from ssl_kd.report import figures
 from ssl_kd.report.curves import head_curves
 from ssl_kd.report.gallery import Images, gallery
-from ssl_kd.report.run_folder import RunFolder
+from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
 
 ANSWER = "consensus"
@@ -17,7 +17,7 @@ BASELINES = ("k-means", "spectral clustering")
 BOUND = "best head with labels (upper bound)"
 
 
-def content(run: RunFolder, images: Images | None) -> dict[str, Any]:
+def content(run: RunResults, images: Images | None) -> dict[str, Any]:
     """What the vision template asks for beyond the frame."""
     data, metrics = run.metrics.get("dataset", {}), run.metrics
     labelled = bool(data.get("labelled")) or any(
@@ -83,7 +83,7 @@ def content(run: RunFolder, images: Images | None) -> dict[str, Any]:
     }
 
 
-def _header(run: RunFolder, labelled: bool, noun: str) -> dict[str, Any]:
+def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     """The headline, the sentence below it, and the tiles with the main numbers."""
     metrics = run.metrics
     data, seconds = metrics.get("dataset", {}), metrics.get("seconds", {})
@@ -203,7 +203,7 @@ def _sizes(sizes: list[int]) -> tuple[str, list[str]]:
     return text, warnings
 
 
-def _training_text(run: RunFolder, chosen: list[int], n_heads: int) -> str:
+def _training_text(run: RunResults, chosen: list[int], n_heads: int) -> str:
     steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
     parts = [f"{steps:,} steps"] if isinstance(steps, int) else []
     if n_heads:
@@ -236,14 +236,14 @@ def _heads_text(heads: list[dict[str, Any]], chosen: list[int]) -> str:
     return text + "."
 
 
-def _class_names(run: RunFolder) -> list[str]:
+def _class_names(run: RunResults) -> list[str]:
     names = run.metrics.get("dataset", {}).get("class_names")
     if names:
         return [str(name) for name in names]
     return [str(i) for i in range(len(run.arrays.get("confusion", ())))]
 
 
-def _agreement(run: RunFolder) -> float | None:
+def _agreement(run: RunResults) -> float | None:
     try:
         values = [float(row["confidence"]) for row in run.assignments]
     except (KeyError, ValueError):

@@ -11,7 +11,7 @@ from ssl_kd.files import atomic_write_text
 from ssl_kd.report import language, vision
 from ssl_kd.report.figures import shares
 from ssl_kd.report.gallery import Images
-from ssl_kd.report.run_folder import RunFolder
+from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, duration, number
 
 
@@ -31,7 +31,7 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
     Raises:
         FileNotFoundError: If `run_dir` is not a folder.
     """
-    run = RunFolder.read(Path(run_dir))
+    run = RunResults.read(Path(run_dir))
     if run.is_language:
         name, content = "language.html", language.content(run)
     else:
@@ -47,7 +47,7 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
     return path
 
 
-def _frame(run: RunFolder) -> dict[str, Any]:
+def _frame(run: RunResults) -> dict[str, Any]:
     """What the pages of both modes say in the same way."""
     versions = run.config.get("versions", {})
     return {
@@ -63,7 +63,7 @@ def _frame(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def _events_text(run: RunFolder) -> str:
+def _events_text(run: RunResults) -> str:
     if not run.events:
         return "Nothing happened: every loss, gradient and weight stayed finite throughout."
     actions = Counter(re.split("[,:]", str(e.get("action", "noted")))[0] for e in run.events)

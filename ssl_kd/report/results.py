@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class RunResults:
     """The files of one run, as `write_report` needs them.
 
     Args:
@@ -38,7 +38,7 @@ class RunFolder:
         return "language" in (self.config.get("mode"), self.metrics.get("mode"))
 
     @classmethod
-    def read(cls, path: Path) -> "RunFolder":
+    def read(cls, path: Path) -> "RunResults":
         """Read what is there.
 
         Args:
