@@ -20,9 +20,7 @@ from ssl_kd.settings import Settings, SettingsError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from ssl_kd.doctor.verify import Agreement
     from ssl_kd.language.settings import LanguageSettings
 
 # Exit codes. What a signal ends is 128 + its number: 130 after Ctrl-C, 143 after SIGTERM.
@@ -263,6 +261,7 @@ def _train(argv: Sequence[str], config: Path, prog: str) -> int:
 
     screen = _screen()
     from ssl_kd.report import run_images, write_report
+    from ssl_kd.report.tables import results_table
     from ssl_kd.training.folder import RunFinished
     from ssl_kd.training.stop import Interrupted
     from ssl_kd.vision.run import run
@@ -319,6 +318,7 @@ def _distill(settings: LanguageSettings) -> int:
     screen = _screen()
     from ssl_kd.language.run import run
     from ssl_kd.report import write_report
+    from ssl_kd.report.tables import language_table
     from ssl_kd.training.folder import RunFinished
     from ssl_kd.training.stop import Interrupted
 
@@ -339,67 +339,6 @@ def _distill(settings: LanguageSettings) -> int:
     for name, file in {"Student": path / "student", "Report": report}.items():
         out.print(f"{name}: {file}", soft_wrap=True, markup=False)
     return OK
-
-
-def language_table(metrics: dict[str, Any]) -> Table:
-    """The final table of a language run, from its `metrics.json`; a dash for no value."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    columns = {
-        "perplexity": "{:.3f}",
-        "bits_per_character": "{:.3f}",
-        "agreement": "{:.1%}",
-        "kl": "{:.3f}",
-        "ece": "{:.3f}",
-        "answer_accuracy": "{:.1%}",
-        "answer_rate": "{:.1%}",
-    }
-    rows = metrics["table"]
-    if metrics.get("alignment"):  # perplexities of two tokenizers do not compare
-        del columns["perplexity"]
-    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    table = Table(title="Held-out text", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("model", no_wrap=True)
-    for name in shown:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        values = [row.get(name) for name in shown]
-        cells = [
-            "-" if v is None else columns[n].format(v) for n, v in zip(shown, values, strict=True)
-        ]
-        style = "bold" if row["name"] == "student" else None
-        table.add_row(Text(row["name"]), *cells, style=style)
-    return table
-
-
-def results_table(metrics: dict[str, Any]) -> Table:
-    """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    title = "Clusters against the labels, in percent" if metrics.get("table") else None
-    # 80 columns are enough for every name; only a long note takes a second line.
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("answer", no_wrap=True)
-    table.add_column("split")
-    for score in ("ACC", "NMI", "ARI"):
-        table.add_column(score, justify="right")
-    table.add_column("note", overflow="fold")
-    split = None
-    for row in metrics.get("table", []):
-        if split not in (None, row.get("split")):
-            table.add_row()
-        split = row.get("split")
-        scores = [row.get(score) for score in ("acc", "nmi", "ari")]
-        shown = ["-" if score is None else f"{100 * score:.1f}" for score in scores]
-        # Text: a name in square brackets is no markup.
-        cells = [row["name"], row.get("split", ""), *shown, row.get("note") or ""]
-        style = "bold" if row["name"] == "consensus" else None
-        table.add_row(*(Text(cell) for cell in cells), style=style)
-    return table
 
 
 class Progress:
@@ -511,7 +450,7 @@ def _verify(argv: Sequence[str]) -> int:
         from rich.console import Console
 
         screen = _screen()
-        from ssl_kd.doctor.verify import verify
+        from ssl_kd.doctor.verify import agreement_table, verify
 
         with Progress(screen) as progress:
             found = verify(settings, progress=progress)
@@ -519,25 +458,6 @@ def _verify(argv: Sequence[str]) -> int:
         return OK if all(way.agrees for way in found) else FAILED
 
     return guarded(work)
-
-
-def agreement_table(found: Sequence[Agreement]) -> Table:
-    """How far each way to compute the loss lies from the plain one."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    title = "Losses in nats a token, and how far off the plain ones"
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("way", no_wrap=True)
-    for name in ("ce", "kd", "ce off", "kd off", "gradient off"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    for way in found:
-        values = [f"{value:.5g}" for value in (way.ce, way.kd)]
-        values += [f"{value:.1g}" for value in (way.ce_off, way.kd_off, way.gradient_off)]
-        limits = "allowed {:g}, gradient {:g}".format(*way.allowed)
-        table.add_row(way.way, *values, "agrees" if way.agrees else f"DIFFERS: {limits}")
-    return table
 
 
 def _install_check(argv: Sequence[str]) -> int:

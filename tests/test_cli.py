@@ -364,14 +364,6 @@ def test_progress_on_a_terminal_is_a_bar():
     assert "10/10" in text and "1/5" in text and "images/s 12.5" in text
 
 
-def test_a_table_without_labels_shows_dashes_and_no_title():
-    screen = Console(file=io.StringIO(), width=120)
-    screen.print(cli.results_table({"table": [{"name": "[k]-means", "note": "no labels"}]}))
-    screen.print(cli.results_table({}))
-    assert isinstance(screen.file, io.StringIO)
-    assert "[k]-means" in screen.file.getvalue()
-
-
 @pytest.mark.parametrize(("reproduced", "code"), [(True, 0), (False, 1)])
 def test_replay_prints_the_report_and_says_whether_the_fault_returned(
     reproduced, code, monkeypatch, capfd

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
@@ -20,7 +23,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, n_ids
 
-__all__ = ["Agreement", "verify"]
+__all__ = ["Agreement", "agreement_table", "verify"]
 
 ROWS = 4  # of the text: whole logits of both models must fit in memory
 CHUNK_TOKENS = 7  # a prime: the last chunk is a part of one
@@ -132,6 +135,22 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
         distiller.source, facts = Plain(*task.caches), task.caches[0].facts()
         compare(f"cache, {facts['method']} {facts['k']}", step(), SHORTENED)
     return found
+
+
+def agreement_table(found: Sequence[Agreement]) -> Table:
+    """How far each way to compute the loss lies from the plain one."""
+    title = "Losses in nats a token, and how far off the plain ones"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("way", no_wrap=True)
+    for name in ("ce", "kd", "ce off", "kd off", "gradient off"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for way in found:
+        values = [f"{value:.5g}" for value in (way.ce, way.kd)]
+        values += [f"{value:.1g}" for value in (way.ce_off, way.kd_off, way.gradient_off)]
+        limits = "allowed {:g}, gradient {:g}".format(*way.allowed)
+        table.add_row(way.way, *values, "agrees" if way.agrees else f"DIFFERS: {limits}")
+    return table
 
 
 def _plain(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Tensor:

@@ -19,7 +19,6 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from ssl_kd.cli import language_table  # noqa: E402
 from ssl_kd.evaluate.language import judge_tokens  # noqa: E402
 from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
@@ -29,6 +28,7 @@ from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.task import cache_teacher, prepare, trained_teacher  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
+from ssl_kd.report.tables import language_table  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm  # noqa: E402

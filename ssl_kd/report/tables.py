@@ -1,0 +1,62 @@
+"""The table that a run leaves on the screen."""
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+
+def language_table(metrics: dict[str, Any]) -> Table:
+    """The final table of a language run, from its `metrics.json`; a dash for no value."""
+    columns = {
+        "perplexity": "{:.3f}",
+        "bits_per_character": "{:.3f}",
+        "agreement": "{:.1%}",
+        "kl": "{:.3f}",
+        "ece": "{:.3f}",
+        "answer_accuracy": "{:.1%}",
+        "answer_rate": "{:.1%}",
+    }
+    rows = metrics["table"]
+    if metrics.get("alignment"):  # perplexities of two tokenizers do not compare
+        del columns["perplexity"]
+    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
+    table = _table("Held-out text", "model")
+    for name in shown:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        values = {name: row.get(name) for name in shown}
+        cells = ["-" if v is None else columns[name].format(v) for name, v in values.items()]
+        style = "bold" if row["name"] == "student" else None
+        table.add_row(Text(row["name"]), *cells, style=style)
+    return table
+
+
+def results_table(metrics: dict[str, Any]) -> Table:
+    """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
+    title = "Clusters against the labels, in percent" if metrics.get("table") else None
+    # 80 columns are enough for every name; only a long note takes a second line.
+    table = _table(title, "answer")
+    table.add_column("split")
+    for score in ("ACC", "NMI", "ARI"):
+        table.add_column(score, justify="right")
+    table.add_column("note", overflow="fold")
+    split = None
+    for row in metrics.get("table", []):
+        if split not in (None, row.get("split")):
+            table.add_row()
+        split = row.get("split")
+        scores = [row.get(score) for score in ("acc", "nmi", "ari")]
+        shown = ["-" if score is None else f"{100 * score:.1f}" for score in scores]
+        # Text: a name in square brackets is no markup.
+        cells = [row["name"], row.get("split", ""), *shown, row.get("note") or ""]
+        style = "bold" if row["name"] == "consensus" else None
+        table.add_row(*(Text(cell) for cell in cells), style=style)
+    return table
+
+
+def _table(title: str | None, first_column: str) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first_column, no_wrap=True)
+    return table
