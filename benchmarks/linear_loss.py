@@ -38,7 +38,7 @@ def ours(heads: Heads, temperature: float, beta: float) -> Tensor:
         None,
         [LinearTeacher(teacher_hidden, teacher_weight)],
         temperature=temperature,
-        divergence=divergence,  # type: ignore[arg-type]
+        divergence=divergence,
         weights=(0.0, 1.0),
     )
     return terms[1] / temperature**2 / len(hidden)

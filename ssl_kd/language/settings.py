@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.settings import RunSettings, SettingsError, setting
-
-DIVERGENCES = ("forward_kl", "reverse_kl", "js", "skew_kl", "skew_reverse_kl", "tvd")
 
 
 @dataclass(frozen=True)
@@ -337,8 +336,9 @@ presets; a name or value that cannot be is refused.
             )
         if self.legacy_clamp is not None:
             self._check_clamp(self.legacy_clamp)
-        if self.router_joint and self.kind_of_divergence.startswith("skew"):
-            raise SettingsError("ROUTER_JOINT takes forward_kl, reverse_kl, js or tvd.")
+        *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)
+        if self.router_joint and self.kind_of_divergence not in (*names, last):
+            raise SettingsError(f"ROUTER_JOINT takes {', '.join(names)} or {last}.")
         if self.emulate_fp16 and self.model_dtype != "float16":
             raise SettingsError("EMULATE_FP16 is for MODEL_DTYPE 'float16' only.")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.evaluate.language import logits_of
 from ssl_kd.guard.events import Event
 from ssl_kd.language.projection import HiddenProjection
@@ -61,10 +62,6 @@ class Plain:
     def __call__(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
         """As `Source`."""
         return [answer(batch, rows) for answer in self.answers]
-
-
-# The divergence D(p, q) by its name when the teacher p takes the student's place in the loss.
-_SWAPPED = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl", "js": "js", "tvd": "tvd"}
 
 
 class Routed:
@@ -224,6 +221,10 @@ class Routed:
         """`[2]`, sums over the batch: the teacher's cross-entropy, and KL(p || q) with q fixed."""
         settings = self.settings
         rows, targets = next_token_targets(batch.input_ids, batch.counts)
+        divergence = "reverse_kl"  # KL(p || q), p in the student's place
+        if settings.router_joint:
+            divergence = DIVERGENCES[settings.kind_of_divergence].swapped
+            assert divergence is not None  # LanguageSettings.check_together
         head = without_adapters(self.model).get_output_embeddings()
         return linear_distillation(
             self._hidden(batch)[rows],
@@ -232,9 +233,7 @@ class Routed:
             targets,
             [own],
             temperature=settings.temperature if settings.router_joint else 1.0,
-            divergence=_SWAPPED[settings.kind_of_divergence]  # pyright: ignore[reportArgumentType]
-            if settings.router_joint
-            else "reverse_kl",  # KL(p || q), p in the student's place
+            divergence=divergence,
             weights=(0.0, 1.0),
         )
 

@@ -15,6 +15,7 @@ import torch
 from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks, train_tokenizer
 from ssl_kd.datasets.text import TextDataset, open_text
+from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.settings import LanguageSettings
@@ -227,10 +228,11 @@ def _check_tokenizers(student: CausalLM, teacher: CausalLM) -> None:
 
 
 def _check_divergence(settings: LanguageSettings, method: str) -> None:
-    if method == "sample" and settings.kind_of_divergence != "forward_kl":
+    known = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
+    if method == "sample" and settings.kind_of_divergence not in known:
         raise SettingsError(
             f"DIVERGENCE is {settings.kind_of_divergence}, and a cache of CACHE_METHOD 'sample' "
-            "knows forward_kl alone: set DIVERGENCE to 'forward_kl', or make a cache with "
+            f"knows {', '.join(known)} alone: set DIVERGENCE to {known[0]!r}, or make a cache with "
             "CACHE_METHOD 'topk'"
         )
 

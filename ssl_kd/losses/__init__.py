@@ -1,7 +1,7 @@
 """Losses: pure functions, tensors in, one value per sample or part out, float32 inside."""
 
+from ssl_kd.divergences import DIVERGENCES, Divergence
 from ssl_kd.guard.finite import safe_normalize_weights
-from ssl_kd.losses.divergences import Divergence
 from ssl_kd.losses.linear_distillation import (
     LinearTeacher,
     LogitsTeacher,
@@ -27,6 +27,7 @@ from ssl_kd.losses.self_distillation import (
 from ssl_kd.losses.token_distillation import LegacyClamp, next_token_targets, token_kd
 
 __all__ = [
+    "DIVERGENCES",
     "Divergence",
     "InstanceWeight",
     "LegacyClamp",

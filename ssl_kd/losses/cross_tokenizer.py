@@ -9,21 +9,15 @@ is the guard's business, and `reduction="none"` says which group it sits in.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ssl_kd.divergences import divergence_named
 from ssl_kd.guard.finite import compute_dtype
-from ssl_kd.losses.divergences import (
-    SATURATION,
-    Divergence,
-    check_divergence,
-    divergence_,
-    log_softmax_,
-)
 from ssl_kd.losses.mutual_information import check_temperature
+from ssl_kd.losses.rows import row_divergences, saturated
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -55,45 +49,6 @@ class VocabularyMap(NamedTuple):
 
     classes: Tensor
     size: int
-
-
-class _Saturate(torch.autograd.Function):
-    """Infinities become +-65504; their gradient passes, so that an overflow can be unlearned."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.nan_to_num(nan=float("nan"), posinf=SATURATION, neginf=-SATURATION)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
-        return grad_output
-
-
-def _exact(logits: Tensor) -> Tensor:
-    return _Saturate.apply(logits.to(compute_dtype(logits)))  # pyright: ignore[reportReturnType]
-
-
-class _Divergence(torch.autograd.Function):
-    """`[row]` divergences times T^2 from logits, with the closed-form gradient of `divergence_`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, temperature: float, name: Divergence
-    ) -> Tensor:
-        # A class that one model has no output for is -inf there: as good as never, but finite.
-        teacher = teacher.to(student.dtype).clamp(min=-SATURATION)
-        log_p, p = log_softmax_(teacher, temperature)
-        log_q, q = log_softmax_(student.clamp(min=-SATURATION), temperature)
-        value, gradient = divergence_(name, log_p, p, log_q, q, gradient=ctx.needs_input_grad[0])
-        if gradient is not None:
-            ctx.save_for_backward(gradient.mul_(temperature))  # T^2 / T
-        return value * temperature**2
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_output.unsqueeze(-1), None, None, None
 
 
 def _reduce(values: Tensor, reduction: Reduction) -> Tensor:
@@ -146,7 +101,7 @@ def uld(
     check_temperature("temperature", temperature)
     _check_rows(student_logits, teacher_logits, "aligned positions")
     student, teacher = (
-        torch.softmax(_exact(logits) / temperature, -1).sort(-1, descending=True).values
+        torch.softmax(saturated(logits) / temperature, -1).sort(-1, descending=True).values
         for logits in (student_logits, teacher_logits.detach())
     )
     missing = student.shape[-1] - teacher.shape[-1]
@@ -169,7 +124,7 @@ def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor
         `[row, class]`, float32 (float64 for float64).
     """
     known = min(logits.shape[-1], len(vocabulary.classes))
-    logits = _exact(logits[:, :known])
+    logits = saturated(logits[:, :known])
     index = vocabulary.classes[:known].expand(len(logits), -1)
     # Each class minus its own maximum: one that is 200 nats below the best keeps its gradient.
     largest = logits.new_full((len(logits), vocabulary.size + 1), -torch.inf)
@@ -194,7 +149,7 @@ def chunk_log_likelihood(logits: Tensor, targets: Tensor, groups: Tensor, size: 
     Returns:
         `[size]`, at most 0, float32 (float64 for float64); 0 for a group without a row.
     """
-    token = torch.log_softmax(_exact(logits), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    token = torch.log_softmax(saturated(logits), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
     return token.new_zeros(size).index_add(0, groups, token)
 
 
@@ -259,7 +214,7 @@ def chunk_matching(
     *,
     temperature: float = 2.0,
     likelihood_temperature: float = 100.0,
-    divergence: Divergence = "forward_kl",
+    divergence: str = "forward_kl",
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Divergence where one token stands against one of the same text, likelihood elsewhere.
@@ -290,7 +245,7 @@ def chunk_matching(
             range, or there is no such divergence.
     """
     check_temperature("temperature", temperature)
-    check_divergence(divergence)
+    kind = divergence_named(divergence)
     _check_rows(student.first, teacher.first, "groups")
     if student_vocabulary.size != teacher_vocabulary.size:
         raise ValueError(
@@ -300,18 +255,18 @@ def chunk_matching(
     groups = len(matched)
     teacher_logits = teacher_logits.detach()
     alike, others = matched.nonzero().squeeze(1), (~matched).nonzero().squeeze(1)
-    values = _Divergence.apply(
+    values = row_divergences(
         class_log_probabilities(student_logits[student.first[alike]], student_vocabulary),
         class_log_probabilities(teacher_logits[teacher.first[alike]], teacher_vocabulary),
         temperature,
-        divergence,
+        kind,
     )
     likelihoods = [
         _likelihood_of(logits, side, others, groups)
         for logits, side in ((student_logits, student), (teacher_logits, teacher))
     ]
     rest = likelihood_matching(*likelihoods, temperature=likelihood_temperature, reduction="none")
-    every = rest.new_zeros(groups).index_copy(0, alike, values)  # pyright: ignore[reportArgumentType]
+    every = rest.new_zeros(groups).index_copy(0, alike, values)
     return _reduce(every.index_copy(0, others, rest), reduction)
 
 

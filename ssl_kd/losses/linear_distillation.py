@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ssl_kd.divergences import DIVERGENCES, Divergence, divergence_named
 from ssl_kd.guard.finite import compute_dtype
-from ssl_kd.losses.divergences import (
-    Divergence,
-    check_divergence,
-    divergence_,
-    log_softmax_,
-    saturate_,
-)
 from ssl_kd.losses.mutual_information import check_temperature
+from ssl_kd.losses.rows import log_softmax_, saturate_
 
 if TYPE_CHECKING:
     from ssl_kd.losses.token_distillation import LegacyClamp
@@ -68,7 +63,9 @@ class TopKTeacher:
 
 @dataclass(frozen=True)
 class SampledTeacher:
-    """A teacher by importance-sampled tokens: an unbiased estimate of `forward_kl`.
+    """A teacher by importance-sampled tokens: an unbiased estimate of some divergences.
+
+    Of those that have `from_samples` in `ssl_kd.divergences`: `forward_kl`.
 
     Args:
         indices: `[n, k]`, integer; a token may come up more than once.
@@ -208,23 +205,10 @@ def _top_k(
     coarse_q = torch.cat([log_q.gather(-1, indices), tail_mass.log()], -1)
     coarse_p = torch.cat([teacher.log_probs, teacher.log_tail.unsqueeze(-1)], -1)
     coarse_p = saturate_(coarse_p.to(q.dtype, copy=True))
-    value, slope = divergence_(
-        divergence, coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp(), gradient=gradient
-    )
+    value, slope = divergence.compute(coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp(), gradient)
     if slope is None:
         return value, None
     return value, tail.mul_(slope[:, -1:] / tail_mass).scatter_(-1, indices, slope[:, :-1])
-
-
-def _sampled(
-    teacher: SampledTeacher, log_q: Tensor, q: Tensor, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """`sum_i w_i (-log q_i)` less the teacher's entropy."""
-    indices, weights = teacher.indices.long(), teacher.weights.to(q.dtype)
-    value = -(weights * log_q.gather(-1, indices)).sum(-1) - teacher.entropy.to(q.dtype)
-    if not gradient:
-        return value, None
-    return value, (q * weights.sum(-1, keepdim=True)).scatter_add_(-1, indices, -weights)
 
 
 def _terms_(
@@ -292,13 +276,16 @@ def _divergence_of(
     if isinstance(teacher, TopKTeacher):
         return _top_k(teacher, log_q, q, objective.divergence, gradient)
     if isinstance(teacher, SampledTeacher):
-        return _sampled(teacher, log_q, q, gradient)
+        assert objective.divergence.from_samples is not None  # _check_teacher
+        weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)
+        indices = teacher.indices.long()
+        return objective.divergence.from_samples(indices, weights, entropy, log_q, q, gradient)
     assert isinstance(teacher, LogitsTeacher)  # _run has multiplied a LinearTeacher out
     logits = saturate_(teacher.logits[:, : objective.common].to(q.dtype, copy=True))
     if objective.clamp is not None:
         logits.clamp_(-objective.clamp.logits, objective.clamp.logits)
     log_p, p = log_softmax_(logits, objective.temperature, objective.outside)
-    return divergence_(objective.divergence, log_p, p, log_q, q, gradient=gradient)
+    return objective.divergence.compute(log_p, p, log_q, q, gradient)
 
 
 def _head(
@@ -449,13 +436,13 @@ def _distil(
     targets: Tensor | None,
     teachers: Sequence[Teacher],
     temperature: float,
-    divergence: Divergence,
+    divergence: str,
     weights: tuple[float, float],
     clamp: LegacyClamp | None,
     chunk_tokens: int | None,
 ) -> Tensor:
     n, vocab = len(x), x.shape[-1] if weight is None else len(weight)
-    check_divergence(divergence)
+    kind = divergence_named(divergence)
     check_temperature("temperature", temperature)
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}, expected 1 or more, or None")
@@ -479,17 +466,17 @@ def _distil(
     if teachers and any(mask is not None for mask in masks):
         anywhere = torch.stack([mask for mask in masks if mask is not None]).any(0)
         indices = anywhere.nonzero().flatten()
-    kind = x.device.type
+    device = x.device.type
     objective = _Objective(
         targets,
         teachers,
         temperature,
-        divergence,
+        kind,
         clamp,
         common,
         indices if indices is not None and len(indices) else None,
         min(chunk_tokens or max(1, CHUNK_BYTES // (4 * vocab)), max(1, n)),
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
     )
     weights = (weights[0] if targets is not None else 0.0, weights[1] if teachers else 0.0)
     needs = tuple(
@@ -499,15 +486,17 @@ def _distil(
 
 
 def _check_teacher(
-    teacher: Teacher, n: int, vocab: int, divergence: Divergence, clamp: LegacyClamp | None
+    teacher: Teacher, n: int, vocab: int, divergence: str, clamp: LegacyClamp | None
 ) -> None:
     kind = type(teacher).__name__
     for name, value in vars(teacher).items():
         if name not in ("weight", "bias") and len(value) != n:
             raise ValueError(f"{kind}.{name} has {len(value)} rows, the student {n}")
-    if isinstance(teacher, SampledTeacher) and divergence != "forward_kl":
+    estimated = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
+    if isinstance(teacher, SampledTeacher) and divergence not in estimated:
         raise ValueError(
-            f"sampled tokens estimate forward_kl, not {divergence}: store the top k for that"
+            f"sampled tokens estimate {', '.join(estimated)}, not {divergence}: store the top k "
+            "for that"
         )
     if isinstance(teacher, (TopKTeacher, SampledTeacher)):
         if clamp is not None:
@@ -530,7 +519,7 @@ def linear_distillation(
     teachers: Sequence[Teacher] = (),
     *,
     temperature: float,
-    divergence: Divergence = "forward_kl",
+    divergence: str = "forward_kl",
     weights: tuple[float, float] = (1.0, 1.0),
     legacy_clamp: LegacyClamp | None = None,
     chunk_tokens: int | None = None,
@@ -552,7 +541,7 @@ def linear_distillation(
             the common first part counts. No gradient flows into them. The logits of one in half
             precision are in its own dtype, whatever autocast is around.
         temperature: of both softmaxes in the distillation, in [1e-4, 1e4].
-        divergence: as in `token_kd`; a `SampledTeacher` knows `forward_kl` only.
+        divergence: as in `token_kd`; of a `SampledTeacher` one that has `from_samples`.
         weights: of cross-entropy and distillation in the loss that will be differentiated, up to
             a common factor. They do not scale what is returned.
         legacy_clamp: the old clamps of logits and of each token's terms; for comparison only.
@@ -600,7 +589,7 @@ def logits_distillation(
     teachers: Sequence[Teacher] = (),
     *,
     temperature: float,
-    divergence: Divergence = "forward_kl",
+    divergence: str = "forward_kl",
     weights: tuple[float, float] = (1.0, 1.0),
     legacy_clamp: LegacyClamp | None = None,
     chunk_tokens: int | None = None,

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
-from ssl_kd.losses.divergences import log_softmax_, saturate_
 from ssl_kd.losses.linear_distillation import (
     LinearTeacher,
     LogitsTeacher,
@@ -25,6 +24,7 @@ from ssl_kd.losses.linear_distillation import (
     TopKTeacher,
 )
 from ssl_kd.losses.mutual_information import check_temperature
+from ssl_kd.losses.rows import log_softmax_, saturate_
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import BaseFingerprint, ShardStore, ShardWriter
 from ssl_kd.store.shards import Columns, Content, Manifest, read_manifest

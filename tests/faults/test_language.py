@@ -24,6 +24,7 @@ from ssl_kd import cli  # noqa: E402
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import open_text  # noqa: E402
+from ssl_kd.divergences import DIVERGENCES  # noqa: E402
 from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.files import sha256_file  # noqa: E402
 from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
@@ -33,12 +34,12 @@ from ssl_kd.language.sources import Aligned, Plain, Routed  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.train import rows_of_step  # noqa: E402
 from ssl_kd.losses import token_kd  # noqa: E402
-from ssl_kd.losses.divergences import SATURATION  # noqa: E402
 from ssl_kd.losses.linear_distillation import (  # noqa: E402
     LogitsTeacher,
     linear_distillation,
     logits_distillation,
 )
+from ssl_kd.losses.rows import SATURATION  # noqa: E402
 from ssl_kd.losses.token_distillation import LegacyClamp  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
@@ -84,7 +85,6 @@ from tests.faults.matrix import row  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 INF = math.inf
-DIVERGENCES = ("forward_kl", "reverse_kl", "js", "skew_kl", "skew_reverse_kl", "tvd")
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
 
 

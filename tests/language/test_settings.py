@@ -2,7 +2,8 @@
 
 import pytest
 
-from ssl_kd.language.settings import DIVERGENCES, PRESETS, LanguageSettings
+from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.language.settings import PRESETS, LanguageSettings
 from ssl_kd.settings import SettingsError
 
 

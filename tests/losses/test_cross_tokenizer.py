@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.losses.cross_tokenizer import (
     Positions,
     VocabularyMap,
@@ -14,8 +15,6 @@ from ssl_kd.losses.cross_tokenizer import (
     uld,
 )
 from ssl_kd.losses.token_distillation import token_kd
-
-DIVERGENCES = ("forward_kl", "reverse_kl", "js", "skew_kl", "skew_reverse_kl", "tvd")
 
 
 def logits(*shape, seed=0, scale=3.0):

@@ -1,0 +1,93 @@
+"""Rows of logits: what an overflow counts as, their log-probabilities, the distance of two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ssl_kd.divergences import Divergence
+from ssl_kd.guard.finite import compute_dtype
+
+SATURATION = 65504.0  # the largest finite float16: what an overflowed logit is taken for
+_NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
+
+
+def saturate_(logits: Tensor) -> Tensor:
+    """Replace infinities by +-65504, in place; a NaN stays a NaN."""
+    return logits.nan_to_num_(nan=float("nan"), posinf=SATURATION, neginf=-SATURATION)
+
+
+def log_softmax_(
+    logits: Tensor, temperature: float, outside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`log softmax(logits / temperature)` and its exponential.
+
+    The maximum goes before the division: a difference of large logits is exact, their quotients'
+    difference is not.
+
+    Args:
+        logits: `[n, vocab]`, float32 or float64; overwritten by the log-probabilities.
+        temperature: positive.
+        outside: `[k]`, entries that get no mass: log-probability about -1e9, probability 0.
+
+    Returns:
+        Log-probabilities and probabilities, `[n, vocab]`.
+    """
+    if outside is not None:
+        logits.index_fill_(-1, outside, -torch.inf)
+    logits.sub_(logits.amax(-1, keepdim=True))
+    if temperature != 1:
+        logits.mul_(1 / temperature)
+    if outside is not None:
+        logits.index_fill_(-1, outside, _NOWHERE)
+    probs = logits.exp()
+    total = probs.sum(-1, keepdim=True)
+    return logits.sub_(total.log()), probs.mul_(total.reciprocal_())
+
+
+class _Saturated(torch.autograd.Function):
+    """Infinities become +-65504; their gradient passes, so that an overflow can be unlearned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.nan_to_num(nan=float("nan"), posinf=SATURATION, neginf=-SATURATION)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+        return grad_output
+
+
+def saturated(logits: Tensor) -> Tensor:
+    """`saturate_` of a copy in the dtype of the arithmetic, for autograd."""
+    return _Saturated.apply(logits.to(compute_dtype(logits)))  # pyright: ignore[reportReturnType]
+
+
+class _RowDivergences(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, temperature: float, divergence: Divergence
+    ) -> Tensor:
+        # A class that one model has no output for is -inf there: as good as never, but finite.
+        teacher = teacher.to(student.dtype).clamp(min=-SATURATION)
+        log_p, p = log_softmax_(teacher, temperature)
+        log_q, q = log_softmax_(student.clamp(min=-SATURATION), temperature)
+        value, gradient = divergence.compute(log_p, p, log_q, q, ctx.needs_input_grad[0])
+        if gradient is not None:
+            ctx.save_for_backward(gradient.mul_(temperature))  # T^2 / T
+        return value * temperature**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_output.unsqueeze(-1), None, None, None
+
+
+def row_divergences(
+    student_logits: Tensor, teacher_logits: Tensor, temperature: float, divergence: Divergence
+) -> Tensor:
+    """`T^2 D(p, q)` of each row of logits `[n, vocab]`, with the gradient in closed form; `[n]`."""
+    return _RowDivergences.apply(student_logits, teacher_logits, temperature, divergence)  # pyright: ignore[reportReturnType]
