@@ -24,7 +24,8 @@ from ssl_kd.evaluate.generation import (
     prompt_ids,
 )
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
-from ssl_kd.losses.linear_distillation import CHUNK_BYTES, LinearTeacher, LogitsTeacher
+from ssl_kd.losses.linear_distillation import CHUNK_BYTES
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, linear_head
 

@@ -343,7 +343,7 @@ presets; a name or value that cannot be is refused.
             raise SettingsError("EMULATE_FP16 is for MODEL_DTYPE 'float16' only.")
 
     def _check_clamp(self, clamp: str) -> None:
-        from ssl_kd.losses.token_distillation import LegacyClamp  # --help does without torch
+        from ssl_kd.losses.legacy_clamp import LegacyClamp  # --help does without torch
 
         try:
             LegacyClamp.parse(clamp)

@@ -18,20 +18,21 @@ from ssl_kd.guard.events import Event
 from ssl_kd.language.projection import HiddenProjection
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
-from ssl_kd.losses.linear_distillation import Teacher, linear_distillation
+from ssl_kd.losses.linear_distillation import linear_distillation
+from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, without_adapters
 from ssl_kd.teachers.mixture import Gates, Mixture, RouterRecord, RouterStep, Routing
 
-Answer = Callable[[Batch, Tensor], Teacher]
+Answer = Callable[[Batch, Tensor], TeacherOutput]
 """A batch and its real positions, rows of the flattened `[batch * token]` -> the teacher's word."""
 
 
 class Source(Protocol):
     """What the teacher says of a batch."""
 
-    def __call__(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
+    def __call__(self, batch: Batch, rows: Tensor, own: TeacherOutput) -> Sequence[TeacherOutput]:
         """Ask the teacher.
 
         Args:
@@ -59,7 +60,7 @@ class Plain:
         self.answers = answers
         self.model: Any = getattr(answers[0], "model", None)
 
-    def __call__(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
+    def __call__(self, batch: Batch, rows: Tensor, own: TeacherOutput) -> Sequence[TeacherOutput]:
         """As `Source`."""
         return [answer(batch, rows) for answer in self.answers]
 
@@ -115,7 +116,7 @@ class Routed:
                 scale_loss=scale_loss,
             )
 
-    def answer(self, batch: Batch, rows: Tensor) -> Teacher:
+    def answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
         """One draw of a router that does not learn."""
         # Drawn from the step's own seed, so a resumed run samples the same experts.
         mode: Any = self.settings.router_mode
@@ -124,7 +125,7 @@ class Routed:
         with self.mixture.using(Routing(mode, self.settings.ka_lambda, generator=generator)):
             return self.frozen(batch, rows)
 
-    def __call__(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
+    def __call__(self, batch: Batch, rows: Tensor, own: TeacherOutput) -> Sequence[TeacherOutput]:
         """As `Source`."""
         settings = self.settings
         if self.router is None:
@@ -137,7 +138,7 @@ class Routed:
             self._learn(self.router, batch, own)
         return [said]
 
-    def _learn(self, router: RouterStep, batch: Batch, own: Teacher) -> None:
+    def _learn(self, router: RouterStep, batch: Batch, own: TeacherOutput) -> None:
         """Move the router, and nothing else, towards what the student can follow."""
         rows, _ = next_token_targets(batch.input_ids, batch.counts)
 
@@ -217,7 +218,7 @@ class Routed:
         with torch.autocast(self.frozen.device.type, enabled=False):
             return hidden_states(self.model, batch.model_inputs()).flatten(0, 1)
 
-    def _sums(self, batch: Batch, own: Teacher) -> Tensor:
+    def _sums(self, batch: Batch, own: TeacherOutput) -> Tensor:
         """`[2]`, sums over the batch: the teacher's cross-entropy, and KL(p || q) with q fixed."""
         settings = self.settings
         rows, targets = next_token_targets(batch.input_ids, batch.counts)

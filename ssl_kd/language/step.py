@@ -23,14 +23,10 @@ from ssl_kd.guard.microscope import Microscope, diagnose
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Aligned, Routed, Source, fixed, named_rows, unfit_for_hidden
-from ssl_kd.losses.linear_distillation import (
-    LinearTeacher,
-    LogitsTeacher,
-    Teacher,
-    linear_distillation,
-    logits_distillation,
-)
-from ssl_kd.losses.token_distillation import LegacyClamp, next_token_targets
+from ssl_kd.losses.legacy_clamp import LegacyClamp
+from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
+from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import LinearHead, hidden_states, linear_head
 
 logger = logging.getLogger(__name__)
@@ -236,7 +232,7 @@ class Distiller:
     def _named(self, sums: Tensor) -> dict[str, Tensor]:
         return {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
 
-    def _ask(self, batch: Batch, rows: Tensor, own: Teacher) -> Sequence[Teacher]:
+    def _ask(self, batch: Batch, rows: Tensor, own: TeacherOutput) -> Sequence[TeacherOutput]:
         return () if self.source is None else self.source(batch, rows, own)
 
     def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
@@ -245,7 +241,7 @@ class Distiller:
         return self.source.moved_once(batches, self._word, self.precision.autocast)
 
     @torch.no_grad()
-    def _word(self, batch: Batch, rows: Tensor) -> Teacher:
+    def _word(self, batch: Batch, rows: Tensor) -> TeacherOutput:
         """What the student says, as a teacher of its teacher's router."""
         if self.head is None:
             logits = self.student(**batch.model_inputs(), use_cache=False).logits

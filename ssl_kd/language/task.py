@@ -22,7 +22,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Aligned, Plain, Routed, RoutedDraw
 from ssl_kd.language.step import Distiller, StepResult, precision_of
 from ssl_kd.language.train import train
-from ssl_kd.losses.token_distillation import LegacyClamp
+from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import (

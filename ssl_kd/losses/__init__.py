@@ -2,15 +2,8 @@
 
 from ssl_kd.divergences import DIVERGENCES, Divergence
 from ssl_kd.guard.finite import safe_normalize_weights
-from ssl_kd.losses.linear_distillation import (
-    LinearTeacher,
-    LogitsTeacher,
-    SampledTeacher,
-    Teacher,
-    TopKTeacher,
-    linear_distillation,
-    logits_distillation,
-)
+from ssl_kd.losses.legacy_clamp import LegacyClamp
+from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
 from ssl_kd.losses.mutual_information import (
     InstanceWeight,
     agreement,
@@ -24,7 +17,14 @@ from ssl_kd.losses.self_distillation import (
     sharpened_cross_entropy,
     sinkhorn_targets,
 )
-from ssl_kd.losses.token_distillation import LegacyClamp, next_token_targets, token_kd
+from ssl_kd.losses.teacher_output import (
+    LinearTeacher,
+    LogitsTeacher,
+    SampledTeacher,
+    TeacherOutput,
+    TopKTeacher,
+)
+from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 
 __all__ = [
     "DIVERGENCES",
@@ -34,7 +34,7 @@ __all__ = [
     "LinearTeacher",
     "LogitsTeacher",
     "SampledTeacher",
-    "Teacher",
+    "TeacherOutput",
     "TopKTeacher",
     "agreement",
     "beta_mi",

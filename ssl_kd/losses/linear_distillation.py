@@ -5,190 +5,41 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ssl_kd.divergences import DIVERGENCES, Divergence, divergence_named
-from ssl_kd.guard.finite import compute_dtype
+from ssl_kd.losses.chunked_logits import ChunkedLogits, GivenLogits
+from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import log_softmax_, saturate_
-
-if TYPE_CHECKING:
-    from ssl_kd.losses.token_distillation import LegacyClamp
+from ssl_kd.losses.teacher_output import (
+    LinearTeacher,
+    LogitsTeacher,
+    SampledTeacher,
+    TeacherOutput,
+    TopKTeacher,
+    rows_of,
+)
 
 CHUNK_BYTES = 64 << 20  # of logits in float32: fewer, larger products than at 16 MiB
 ROW_BYTES = 1 << 20  # of logits that the arithmetic takes at once on a CPU: stays in its cache
-VOCABULARY_BLOCK = 8192  # rows of the output weights that a half-precision gradient takes at once
-
-
-@dataclass(frozen=True)
-class LinearTeacher:
-    """A teacher by its last hidden states and output weights; logits exist a chunk at a time.
-
-    Args:
-        hidden: `[n, teacher_dim]`.
-        weight: `[vocab, teacher_dim]`; the vocabulary may be padded differently from the student's.
-        bias: `[vocab]` or None; an entry of -inf is outside the vocabulary.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LogitsTeacher:
-    """A teacher by its logits `[n, vocab]`; an entry that is -inf in every row is outside."""
-
-    logits: Tensor
-
-
-@dataclass(frozen=True)
-class TopKTeacher:
-    """A teacher by its k likeliest tokens; all others are one more outcome, on both sides.
-
-    Args:
-        indices: `[n, k]`, integer.
-        log_probs: `[n, k]`, of `softmax(logits / temperature)`.
-        log_tail: `[n]`, the log of the mass of all others; may be -inf.
-    """
-
-    indices: Tensor
-    log_probs: Tensor
-    log_tail: Tensor
-
-
-@dataclass(frozen=True)
-class SampledTeacher:
-    """A teacher by importance-sampled tokens: an unbiased estimate of some divergences.
-
-    Of those that have `from_samples` in `ssl_kd.divergences`: `forward_kl`.
-
-    Args:
-        indices: `[n, k]`, integer; a token may come up more than once.
-        weights: `[n, k]`, of each draw, so that the expected weight of a token is its probability.
-        entropy: `[n]`, of `softmax(logits / temperature)`, in nats.
-    """
-
-    indices: Tensor
-    weights: Tensor
-    entropy: Tensor
-
-
-Teacher: TypeAlias = LinearTeacher | LogitsTeacher | TopKTeacher | SampledTeacher
 
 
 @dataclass(frozen=True)
 class _Objective:
     targets: Tensor | None
-    teachers: Sequence[Teacher]
+    teachers: Sequence[TeacherOutput]
     temperature: float
     divergence: Divergence
-    clamp: LegacyClamp | None
     common: int  # the vocabulary that student and teachers share: the first entries
     outside: Tensor | None  # entries among these that one of them leaves out
     chunk: int
     autocast: torch.dtype | None  # the dtype that products are in, instead of the inputs'
-
-
-def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of d loss / d logits in the products: float16 would lose what is below 6e-8."""
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
-class _LinearHead:
-    """Logits from hidden states, and the gradients of hidden states, weight and bias."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        objective: _Objective,
-        needs: tuple[bool, ...] = (False, False, False),
-    ) -> None:
-        dtype = weight.dtype
-        if objective.autocast is not None and dtype != torch.float64:
-            dtype = objective.autocast
-        self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype)
-        self.shape = (len(hidden), len(weight))
-        self.exact, self.device = compute_dtype(hidden), hidden.device
-        size = (objective.chunk, len(weight))
-        self._logits = hidden.new_empty(size, dtype=dtype)
-        same = _gradient_dtype(dtype) == dtype
-        self._gradient = self._logits
-        if any(needs) and not same:
-            self._gradient = hidden.new_empty(size, dtype=_gradient_dtype(dtype))
-        self.gradients: list[Tensor | None] = [
-            x.new_zeros(x.shape, dtype=self.exact) if x is not None and needed else None
-            for x, needed in zip((hidden, weight, bias), needs, strict=True)
-        ]
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        """`[chunk, vocab]`, in a buffer that the next call overwrites."""
-        out = self._logits[: stop - start]
-        if self.bias is None:
-            return torch.mm(self.hidden[start:stop], self.weight.T, out=out)
-        return torch.addmm(self.bias, self.hidden[start:stop], self.weight.T, out=out)
-
-    def gradient(self, start: int, stop: int) -> Tensor:
-        """Where the gradient of these rows' logits goes; may be the logits' own buffer."""
-        return self._gradient[: stop - start]
-
-    def accumulate(self, start: int, stop: int) -> None:
-        """Add what `gradient(start, stop)` now holds to the gradients of the inputs."""
-        rows, hidden = self._gradient[: stop - start], self.hidden[start:stop]
-        of_hidden, of_weight, of_bias = self.gradients
-        if of_bias is not None:
-            of_bias += rows.sum(0, dtype=of_bias.dtype)
-        exact = rows.dtype == self.weight.dtype != torch.bfloat16
-        step = len(self.weight) if exact else VOCABULARY_BLOCK
-        for first in range(0, len(self.weight), step):
-            part = rows[:, first : first + step]
-            if of_hidden is not None:
-                weight = self.weight[first : first + step].to(rows.dtype)
-                _add_product(of_hidden[start:stop], part, weight)
-            if of_weight is not None:
-                _add_product(of_weight[first : first + step], part.T, hidden.to(rows.dtype))
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
-class _GivenLogits:
-    """Logits that are there already, and their gradient."""
-
-    def __init__(self, logits: Tensor, needed: bool) -> None:
-        self._logits = logits
-        self.shape = (logits.shape[0], logits.shape[1])
-        self.exact, self.device = compute_dtype(logits), logits.device
-        dtype = _gradient_dtype(logits.dtype)
-        self.gradients: list[Tensor | None] = [
-            logits.new_zeros(logits.shape, dtype=dtype) if needed else None,
-            None,
-            None,
-        ]
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        return self._logits[start:stop]
-
-    def gradient(self, start: int, stop: int) -> Tensor:
-        return self.gradients[0][start:stop]  # pyright: ignore[reportOptionalSubscript]
-
-    def accumulate(self, start: int, stop: int) -> None:
-        pass
-
-
-def _rows(teacher: Teacher, start: int, stop: int) -> Teacher:
-    return type(teacher)(*(x[start:stop] for x in vars(teacher).values()))
 
 
 def _top_k(
@@ -214,7 +65,7 @@ def _top_k(
 def _terms_(
     logits: Tensor,
     targets: Tensor | None,
-    teachers: Sequence[Teacher],
+    teachers: Sequence[TeacherOutput],
     objective: _Objective,
     weights: tuple[float, float],
     gradient: Tensor | None,
@@ -229,22 +80,16 @@ def _terms_(
         weights: of the two gradients; that of a term with weight 0 is not looked at.
         gradient: `[r, vocab]`, gets the gradient; None for values alone.
     """
-    clamp, inside = objective.clamp, None
     saturate_(logits)
-    if clamp is not None:
-        inside = logits.abs() <= clamp.logits
-        logits.clamp_(-clamp.logits, clamp.logits)
-    zero = logits.new_zeros(len(logits))
-    ce = kd = zero
+    ce = kd = logits.new_zeros(len(logits))
     written = False
     if targets is not None:
         column = targets.unsqueeze(-1)
         log_q, q = log_softmax_(logits, 1.0)  # shifts the logits, which changes no softmax
         ce = -log_q.gather(-1, column).squeeze(-1)
-        ce, scale = _window(ce, clamp, weights[0])
         if gradient is not None and weights[0] != 0:
             q.scatter_add_(-1, column, q.new_full(column.shape, -1))
-            torch.mul(q, scale, out=gradient)
+            torch.mul(q, weights[0], out=gradient)
             written = True
     if gradient is not None and not written:
         gradient.zero_()
@@ -253,25 +98,15 @@ def _terms_(
         log_q, q = log_softmax_(logits[:, : objective.common], t, objective.outside)
         for teacher in teachers:
             value, slope = _divergence_of(teacher, log_q, q, objective, wanted)
-            value, scale = _window(value * t**2, clamp, weights[1] * t / len(teachers))
-            kd = kd + value / len(teachers)
+            kd = kd + value * t**2 / len(teachers)
             if slope is not None and gradient is not None:
-                gradient[:, : objective.common].addcmul_(slope, scale)
-    if inside is not None and gradient is not None:
-        gradient.masked_fill_(inside.logical_not_(), 0)
+                scale = weights[1] * t / len(teachers)
+                gradient[:, : objective.common].add_(slope, alpha=scale)
     return ce, kd
 
 
-def _window(value: Tensor, clamp: LegacyClamp | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The value held in the old loss window, and its gradient's scale `[r, 1]`: 0 where held."""
-    held = value
-    if clamp is not None and clamp.high is not None:
-        held = value.clamp(clamp.low, clamp.high)
-    return held, (held == value).to(value.dtype).mul_(scale).unsqueeze(-1)
-
-
 def _divergence_of(
-    teacher: Teacher, log_q: Tensor, q: Tensor, objective: _Objective, gradient: bool
+    teacher: TeacherOutput, log_q: Tensor, q: Tensor, objective: _Objective, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     if isinstance(teacher, TopKTeacher):
         return _top_k(teacher, log_q, q, objective.divergence, gradient)
@@ -282,53 +117,54 @@ def _divergence_of(
         return objective.divergence.from_samples(indices, weights, entropy, log_q, q, gradient)
     assert isinstance(teacher, LogitsTeacher)  # _run has multiplied a LinearTeacher out
     logits = saturate_(teacher.logits[:, : objective.common].to(q.dtype, copy=True))
-    if objective.clamp is not None:
-        logits.clamp_(-objective.clamp.logits, objective.clamp.logits)
     log_p, p = log_softmax_(logits, objective.temperature, objective.outside)
     return objective.divergence.compute(log_p, p, log_q, q, gradient)
 
 
-def _head(
+def _student(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     objective: _Objective,
     needs: tuple[bool, ...],
-) -> _LinearHead | _GivenLogits:
+) -> ChunkedLogits | GivenLogits:
     if weight is None:
-        return _GivenLogits(x, needs[0])
-    return _LinearHead(x, weight, bias, objective, needs)
+        return GivenLogits(x, needs[0])
+    return ChunkedLogits(x, weight, bias, objective.chunk, objective.autocast, needs)
+
+
+def _multiplied(teacher: LinearTeacher, chunk: int, autocast: torch.dtype | None) -> ChunkedLogits:
+    # In half precision by its own dtype: what fits bfloat16 may be beyond autocast's float16.
+    if teacher.weight.itemsize == 2:
+        autocast = None
+    return ChunkedLogits(teacher.hidden, teacher.weight, teacher.bias, chunk, autocast)
 
 
 def _run(
-    head: _LinearHead | _GivenLogits, objective: _Objective, weights: tuple[float, float]
+    student: ChunkedLogits | GivenLogits, objective: _Objective, weights: tuple[float, float]
 ) -> Tensor:
-    """The two sums over all tokens; what they add to the gradients is left in `head`."""
-    n, vocab = head.shape
+    """The two sums over all tokens; what they add to the gradients is left in `student`."""
+    n, vocab = student.shape
     chunk, targets = objective.chunk, objective.targets
-    terms = torch.zeros((2, n), dtype=head.exact, device=head.device)
+    terms = torch.zeros((2, n), dtype=student.exact, device=student.device)
     if targets is None and not objective.teachers:
         return terms.sum(1)
     rows = chunk
-    if head.device.type == "cpu":
-        rows = min(chunk, max(1, ROW_BYTES // (vocab * head.exact.itemsize)))
-    scratch = torch.empty((rows, vocab), dtype=head.exact, device=head.device)
-    slope = torch.empty_like(scratch) if any(x is not None for x in head.gradients) else None
-    # In half precision by its own dtype: what fits bfloat16 may be beyond autocast's float16.
-    own = replace(objective, autocast=None)
+    if student.device.type == "cpu":
+        rows = min(chunk, max(1, ROW_BYTES // (vocab * student.exact.itemsize)))
+    scratch = torch.empty((rows, vocab), dtype=student.exact, device=student.device)
+    slope = torch.empty_like(scratch) if any(x is not None for x in student.gradients) else None
     teachers = [
-        _LinearHead(t.hidden, t.weight, t.bias, own if t.weight.itemsize == 2 else objective)
-        if isinstance(t, LinearTeacher)
-        else t
+        _multiplied(t, chunk, objective.autocast) if isinstance(t, LinearTeacher) else t
         for t in objective.teachers
     ]
     for start in range(0, n, chunk):
         stop = min(start + chunk, n)
-        logits = head.logits(start, stop)
+        logits = student.logits(start, stop)
         here = [
             LogitsTeacher(t.logits(start, stop))
-            if isinstance(t, _LinearHead)
-            else _rows(t, start, stop)
+            if isinstance(t, ChunkedLogits)
+            else rows_of(t, start, stop)
             for t in teachers
         ]
         for first in range(0, stop - start, rows):
@@ -338,15 +174,15 @@ def _run(
             terms[0, place], terms[1, place] = _terms_(
                 scratch[: last - first].copy_(logits[first:last]),
                 None if targets is None else targets[place],
-                [_rows(t, first, last) for t in here],
+                [rows_of(t, first, last) for t in here],
                 objective,
                 weights,
                 part,
             )
             if part is not None:
-                head.gradient(start, stop)[first:last] = part
+                student.gradient(start, stop)[first:last] = part
         if slope is not None:
-            head.accumulate(start, stop)
+            student.accumulate(start, stop)
     return terms.sum(1)
 
 
@@ -377,11 +213,11 @@ class _Distillation(torch.autograd.Function):
         needs: tuple[bool, bool, bool],
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            head = _head(x, weight, bias, objective, needs)
-            terms = _run(head, objective, weights)
+            student = _student(x, weight, bias, objective, needs)
+            terms = _run(student, objective, weights)
         ctx.save_for_backward(x, weight, bias)
         ctx.objective, ctx.weights, ctx.needs = objective, weights, needs
-        ctx.gradients = head.gradients
+        ctx.gradients = student.gradients
         return terms
 
     @staticmethod
@@ -411,10 +247,10 @@ class _Distillation(torch.autograd.Function):
                 teachers=ctx.objective.teachers if weights[1] != 0 else (),
             )
             gradients = None  # frees the memory for the new ones
-            head = _head(x, weight, bias, objective, ctx.needs)
+            student = _student(x, weight, bias, objective, ctx.needs)
             with torch.autocast(x.device.type, enabled=False):
-                _run(head, objective, (weights[0], weights[1]))
-            gradients = head.gradients
+                _run(student, objective, (weights[0], weights[1]))
+            gradients = student.gradients
         scaled = (
             None if g is None else (g if factor == 1 else g.mul_(factor)).to(like.dtype)
             for g, like in zip(gradients, (x, weight, bias), strict=True)
@@ -434,7 +270,7 @@ def _distil(
     weight: Tensor | None,
     bias: Tensor | None,
     targets: Tensor | None,
-    teachers: Sequence[Teacher],
+    teachers: Sequence[TeacherOutput],
     temperature: float,
     divergence: str,
     weights: tuple[float, float],
@@ -446,10 +282,8 @@ def _distil(
     check_temperature("temperature", temperature)
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}, expected 1 or more, or None")
-    if clamp is not None:
-        clamp.check(vocab)
     for teacher in teachers:
-        _check_teacher(teacher, n, vocab, divergence, clamp)
+        _check_teacher(teacher, n, vocab, divergence)
     if targets is not None and targets.shape != (n,):
         raise ValueError(f"targets {tuple(targets.shape)} do not fit {n} tokens, expected ({n},)")
     if targets is not None and n and not 0 <= targets.min() <= targets.max() < vocab:
@@ -465,16 +299,20 @@ def _distil(
     indices = None
     if teachers and any(mask is not None for mask in masks):
         anywhere = torch.stack([mask for mask in masks if mask is not None]).any(0)
-        indices = anywhere.nonzero().flatten()
+        indices = anywhere.nonzero().flatten() if anywhere.any() else None
+    if clamp is not None:
+        logits = x if weight is None else F.linear(x, weight, bias)
+        return clamped_distillation(
+            clamp, logits, targets, teachers, temperature, kind, common, indices
+        )
     device = x.device.type
     objective = _Objective(
         targets,
         teachers,
         temperature,
         kind,
-        clamp,
         common,
-        indices if indices is not None and len(indices) else None,
+        indices,
         min(chunk_tokens or max(1, CHUNK_BYTES // (4 * vocab)), max(1, n)),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
     )
@@ -485,9 +323,7 @@ def _distil(
     return _Distillation.apply(x, weight, bias, objective, weights, needs)  # pyright: ignore
 
 
-def _check_teacher(
-    teacher: Teacher, n: int, vocab: int, divergence: str, clamp: LegacyClamp | None
-) -> None:
+def _check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -> None:
     kind = type(teacher).__name__
     for name, value in vars(teacher).items():
         if name not in ("weight", "bias") and len(value) != n:
@@ -499,11 +335,6 @@ def _check_teacher(
             "for that"
         )
     if isinstance(teacher, (TopKTeacher, SampledTeacher)):
-        if clamp is not None:
-            raise ValueError(
-                f"legacy_clamp needs the teacher's logits, and a {kind} has none: "
-                "use the live teacher, or leave the clamp out"
-            )
         if n and not 0 <= teacher.indices.min() <= teacher.indices.max() < vocab:
             raise ValueError(
                 f"{kind}.indices go from {teacher.indices.min()} to {teacher.indices.max()}, the "
@@ -516,7 +347,7 @@ def linear_distillation(
     student_weight: Tensor,
     student_bias: Tensor | None,
     targets: Tensor | None,
-    teachers: Sequence[Teacher] = (),
+    teachers: Sequence[TeacherOutput] = (),
     *,
     temperature: float,
     divergence: str = "forward_kl",
@@ -544,7 +375,8 @@ def linear_distillation(
         divergence: as in `token_kd`; of a `SampledTeacher` one that has `from_samples`.
         weights: of cross-entropy and distillation in the loss that will be differentiated, up to
             a common factor. They do not scale what is returned.
-        legacy_clamp: the old clamps of logits and of each token's terms; for comparison only.
+        legacy_clamp: the old clamps of logits and of each token's terms; for comparison only, with
+            all logits held at once.
         chunk_tokens: tokens whose logits exist at once; None: as many as fill 64 MiB.
 
     Returns:
@@ -586,7 +418,7 @@ def linear_distillation(
 def logits_distillation(
     student_logits: Tensor,
     targets: Tensor | None,
-    teachers: Sequence[Teacher] = (),
+    teachers: Sequence[TeacherOutput] = (),
     *,
     temperature: float,
     divergence: str = "forward_kl",

@@ -83,7 +83,9 @@ class _RowDivergences(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_output.unsqueeze(-1), None, None, None
+        # A term that the guard cut out comes with 0, and 0 times its NaN would spread.
+        scale = grad_output.unsqueeze(-1)
+        return (gradient * scale).masked_fill_(scale == 0, 0), None, None, None
 
 
 def row_divergences(

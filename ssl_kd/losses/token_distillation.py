@@ -1,13 +1,11 @@
-"""Token-level distillation: the loss on whole logits, shifted targets, and the old clamps."""
+"""Token-level distillation: the loss on whole logits, and the shifted targets."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from ssl_kd.losses.linear_distillation import LogitsTeacher, logits_distillation
+from ssl_kd.losses.linear_distillation import logits_distillation
+from ssl_kd.losses.teacher_output import LogitsTeacher
 
 
 def token_kd(
@@ -100,80 +98,3 @@ def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tenso
     batch, position = counts[:, 1:].bool().nonzero(as_tuple=True)
     targets = input_ids[batch, position + 1].long()
     return batch * input_ids.shape[1] + position, targets
-
-
-@dataclass(frozen=True)
-class LegacyClamp:
-    """The clamps of older scripts: logits held in [-c, c], each token's terms in a window.
-
-    They are here to be compared with. Values held have no gradient, and the lowest perplexity that
-    clamped logits allow is far above 1 (`lowest_perplexity`).
-
-    Args:
-        logits: c, positive.
-        low: lower end of the window of each token's cross-entropy and T^2 D; None for no window.
-        high: upper end.
-
-    Raises:
-        ValueError: c that is not positive, half a window, or an empty one.
-    """
-
-    logits: float
-    low: float | None = None
-    high: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.logits < math.inf:
-            raise ValueError(f"the clamp of the logits is {self.logits!r}, expected more than 0")
-        if (self.low is None) != (self.high is None):
-            raise ValueError(f"the loss window is {self.low!r} to {self.high!r}: give both ends")
-        if self.low is not None and self.high is not None and not self.low < self.high:
-            raise ValueError(f"the loss window is {self.low!r} to {self.high!r}, and is empty")
-
-    @classmethod
-    def parse(cls, text: str) -> LegacyClamp:
-        """Read `"2.5"` (logits) or `"2.5:0.1:5.0"` (logits, and the loss window).
-
-        Raises:
-            ValueError: anything else.
-        """
-        try:
-            numbers = [float(part) for part in text.split(":")]
-        except ValueError:
-            numbers = []
-        if len(numbers) not in (1, 3):
-            raise ValueError(f"legacy_clamp is {text!r}, expected LOGITS or LOGITS:LOW:HIGH")
-        return cls(*numbers)
-
-    def lowest_perplexity(self, vocab: int) -> float:
-        """The best any model can do: the target at c, all others at -c.
-
-        >>> round(LegacyClamp(2.5).lowest_perplexity(50257))
-        340
-        """
-        return 1 + (vocab - 1) * math.exp(-2 * self.logits)
-
-    def check(self, vocab: int) -> None:
-        """Refuse a window that holds every possible loss: its gradient is 0 for every model.
-
-        Raises:
-            ValueError: names the lowest (or highest) cross-entropy that the clamp allows.
-        """
-        if self.low is None or self.high is None:
-            return
-        perplexity = self.lowest_perplexity(vocab)
-        lowest = math.log(perplexity)
-        highest = math.log1p((vocab - 1) * math.exp(2 * self.logits))
-        if self.high <= lowest:
-            raise ValueError(
-                f"logits held at +-{self.logits:g} allow no perplexity below {perplexity:.3g} "
-                f"(cross-entropy {lowest:.3g}) with {vocab} tokens, and the loss is held at "
-                f"{self.high:g} or less: it is the constant {self.high:g} for every model, and "
-                "nothing is learned. Leave the clamp out, or raise the window's upper end"
-            )
-        if self.low >= highest:
-            raise ValueError(
-                f"logits held at +-{self.logits:g} allow no cross-entropy above {highest:.3g} "
-                f"with {vocab} tokens, and the loss is held at {self.low:g} or more: it is a "
-                "constant, and nothing is learned. Leave the clamp out, or lower the window"
-            )

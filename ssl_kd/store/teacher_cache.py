@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
-from ssl_kd.losses.linear_distillation import (
+from ssl_kd.losses.linear_distillation import CHUNK_BYTES
+from ssl_kd.losses.mutual_information import check_temperature
+from ssl_kd.losses.rows import log_softmax_, saturate_
+from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
     SampledTeacher,
     TopKTeacher,
 )
-from ssl_kd.losses.mutual_information import check_temperature
-from ssl_kd.losses.rows import log_softmax_, saturate_
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import BaseFingerprint, ShardStore, ShardWriter
 from ssl_kd.store.shards import Columns, Content, Manifest, read_manifest
@@ -44,7 +45,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 METHODS = ("topk", "sample")
-CHUNK_BYTES = 64 << 20  # of logits in float32 that exist at once
 LOWEST = torch.finfo(torch.float16).min  # a log-probability below it is a probability of 0
 _NAME = "teacher"
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.losses.linear_distillation import LinearTeacher, LogitsTeacher
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.teachers.weights import weights_id
 
 __all__ = [

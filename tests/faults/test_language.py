@@ -33,14 +33,12 @@ from ssl_kd.language.settings import PRESETS, LanguageSettings  # noqa: E402
 from ssl_kd.language.sources import Aligned, Plain, Routed  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.train import rows_of_step  # noqa: E402
-from ssl_kd.losses import token_kd  # noqa: E402
+from ssl_kd.losses import LegacyClamp, LogitsTeacher, token_kd  # noqa: E402
 from ssl_kd.losses.linear_distillation import (  # noqa: E402
-    LogitsTeacher,
     linear_distillation,
     logits_distillation,
 )
 from ssl_kd.losses.rows import SATURATION  # noqa: E402
-from ssl_kd.losses.token_distillation import LegacyClamp  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
 from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write  # noqa: E402

@@ -13,7 +13,7 @@ from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.language import sources  # noqa: E402
 from ssl_kd.language.sources import Aligned, Routed, RoutedDraw  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
-from ssl_kd.losses.linear_distillation import LogitsTeacher  # noqa: E402
+from ssl_kd.losses.teacher_output import LogitsTeacher  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402

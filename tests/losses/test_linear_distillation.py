@@ -378,6 +378,17 @@ def test_the_legacy_clamp_equals_clamped_logits():
     torch.testing.assert_close(*pairs)
 
 
+def test_under_the_clamp_a_term_that_was_cut_out_is_not_touched():
+    student, targets, teacher = _poisoned()
+    options = {"temperature": 2.0, "legacy_clamp": LegacyClamp(1.0, 2.0, 4.0)}
+    terms = linear_distillation(*student, targets, [teacher], **options)
+    assert terms[0].isfinite() and terms[1].isnan()
+    cut = torch.autograd.grad(terms[0], student)
+    kept = torch.autograd.grad(linear_distillation(*student, targets, **options)[0], student)
+    for mine, theirs in zip(cut, kept, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_bad_arguments_are_named():
     (hidden, weight, bias), targets = _student()
     good = {"temperature": 2.0}

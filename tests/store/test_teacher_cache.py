@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.files import CorruptFileError
-from ssl_kd.losses.linear_distillation import (
+from ssl_kd.losses import (
     LinearTeacher,
     LogitsTeacher,
     SampledTeacher,

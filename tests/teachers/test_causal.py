@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from ssl_kd.losses.linear_distillation import LinearTeacher, LogitsTeacher  # noqa: E402
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher  # noqa: E402
 from ssl_kd.teachers.causal import (  # noqa: E402
     CausalLM,
     CausalLMUnavailable,

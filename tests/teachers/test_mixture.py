@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ssl_kd.losses.linear_distillation import LogitsTeacher, linear_distillation
+from ssl_kd.losses import LogitsTeacher, linear_distillation
 from ssl_kd.losses.routing import load_balance
 from ssl_kd.losses.token_distillation import token_kd
 from ssl_kd.teachers.causal import hidden_states
