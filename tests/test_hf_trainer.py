@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from ssl_kd.hf_trainer import GuardCallback  # noqa: E402
+from tests.bits import same  # noqa: E402
 
 STEPS = 12
 
@@ -58,10 +59,6 @@ class Witness(transformers.TrainerCallback):
         for p in kwargs["model"].parameters():
             seen += [copy.deepcopy(v) for v in state.get(p, {}).values()]
         self.bits.append(seen)
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def run(folder, *callbacks, model=None, factors=None, **options):

@@ -224,11 +224,6 @@ def trained(strike=lambda trainer, step: None, steps=6, data=None, **options):
     return found
 
 
-def same(a, b):
-    """Whether two mappings of tensors are equal to the bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def healthy_alike(a, b):
     """Whether the heads that were not struck are equal to the bit in two trainings."""
     mine, theirs = a.trainer.state.tensors(), b.trainer.state.tensors()

@@ -177,11 +177,6 @@ def taught(
     return found
 
 
-def same(a, b):
-    """Whether two mappings of tensors are equal to the bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 class Struck:
     """Spoils what a module puts out, for as long as it is `on`.
 

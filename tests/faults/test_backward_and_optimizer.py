@@ -17,6 +17,7 @@ from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
 from ssl_kd.vision import run as running
+from tests.bits import same
 from tests.faults.inject import (
     CLUSTERS,
     CPU,
@@ -32,7 +33,6 @@ from tests.faults.inject import (
     metrics,
     newest_checkpoint,
     one_line,
-    same,
     scale_gradient,
     set_gradient,
     set_logit,

@@ -15,6 +15,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.vision import run as running
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import train
+from tests.bits import same
 from tests.faults.inject import (
     BATCH,
     OTHERS,
@@ -27,7 +28,6 @@ from tests.faults.inject import (
     metrics,
     one_line,
     problem,
-    same,
     set_logit,
     trained,
 )

@@ -45,6 +45,7 @@ from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write  # no
 from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm  # noqa: E402
 from ssl_kd.teachers.student import add_lora, save_student  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
+from tests.bits import same  # noqa: E402
 from tests.faults.inject import (  # noqa: E402
     ROOT,
     content,
@@ -71,7 +72,6 @@ from tests.faults.inject_language import (  # noqa: E402
     make_model,
     make_rows,
     owned,
-    same,
     sentences,
     student_of,
     taught,

@@ -13,6 +13,7 @@ from torch import nn
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
+from tests.bits import same
 
 NAN = float("nan")
 OPTIMIZERS = {
@@ -59,13 +60,6 @@ def bits(parameters, optimizer):
         seen.append(p.detach().clone())
         seen += [copy.deepcopy(v) for _, v in sorted(optimizer.state.get(p, {}).items())]
     return seen
-
-
-def same(a, b):
-    return all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 def seeded(build):

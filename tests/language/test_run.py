@@ -35,6 +35,7 @@ from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm  # noqa: E402
 from ssl_kd.teachers.mixture import Mixture  # noqa: E402
 from ssl_kd.training.folder import RunFinished, RunFolderError  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
+from tests.bits import same  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 FAST = {
@@ -117,17 +118,6 @@ def weights(path):
 
 def last_checkpoint(path):
     return load_tensors(max((path / "checkpoint").glob("step_*.pt")))["tensors"]
-
-
-def same(a, b):
-    """Whether two nested states are equal to the bit."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 # --- what a run leaves ----------------------------------------------------------------------------

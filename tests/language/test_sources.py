@@ -18,18 +18,11 @@ from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.mixture import Routing  # noqa: E402
+from tests.bits import changed, same  # noqa: E402
 
 
 def weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def changed(before, after):
-    return {name for name, x in before.items() if not torch.equal(x, after[name])}
-
-
-def same(a, b):
-    return not changed(a, b)
 
 
 def routed(tiny, mode, precision=None, **changes) -> Any:

@@ -14,6 +14,7 @@ from ssl_kd.guard.precision import Precision  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.losses.teacher_output import LogitsTeacher  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
+from tests.bits import same  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402
 
 
@@ -59,10 +60,6 @@ def state_of(distiller):
         for key, value in distiller.optimizer.state.get(p, {}).items()
     }
     return {k: v.detach().clone() for k, v in (names | moments).items()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def events(distiller, *fields):

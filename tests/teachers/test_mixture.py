@@ -14,6 +14,8 @@ from ssl_kd.teachers.mixture import ROUTERS, Mixture, RouterStep, Routing
 transformers = pytest.importorskip("transformers")
 stats = pytest.importorskip("scipy.stats")
 
+from tests.bits import changed  # noqa: E402
+
 KINDS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe")
 VOCAB = 64
 SIZES = {
@@ -81,10 +83,6 @@ def _objective(model, q):
 
 def _bits(tensors):
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _changed(before, after):
-    return {name for name, x in before.items() if not torch.equal(x, after[name])}
 
 
 # --- which experts answer -------------------------------------------------------------------------
@@ -357,7 +355,7 @@ def test_a_router_step_moves_router_tensors_only(kind):
     record = step.step(_objective(model, _student()))
     assert record.applied and record.event is None
     assert record.drift == 0 and record.grad_norm > 0 and 0 < record.entropy < math.log(8)
-    assert _changed(before, model.state_dict()) == set(mixture.router_parameters())
+    assert changed(before, model.state_dict()) == set(mixture.router_parameters())
     assert mixture.mode == "native" and not model.training
     assert all(p.grad is None for p in model.parameters())
 
@@ -381,7 +379,7 @@ def test_a_joint_step_with_the_student():
     assert all(p.grad is not None for p in student.parameters())
     before = _bits(model.state_dict())
     record = step.update(loss, gates)
-    assert record.applied and _changed(before, model.state_dict()) == set(step._parameters)
+    assert record.applied and changed(before, model.state_dict()) == set(step._parameters)
 
 
 def test_a_learning_rate_of_zero_makes_it_all():
@@ -547,7 +545,7 @@ def test_a_discarded_step_leaves_router_and_optimizer_to_the_bit(poison):
     for name, value in before.items():
         torch.testing.assert_close(now[name], value, rtol=0, atol=0, equal_nan=True)
     after = step.state_dict()["optimizer"]["state"].values()
-    assert all(not _changed(a, b) for a, b in zip(moments, after, strict=True))
+    assert all(not changed(a, b) for a, b in zip(moments, after, strict=True))
 
 
 def test_a_nan_gradient_of_a_finite_loss_is_discarded():
@@ -563,7 +561,7 @@ def test_a_nan_gradient_of_a_finite_loss_is_discarded():
     record = step.step(objective)
     assert (record.event.stage, record.event.action) == ("gradient", "skipped")
     assert math.isfinite(record.loss) and not record.applied
-    assert not _changed(before, model.state_dict())
+    assert not changed(before, model.state_dict())
     assert step.step(_objective(model, _student())).applied
 
 
@@ -601,7 +599,7 @@ def test_routers_of_a_half_precision_teacher_are_float32(dtype, kind):
     for _ in range(3):
         record = step.step(_objective(model, _student()))
         assert record.applied and math.isfinite(record.grad_norm)
-    assert _changed(before, mixture.router_parameters()) == set(before)
+    assert changed(before, mixture.router_parameters()) == set(before)
 
 
 def test_a_loss_scale_that_overflows_is_halved():
@@ -627,7 +625,7 @@ def test_resumed_is_uninterrupted_to_the_bit(tmp_path):
     resumed.load_state_dict(torch.load(tmp_path / "router.pt", weights_only=True))
     for seed in (2, 3):
         resumed.step(_objective(again, _student(seed)))
-    assert not _changed(_bits(model.state_dict()), again.state_dict())
+    assert not changed(_bits(model.state_dict()), again.state_dict())
     other = RouterStep(Mixture(_model(num_hidden_layers=1)))
     with pytest.raises(ValueError, match="other routers: model.layers.1"):
         other.load_state_dict(step.state_dict())
@@ -646,7 +644,7 @@ def test_a_router_goes_into_a_file_and_back(tmp_path):
     again = _model()
     loaded = Mixture(again)
     loaded.load_router(tmp_path / "router.safetensors")
-    assert not _changed(_bits(model.state_dict()), again.state_dict())
+    assert not changed(_bits(model.state_dict()), again.state_dict())
     with loaded.watch(original=True) as gates:
         _logits(again)
     assert (gates.drift() > 0).all()  # measured from the router as the model came
@@ -654,7 +652,7 @@ def test_a_router_goes_into_a_file_and_back(tmp_path):
     half = Mixture(_model().bfloat16())
     half.load_router(tmp_path / "router.safetensors")
     assert torch.isfinite(_logits(half.model)).all()
-    assert not _changed(_bits(mixture.router_parameters()), half.router_parameters())
+    assert not changed(_bits(mixture.router_parameters()), half.router_parameters())
 
 
 def test_a_router_fits_its_teacher_in_any_dtype(tmp_path):
@@ -705,7 +703,7 @@ def test_a_router_of_another_teacher_is_refused(tmp_path, other, named):
     before = _bits(model.state_dict())
     with pytest.raises(ValueError, match=f"not a router of this teacher: {named}"):
         Mixture(model).load_router(tmp_path / "router.safetensors")
-    assert not _changed(before, model.state_dict())
+    assert not changed(before, model.state_dict())
 
 
 def test_files_that_are_no_router_are_refused(tmp_path):
