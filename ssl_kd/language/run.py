@@ -220,7 +220,7 @@ def _judge(
         Reading(task.student.tokenizer, task.eval_blocks),
         task.teacher and Reading(task.teacher.tokenizer, task.teacher_eval_blocks),
         beside=task.frozen if alike else None,
-        batch_size=settings.per_device_batch_size,
+        batch_size=settings.batch_size,
         answer_prompts=settings.answer_prompts,
         generations=settings.generations,
         max_new_tokens=settings.max_new_tokens,

@@ -1,6 +1,5 @@
 """Rows 39 to 45: checkpoints, processes, the system."""
 
-import json
 import os
 import re
 import shlex
@@ -8,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from ssl_kd.heads import TEMIHead
 from ssl_kd.store.embeddings import read_manifest, write_manifest
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.run import run
+from ssl_kd.vision.settings import VisionSettings
 from tests.faults.inject import (
     ROOT,
     content,
@@ -35,72 +34,35 @@ from tests.faults.inject import (
     words,
 )
 from tests.faults.matrix import row
+from tests.kills import HANG, kill_again_and_again
 
-_KILLED_RUNS = """
-import json, os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-from ssl_kd.vision.run import run
-from ssl_kd.vision.settings import VisionSettings
 
-torch.set_num_threads(1)
-settings, draw = json.loads(sys.argv[1]), random.Random(0)
-runs, kills, rounds, resumed = Path(settings["RUNS_DIR"]), 0, 0, 0
+def train_in(folder, settings):
+    """Begin or go on with the run that has this folder."""
+    if not (folder / "config.json").exists():  # killed before it was a run
+        shutil.rmtree(folder, ignore_errors=True)
+    asked = {"RUN_NAME": folder.name, "RUNS_DIR": str(folder.parent), "RESUME": folder.exists()}
+    run(VisionSettings.from_dict(settings | asked))
 
-def fork(name):
-    path = runs / name
-    if path.exists() and not (path / "config.json").exists():  # killed before it was a run
-        shutil.rmtree(path)
-    child = os.fork()  # before any thread was started here
-    if child == 0:
-        asked = {"RUN_NAME": name, "RESUME": path.exists()}
-        run(VisionSettings.from_dict(settings | asked))
-        os._exit(0)
-    return child
 
-began = time.perf_counter()
-assert os.waitpid(fork("whole"), 0)[1] == 0
-seconds = time.perf_counter() - began
-while kills < 20:
-    name = f"killed{rounds}"
-    rounds += 1
-    while True:
-        resumed += len(list((runs / name / "checkpoint").glob("*.pt"))) > 0
-        child = fork(name)
-        if kills < 20:
-            time.sleep(draw.uniform(0, seconds))
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-        kills += status == signal.SIGKILL
-        assert status in (0, signal.SIGKILL), status
-        if status == 0:
-            break
-print(json.dumps({"kills": kills, "rounds": rounds, "resumed": resumed}))
-"""
+def steps_kept(folder):
+    """Every step up to the newest checkpoint that is complete."""
+    complete = max((folder / "checkpoint").glob("*.sha256"), default=None)
+    return set(range(int(complete.stem.rpartition("_")[2]))) if complete else set()
 
 
 @row(39)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_killed_at_twenty_random_moments_the_weights_are_the_uninterrupted_runs(settings):
+def test_killed_at_twenty_random_positions_the_weights_are_the_uninterrupted_runs(settings):
     asked = settings(max_steps=200, checkpoint_every=20)
-    script = [sys.executable, "-W", "ignore", "-c", _KILLED_RUNS, json.dumps(asked.to_dict())]
-    done = subprocess.run(
-        script,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["kills"] == 20 and told["resumed"] > 5
     runs = Path(asked.runs_dir)
-    for number in range(told["rounds"]):
-        path = runs / f"killed{number}"
-        assert weights(path) == weights(runs / "whole")
-        assert log_lines(path) == log_lines(runs / "whole")
+    found = kill_again_and_again(train_in, steps_kept, runs, asked.to_dict(), kills=20)
+    assert found.kills == 20 and found.resumed > 5
+    for path in found.folders:
+        assert weights(path) == weights(found.straight)
+        assert log_lines(path) == log_lines(found.straight)
+        assert not list((path / "checkpoint").glob(".*"))
 
 
 @row(39)
@@ -112,33 +74,43 @@ def test_half_a_file_of_a_killed_run_is_cleared_away(settings):
     assert not list(path.rglob("*.tmp"))
 
 
+_STRUCK_BY_A_SIGNAL = """
+import os, runpy, sys
+from tests.kills import on_change
+number, step, sys.argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+def strike(position, path, written):
+    if f"step_{step:09}" in path and written:
+        os.kill(os.getpid(), number)
+on_change(strike, os.getcwd())
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @row(40)
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, number, tmp_path):
-    long = settings(run_name="a run", max_steps=500)
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *words(long)],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
-    path = tmp_path / "runs" / "a run"
-    log = path / "metrics.jsonl"
-    while process.poll() is None and not (log.exists() and log.stat().st_size):
-        time.sleep(0.02)
-    process.send_signal(number)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + number, error
-    said = re.search(
-        r"Stopped by (\w+); a checkpoint is in (.*); go on with: (.*)", one_line(error)
-    )
-    assert said is not None and (said[1], said[2]) == (number.name, str(path))
-    assert 0 < newest_checkpoint(path)[1]["step"] < 500 and not list(path.rglob("*.tmp"))
-    again = subprocess.run(shlex.split(said[3]), capture_output=True, text=True, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    whole = run(settings(run_name="whole", max_steps=500)).path
+def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, tmp_path):
+    """One while it writes the checkpoint of step 10, another while the command that was said does.
+
+    The command after that one ends the run as one that nobody stopped.
+    """
+    path, environment = tmp_path / "runs" / "a run", {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = {"capture_output": True, "text": True, "cwd": tmp_path, "timeout": HANG}
+    command = [sys.executable, str(ROOT / "train.py"), *words(settings(run_name="a run"))]
+    for number, step in ((signal.SIGTERM, 10), (signal.SIGINT, 20)):
+        struck = [sys.executable, "-c", _STRUCK_BY_A_SIGNAL, str(int(number)), str(step)]
+        done = subprocess.run([*struck, *command[1:]], env=environment, **process)
+        assert done.returncode == 128 + number, done.stderr
+        said = re.search(
+            r"Stopped by (\w+); a checkpoint is in (.*); go on with: (.*)", one_line(done.stderr)
+        )
+        assert said is not None and (said[1], said[2]) == (number.name, str(path))
+        assert step <= newest_checkpoint(path)[1]["step"] < step + 10
+        assert not list(path.rglob("*.tmp"))
+        command = shlex.split(said[3])
+    done = subprocess.run(command, **process)
+    assert done.returncode == 0, done.stderr
+    assert "report.html" in done.stdout and (path / "report.html").exists()
+    whole = run(settings(run_name="whole")).path
     assert weights(path) == weights(whole) and log_lines(path) == log_lines(whole)
 
 

@@ -19,11 +19,15 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from ssl_kd.datasets import FeatureDataset
 from ssl_kd.files import CorruptFileError, sha256_file
+from ssl_kd.guard import Precision
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cached_neighbours
 from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
+from ssl_kd.teachers import Features
 from ssl_kd.training.folder import RunFolder
+from ssl_kd.vision.extract import extract
 from ssl_kd.vision.run import run
 from tests.faults.inject import (
     ROOT,
@@ -40,6 +44,7 @@ from tests.faults.inject import (
     weights,
 )
 from tests.faults.matrix import row
+from tests.kills import HANG, kill_again_and_again
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHARD = "embeddings_train_00002.pt"  # rows 32 to 47
@@ -184,84 +189,35 @@ def test_a_foreign_cache_is_replaced_only_when_told(settings, train_py, tmp_path
     assert opened(other).n == 50
 
 
-_KILLED_WRITERS = '''
-import json, os, random, shutil, signal, sys, time
-from pathlib import Path
-import numpy as np
-import torch
-from ssl_kd.datasets import FeatureDataset
-from ssl_kd.guard import Precision
-from ssl_kd.teachers import Features
-from ssl_kd.vision.extract import extract
-
-torch.set_num_threads(1)
-root, draw = Path(sys.argv[1]), random.Random(0)
-data = FeatureDataset("x", "train", np.random.default_rng(0).normal(size=(3000, 32)))
-
-def write(folder):
+def embed_rows(folder):
+    """3000 rows into 60 shards."""
+    data = FeatureDataset("x", "train", np.random.default_rng(0).normal(size=(3000, 32)))
     precision = Precision.for_device("cpu")
     extract(data, Features(32), folder, split="train", precision=precision, shard_rows=50)
 
+
 def shards(folder):
-    """The complete ones: a shard counts from the moment that the manifest lists it."""
+    """The complete ones and their times: each counts once the manifest lists it."""
     for place in (folder / "embeddings_train.partial", folder):
         manifest = place / "embeddings_train.json"
         if manifest.exists():
             names = [entry["file"] for entry in json.loads(manifest.read_bytes())["shards"]]
             files = {name: [place / name, folder / name] for name in names}
             found = {name: next(f for f in at if f.exists()) for name, at in files.items()}
-            return {name: file.stat().st_mtime_ns for name, file in found.items()}
-    return {}
-
-def fork(folder):
-    child = os.fork()  # before any thread was started here
-    if child == 0:
-        write(folder)
-        os._exit(0)
-    return child
-
-began = time.perf_counter()
-assert os.waitpid(fork(root / "straight"), 0)[1] == 0
-seconds = time.perf_counter() - began
-kills = rounds = resumed = lost = 0
-while kills < 20:
-    folder, rounds, known = root / str(rounds), rounds + 1, {}
-    while True:
-        child = fork(folder)
-        if kills < 20:
-            time.sleep(draw.uniform(0, seconds / 3))
-            os.kill(child, signal.SIGKILL)
-        killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-        now = shards(folder)
-        lost += any(now.get(name) != when for name, when in known.items())
-        resumed += bool(known) and len(now) > len(known)
-        kills, known = kills + killed, now
-        if not killed:
-            break
-print(json.dumps({"kills": kills, "rounds": rounds, "resumed": resumed, "lost": lost}))
-'''
+            return {(name, file.stat().st_mtime_ns) for name, file in found.items()}
+    return set()
 
 
 @row(7)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_killed_at_twenty_random_moments_no_complete_shard_is_lost(tmp_path):
-    script = [sys.executable, "-W", "ignore", "-c", _KILLED_WRITERS, str(tmp_path)]
-    done = subprocess.run(
-        script,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["kills"] == 20 and told["lost"] == 0 and told["resumed"] > 0
-    straight = content(tmp_path / "straight")
+def test_killed_at_twenty_random_positions_no_complete_shard_is_lost(tmp_path):
+    found = kill_again_and_again(embed_rows, shards, tmp_path, kills=20)
+    assert found.kills == 20 and found.resumed > 10
+    straight = content(found.straight)
     assert len(straight) == 61  # 60 shards and the manifest
-    for number in range(told["rounds"]):
-        assert content(tmp_path / str(number)) == straight
+    for folder in found.folders:
+        assert content(folder) == straight
 
 
 @contextlib.contextmanager
@@ -339,7 +295,7 @@ def test_a_full_file_system_leaves_the_old_cache(settings, tmp_path):
         f"cd {small} && cmp embeddings_train.json {settings().embeddings_dir}/embeddings_train.json"
         f" && cmp {SHARD} {settings().embeddings_dir}/{SHARD} && echo the same"
     )
-    done = subprocess.run([*mount, script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*mount, script], capture_output=True, text=True, timeout=HANG)
     line = one_line(done.stderr)
     assert "No space left on device" in line and "embeddings_train.pt" in line
     assert done.stdout.split("\n")[:2] == ["code 1", "the same"]
@@ -577,7 +533,7 @@ def test_two_writers_at_once_do_not_mix(tmp_path):
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    said = [process.communicate(timeout=60)[1] for process in both]
+    said = [process.communicate(timeout=HANG)[1] for process in both]
     codes = [process.returncode for process in both]
     for code, error in zip(codes, said, strict=True):
         assert code == 0 or "one writer at a time" in error, error

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -47,11 +45,11 @@ from ssl_kd.teachers.student import add_lora, save_student  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.inject import (  # noqa: E402
-    ROOT,
     content,
     events,
     flip_bit,
     metrics,
+    newest_checkpoint,
     no_run,
     one_line,
     stop_at,
@@ -78,6 +76,8 @@ from tests.faults.inject_language import (  # noqa: E402
     write_lines,
 )
 from tests.faults.matrix import row  # noqa: E402
+from tests.faults.test_checkpoint_and_process import steps_kept  # noqa: E402
+from tests.kills import kill_again_and_again  # noqa: E402
 
 # peft asks transformers by a name that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -915,78 +915,32 @@ def test_a_damaged_cache_names_its_file_before_any_work(world, distill, cached, 
     assert content(cached) == before and no_run(world.settings())
 
 
-_KILLED_CACHES = """
-import json, os, random, signal, sys, time
-from pathlib import Path
-import torch
-from ssl_kd.guard import Precision
-from ssl_kd.store.teacher_cache import TeacherFingerprint, write
-from ssl_kd.teachers.causal import FrozenTeacher
-from tests.faults.inject_language import make_model, make_rows
+def cache_rows(folder, method):
+    """400 rows of a teacher's answers into 40 shards."""
+    fingerprint = TeacherFingerprint(
+        "t", "w", "t", "x", BLOCK, False, "rows", "float32", method, 8, 2.0
+    )
+    teacher = FrozenTeacher(make_model(seed=2))
+    write(teacher, make_rows(400), folder, fingerprint, batch_size=2, shard_rows=10)
 
-torch.set_num_threads(1)
-root, draw = Path(sys.argv[1]), random.Random(0)
-rows, teacher = make_rows(400), FrozenTeacher(make_model(seed=2))
-of = TeacherFingerprint("t", "w", "t", "x", 12, False, "rows", "float32", "topk", 8, 2.0)
 
-def cache(folder):
-    return write(teacher, rows, folder, of, batch_size=2, shard_rows=10)
-
-def complete(folder):
+def shards(folder):
+    """The complete ones."""
     for place in (folder / "teacher.partial", folder):
         if (place / "teacher.json").exists():
-            return len(json.loads((place / "teacher.json").read_bytes())["shards"])
-    return 0
-
-def fork(folder):
-    child = os.fork()
-    if child == 0:
-        cache(folder)
-        os._exit(0)
-    return child
-
-began = time.perf_counter()
-assert os.waitpid(fork(root / "straight"), 0)[1] == 0
-seconds, kills, rounds, resumed = time.perf_counter() - began, 0, 0, 0
-while kills < 8:
-    folder, rounds, known = root / str(rounds), rounds + 1, 0
-    while True:
-        child = fork(folder)
-        if kills < 8:
-            time.sleep(draw.uniform(0, seconds / 2))
-            os.kill(child, signal.SIGKILL)
-        killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-        assert complete(folder) >= known, "a complete file was lost"
-        resumed += known > 0
-        kills, known = kills + killed, complete(folder)
-        if not killed:
-            break
-print(json.dumps({"kills": kills, "rounds": rounds, "resumed": resumed}))
-"""
+            return {shard["file"] for shard in read_manifest(place / "teacher.json")["shards"]}
+    return set()
 
 
 @row(65)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_killed_at_random_moments_the_cache_is_that_of_an_unharmed_writer(tmp_path):
-    told = _in_a_process(_KILLED_CACHES, str(tmp_path))
-    assert told["kills"] == 8 and told["resumed"] > 1
-    straight = content(tmp_path / "straight")
-    for number in range(told["rounds"]):
-        assert content(tmp_path / str(number)) == straight
-
-
-def _in_a_process(script, *words):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=170,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.mark.parametrize("method", ["topk", "sample"])
+def test_killed_at_random_positions_the_cache_is_that_of_an_unharmed_writer(tmp_path, method):
+    found = kill_again_and_again(cache_rows, shards, tmp_path, method, kills=8)
+    assert found.kills == 8 and found.resumed > 3
+    for folder in found.folders:
+        assert content(folder) == content(found.straight)
 
 
 # --- interrupted runs -----------------------------------------------------------------------------
@@ -1044,48 +998,12 @@ def test_an_interrupted_run_ends_to_the_bit_as_one_that_was_not(world, kind, req
     _same_run(resumed, whole)
 
 
-_KILLED_RUNS = """
-import json, os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-from ssl_kd.language.run import run
-from ssl_kd.language.settings import LanguageSettings
-
-torch.set_num_threads(1)
-settings, draw = json.loads(sys.argv[1]), random.Random(0)
-runs, kills, rounds, resumed = Path(settings["RUNS_DIR"]), 0, 0, 0
-run(LanguageSettings.from_dict(settings | {"RUN_NAME": "first", "MAX_STEPS": 1}))  # imports
-
-def fork(name):
-    path = runs / name
-    if path.exists() and not (path / "config.json").exists():  # killed before it was a run
-        shutil.rmtree(path)
-    child = os.fork()
-    if child == 0:
-        asked = {"RUN_NAME": name, "RESUME": path.exists()}
-        run(LanguageSettings.from_dict(settings | asked))
-        os._exit(0)
-    return child
-
-began = time.perf_counter()
-assert os.waitpid(fork("whole"), 0)[1] == 0
-seconds = time.perf_counter() - began
-while kills < 8:
-    name = f"killed{rounds}"
-    rounds += 1
-    while True:
-        resumed += len(list((runs / name / "checkpoint").glob("*.pt"))) > 0
-        child = fork(name)
-        if kills < 8:
-            time.sleep(draw.uniform(0, seconds))
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-        kills += status == signal.SIGKILL
-        assert status in (0, signal.SIGKILL), status
-        if status == 0:
-            break
-print(json.dumps({"kills": kills, "rounds": rounds, "resumed": resumed}))
-"""
+def train_in(folder, settings):
+    """Begin or go on with the run that has this folder."""
+    if not (folder / "config.json").exists():  # killed before it was a run
+        shutil.rmtree(folder, ignore_errors=True)
+    asked = {"RUN_NAME": folder.name, "RUNS_DIR": str(folder.parent), "RESUME": folder.exists()}
+    run(LanguageSettings.from_dict(settings | asked))
 
 
 @row(66)
@@ -1103,13 +1021,17 @@ def test_half_a_student_of_a_killed_run_is_cleared_away(world):
 @row(66)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_killed_at_random_moments_the_student_is_the_uninterrupted_runs(world):
+def test_killed_at_random_positions_the_student_is_the_uninterrupted_runs(world):
     """With a router that learns: what a checkpoint holds beside the student."""
-    asked = _asked(world, RUNS["a router that learns"], max_steps=40, checkpoint_every=5)
-    told = _in_a_process(_KILLED_RUNS, json.dumps(asked.to_dict()))
-    assert told["kills"] == 8 and told["resumed"] > 1
-    for number in range(told["rounds"]):
-        _same_run(world.runs / f"killed{number}", world.runs / "whole")
+    more = {"max_steps": 40, "checkpoint_every": 5, "log_every": 4, "eval_every": 15}
+    asked = _asked(world, RUNS["a router that learns"], **more)
+    found = kill_again_and_again(train_in, steps_kept, world.runs, asked.to_dict(), kills=8)
+    assert found.kills == 8 and found.resumed > 1
+    for path in found.folders:
+        _same_run(path, found.straight)
+        last = [newest_checkpoint(folder)[1] for folder in (path, found.straight)]
+        assert same(*last)
+        assert not [file for file in path.rglob(".*") if file.name != ".lock"]
 
 
 # --- judging --------------------------------------------------------------------------------------

@@ -7,9 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -602,58 +599,6 @@ def test_tokens_above_a_gap_in_the_ids_are_cached(settings, models, tiny, tmp_pa
     assert cache.manifest["vocabulary"] == 325 == len(tokenizer) + 5
 
 
-_KILLED_AGAIN_AND_AGAIN = """
-import os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-from ssl_kd.language.run import run
-from ssl_kd.language.settings import LanguageSettings
-import ssl_kd.teachers.student, transformers
-
-torch.set_num_threads(1)
-settings, kills = eval(sys.argv[1]), 0
-path, draw = Path(settings["runs_dir"]) / "a", random.Random(0)
-while True:
-    resume = (path / "config.json").exists()
-    if not resume:
-        shutil.rmtree(path, ignore_errors=True)
-    child = os.fork()  # before any thread was started here
-    if child == 0:
-        run(LanguageSettings(run_name="a", resume=resume, **settings))
-        os._exit(0)
-    if kills < 4:
-        time.sleep(draw.uniform(0.3, 0.9))
-        os.kill(child, signal.SIGKILL)
-    killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-    kills += killed
-    if not killed:
-        break
-print(kills)
-"""
-
-
-def test_killed_at_random_moments_the_weights_are_those_of_an_uninterrupted_run(settings):
-    long = {
-        "max_steps": 30,
-        "checkpoint_every": 3,
-        "log_every": 4,
-        "eval_every": 15,
-        "generations": 0,
-    }
-    whole = run(settings(run_name="whole", **long))
-    words = {name.lower(): value for name, value in settings(**long).to_dict().items()}
-    del words["run_name"], words["resume"]
-    script = [sys.executable, "-c", _KILLED_AGAIN_AND_AGAIN, repr(words)]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 2  # a faster machine finishes earlier
-    path = whole.parent / "a"
-    assert weights(path) == weights(whole)
-    assert log_lines(path) == log_lines(whole)
-    assert same(last_checkpoint(path), last_checkpoint(whole))
-    assert not [file for file in path.rglob(".*") if file.name != ".lock"]
-
-
 def interrupted(settings, **changes):
     with pytest.raises(Interrupted):
         run(settings(**changes), progress=stop_at(2, signal.SIGTERM))
@@ -702,12 +647,11 @@ def test_a_finished_run_is_neither_overwritten_nor_trained_on(settings):
     assert weights(path) == before
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_any_work(settings, tmp_path):
+def test_a_folder_that_cannot_be_written_is_said_before_any_work(settings, tmp_path, monkeypatch):
     (tmp_path / "runs").write_text("a file where the folder of runs should be")
-    began = time.perf_counter()
+    monkeypatch.setattr("ssl_kd.language.run.prepare", lambda *args: pytest.fail("work was done"))
     with pytest.raises(OSError, match="runs"):
         run(settings())
-    assert time.perf_counter() - began < 1
 
 
 def test_a_run_that_fails_before_training_leaves_no_folder(settings, tmp_path, models):

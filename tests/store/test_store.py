@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -690,62 +688,6 @@ def test_killed_while_publishing(tmp_path, monkeypatch, after, old):
         assert writer.missing == []
     write(tmp_path / "straight", fingerprint=asked)
     assert content(folder) == content(tmp_path / "straight")
-
-
-KILLED = """
-import os, random, signal, sys, time, warnings
-import torch
-from ssl_kd.store import EmbeddingWriter, Fingerprint
-
-folder, fingerprint = sys.argv[1], Fingerprint("a", "b", "c", "d", "e")
-torch.set_num_threads(1)
-warnings.simplefilter("ignore")
-n, d = 3000, 64
-x = torch.randn(n, d, generator=torch.Generator().manual_seed(7))
-ids = [str(i) for i in range(n)]
-
-def extract(folder):
-    with EmbeddingWriter(folder, "train", fingerprint, n, d, ids=ids, shard_rows=100) as writer:
-        for start, stop in writer.missing:
-            for first in range(start, stop, 50):
-                rows = torch.arange(first, first + 50)
-                writer.append(x[rows], rows)
-
-start = time.perf_counter()
-extract(folder + "/straight")
-seconds = time.perf_counter() - start
-random.seed(int(sys.argv[2]))
-for _ in range(20):
-    child = os.fork()
-    if child == 0:
-        extract(folder + "/killed")
-        os._exit(0)
-    time.sleep(random.uniform(0, seconds / 8))
-    os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    places = [folder + "/killed", folder + "/killed/embeddings_train.partial"]
-    files = [f for place in places if os.path.isdir(place) for f in os.listdir(place)]
-    print(os.WIFSIGNALED(status), len([f for f in files if f.endswith(".pt") and f[0] != "."]))
-extract(folder + "/killed")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_killed_at_twenty_random_moments_the_result_is_identical(tmp_path):
-    """A process that has torch loaded forks writers and kills (-9) each; none starts over."""
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), "0"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    killed, shards = zip(*(line.split() for line in result.stdout.splitlines()), strict=True)
-    shards = [int(count) for count in shards]
-    assert len(shards) == 20 and killed.count("True") >= 3
-    assert shards == sorted(shards) and shards[-1] > 0  # nothing complete is lost
-    assert content(tmp_path / "killed") == content(tmp_path / "straight")
-    assert len(content(tmp_path / "killed")) == 31
 
 
 # Fault rows 8 and 13: a full disk, two writers

@@ -1,8 +1,5 @@
 """The teacher's distribution in the store: what it says is what the teacher said, or an error."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -405,49 +402,6 @@ def test_a_stored_nan_is_named_even_with_a_fitting_checksum(tmp_path):
     with pytest.raises(NonFiniteRow, match="row 6 .*'block 6'.: log_probs is NaN"):
         TeacherCache.open(tmp_path)
     TeacherCache.open(tmp_path, verify=False)
-
-
-KILLED = """
-import os, random, signal, sys, time, warnings
-import torch
-from tests.store.test_teacher_cache import Teacher, make, make_blocks
-
-folder, method = sys.argv[1:]
-torch.set_num_threads(1)
-warnings.simplefilter("ignore")
-blocks = make_blocks(400)
-
-def fill(folder):
-    make(folder, rows=blocks, batch_size=7, shard_rows=20, method=method)
-
-start = time.perf_counter()
-fill(folder + "/straight")
-seconds = time.perf_counter() - start
-random.seed(0)
-for _ in range(12):
-    child = os.fork()
-    if child == 0:
-        fill(folder + "/killed")
-        os._exit(0)
-    time.sleep(random.uniform(0, seconds / 5))
-    os.kill(child, signal.SIGKILL)
-    print(os.WIFSIGNALED(os.waitpid(child, 0)[1]))
-fill(folder + "/killed")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-@pytest.mark.parametrize("method", ["topk", "sample"])
-def test_killed_at_random_moments_the_result_is_identical(tmp_path, method):
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), method],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split().count("True") >= 3
-    assert content(tmp_path / "killed") == content(tmp_path / "straight")
 
 
 # The real thing

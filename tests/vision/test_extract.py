@@ -1,14 +1,8 @@
 import csv
 import json
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -234,54 +228,6 @@ def test_resumed_batches_are_those_of_an_uninterrupted_run(tmp_path):
     run(data, Sums(record), tmp_path, shard_rows=7)
     assert len(seen) == 30
     assert all(len(batches) == 1 for batches in seen.values())
-
-
-SCRIPT = """
-import sys, time
-import numpy as np, torch
-from ssl_kd.datasets import ArrayDataset
-from ssl_kd.guard.precision import Precision
-from ssl_kd.teachers import load_teacher
-from ssl_kd.vision.extract import extract
-torch.set_num_threads(1)
-images = np.random.default_rng(0).integers(0, 256, (400, 4, 4, 3), dtype=np.uint8)
-data = ArrayDataset("a", "train", images, None, None)
-teacher = load_teacher("pixels", dataset=data)
-print("go", flush=True)
-extract(data, teacher, sys.argv[1], split="train", precision=Precision.for_device("cpu"),
-        batch_size=8, shard_rows=16, progress=lambda p: time.sleep(0.002))
-print("done", flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="kill -9")
-def test_killed_at_any_moment_it_resumes_to_the_same(tmp_path):
-    images = np.random.default_rng(0).integers(0, 256, (400, 4, 4, 3), dtype=np.uint8)
-    rng = np.random.default_rng(1)
-    root = Path(__file__).parents[2]
-    finished = killed = 0
-    for _ in range(4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": str(root)},
-        )
-        assert process.stdout is not None and process.stdout.readline() == b"go\n"
-        time.sleep(rng.uniform(0, 0.08))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        killed += process.returncode == -signal.SIGKILL
-        finished += (tmp_path / "embeddings_train.json").exists()
-        if finished:
-            break
-    assert killed
-    data = ArrayDataset("a", "train", images, None, None)
-    store = run(data, load_teacher("pixels", dataset=data), tmp_path, shard_rows=16)
-    expected = torch.from_numpy(images).permute(0, 3, 1, 2).flatten(1).float() / 255
-    assert torch.equal(store.tensor(), expected)
-    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_damaged_shard_is_refused_then_rebuilt_alone(tmp_path):

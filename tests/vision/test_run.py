@@ -3,12 +3,7 @@
 import csv
 import json
 import os
-import re
-import shlex
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -296,87 +291,6 @@ def test_other_data_under_the_same_name_are_not_resumed(settings, tmp_path):
     with pytest.raises(RuntimeError, match="cannot be resumed: the data or the teacher"):
         run(settings(resume=True, force_recompute=True))
     assert before == 10 and not (tmp_path / "runs/a/metrics.json").exists()
-
-
-def command(settings):
-    changed = {k: v for k, v in settings.to_dict().items() if v != VisionSettings().to_dict()[k]}
-    words = [sys.executable, str(ROOT / "train.py")]
-    for name, value in changed.items():
-        flag = name.lower()
-        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else []
-        words += [] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return words
-
-
-def wait_for(path, process, size=1):
-    while process.poll() is None and not (path.exists() and path.stat().st_size >= size):
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_that_a_stopped_process_prints_finishes_the_run(settings, number, tmp_path):
-    long = settings(run_name="a run", max_steps=400)
-    process = subprocess.Popen(
-        command(long), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    wait_for(tmp_path / "runs/a run/metrics.jsonl", process)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
-    assert "Traceback" not in err
-    last = err.splitlines()[-1]
-    said = re.fullmatch(
-        rf"ssl_kd: Stopped by {number.name}; a checkpoint is in (.*); go on with: (.*)", last
-    )
-    assert said is not None and said[1] == str(tmp_path / "runs/a run"), last
-    again = subprocess.run(shlex.split(said[2]), capture_output=True, text=True, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert "report.html" in again.stdout and (tmp_path / "runs/a run/report.html").exists()
-    whole = run(settings(run_name="whole", max_steps=400)).path
-    assert weights(tmp_path / "runs/a run") == weights(whole)
-    assert log_lines(tmp_path / "runs/a run") == log_lines(whole)
-
-
-_KILLED_AGAIN_AND_AGAIN = """
-import os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-from ssl_kd.vision.run import run
-from ssl_kd.vision.settings import VisionSettings
-
-torch.set_num_threads(1)
-settings, kills = eval(sys.argv[1]), 0
-path, draw = Path(settings["runs_dir"]) / "a", random.Random(0)
-while True:
-    if path.exists() and not (path / "config.json").exists():
-        shutil.rmtree(path)
-    child = os.fork()  # before any thread was started here
-    if child == 0:
-        run(VisionSettings(run_name="a", resume=path.exists(), **settings))
-        os._exit(0)
-    if kills < 8:
-        time.sleep(draw.uniform(0.05, 0.5))
-        os.kill(child, signal.SIGKILL)
-    killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-    kills += killed
-    if not killed:
-        break
-print(kills)
-"""
-
-
-def test_killed_at_random_moments_the_weights_are_those_of_an_uninterrupted_run(settings):
-    long = {"max_steps": 600, "checkpoint_every": 30}
-    whole = run(settings(run_name="whole", **long)).path
-    words = {name.lower(): value for name, value in settings(**long).to_dict().items()}
-    del words["run_name"], words["resume"]
-    script = [sys.executable, "-c", _KILLED_AGAIN_AND_AGAIN, repr(words)]
-    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 3  # a faster machine finishes earlier
-    assert weights(whole.parent / "a") == weights(whole)
-    assert log_lines(whole.parent / "a") == log_lines(whole)
-    assert not list((whole.parent / "a" / "checkpoint").glob(".*"))
 
 
 # --- Awkward data -------------------------------------------------------------------------------
