@@ -153,6 +153,15 @@ def test_ten_bad_steps_restore_the_head_from_its_last_good_state(fault, stage):
 
 
 @row(33)
+def test_seven_bad_steps_are_enough_where_the_user_says_so():
+    patience = Thresholds(restore_after=7)
+    sick = trained(in_forward(set_gradient(math.nan), range(5, 12)), 15, thresholds=patience)
+    restored = sick.events[-1]
+    assert (restored.step, restored.stage) == (11, "escalation")
+    assert restored.reason == "7 bad steps in a row"
+
+
+@row(33)
 def test_nine_bad_steps_restore_nothing():
     sick = trained(in_forward(set_gradient(math.nan), range(60, 69)), steps=80)
     assert {stage for _, stage, _ in sick.of(HEAD)} == {"gradient"}

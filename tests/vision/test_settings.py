@@ -47,10 +47,11 @@ def test_the_comment_names_the_range_that_the_code_checks(name):
     text = CONFIG.read_text(encoding="utf-8")
     comment = re.findall(rf"((?:^#.*\n)+){name.upper()} =", text, flags=re.M)[0]
     rule = VisionSettings.rules()[name][2]
+    said = {float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", comment)}
     for border in (rule.low, rule.above, rule.high, rule.below):
         # "from 1" is said for every count; 0 as the lower end of a size or a share goes unsaid.
         if border not in (None, 0):
-            assert f"{border:g}" in comment or str(border) in comment, f"{name}: {border}"
+            assert border in said, f"{name}: {border}"
 
 
 def test_every_field_says_what_it_does():
