@@ -1,7 +1,7 @@
 """Divergences between teacher p and student q: one table, read by losses, settings and caches.
 
 To add one, write its function and its entry in `DIVERGENCES`; nothing else in the library lists
-them. torch is imported where it is used: `ssl_kd distil --help` shows the names without it.
+them. torch is imported where it is used: `ssl_kd distill --help` shows the names without it.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.datasets.blocks import Batch, Blocks, Frame, digest_of, framed, padded
 from ssl_kd.datasets.segmentation import TextReader, align, overlaps
-from ssl_kd.datasets.text import Example, TextDataset, first_few
+from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.datasets.vocabulary import SharedVocabulary, shared_vocabulary
 from ssl_kd.losses.cross_tokenizer import Positions
 
@@ -64,17 +64,17 @@ class AlignedBatch:
         aligned = align(*self._joined())
         size, device = len(aligned.ends), self.student.input_ids.device
         tokens = [np.flatnonzero(side >= 0) for side in (aligned.student, aligned.teacher)]
-        of = [aligned.student[tokens[0]], aligned.teacher[tokens[1]]]
-        firsts = [tokens[k][np.searchsorted(of[k], np.arange(size))] for k in (0, 1)]
+        group_of = [aligned.student[tokens[0]], aligned.teacher[tokens[1]]]
+        firsts = [tokens[k][np.searchsorted(group_of[k], np.arange(size))] for k in (0, 1)]
         counted = self.counts.ravel()[tokens[0]]
-        kept = np.bincount(of[0], ~counted, minlength=size) == 0
+        kept = np.bincount(group_of[0], ~counted, minlength=size) == 0
         for k in (0, 1):
             kept &= firsts[k] % self.ids[k].shape[1] > 0
         number = np.cumsum(kept) - 1
         sides = []
         for k in (0, 1):
-            chosen = kept[of[k]]
-            rows, group = tokens[k][chosen] - 1, number[of[k][chosen]]
+            chosen = kept[group_of[k]]
+            rows, group = tokens[k][chosen] - 1, number[group_of[k][chosen]]
             first = np.searchsorted(group, np.arange(kept.sum()))
             sides.append(
                 Positions(
@@ -84,7 +84,7 @@ class AlignedBatch:
                     torch.from_numpy(first).to(device),
                 )
             )
-        single = [np.bincount(of[k], minlength=size) == 1 for k in (0, 1)]
+        single = [np.bincount(group_of[k], minlength=size) == 1 for k in (0, 1)]
         one_to_one = (single[0] & single[1])[kept]
         token = [torch.from_numpy(self.ids[k].ravel()[firsts[k][kept]]) for k in (0, 1)]
         matched = torch.from_numpy(one_to_one) & self.vocabulary.same_text(*token)
@@ -207,32 +207,10 @@ class AlignedBlocks:
         }
 
 
-class _Side(NamedTuple):
-    """One tokenizer, and what stands around a document in its ids; see `make_blocks`."""
-
-    reader: TextReader
-    before_text: list[int]
-    before_prompt: list[int]
-    end: int
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> _Side:
-        reader = TextReader(tokenizer)
-        bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-        if end is None:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} names no token that ends a document: "
-                "set tokenizer.eos_token"
-            )
-        adds = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
-        start = end if bos is None else bos
-        return cls(reader, [start], [start] if adds else [], end)
-
-
 class _Row(NamedTuple):
     ids: np.ndarray
-    ends: np.ndarray
     counts: np.ndarray
+    ends: np.ndarray
 
 
 def aligned_blocks(
@@ -240,8 +218,6 @@ def aligned_blocks(
     student_tokenizer: PreTrainedTokenizerFast,
     teacher_tokenizer: PreTrainedTokenizerFast,
     block_size: int,
-    *,
-    teacher_block_size: int | None = None,
 ) -> AlignedBlocks:
     """Turn documents into rows that hold the same characters for two tokenizers.
 
@@ -257,17 +233,17 @@ def aligned_blocks(
             do not give the same characters.
         student_tokenizer: a fast one with an EOS.
         teacher_tokenizer: the same.
-        block_size: tokens in a row, at least 3.
-        teacher_block_size: of the teacher; None for the same.
+        block_size: tokens in a row of either side, at least 3.
 
     Raises:
         ValueError: a tokenizer that is not fast or lacks an EOS, no common text of tokens, a block
             size below 3, or a data set of which nothing is left.
     """
-    sizes = (block_size, block_size if teacher_block_size is None else teacher_block_size)
-    if min(sizes) < 3:
-        raise ValueError(f"block sizes must be at least 3 (context, token, end): {sizes}")
-    sides = (_Side.of(student_tokenizer), _Side.of(teacher_tokenizer))
+    if block_size < 3:
+        raise ValueError(f"block_size must be at least 3 (context, token, end): {block_size}")
+    tokenizers = (student_tokenizer, teacher_tokenizer)
+    readers = [TextReader(tokenizer) for tokenizer in tokenizers]
+    frames = [Frame.of(tokenizer) for tokenizer in tokenizers]
     vocabulary = shared_vocabulary(student_tokenizer, teacher_tokenizer)
     rows: list[tuple[_Row, _Row]] = []
     characters: list[int] = []
@@ -282,12 +258,13 @@ def aligned_blocks(
             continue
         prompt, completion = example.prompt or "", example.completion or ""
         text = example.text if example.text is not None else prompt + completion
-        read = [side.reader.read(text) for side in sides]
+        read = [reader.read(text) for reader in readers]
         if not all(len(ids) for ids, _ in read):
             left_out.append(f"{example.where}: one of the tokenizers makes no token of it")
             continue
-        document = _Document.of(example, len(prompt), read, sides)
-        parts = list(document.cut(sizes))
+        around = [frame.around(example) for frame in frames]
+        document = _Document.of(len(prompt), read, around)
+        parts = list(document.cut(block_size - 2))
         for part in parts:
             rows.append((document.row(0, *part), document.row(1, *part)))
             characters.append(document.learned(*part))
@@ -296,14 +273,13 @@ def aligned_blocks(
         if lost or len(parts) > 1:
             counted = " and ".join(str(len(ids)) for ids, _ in read)
             left_out.append(
-                f"{example.where}: {counted} tokens for blocks of {' and '.join(map(str, sizes))}: "
-                f"in {len(parts)} parts"
-                + (f", without {lost} characters that no block can hold" if lost else "")
+                f"{example.where}: {counted} tokens for blocks of {block_size}: in {len(parts)} "
+                "parts" + (f", without {lost} characters that no block can hold" if lost else "")
             )
     if not rows:
         raise ValueError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
     student, teacher = (
-        _lay_out([row[k] for row in rows], sizes[k], sides[k].end, characters, left_out)
+        _lay_out([row[k] for row in rows], block_size, frames[k].end, characters, left_out)
         for k in (0, 1)
     )
     blocks = AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
@@ -330,34 +306,26 @@ class _Document:
     ends: np.ndarray  # of the groups
     bounds: list[np.ndarray]  # for each side, the first token of each group, and the end
     read: list[tuple[np.ndarray, np.ndarray]]
-    before: list[list[int]]
-    after: list[int]
+    around: list[tuple[list[int], list[int]]]
 
     @classmethod
     def of(
         cls,
-        example: Example,
         begin: int,
         read: list[tuple[np.ndarray, np.ndarray]],
-        sides: tuple[_Side, _Side],
+        around: list[tuple[list[int], list[int]]],
     ) -> _Document:
         ends, *groups = align(read[0][1], read[1][1])
         bounds = [np.searchsorted(group, np.arange(len(ends) + 1)) for group in groups]
-        as_text = [example.text is not None or not (begin or side.before_prompt) for side in sides]
-        before = [
-            side.before_text if text else side.before_prompt
-            for side, text in zip(sides, as_text, strict=True)
-        ]
-        return cls(begin, ends, bounds, read, before, [side.end for side in sides])
+        return cls(begin, ends, bounds, read, around)
 
-    def cut(self, sizes: tuple[int, int]) -> Iterator[tuple[int, int]]:
-        """Ranges of groups that fit both sides, with a token of context and the end token."""
-        rooms = [size - 2 for size in sizes]
-        both = list(zip(self.bounds, rooms, strict=True))
-        whole_from = max(int(np.searchsorted(b, b[-1] - room)) for b, room in both)
+    def cut(self, most: int) -> Iterator[tuple[int, int]]:
+        """Ranges of groups of which neither side has more than so many tokens."""
+        whole_from = max(int(np.searchsorted(b, b[-1] - most)) for b in self.bounds)
         start = min(whole_from, self._first_learned())
         while start < len(self.ends):
-            stop = min(int(np.searchsorted(b, b[start] + room, "right")) - 1 for b, room in both)
+            ends = [np.searchsorted(b, b[start] + most, "right") for b in self.bounds]
+            stop = int(min(ends)) - 1
             if stop > start:
                 yield start, stop
             start = max(stop, start + 1)  # a group that no block can hold is left out
@@ -379,17 +347,13 @@ class _Document:
     def row(self, side: int, start: int, stop: int) -> _Row:
         ids, ends = self.read[side]
         part = slice(*self.bounds[side][[start, stop]])
-        before = list(ids[part.start - 1 : part.start]) if start else self.before[side]
-        after = [self.after[side]] if stop == len(self.ends) else []
-        around = (len(before), len(after))
-        counts = np.pad(ends[part] > self.begin, around)
-        counts[len(counts) - len(after) :] = True
-        counts[0] = False  # nothing predicts it
-        return _Row(
-            np.array([*before, *ids[part], *after], dtype=np.int64),
-            np.pad(ends[part] - self._edge(start), around),
-            counts,
-        )
+        before, after = self.around[side]
+        if start:  # the token before, as context
+            before = list(ids[part.start - 1 : part.start])
+        if stop < len(self.ends):
+            after = []
+        counts, ends_in_row = ends[part] > self.begin, ends[part] - self._edge(start)
+        return _Row(*framed((before, after), ids[part], counts, ends_in_row))
 
 
 def _lay_out(
@@ -399,23 +363,16 @@ def _lay_out(
     characters: Sequence[int],
     left_out: Sequence[str],
 ) -> tuple[Blocks, Tensor]:
-    shape = (len(rows), size)
-    ids = np.full(shape, padding, dtype=np.int64)
-    ends = np.zeros(shape, dtype=np.int32)
-    counts = np.zeros(shape, dtype=bool)
-    documents = np.zeros(shape, dtype=np.int32)
-    for r, row in enumerate(rows):
-        part = slice(len(row.ids))
-        ids[r, part], ends[r, part], counts[r, part], documents[r, part] = *row, 1
-    digest = hashlib.sha256(repr(shape).encode())
-    for array in (ids, ends, counts):
-        digest.update(array.tobytes())
+    ids = padded([[row.ids] for row in rows], size, np.int64, padding)
+    ends = padded([[row.ends] for row in rows], size, np.int32)
+    counts = padded([[row.counts] for row in rows], size, np.bool_)
+    documents = padded([[np.ones(len(row.ids))] for row in rows], size, np.int32)
     blocks = Blocks(
         torch.from_numpy(ids),
         torch.from_numpy(counts),
         torch.from_numpy(documents),
         torch.tensor(characters),
         first_few(left_out),
-        digest.hexdigest(),
+        digest_of(ids, ends, counts),
     )
     return blocks, torch.from_numpy(ends)

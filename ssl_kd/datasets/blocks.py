@@ -6,12 +6,14 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.datasets.render import Rendered, render
+from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import Example, TextDataset, first_few
 
 if TYPE_CHECKING:
@@ -117,6 +119,60 @@ class Blocks:
         )
 
 
+class Frame(NamedTuple):
+    """The special tokens around a document; see `make_blocks`.
+
+    Attributes:
+        before_text: what a text begins with.
+        before_prompt: what a prompt begins with; nothing, where the tokenizer itself puts nothing.
+        end: what both end with.
+    """
+
+    before_text: list[int]
+    before_prompt: list[int]
+    end: int
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Frame:
+        """The frame of a tokenizer of transformers.
+
+        Raises:
+            ValueError: it has no EOS.
+        """
+        bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if end is None:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} names no token that ends a document: "
+                "set tokenizer.eos_token"
+            )
+        if bos is None:
+            return cls([end], [], end)
+        adds = tokenizer("")["input_ids"][:1] == [bos]
+        return cls([bos], [bos] if adds else [], end)
+
+    def around(self, example: Example) -> tuple[list[int], list[int]]:
+        """What stands before an example and after it."""
+        if example.messages is not None:  # the template has put there what belongs there
+            return [], []
+        as_text = example.text is not None or not (example.prompt or self.before_prompt)
+        return self.before_text if as_text else self.before_prompt, [self.end]
+
+
+def framed(
+    around: tuple[Sequence[int], Sequence[int]],
+    ids: Sequence[int] | np.ndarray,
+    counts: np.ndarray,
+    characters: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, counts and characters of a document with what stands around it; the end counts."""
+    before, after = around
+    lengths = (len(before), len(after))
+    counts = np.pad(counts, lengths)
+    counts[len(counts) - len(after) :] = True
+    counts[0] = False  # nothing predicts it
+    return np.array([*before, *ids, *after], dtype=np.int64), counts, np.pad(characters, lengths)
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Tokens that see each other: a document, or a part of one that is longer than a block."""
@@ -132,7 +188,6 @@ def make_blocks(
     block_size: int,
     *,
     packing: bool = True,
-    end_token: int | None = None,
 ) -> Blocks:
     """Turn documents into blocks of tokens.
 
@@ -162,7 +217,6 @@ def make_blocks(
         block_size: tokens in a row, at least 2.
         packing: several documents in a row, each whole, where the longest go first into the
             fullest row that has room (best fit decreasing); else one a row.
-        end_token: id of the token that ends a document; None for the tokenizer's EOS.
 
     Raises:
         ValueError: a tokenizer that is not fast, lacks an EOS, or lacks the chat template
@@ -170,23 +224,14 @@ def make_blocks(
     """
     if block_size < 2:
         raise ValueError(f"block_size must be at least 2 (a token and its target): {block_size}")
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer, as "
-            "AutoTokenizer.from_pretrained does where tokenizer.json is there"
-        )
-    end: Any = tokenizer.eos_token_id if end_token is None else end_token
-    if end is None:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path!r} names no token that ends a document: "
-            "set tokenizer.eos_token, or give end_token"
-        )
+    check_fast(tokenizer)
+    frame = Frame.of(tokenizer)
     left_out: list[str] = []
     cut: list[str] = []
     pieces: list[_Piece] = []
     for start in range(0, len(dataset), _BATCH):
         batch = dataset.examples[start : start + _BATCH]
-        for example, document in _tokenize(batch, tokenizer, end, left_out):
+        for example, document in _tokenize(batch, tokenizer, frame, left_out):
             parts = _fit(document, block_size)
             pieces += parts
             if not parts:
@@ -200,72 +245,23 @@ def make_blocks(
         if packing
         else [[i] for i in range(len(pieces))]
     )
-    return _lay_out(pieces, rows, block_size, end, (*first_few(left_out), *first_few(cut, 5)))
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    """A string, and what of it counts: (begin, end, characters of its own), the end exclusive."""
-
-    text: str
-    spans: tuple[tuple[int, int, int], ...]
-
-
-def _render(example: Example, tokenizer: PreTrainedTokenizerFast) -> _Rendered | str:
-    """The text of an example, or why there is none."""
-    if example.messages is not None:
-        return _render_chat(example.messages, tokenizer, example.where)
-    if example.text is not None:
-        return _Rendered(example.text, ((0, len(example.text), len(example.text)),))
-    prompt, completion = example.prompt or "", example.completion or ""
-    whole = prompt + completion
-    return _Rendered(whole, ((len(prompt), len(whole), len(completion)),))
-
-
-def _render_chat(
-    messages: Sequence[Any], tokenizer: PreTrainedTokenizerFast, where: str
-) -> _Rendered | str:
-    from jinja2 import TemplateError
-
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{where}: messages need a chat template, and the tokenizer "
-            f"{tokenizer.name_or_path!r} has none: take the tokenizer of a chat model, set "
-            "tokenizer.chat_template, or write the data as prompt and completion"
-        )
-
-    def render(upto: int, prompt: bool = False) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages[:upto]), tokenize=False, add_generation_prompt=prompt
-            )
-        )
-
-    spans = []
-    try:
-        whole = render(len(messages))
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before, after = render(i, prompt=True) if i else "", render(i + 1)
-                # A template that rewrites earlier turns (drops thoughts, say) hides where they are.
-                if whole.startswith(before) and whole.startswith(after):
-                    spans.append((len(before), len(after), len(message["content"])))
-    except TemplateError as error:
-        return f"{where}: the chat template refuses the messages: {error}"
-    if not spans:
-        return f"{where}: the chat template shows no turn of the assistant as it was generated"
-    return _Rendered(whole, tuple(spans))
+    return _lay_out(
+        [[pieces[i] for i in row] for row in rows],
+        block_size,
+        frame.end,
+        (*first_few(left_out), *first_few(cut, 5)),
+    )
 
 
 def _tokenize(
     examples: Sequence[Example],
     tokenizer: PreTrainedTokenizerFast,
-    end: int,
+    frame: Frame,
     left_out: list[str],
 ) -> Iterator[tuple[Example, _Piece]]:
-    kept: list[tuple[Example, _Rendered]] = []
+    kept: list[tuple[Example, Rendered]] = []
     for example in examples:
-        rendered = _render(example, tokenizer)
+        rendered = render(example, tokenizer)
         if isinstance(rendered, str):
             left_out.append(rendered)
         else:
@@ -279,49 +275,27 @@ def _tokenize(
         return_attention_mask=False,
         verbose=False,  # no warning that a document is longer than the model's context
     )
-    own = tokenizer("")["input_ids"]
-    bos = tokenizer.bos_token_id
-    start_of_prompt = [bos] if bos is not None and own[:1] == [bos] else []
-    start_of_text = [end if bos is None else bos]
     for (example, rendered), ids, offsets in zip(
         kept, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
         if not ids:
             left_out.append(f"{example.where}: the tokenizer makes no token of it")
             continue
-        counts, characters = _count(offsets, rendered)
-        before, after = start_of_prompt, [end]
-        if example.text is not None or (example.prompt == "" and not start_of_prompt):
-            before = start_of_text
-        if example.messages is not None:  # the template has put there what belongs there
-            before = after = []
-        counts = np.pad(counts, (len(before), len(after)))
-        counts[len(counts) - len(after) :] = True
-        counts[0] = False  # nothing predicts it
-        yield (
-            example,
-            _Piece(
-                np.array([*before, *ids, *after], dtype=np.int64),
-                counts,
-                np.pad(characters, (len(before), len(after))),
-            ),
-        )
+        yield example, _Piece(*framed(frame.around(example), ids, *_count(offsets, rendered)))
 
 
-def _count(
-    offsets: Sequence[tuple[int, int]], rendered: _Rendered
-) -> tuple[np.ndarray, np.ndarray]:
+def _count(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
     """Which tokens count, and how many characters each stands for; each span's sum is exact."""
     # A token stands for all up to its end: spaces that some tokenizers leave between offsets, too.
     ends = np.array(offsets, dtype=np.int64)[:, 1]
     counts = np.zeros(len(ends), dtype=bool)
     characters = np.zeros(len(ends), dtype=np.int64)
-    for begin, stop, own in rendered.spans:
+    for begin, stop, n in rendered.spans:
         inside = np.flatnonzero((ends > begin) & (ends <= stop) if begin else ends <= stop)
         if not len(inside):
             continue
-        reached = np.clip(ends[inside] - begin, 0, own)
-        reached[-1] = own
+        reached = np.clip(ends[inside] - begin, 0, n)
+        reached[-1] = n
         counts[inside] = True
         characters[inside] = np.diff(reached, prepend=0)
     return counts, characters
@@ -380,36 +354,40 @@ def _best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
 
 
 def _lay_out(
-    pieces: Sequence[_Piece],
-    rows: Sequence[Sequence[int]],
-    block_size: int,
-    padding: int,
-    left_out: Sequence[str],
+    rows: Sequence[Sequence[_Piece]], block_size: int, padding: int, left_out: tuple[str, ...]
 ) -> Blocks:
-    shape = (len(rows), block_size)
-    ids = np.full(shape, padding, dtype=np.int64)
-    counts = np.zeros(shape, dtype=bool)
-    documents = np.zeros(shape, dtype=np.int32)
-    characters = np.zeros(len(rows), dtype=np.int64)
-    for r, row in enumerate(rows):
-        at = 0
-        for number, i in enumerate(row, 1):
-            piece = pieces[i]
-            part = slice(at, at + len(piece.ids))
-            ids[r, part], counts[r, part], documents[r, part] = piece.ids, piece.counts, number
-            characters[r] += piece.characters.sum()
-            at = part.stop
-    digest = hashlib.sha256(repr(shape).encode())
-    for array in (ids, counts, documents):
-        digest.update(array.tobytes())
+    ids = padded([[p.ids for p in row] for row in rows], block_size, np.int64, padding)
+    counts = padded([[p.counts for p in row] for row in rows], block_size, np.bool_)
+    numbers = ([np.full(len(p.ids), i) for i, p in enumerate(row, 1)] for row in rows)
+    documents = padded(list(numbers), block_size, np.int32)
+    characters = [sum(int(p.characters.sum()) for p in row) for row in rows]
     return Blocks(
         torch.from_numpy(ids),
         torch.from_numpy(counts),
         torch.from_numpy(documents),
-        torch.from_numpy(characters),
-        tuple(left_out),
-        digest.hexdigest(),
+        torch.tensor(characters),
+        left_out,
+        digest_of(ids, counts, documents),
     )
+
+
+def padded(
+    rows: Sequence[Sequence[np.ndarray]], size: int, dtype: Any, padding: int = 0
+) -> np.ndarray:
+    """Rows of one length: the arrays of each one after the other, then padding."""
+    filled = np.full((len(rows), size), padding, dtype)
+    for row, arrays in zip(filled, rows, strict=True):
+        whole = np.concatenate(arrays)
+        row[: len(whole)] = whole
+    return filled
+
+
+def digest_of(*columns: np.ndarray) -> str:
+    """SHA-256 of columns of one shape."""
+    digest = hashlib.sha256(repr(columns[0].shape).encode())
+    for column in columns:
+        digest.update(column.tobytes())
+    return digest.hexdigest()
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Alignment", "Overlap", "TextReader", "align", "overlaps", "partition"]
+__all__ = ["Alignment", "Overlap", "TextReader", "align", "check_fast", "overlaps", "partition"]
 
 _SPACES = np.array([c for c in range(0x3001) if chr(c).isspace()])
 
@@ -133,8 +133,8 @@ def overlaps(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Overlap:
     for ends in (student_ends, teacher_ends):
         tokens = np.flatnonzero(ends)
         stretches, first, count = np.unique(ends[tokens], return_index=True, return_counts=True)
-        of = np.searchsorted(stretches, every)  # the stretch that holds each piece
-        sides.append((tokens, first[of], count[of], np.diff(stretches, prepend=0)[of]))
+        holds = np.searchsorted(stretches, every)  # the stretch that holds each piece
+        sides.append((tokens, first[holds], count[holds], np.diff(stretches, prepend=0)[holds]))
     (s_tokens, s_first, s_count, s_length), (t_tokens, t_first, t_count, _) = sides
     pairs = s_count * t_count
     piece = np.repeat(np.arange(len(every)), pairs)
@@ -144,6 +144,19 @@ def overlaps(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Overlap:
         t_tokens[t_first[piece] + number % t_count[piece]],
         (length / (s_length * t_count))[piece],
     )
+
+
+def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Refuse a tokenizer that does not say where its tokens stand.
+
+    Raises:
+        ValueError: it gives no offsets.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer, as "
+            "AutoTokenizer.from_pretrained does where tokenizer.json is there"
+        )
 
 
 class TextReader:
@@ -162,11 +175,7 @@ class TextReader:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer, as "
-                "AutoTokenizer.from_pretrained does where tokenizer.json is there"
-            )
+        check_fast(tokenizer)
         self.tokenizer = tokenizer
         self._dropped: dict[str, bool] = {}
 

@@ -309,9 +309,9 @@ def test_rows_are_those_of_make_blocks(trained, student):
 def test_a_long_document_is_cut_where_both_sides_cut_it(trained):
     student, teacher = trained["bytes"], trained["dropping"]
     whole = aligned_blocks(dataset(STORY * 3), student, teacher, 600)
-    cut = aligned_blocks(dataset(STORY * 3), student, teacher, 24, teacher_block_size=20)
+    cut = aligned_blocks(dataset(STORY * 3), student, teacher, 20)
     assert len(whole) == 1 and len(cut) > 10 and "in" in cut.student.left_out[0]
-    assert cut.student.ids.shape[1] == 24 and cut.teacher.ids.shape[1] == 20
+    assert cut.student.ids.shape[1] == cut.teacher.ids.shape[1] == 20
     assert cut.student.characters == whole.student.characters == len(STORY * 3)
     one, many = whole.batch([0]).groups(), cut.batch(range(len(cut))).groups()
     assert torch.equal(one.characters, many.characters)

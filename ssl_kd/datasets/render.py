@@ -1,0 +1,66 @@
+"""The text of an example as a tokenizer gets it, and which stretches of it are to be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ssl_kd.datasets.text import Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A string, and what of it counts: (begin, end, characters of its own), the end exclusive."""
+
+    text: str
+    spans: tuple[tuple[int, int, int], ...]
+
+
+def render(example: Example, tokenizer: PreTrainedTokenizerFast) -> Rendered | str:
+    """The text of an example, or why there is none."""
+    if example.messages is not None:
+        return _render_chat(example.messages, tokenizer, example.where)
+    if example.text is not None:
+        return Rendered(example.text, ((0, len(example.text), len(example.text)),))
+    prompt, completion = example.prompt or "", example.completion or ""
+    whole = prompt + completion
+    return Rendered(whole, ((len(prompt), len(whole), len(completion)),))
+
+
+def _render_chat(
+    messages: Sequence[Any], tokenizer: PreTrainedTokenizerFast, where: str
+) -> Rendered | str:
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where}: messages need a chat template, and the tokenizer "
+            f"{tokenizer.name_or_path!r} has none: take the tokenizer of a chat model, set "
+            "tokenizer.chat_template, or write the data as prompt and completion"
+        )
+
+    def render(upto: int, prompt: bool = False) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages[:upto]), tokenize=False, add_generation_prompt=prompt
+            )
+        )
+
+    spans = []
+    try:
+        whole = render(len(messages))
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before, after = render(i, prompt=True) if i else "", render(i + 1)
+                # A template that rewrites earlier turns (drops thoughts, say) hides where they are.
+                if whole.startswith(before) and whole.startswith(after):
+                    spans.append((len(before), len(after), len(message["content"])))
+    except TemplateError as error:
+        return f"{where}: the chat template refuses the messages: {error}"
+    if not spans:
+        return f"{where}: the chat template shows no turn of the assistant as it was generated"
+    return Rendered(whole, tuple(spans))
