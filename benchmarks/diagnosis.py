@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ssl_kd.guard.microscope import Cause, Microscope, diagnose
+from ssl_kd.guard.diagnosis import Cause, diagnose
+from ssl_kd.guard.microscope import Microscope
 
 SETTINGS = {
     "learning_rate": 1.0,

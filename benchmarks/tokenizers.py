@@ -75,7 +75,7 @@ def clock(spent: list[float]) -> Iterator[None]:
 def share_of_alignment(settings: LanguageSettings, steps: int) -> list[float]:
     """The share of each of some steps that alignment took, after one to warm up."""
     task = prepare(settings, precision_of(settings), lambda *progress: None)
-    distiller, shares = make_distiller(settings, task, None), []
+    distiller, shares = make_distiller(settings, task), []
     for step in range(steps + 1):
         rows = rows_of_step(step, settings.batch_size, len(task.blocks), settings.seed)
         batch: Any = task.blocks.batch(rows, task.precision.device)

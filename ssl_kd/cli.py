@@ -487,7 +487,7 @@ def _config(argv: Sequence[str]) -> int:
 
 
 def _replay(argv: Sequence[str]) -> int:
-    """Run the recorded step of a sick head again, and name the cause."""
+    """Run the recorded step of a sick head or student again, and name the cause."""
     if argv and argv[0] in ("-h", "--help"):
         print("usage: ssl_kd replay BUNDLE\n\nBUNDLE is a file of a run's folder `faults`.")
         return OK
@@ -496,7 +496,13 @@ def _replay(argv: Sequence[str]) -> int:
         return BAD_SETTING
 
     def work() -> int:
-        from ssl_kd.vision.replay import replay
+        from ssl_kd.guard.recorder import load_bundle
+
+        how = load_bundle(argv[0]).settings.get("replay")
+        if isinstance(how, dict) and how.get("mode") == "language":
+            from ssl_kd.language.replay import replay
+        else:
+            from ssl_kd.vision.replay import replay
 
         report = replay(argv[0])
         print(report)

@@ -22,7 +22,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
 
-from ssl_kd.guard.events import EventWarnings
+from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
@@ -189,7 +189,8 @@ class MultiHeadClusterer(
         neighbours = nearest_neighbours(x, k, device=precision.device)
         sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        train(trainer, sampler, projected.__getitem__, steps, on_events=EventWarnings())
+        log = EventLog(announce=True)
+        train(trainer, sampler, projected.__getitem__, steps, on_events=log.extend)
         self.model_, _, _ = form_answer(
             settings, trainer, neighbours, projected.__getitem__, projection
         )

@@ -48,6 +48,11 @@ class AlignedBatch:
     counts: np.ndarray
     vocabulary: SharedVocabulary
 
+    @property
+    def rows(self) -> Tensor:
+        """Which rows of the blocks, int64 `[B]`."""
+        return self.student.rows
+
     def _joined(self) -> tuple[np.ndarray, np.ndarray]:
         """The ends of all rows as if they were one text, flattened."""
         length = self.ends[0].max(1, initial=0)

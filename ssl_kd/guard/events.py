@@ -43,12 +43,18 @@ class EventLog:
     """Events of one run, kept in memory and appended to `events.jsonl` as they come.
 
     A full disk must not end the run: what cannot be written is kept in memory, with one warning.
+
+    Args:
+        path: the file; None for memory alone.
+        announce: log the events, too: the first of each kind as a warning, the others for
+            debugging.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None = None, *, announce: bool = False) -> None:
+        self.path, self.announce = path, announce
         self.events: list[Event] = []
         self._warned = False
+        self._announced: set[tuple[str, str]] = set()
 
     def __len__(self) -> int:
         return len(self.events)
@@ -64,19 +70,9 @@ class EventLog:
                 if not self._warned:
                     logger.warning("events are kept in memory only: %s: %s", self.path, error)
                 self._warned = True
-
-
-class EventWarnings:
-    """Logs the guard's events: the first of each kind as a warning, the others for debugging."""
-
-    def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()
-
-    def __call__(self, events: list[Event]) -> None:
-        """Take some more."""
-        for event in events:
+        for event in events if self.announce else ():
             kind = (event.stage, event.action)
-            level = logging.DEBUG if kind in self._told else logging.WARNING
-            self._told.add(kind)
+            level = logging.DEBUG if kind in self._announced else logging.WARNING
+            self._announced.add(kind)
             words = (event.step, event.part, event.reason, event.action)
             logger.log(level, "step %d, %s: %s; %s", *words)

@@ -58,7 +58,7 @@ class Guard:
             state, not the one that it had then.
         reinitialise: called with a part's name to give it new weights. By default parts given as
             modules have their `reset_parameters` called; other parts skip this rung.
-        events: a file to append the guard's decisions to, one line of JSON each.
+        events: a file to append the guard's decisions to, one line of JSON each; or an `EventLog`.
 
     Attributes:
         grad_norm: gradient norm of each part in the last step, before clipping, `[part]` float32 on
@@ -81,7 +81,7 @@ class Guard:
         snapshot_every: int = SNAPSHOT_EVERY,
         fresh_optimizer: bool = False,
         reinitialise: Callable[[str], object] | None = None,
-        events: str | Path | None = None,
+        events: str | Path | EventLog | None = None,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")
@@ -90,7 +90,9 @@ class Guard:
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
         self.snapshot_every = snapshot_every
-        self.events = EventLog(None if events is None else Path(events))
+        if not isinstance(events, EventLog):
+            events = EventLog(None if events is None else Path(events))
+        self.events = events
         self.steps = 0
 
         self._parts = ModuleParts(

@@ -1,7 +1,8 @@
-"""Finds the operation that made a step's numbers not finite, and says why in words.
+"""Finds the operation that made a step's numbers not finite.
 
 Looking at every operation doubles the cost of a step, so this is for one step that is known to be
-sick, run again: `with Microscope(named) as scope: ...`, then `scope.fault(loss)` and `diagnose`.
+sick, run again: `with Microscope(named) as scope: ...`, then `scope.fault(loss)`; what that comes
+from says `ssl_kd.guard.diagnosis.diagnose`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -30,38 +30,6 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 # What overwrites its first argument without reading it, and what hands out memory as it finds it.
 _OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential"}
 _UNINITIALISED = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
-
-_LOGS = {"log", "log2", "log10", "log1p", "xlogy"}
-_ROOTS = {"sqrt", "rsqrt", "pow"}
-_INVERSES = {"acos", "asin", "atanh"}
-_NORMS = {"linalg_vector_norm", "norm", "_foreach_norm", "sqrt", "std", "var", "cdist"}
-_EXPS = {"exp", "exp2", "expm1", "sinh", "cosh"}
-_DIVISIONS = {"div", "reciprocal", "rsqrt", "true_divide"}
-_ELEMENTWISE = {"add", "sub", "rsub", "neg", "mul", "div", "clamp", "clamp_min", "clamp_max"}
-_ELEMENTWISE |= {"maximum", "minimum", "where", "masked_fill", "_to_copy"}
-_SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
-
-HUGE = 1e10
-"""No healthy weight, embedding or activation is this large."""
-
-LARGE_WEIGHTS = 100.0
-"""Root mean square of a tensor of weights from which training has run away."""
-
-
-class Cause(str, Enum):
-    """Why a number is not finite."""
-
-    FP16_OVERFLOW = "overflow in fp16"
-    LOG_OF_ZERO = "log of zero"
-    ZERO_NORM = "zero norm"
-    POISONED_WEIGHT = "poisoned weight"
-    POISONED_INPUT = "poisoned input row"
-    TEMPERATURE = "temperature too low"
-    LEARNING_RATE = "learning rate too high"
-    UNDERFLOW = "underflow to zero"
-    DOMAIN = "outside its domain"
-    MASKED = "everything masked"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -154,12 +122,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """How a tensor came to be: the operation, its numbers, and how its inputs came to be."""
 
     op: str
     numbers: tuple[float, ...]
-    parents: tuple[_Made, ...]
+    parents: tuple[Made, ...]
     largest: float
 
 
@@ -186,7 +154,7 @@ class Fault:
     outputs: tuple[TensorFacts, ...]
     poisoned: str | None
     masked: bool
-    made: _Made
+    made: Made
     named: dict[str, TensorFacts]
 
 
@@ -215,7 +183,7 @@ class Microscope(TorchDispatchMode):
         # Per storage, since views share what is in them. The weak references keep an address from
         # being given to another storage, and keep no numbers in memory.
         self._alive: dict[int, StorageWeakRef] = {}
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, Made] = {}
         self._origin_of: dict[int, int] = {}
 
     def __enter__(self) -> Microscope:
@@ -268,7 +236,7 @@ class Microscope(TorchDispatchMode):
         numbers += [x.item() for x, _ in reads if x.ndim == 0 and not x.is_complex()]
         parents = tuple(m for _, x in reads if (m := self._made.get(_key(x))) is not None)
         largest = max((_largest(x) for x, _ in reads), default=0.0)
-        made = _Made(op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest)
+        made = Made(op.rpartition(".")[2].rstrip("_"), tuple(numbers), parents, largest)
         bad = [x for x in outputs if _is_bad(x)]
         origin = None
         if bad:
@@ -281,7 +249,7 @@ class Microscope(TorchDispatchMode):
     def _trace(
         self,
         op: str,
-        made: _Made,
+        made: Made,
         reads: list[tuple[Tensor, Tensor]],
         bad: list[Tensor],
         constant: bool,
@@ -308,7 +276,7 @@ class Microscope(TorchDispatchMode):
     def _note(
         self,
         op: str,
-        made: _Made,
+        made: Made,
         reads: list[tuple[Tensor, Tensor]],
         bad: list[Tensor],
         *,
@@ -336,7 +304,7 @@ class Microscope(TorchDispatchMode):
     def _leaf(self, x: Tensor) -> Fault:
         """The fault of a result that no operation made."""
         facts = (TensorFacts.of(x),)
-        made = _Made("none", (), (), facts[0].largest)
+        made = Made("none", (), (), facts[0].largest)
         name = self._name(x) or "input"
         return Fault("none", False, None, None, facts, facts, name, False, made, self._facts)
 
@@ -426,218 +394,3 @@ def _is_outside(file: str) -> bool:
 
 def _line(file: str, number: int) -> Place:
     return Place(file, number, linecache.getline(file, number).strip())
-
-
-@dataclass(frozen=True)
-class Advice:
-    """A setting to change.
-
-    Attributes:
-        setting: its name.
-        now: its value.
-        value: the value to try.
-    """
-
-    setting: str
-    now: Any
-    value: Any
-
-    def __str__(self) -> str:
-        """`LEARNING_RATE 4 -> 0.4`."""
-        return f"{self.setting.upper()} {_short(self.now)} -> {_short(self.value)}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Why, and what to do.
-
-    Attributes:
-        cause: in a word.
-        words: what was seen.
-        remedy: what to do about it.
-        advice: settings to change for it, as far as they are known.
-    """
-
-    cause: Cause
-    words: str
-    remedy: str
-    advice: tuple[Advice, ...]
-
-
-_REMEDIES = {
-    Cause.FP16_OVERFLOW: "compute this in float32: x.float() before the operation",
-    Cause.LOG_OF_ZERO: "log_softmax(x) in place of log(softmax(x)); else clamp_min(tiny) first",
-    Cause.ZERO_NORM: "ssl_kd.guard.safe_normalize(x); for a root, add tiny under it",
-    Cause.POISONED_WEIGHT: "go back to a state before it: the guard restores such a part, and "
-    "a run resumes from its checkpoint. If it returns without an update, suspect the memory",
-    Cause.POISONED_INPUT: "rebuild or leave out that row of the data",
-    Cause.TEMPERATURE: "raise the temperature, and subtract the maximum before any exponential "
-    "(log_softmax does)",
-    Cause.LEARNING_RATE: "lower the learning rate, clip gradients, start from an earlier state",
-    Cause.UNDERFLOW: "keep it from 0 with a floor from torch.finfo, or compute in log space",
-    Cause.DOMAIN: "keep its input where it is defined; find out why it left that range",
-    Cause.MASKED: "leave at least one entry of each row unmasked, or drop such rows",
-    Cause.UNKNOWN: "look at the ranges of the inputs",
-}
-
-
-def diagnose(fault: Fault, settings: Mapping[str, Any] | None = None) -> Diagnosis:
-    """Say what a fault comes from.
-
-    Args:
-        fault: from `Microscope.fault`.
-        settings: name in lower case -> value, as far as the caller has them; only settings that are
-            in there are advised on: `teacher_temp`, `student_temp`, `learning_rate`, `clip_grad`,
-            `use_fp16`, `force_recompute`.
-    """
-    cause, words = _judge(fault)
-    advice = _advice(cause, fault, settings or {})
-    return Diagnosis(cause, words, _REMEDIES[cause], tuple(advice))
-
-
-def _judge(fault: Fault) -> tuple[Cause, str]:
-    """Cause and words."""
-    if fault.poisoned is not None:
-        facts = fault.named.get(fault.poisoned) or _bad_input(fault)
-        return _kind(fault.poisoned), f"{fault.poisoned} came in not finite ({_damage(facts)})"
-    for name, facts in fault.named.items():
-        alone = not any(other != name for other in _runaway(fault.named))
-        if 0 < facts.outliers <= max(facts.size // 100, facts.shape[-1]) and alone:
-            what = f"{name} holds {facts.outliers} of {facts.size} values as large as"
-            return _kind(name), f"{what} {facts.largest:.3g}, far above its others"
-        if _kind(name) == Cause.POISONED_INPUT and facts.largest >= HUGE:
-            return _kind(name), f"{name} reaches {facts.largest:.3g}"
-    if runaway := _runaway(fault.named):
-        name = max(runaway, key=lambda name: fault.named[name].rms)
-        words = f"{name} has grown to a root mean square of {fault.named[name].rms:.3g}"
-        return Cause.LEARNING_RATE, words
-
-    op, node = fault.made.op, (fault.node or "").removesuffix("0")
-    zero = any(facts.zeros for facts in fault.inputs)
-    if fault.masked and math.inf in fault.made.numbers and op != "masked_fill":
-        return Cause.UNKNOWN, f"{fault.op} was given an infinity, which reached the result"
-    if fault.masked:
-        return Cause.MASKED, "an infinity that was put in, as by a mask, reached the result"
-    if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
-        return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalise"
-    low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
-    high = max((facts.high for facts in fault.inputs if facts.high is not None), default=0.0)
-    if any(facts.nans for facts in fault.outputs) and not fault.backward:
-        if (op in _LOGS | _ROOTS and low < 0) or (op in _INVERSES and max(-low, high) > 1):
-            return Cause.DOMAIN, f"{fault.op} is not defined for {low if low < 0 else high:.3g}"
-    if op in _LOGS or (node.startswith("Log") and "Backward" in node and op in _DIVISIONS):
-        return Cause.LOG_OF_ZERO, "the logarithm was taken of an exact 0"
-    if zero and (op in _DIVISIONS or op == "pow"):
-        return _division(fault, node)
-    return _overflow(fault)
-
-
-def _runaway(named: dict[str, TensorFacts]) -> list[str]:
-    """Weights as large as no healthy training makes them; one poisoned entry is in one of them."""
-    return [name for name, facts in named.items() if "weight" in name and facts.rms > LARGE_WEIGHTS]
-
-
-def _kind(name: str) -> Cause:
-    return Cause.POISONED_INPUT if name.startswith("input") else Cause.POISONED_WEIGHT
-
-
-def _bad_input(fault: Fault) -> TensorFacts:
-    return next(facts for facts in fault.inputs if facts.first_bad is not None)
-
-
-def _damage(facts: TensorFacts) -> str:
-    counts = ((facts.nans, "NaN"), (facts.infs, "inf"))
-    seen = " and ".join(f"{count} of {facts.size} values {name}" for count, name in counts if count)
-    return f"{seen}, the first at {list(facts.first_bad or ())}"
-
-
-def _division(fault: Fault, node: str) -> tuple[Cause, str]:
-    by_norm = fault.made.op == "rsqrt" or _ancestor(fault.made, _NORMS)
-    norm_node = re.match("(Sqrt|Rsqrt|Std|Norm|LinalgVectorNorm|Div|Cdist)Backward", node)
-    zero_by_zero = sum(facts.zeros > 0 for facts in fault.inputs) > 1
-    if norm_node or (by_norm and not node) or (zero_by_zero and not node):
-        what = "the slope of a norm or root is infinite at 0" if node else "a division by it"
-        return Cause.ZERO_NORM, f"a vector's length is exactly 0: {what}"
-    return Cause.UNDERFLOW, "a number that is divided by (or raised to a power) is exactly 0"
-
-
-def _ancestor(made: _Made, ops: set[str], depth: int = 4) -> bool:
-    return depth > 0 and any(p.op in ops or _ancestor(p, ops, depth - 1) for p in made.parents)
-
-
-def _overflow(fault: Fault) -> tuple[Cause, str]:
-    out, limit = fault.outputs[0].dtype, _limit(fault)
-    largest = max((facts.largest for facts in fault.inputs), default=0.0)
-    factor, before, wanted = _temperature(fault)
-    if wanted:
-        words = f"values up to {before:.3g} were divided by {1 / factor:.3g}, which overflows {out}"
-        return Cause.TEMPERATURE, words
-    words = f"values up to {largest:.3g} went into {fault.op}, and {out} ends at {limit:.3g}"
-    if fault.made.op in _EXPS:
-        words = f"the exponential of {largest:.3g}: {out} holds it up to {limit:.3g}"
-    if out == "float16":
-        return Cause.FP16_OVERFLOW, words
-    return (Cause.LEARNING_RATE if largest >= HUGE else Cause.UNKNOWN), words
-
-
-def _limit(fault: Fault) -> float:
-    """The largest number that the operation's result can hold, or be the exponential of."""
-    largest = torch.finfo(getattr(torch, fault.outputs[0].dtype)).max
-    return math.log(largest) if fault.made.op in _EXPS else largest
-
-
-def _temperature(fault: Fault) -> tuple[float, float, float]:
-    """Amplification seen, what it amplified, temperature to try; 0 where that is not the cause."""
-    (factor, before), limit = _sharpening(fault.made), _limit(fault)
-    exponential = fault.made.op in _EXPS
-    if not exponential:  # logits that would overflow at any usual temperature are not its fault
-        limit = limit / 10 if fault.made.op in _SOFTMAXES | {"div", "mul"} else 0.0
-    if not (2 < factor <= 1e4 and 0 < before < limit):
-        return factor, before, 0.0
-    fits = _round_up(before / (0.9 * limit)) if exponential else 0.0
-    return factor, before, max(0.1, fits, 2.5 / factor)
-
-
-def _sharpening(made: _Made, depth: int = 5) -> tuple[float, float]:
-    """The largest factor that a scalar multiplied by on the way here, and what it multiplied."""
-    found = (0.0, 0.0)
-    number = abs(made.numbers[0]) if made.numbers else 0.0
-    if made.op in ("div", "mul") and 0 < number < math.inf:
-        found = (1 / number if made.op == "div" else number, made.largest)
-    if depth > 0:
-        near = [p for p in made.parents if p.op in _ELEMENTWISE]
-        found = max([found, *(_sharpening(p, depth - 1) for p in near)])
-    return found
-
-
-def _round_up(x: float) -> float:
-    step = 10 ** math.floor(math.log10(x)) / 10
-    return math.ceil(x / step) * step
-
-
-def _advice(cause: Cause, fault: Fault, settings: Mapping[str, Any]) -> list[Advice]:
-    rate = settings.get("learning_rate")
-    wanted: dict[str, Any] = {}
-    if cause == Cause.TEMPERATURE:
-        factor, _, enough = _temperature(fault)
-        temperatures = ("student_temp", "teacher_temp")
-        names = [n for n in temperatures if settings.get(n, math.inf) < enough]
-        seen = [n for n in names if math.isclose(settings[n], 1 / factor, rel_tol=1e-3)]
-        wanted = {name: enough for name in seen or names}
-    elif cause == Cause.FP16_OVERFLOW:
-        wanted = {"use_fp16": False}
-    elif cause == Cause.LEARNING_RATE:
-        wanted = {"learning_rate": None if rate is None else rate / 10}
-        if settings.get("clip_grad", 1.0) is None:
-            wanted["clip_grad"] = 1.0
-    elif cause == Cause.POISONED_INPUT:
-        wanted = {"force_recompute": True}
-    elif cause in (Cause.LOG_OF_ZERO, Cause.ZERO_NORM, Cause.UNDERFLOW):
-        half = any(facts.dtype == "float16" for facts in fault.inputs)
-        wanted = {"use_fp16": False} if half else {}
-    changes = {name: value for name, value in wanted.items() if name in settings}
-    return [Advice(n, settings[n], v) for n, v in changes.items() if settings[n] != v]

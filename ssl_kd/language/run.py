@@ -15,12 +15,11 @@ from torch import nn
 
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.evaluate.language import LanguageJudge, Reading
-from ssl_kd.guard.events import EventWarnings
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.memory import estimate_memory
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Routed
-from ssl_kd.language.step import Distiller, StepResult, precision_of
+from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.task import Progress, Task, make_distiller, prepare, without_router
 from ssl_kd.language.train import Row, train
 from ssl_kd.teachers.causal import (
@@ -67,7 +66,7 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         folder.update_json("config.json", **_about(task), resolved=_resolved(settings))
         steps, student = n_steps(settings, len(task.blocks)), task.student.model
         alone = copy.deepcopy(student) if settings.baseline else None
-        distiller = make_distiller(settings, task, folder.path / "events.jsonl")
+        distiller = make_distiller(settings, task, folder)
         _say_memory(settings, task, folder)
 
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
@@ -264,16 +263,12 @@ def _train(
         best.load(state["best"])
     folder.rewind(start)
     folder.become_latest()
-    warn, told = EventWarnings(), len(distiller.guard.events)
     if start < settings.verbose_steps:
         logger.info("%s", _first_forward(settings, task))
 
     with Board(folder.path, settings.tensorboard) as board:
 
-        def on_step(step: int, result: StepResult) -> None:
-            nonlocal told
-            warn(distiller.guard.events.events[told:])
-            told = len(distiller.guard.events)
+        def on_step(step: int, result: StudentStep) -> None:
             for name, value in (("ce", result.ce), ("kd", result.kd)):
                 if settings.stop_after == 1 and value is not None and not math.isfinite(value):
                     raise TooFewHealthyParts(f"step {step}: {name} is {value}")
@@ -374,7 +369,7 @@ def train_alone(
     alone = settings.replace(alpha_ce=1.0, alpha_kd=0.0, legacy_clamp=None)
     distiller = Distiller(student, alone, task.precision)
 
-    def on_step(step: int, result: StepResult) -> None:
+    def on_step(step: int, result: StudentStep) -> None:
         tell("baseline", step + 1, steps, {"ce": result.ce})
 
     best = Best(distiller)

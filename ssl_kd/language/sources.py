@@ -23,7 +23,8 @@ from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, without_adapters
-from ssl_kd.teachers.mixture import Gates, Mixture, RouterRecord, RouterStep, Routing
+from ssl_kd.teachers.mixture import Gates, Mixture, Routing
+from ssl_kd.teachers.router import RouterRecord, RouterStep
 
 Answer = Callable[[Batch, Tensor], TeacherOutput]
 """A batch and its real positions, rows of the flattened `[batch * token]` -> the teacher's word."""

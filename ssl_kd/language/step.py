@@ -1,4 +1,4 @@
-"""One step of a student: its own text, the teacher's word on it, and the guard between both."""
+"""One step of a student: its own text, the teacher's answer to it, and the guard between both."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
-from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.guard.microscope import Microscope, diagnose
 from ssl_kd.guard.precision import Precision, promote_to_fp32
+from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Aligned, Routed, Source, fixed, named_rows, unfit_for_hidden
+from ssl_kd.language.sources import Aligned, Routed, Source, unfit_for_hidden
+from ssl_kd.language.witness import Witness, examine, in_words, rng_state
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
@@ -55,7 +54,7 @@ def precision_of(settings: LanguageSettings) -> Precision:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StudentStep:
     """What came of a step.
 
     Attributes:
@@ -92,7 +91,8 @@ class Distiller:
         precision: of the forward pass.
         source: what the teacher says of a batch; None for cross-entropy alone.
         aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
-        events: a file to append the guard's decisions to.
+        events: a file to append the guard's decisions to, or an `EventLog`.
+        recorder: keeps the first fault of each part.
 
     Attributes:
         tokens: learned from so far.
@@ -107,6 +107,7 @@ class Distiller:
         source: Source | None = None,
         events: Any = None,
         aligned: Aligned | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         self.settings, self.precision, self.source = settings, precision, source
         self.aligned = None if aligned is None else aligned.to(precision.device)
@@ -144,49 +145,47 @@ class Distiller:
             events=events,
         )
         self.tokens = 0
-        self.recent: list[StepResult] = []
-        self._explained: set[str] = set()
+        self.recent: list[StudentStep] = []
+        self.witness = Witness(self, recorder)
 
-    def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StepResult:
+    def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StudentStep:
         """Learn from some batches as from one large one.
 
         Raises:
-            TooFewHealthyParts: going on would be a waste; the student is at its last good state.
+            TooFewHealthyParts: training cannot continue; the student is at its last good state.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens = sum(int(_own(batch).counts.sum()) for batch in batches)
-        sizes = {"ce": tokens, "kd": tokens}
-        if self.aligned is not None:
-            aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
-            sizes["kd"] = sum(map(self.aligned.count, aligned))
+        sizes = self._sizes(batches)
         zero = torch.zeros((), device=self.precision.device)
         sums: dict[str, Tensor] = {"ce": zero, "kd": zero}
         with self._router_moves_once(batches):
-            dice = self._dice()
+            rng = rng_state(self.precision.device)
             for batch in batches:
                 terms = self.terms(batch)
                 terms = {name: term / max(sizes[name], 1) for name, term in terms.items()}
                 sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
                 self.guard.backward(self._weighted(terms))
-        self.tokens += tokens
-        first = len(self.guard.events)
+        self.tokens += sizes["ce"]
         router = self._router_events()
         try:
-            updated = bool(self.guard.step())
+            self.guard.before_step()
+            self.witness.explain(batches, rng)  # of a term that is cut out, before the others move
+            self.optimizer.step()
+            updated = bool(self.guard.after_step())
         finally:  # where the guard stops the run, above all
             self.optimizer.zero_grad()
-            self._explain(batches, self.guard.events.events[first:], dice)
+            self.witness.explain(batches, rng)
         ce, kd = (float(sums[name]) for name in ("ce", "kd"))
         weighted = {"ce": self.settings.alpha_ce * ce, "kd": self.settings.alpha_kd * kd}
         finite = [value for value in weighted.values() if abs(value) < float("inf")]
-        return StepResult(
+        return StudentStep(
             ce=ce,
             kd=kd if self.has_teacher else None,
             loss=sum(finite) if finite else float("nan"),
             grad_norm=float(self.guard.grad_norm[0]),
             updated=updated,
-            tokens=tokens,
+            tokens=sizes["ce"],
             router=router,
         )
 
@@ -195,13 +194,25 @@ class Distiller:
         """Whether there is more to learn from than the text."""
         return self.source is not None or self.aligned is not None
 
-    def terms(self, of: Batch | AlignedBatch) -> dict[str, Tensor]:
+    def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> dict[str, int]:
+        """What each term is a mean over: real tokens, or groups of them where they are aligned."""
+        tokens = groups = sum(int(_student_side(batch).counts.sum()) for batch in batches)
+        if self.aligned is not None:
+            aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
+            groups = sum(map(self.aligned.count, aligned))
+        return {"ce": tokens, "kd": groups}
+
+    def weighted_terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
+        """The `terms` of a batch times their weights."""
+        return self._weighted(self.terms(batch))
+
+    def terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
         """Sums over the batch: `ce`, and with a teacher `kd`; float32.
 
         Over its real tokens; `kd` of an aligned teacher over what `Aligned.count` counts.
         """
-        batch = _own(of)
-        rows, targets = next_token_targets(batch.input_ids, batch.counts)
+        text = _student_side(batch)
+        rows, targets = next_token_targets(text.input_ids, text.counts)
         options: dict[str, Any] = {
             "temperature": self.settings.temperature,
             "divergence": self.settings.kind_of_divergence,
@@ -209,45 +220,35 @@ class Distiller:
             "legacy_clamp": self.clamp,
         }
         with self.precision.autocast():
-            if self.head is None:
-                logits = self.student(**batch.model_inputs(), use_cache=False).logits
-                every = logits.flatten(0, 1)
-                logits = every[rows]
-                if isinstance(of, AlignedBatch) and self.aligned is not None:
-                    ce = logits_distillation(logits, targets, (), **options)[0]
-                    kd = self.aligned(of, None, lambda some: every[some])
-                    return {"ce": ce, "kd": kd.float()}
-                teachers = self._ask(batch, rows, LogitsTeacher(logits.detach()))
-                return self._named(logits_distillation(logits, targets, teachers, **options))
-            every = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
-            hidden, weight, bias = every[rows], self.head.weight, self.head.bias
-            if isinstance(of, AlignedBatch) and self.aligned is not None:
-                ce = linear_distillation(hidden, weight, bias, targets, (), **options)[0]
-                kd = self.aligned(of, every, lambda some: F.linear(every[some], weight, bias))
+            outputs = self._forward(text)
+            student = outputs.at(rows)
+            if isinstance(batch, AlignedBatch) and self.aligned is not None:
+                ce = student.distil(targets, (), **options)[0]
+                kd = self.aligned(batch, outputs.hidden, outputs.logits)
                 return {"ce": ce, "kd": kd.float()}
-            teachers = self._ask(batch, rows, _as_teacher(hidden, self.head))
-            sums = linear_distillation(hidden, weight, bias, targets, teachers, **options)
-            return self._named(sums)
-
-    def _named(self, sums: Tensor) -> dict[str, Tensor]:
+            teachers: Sequence[TeacherOutput] = ()
+            if self.source is not None:
+                teachers = self.source(text, rows, student.as_teacher())
+            sums = student.distil(targets, teachers, **options)
         return {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
 
-    def _ask(self, batch: Batch, rows: Tensor, own: TeacherOutput) -> Sequence[TeacherOutput]:
-        return () if self.source is None else self.source(batch, rows, own)
+    def _forward(self, batch: Batch) -> _Outputs:
+        """The student's outputs at every position."""
+        if self.head is None:
+            logits = self.student(**batch.model_inputs(), use_cache=False).logits
+            return _Outputs(None, logits.flatten(0, 1), None)
+        hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
+        return _Outputs(hidden, None, self.head)
 
     def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
         if len(batches) == 1 or not isinstance(self.source, Routed):
             return nullcontext()
-        return self.source.moved_once(batches, self._word, self.precision.autocast)
+        return self.source.moved_once(batches, self._answer, self.precision.autocast)
 
     @torch.no_grad()
-    def _word(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """What the student says, as a teacher of its teacher's router."""
-        if self.head is None:
-            logits = self.student(**batch.model_inputs(), use_cache=False).logits
-            return LogitsTeacher(logits.flatten(0, 1)[rows])
-        hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)[rows]
-        return _as_teacher(hidden, self.head)
+    def _answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
+        """The student's answer, as a teacher of its teacher's router."""
+        return self._forward(batch).at(rows).as_teacher()
 
     def _router_events(self) -> dict[str, float | None]:
         """Fetch what the teacher's router had to say."""
@@ -267,77 +268,10 @@ class Distiller:
         weights = {"ce": self.settings.alpha_ce, "kd": self.settings.alpha_kd}
         return {name: weights[name] * term for name, term in terms.items()}
 
-    def _explain(
-        self, batches: Sequence[Batch | AlignedBatch], events: Sequence[Event], dice: list[Tensor]
-    ) -> None:
-        """Name the rows of a sick batch and the operation, once for each part.
-
-        Args:
-            batches: of the step.
-            events: what the guard said of it.
-            dice: from `_dice`, before the step's first batch.
-        """
-        for event in events:
-            sick = event.stage in ("loss", "gradient") and event.action != "taken in again"
-            if not sick or event.part == "router" or event.part in self._explained:
-                continue
-            why = "finite when run again"
-            try:
-                with torch.random.fork_rng(self._gpus()):
-                    torch.set_rng_state(dice[0])
-                    for gpu, state in zip(self._gpus(), dice[1:], strict=True):
-                        torch.cuda.set_rng_state(state, gpu)
-                    said = (self.explain(batch, event.part) for batch in batches)
-                    words = next((words for words in said if words is not None), None)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                words, why = None, "no memory to run it again"
-            action = "explained"
-            if words is None:  # the rows are all that can be said
-                rows = torch.cat([_own(batch).rows for batch in batches])
-                words, action = f"{named_rows(rows)}: {why}", "not found again"
-            else:
-                self._explained.add(event.part)
-            self.guard.events.extend([Event(event.step, event.part, "replay", words, action)])
-
-    def _gpus(self) -> list[torch.device]:
-        return [self.precision.device] if self.precision.device.type == "cuda" else []
-
-    def _dice(self) -> list[Tensor]:
-        """States of the random numbers: the CPU's, and the GPU's where one is used."""
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus())]
-
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
-        """Run a batch again under the microscope; what first went wrong, and what to change.
-
-        Nothing learns from it. Where another part was updated, the weights are those after.
-        """
-        named = {
-            f"student weight {name}": p.detach() for name, p in self.student.named_parameters()
-        }
-        followed: Any = self.source if self.aligned is None else self.aligned
-        teacher = getattr(followed, "model", None)
-        named |= {  # all of a large one would be too much to look at in float64
-            f"teacher weight {name}": p.detach()
-            for name, p in ([] if teacher is None else teacher.named_parameters())
-            if not p.isfinite().all()
-        }
-        trained = [p for p in self.student.parameters() if p.requires_grad]
-        with fixed(self.source), Microscope(named) as scope:
-            terms = self._weighted(self.terms(batch))
-            looked = [terms[part]] if part in terms else list(terms.values())
-            fault = scope.fault(*looked)
-            if fault is None:
-                total = sum(looked, torch.zeros(()))
-                found = torch.autograd.grad(total, trained, allow_unused=True)
-                fault = scope.fault(*(g for g in found if g is not None))
-        if fault is None:
-            return None
-        found, rows = diagnose(fault), named_rows(_own(batch).rows)
-        where = f"{fault.op}, {'backward' if fault.backward else 'forward'} pass"
-        where += f", {fault.place}" if fault.place else ""
-        return f"{rows}: {where}: {found.cause.value}: {found.words}. {found.remedy}"
+        """Run a batch again under the microscope; what first went wrong, and what to change."""
+        found = examine(self, batch, part)
+        return None if found is None else in_words(batch.rows, *found)
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs."""
@@ -348,7 +282,7 @@ class Distiller:
             "guard": self.guard.state_dict(),
             "tokens": self.tokens,
             "recent": [dataclasses.asdict(result) for result in self.recent],
-            "explained": sorted(self._explained),
+            "explained": sorted(self.witness.explained),
             "aligned": {} if self.aligned is None else self.aligned.state_dict(),
             "router": self.source.state() if isinstance(self.source, Routed) else {},
         }
@@ -361,21 +295,53 @@ class Distiller:
                 p.copy_(state["student"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.guard.load_state_dict(state["guard"])
-        self.tokens, self._explained = state["tokens"], set(state["explained"])
-        self.recent = [StepResult(**row) for row in state["recent"]]
+        self.tokens, self.witness.explained = state["tokens"], set(state["explained"])
+        self.recent = [StudentStep(**row) for row in state["recent"]]
         if self.aligned is not None:
             self.aligned.load_state_dict(state["aligned"])
         if isinstance(self.source, Routed):
             self.source.load(state["router"])
 
 
-def _as_teacher(hidden: Tensor, head: LinearHead) -> LinearTeacher:
-    bias = None if head.bias is None else head.bias.detach()
-    return LinearTeacher(hidden.detach(), head.weight.detach(), bias)
+@dataclass(frozen=True)
+class _Outputs:
+    """What a student puts out, `[position]`: hidden states before its linear head, or logits."""
+
+    hidden: Tensor | None
+    given: Tensor | None  # logits, of a model that caps or scales them
+    head: LinearHead | None
+
+    def at(self, rows: Tensor) -> _Outputs:
+        """At some positions."""
+        hidden, given = (None if x is None else x[rows] for x in (self.hidden, self.given))
+        return _Outputs(hidden, given, self.head)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits at some positions."""
+        some = self.at(rows)
+        if some.given is not None:
+            return some.given
+        assert some.hidden is not None and self.head is not None
+        return F.linear(some.hidden, self.head.weight, self.head.bias)
+
+    def distil(self, targets: Tensor, teachers: Sequence[TeacherOutput], **options: Any) -> Tensor:
+        """`[2]`, sums of cross-entropy and divergence."""
+        if self.given is not None:
+            return logits_distillation(self.given, targets, teachers, **options)
+        assert self.hidden is not None and self.head is not None
+        weight, bias = self.head.weight, self.head.bias
+        return linear_distillation(self.hidden, weight, bias, targets, teachers, **options)
+
+    def as_teacher(self) -> TeacherOutput:
+        """The same without gradient."""
+        if self.given is not None:
+            return LogitsTeacher(self.given.detach())
+        assert self.hidden is not None and self.head is not None
+        bias = None if self.head.bias is None else self.head.bias.detach()
+        return LinearTeacher(self.hidden.detach(), self.head.weight.detach(), bias)
 
 
-def _own(batch: Batch | AlignedBatch) -> Batch:
-    """The student's side."""
+def _student_side(batch: Batch | AlignedBatch) -> Batch:
     return batch.student if isinstance(batch, AlignedBatch) else batch
 
 

@@ -18,9 +18,10 @@ from ssl_kd.datasets.text import TextDataset, open_text
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
+from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Aligned, Plain, Routed, RoutedDraw
-from ssl_kd.language.step import Distiller, StepResult, precision_of
+from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.train import train
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.settings import SettingsError
@@ -35,6 +36,7 @@ from ssl_kd.teachers.causal import (
 )
 from ssl_kd.teachers.mixture import default_renorm
 from ssl_kd.teachers.student import add_lora, build_student, save_student
+from ssl_kd.training.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -259,8 +261,10 @@ def _cache_of(
     return of | {"temperature": settings.temperature}
 
 
-def make_distiller(settings: LanguageSettings, task: Task, events: Path | None) -> Distiller:
-    """The student with everything that it learns from."""
+def make_distiller(
+    settings: LanguageSettings, task: Task, folder: RunFolder | None = None
+) -> Distiller:
+    """The student with everything that it learns from; `folder` keeps its events and faults."""
     student, frozen = task.student.model, task.frozen
     vocabulary = len(without_adapters(student).get_output_embeddings().weight)
     if settings.legacy_clamp is not None:
@@ -281,7 +285,13 @@ def make_distiller(settings: LanguageSettings, task: Task, events: Path | None) 
             source, aligned = None, Aligned(answer, settings, *dims)
     elif settings.alpha_kd and task.caches:
         source = Plain(*task.caches)
-    return Distiller(student, settings, task.precision, source, events, aligned)
+    if folder is None:
+        return Distiller(student, settings, task.precision, source, aligned=aligned)
+    recorder = FlightRecorder(folder.path / "faults")
+    events = folder.events
+    distiller = Distiller(student, settings, task.precision, source, events, aligned, recorder)
+    distiller.witness.about = {"learns_from": task.digest}
+    return distiller
 
 
 def cache_teacher(
@@ -378,7 +388,7 @@ def trained_teacher(
     blocks = make_blocks(texts, tokenizer, settings.block_size, packing=packing)
     distiller = Distiller(teacher.model, own, precision)
 
-    def on_step(step: int, result: StepResult) -> None:
+    def on_step(step: int, result: StudentStep) -> None:
         tell("teacher", step + 1, own.max_steps, {"ce": result.ce})
 
     train(distiller, blocks, own.max_steps, on_step=on_step)

@@ -1,4 +1,4 @@
-"""The training loop of the language mode.
+"""The training of the language mode: what one step of the loop is for a student.
 
 It is our own, and not transformers' Trainer: there a step is one loss and one clip, done before
 anybody is asked, so a sick term could only be seen when it is already in the weights that all terms
@@ -8,9 +8,7 @@ share. For a Trainer of one's own there is `ssl_kd.hf_trainer.GuardCallback`.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,27 +16,20 @@ from torch import Tensor
 
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
-from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.language.step import Distiller, StepResult
+from ssl_kd.language.step import Distiller, StudentStep
+from ssl_kd.seeds import seed_of, seeded
+from ssl_kd.training.loop import Pace, run_loop
+from ssl_kd.training.schedule import learning_rate_at
 
 Row = dict[str, Any]
 """One line of `metrics.jsonl`."""
-
-
-def learning_rate_at(step: int, steps: int, peak: float, warmup_fraction: float) -> float:
-    """Linear warm-up to `peak`, then a cosine down to 0 at the last step."""
-    warmup = max(1, round(warmup_fraction * steps))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def rows_of_step(step: int, rows: int, n: int, seed: int) -> Tensor:
     """Which `rows` of `n` the step sees: every row once a pass, in an order of each pass's own."""
     wanted, parts = torch.arange(step * rows, (step + 1) * rows), []
     for epoch in (wanted // n).unique().tolist():
-        generator = torch.Generator().manual_seed(hash((seed, epoch)) % 2**63)
+        generator = torch.Generator().manual_seed(seed_of(seed, epoch))
         order = torch.randperm(n, generator=generator)
         parts.append(order[wanted[wanted // n == epoch] - epoch * n])
     return torch.cat(parts)
@@ -50,13 +41,13 @@ def train(
     steps: int,
     *,
     start: int = 0,
-    on_step: Callable[[int, StepResult], None] = lambda step, result: None,
-    on_log: Callable[[Row], None] = lambda row: None,
-    on_eval: Callable[[int], None] = lambda step: None,
-    on_checkpoint: Callable[[int], None] = lambda step: None,
+    on_step: Callable[[int, StudentStep], object] = lambda step, result: None,
+    on_log: Callable[[Row], object] = lambda row: None,
+    on_eval: Callable[[int], object] = lambda step: None,
+    on_checkpoint: Callable[[int], object] = lambda step: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train from step `start` to `steps`.
+    """Train a student, as `ssl_kd.training.loop.run_loop` does.
 
     Args:
         distiller: holds the state; changed in place.
@@ -73,82 +64,85 @@ def train(
         The number of steps done; less than `steps` if it was told to stop.
 
     Raises:
-        TooFewHealthyParts: going on would be a waste; the last good state was saved before.
+        TooFewHealthyParts: training cannot continue; the last good state was saved before.
     """
-    settings, device = distiller.settings, distiller.precision.device
-    size, batches = settings.batch_size, settings.gradient_accumulation_steps
-    meter = _Meter(device, distiller.recent)
-    for step in range(start, steps):
-        if should_stop():
-            on_checkpoint(step)
-            return step
-        rows = rows_of_step(step, size * batches, len(blocks), settings.seed)
-        rate = learning_rate_at(step, steps, settings.peak_lr, settings.warmup_fraction)
-        gpus = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(gpus):  # dropout draws the same numbers after a resume
-            torch.manual_seed(hash((settings.seed, step)) % 2**63)
-            try:
-                result = distiller.step(
-                    [blocks.batch(some, device) for some in rows.split(size)], rate
-                )
-            except TooFewHealthyParts:
-                on_checkpoint(step + 1)
-                raise
-        if settings.clear_cache_every_step and device.type == "cuda":
+    settings = distiller.settings
+    return run_loop(
+        _Student(distiller, blocks, steps, on_step),
+        steps,
+        start=start,
+        log_every=settings.log_every,
+        checkpoint_every=settings.checkpoint_every,
+        eval_every=settings.eval_every,
+        on_log=on_log,
+        on_eval=on_eval,
+        on_checkpoint=on_checkpoint,
+        should_stop=should_stop,
+    )
+
+
+class _Student:
+    """A student as the loop's learner."""
+
+    def __init__(
+        self,
+        distiller: Distiller,
+        blocks: Blocks | AlignedBlocks,
+        steps: int,
+        on_step: Callable[[int, StudentStep], object],
+    ) -> None:
+        self.distiller, self.blocks, self.steps, self.on_step = distiller, blocks, steps, on_step
+        self.pace = Pace()
+        self._device = distiller.precision.device
+        self._learning_rate = 0.0
+
+    def learn(self, step: int) -> None:
+        """One guarded step on some rows of the text."""
+        distiller, settings = self.distiller, self.distiller.settings
+        size, batches = settings.batch_size, settings.gradient_accumulation_steps
+        rows = rows_of_step(step, size * batches, len(self.blocks), settings.seed)
+        peak, warmup = settings.peak_lr, settings.warmup_fraction
+        self._learning_rate = rate = learning_rate_at(step, self.steps, peak, warmup)
+        gpus = [self._device] if self._device.type == "cuda" else []
+        with seeded(seed_of(settings.seed, step), gpus):  # of dropout
+            batches = [self.blocks.batch(some, self._device) for some in rows.split(size)]
+            result = distiller.step(batches, rate)
+        if settings.clear_cache_every_step and gpus:
             torch.cuda.empty_cache()
-        on_step(step, result)
-        meter.add(result)
-        done = step + 1
-        if done % settings.log_every == 0 or done == steps:
-            on_log(meter.row(done, rate, int(distiller.guard.health.streak[0])))
-        with meter.stopped():
-            if done % settings.eval_every == 0 or done == steps:
-                on_eval(done)
-            if done % settings.checkpoint_every == 0 or done == steps:
-                on_checkpoint(done)
-    return steps
+        distiller.recent.append(result)
+        self.pace.add(result.tokens)
+        self.on_step(step, result)
 
+    def look(self, done: int, *, at_once: bool = False) -> None:
+        """The guard of modules has looked in the step itself."""
 
-class _Meter:
-    """Means since the last log line."""
+    def before_checkpoint(self, done: int) -> None:
+        """Restore weights that were hit from outside a step."""
+        guard = self.distiller.guard
+        guard.events.extend(guard.recovery.restore_what_is_not_finite(done - 1))
 
-    def __init__(self, device: torch.device, results: list[StepResult]) -> None:
-        self._device, self._results = device, results
-        self._began, self._tokens = time.perf_counter(), 0
-
-    def add(self, result: StepResult) -> None:
-        self._results.append(result)
-        self._tokens += result.tokens
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Time that is not spent on learning."""
-        before = time.perf_counter()
-        yield
-        self._began += time.perf_counter() - before
-
-    def row(self, step: int, learning_rate: float, streak: int) -> Row:
-        results, seconds = self._results, time.perf_counter() - self._began
+    def record(self, done: int) -> Row:
+        """Means over the steps since the last record, which may be before a resume."""
+        results = self.distiller.recent
         updated = sum(result.updated for result in results)
         row = {
-            "step": step,
+            "step": done,
             "train_loss": _mean([result.loss for result in results]),
             "kd": _mean([result.kd for result in results]),
             "ce": _mean([result.ce for result in results]),
             "grad_norm": _mean([result.grad_norm for result in results]),
-            "learning_rate": learning_rate,
+            "learning_rate": self._learning_rate,
             "success_rate": updated / len(results),
-            "consecutive_nans": streak,
-            "gpu_memory_gb": self._peak(),
-            "tokens_per_second": self._tokens / max(seconds, 1e-9),
+            "consecutive_nans": int(self.distiller.guard.health.streak[0]),
+            "gpu_memory_gb": self._peak_memory(),
+            "tokens_per_second": self.pace.per_second(),
         }
         for name in results[-1].router:
             row[name] = _mean([result.router.get(name) for result in results])
         results.clear()
-        self._began, self._tokens = time.perf_counter(), 0
         return row
 
-    def _peak(self) -> float | None:
+    def _peak_memory(self) -> float | None:
         if self._device.type != "cuda":
             return None
         return torch.cuda.max_memory_allocated(self._device) / 2**30

@@ -71,7 +71,7 @@ class RunFolder:
         runs = Path(settings.runs_dir)
         self.path = _to_resume(runs, settings) if settings.resume else _fresh(runs, settings)
         self._resumed = settings.resume
-        self.events = EventLog(self.path / "events.jsonl")
+        self.events = EventLog(self.path / "events.jsonl", announce=True)
         self._lock = Lock(self.path / ".lock")
         self._checkpoints = self.path / "checkpoint"
         if settings.resume:

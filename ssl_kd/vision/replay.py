@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,73 +10,28 @@ import torch
 from torch import Tensor
 
 from ssl_kd.files import CorruptFileError
+from ssl_kd.guard.diagnosis import diagnose
 from ssl_kd.guard.faults import Stage, is_healthy
-from ssl_kd.guard.microscope import Diagnosis, Fault, Microscope, diagnose
+from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
+from ssl_kd.guard.replay import Replay
 from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer, StepResult
+from ssl_kd.vision.step import HeadsStep, HeadTrainer
 from ssl_kd.vision.train import HeadFault
 
-_REPLAY = {"learning_rate": float, "student": str, "scale": bool, "device": str, "exact": bool}
+_REPLAY = {
+    "mode": str,
+    "learning_rate": float,
+    "student": str,
+    "scale": bool,
+    "device": str,
+    "exact": bool,
+}
 _STUDENTS = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a replay found; as a string, what a person reads.
-
-    Attributes:
-        bundle: what was run again.
-        reproduced: whether the step went wrong again.
-        fault: the first operation whose output was not finite, if there is one.
-        diagnosis: why, and what to change.
-        grad_norm: of the replayed step.
-    """
-
-    bundle: Bundle
-    reproduced: bool
-    fault: Fault | None
-    diagnosis: Diagnosis | None
-    grad_norm: float
-
-    def __str__(self) -> str:
-        """A few lines: what, where, inputs, cause, what to change."""
-        bundle, fault, diagnosis = self.bundle, self.fault, self.diagnosis
-        event, exact = bundle.event, bundle.settings["replay"]["exact"]
-        rows = [("fault", f"{event.part}, step {event.step}: {event.reason}")]
-        if not exact:
-            rows.append(("note", "the state is of a later step; the fault may not show"))
-        if fault is not None and diagnosis is not None:
-            where = f"backward pass ({fault.node})" if fault.backward else "forward pass"
-            rows.append(("first op", f"{fault.op}, {where}"))
-            rows += [("at", str(fault.place))] if fault.place else []
-            rows += [("input", str(facts)) for facts in fault.inputs]
-            rows += [("output", str(facts)) for facts in fault.outputs]
-            rows.append(("cause", f"{diagnosis.cause.value}: {diagnosis.words}"))
-            rows += [("sample", sample)] if (sample := _sample(bundle, fault)) else []
-            rows += [("change", str(advice)) for advice in diagnosis.advice]
-            rows.append(("remedy", diagnosis.remedy))
-        elif self.reproduced:
-            rate = bundle.settings["learning_rate"]
-            rows.append(("seen", f"no NaN or inf; the gradient's norm is {self.grad_norm:.3g}"))
-            if Stage.of(event) is Stage.SPIKE:
-                rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
-        else:
-            device = bundle.settings["replay"]["device"]
-            seen = f"recorded on {device}; run again on the CPU, the same step is healthy"
-            rows.append(("seen", seen))
-            if exact:
-                meaning = (
-                    "the fault came from outside these numbers: a bit flipped in memory or on the "
-                    "device, a kernel of that device, or a test that put it there. If it comes "
-                    "back, test the memory and run with --device cpu"
-                )
-                rows.append(("meaning", meaning))
-        return "\n".join(f"{name:<9}{value}" for name, value in rows)
 
 
 def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any]) -> Bundle:
@@ -89,6 +43,7 @@ def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any
         settings: of the run: all of `VisionSettings`.
     """
     replay = {
+        "mode": "vision",
         "learning_rate": fault.learning_rate,
         "student": str(trainer.precision.student).removeprefix("torch."),
         "scale": trainer.precision.scale,
@@ -103,7 +58,7 @@ def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any
     )
 
 
-def replay(path: str | Path) -> Report:
+def replay(path: str | Path) -> Replay:
     """Run the step of a bundle again, on the CPU, under the microscope.
 
     With `INSTANCE_WEIGHT` `mean` the weights are this head's own: bounded and summing to one like
@@ -120,7 +75,7 @@ def replay(path: str | Path) -> Report:
     """
     bundle = load_bundle(path)
     if "replay" not in bundle.settings:
-        raise ValueError(f"{path} is not a step of the vision mode, which alone can be run again")
+        raise ValueError(f"{path} is not a step that can be run again: it has no replay settings")
     if bundle.left_out:
         raise ValueError(
             f"{path} cannot be run again: {', '.join(bundle.left_out)} was over its size limit"
@@ -137,16 +92,27 @@ def replay(path: str | Path) -> Report:
     ):
         result = trainer.step(views, bundle.settings["replay"]["learning_rate"])
     fault = _fault(scope, result, views)
-    return Report(
+    reproduced = not bool(is_healthy(result.stage).all()) or bool(result.bad.any())
+    return Replay(
         bundle=bundle,
-        reproduced=not bool(is_healthy(result.stage).all()) or bool(result.bad.any()),
+        reproduced=reproduced,
         fault=fault,
         diagnosis=None if fault is None else diagnose(fault, bundle.settings),
-        grad_norm=float(result.grad_norm),
+        sample="" if fault is None else _sample(bundle, fault),
+        seen=_seen(bundle, float(result.grad_norm)) if reproduced else (),
     )
 
 
-def _fault(scope: Microscope, result: StepResult, views: Tensor) -> Fault | None:
+def _seen(bundle: Bundle, norm: float) -> tuple[tuple[str, str], ...]:
+    """What there is to say of a sick step without a NaN."""
+    rows = [("seen", f"no NaN or inf; the gradient's norm is {norm:.3g}")]
+    if Stage.of(bundle.event) is Stage.SPIKE:
+        rate = bundle.settings["learning_rate"]
+        rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
+    return tuple(rows)
+
+
+def _fault(scope: Microscope, result: HeadsStep, views: Tensor) -> Fault | None:
     # The views come last: the step leaves out a row that is not finite, so it harms nothing.
     fault = scope.fault(result.loss, result.grad_norm, views)
     sick = Stage(int(result.stage)).kind.not_finite
@@ -161,6 +127,8 @@ def _trainer(path: str | Path, bundle: Bundle) -> HeadTrainer:
     """
     settings, tensors = dict(bundle.settings), bundle.tensors
     how = settings.pop("replay")
+    if isinstance(how, dict):
+        how = {"mode": "vision", **how}  # version 0.1 recorded one mode only
     views, marginal = tensors.get("views"), tensors.get("marginal")
     if not has_fields(how, _REPLAY) or how["student"] not in _STUDENTS:
         raise _damaged(path, "its replay settings are not those of a step")
@@ -204,8 +172,8 @@ def _damaged(path: str | Path, reason: str) -> CorruptFileError:
     return CorruptFileError(f"{path} cannot be run again: {reason}. Expected a bundle of a run.")
 
 
-def _sample(bundle: Bundle, fault: Fault) -> str | None:
-    """Which sample of the data a poisoned input row is."""
+def _sample(bundle: Bundle, fault: Fault) -> str:
+    """Which sample of the data a poisoned input row is; empty where it is none."""
     facts = fault.named["input"]
     if fault.poisoned == "input" and facts.first_bad is not None:
         view, position = facts.first_bad[:2]
@@ -213,5 +181,5 @@ def _sample(bundle: Bundle, fault: Fault) -> str | None:
         largest = bundle.tensors["views"].abs().amax(2)
         view, position = divmod(int(largest.argmax()), largest.shape[1])
     else:
-        return None
+        return ""
     return f"row {int(bundle.indices[view, position])} of the training data"

@@ -19,7 +19,6 @@ from torch import Tensor
 from ssl_kd import evaluate
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.files import atomic_write, atomic_write_bytes, atomic_write_text
-from ssl_kd.guard.events import Event, EventWarnings
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
@@ -268,12 +267,6 @@ def _train(
             info = {"loss": mean, "healthy": f"{record.healthy}/{settings.n_heads}"}
             tell("train", record.step, steps, info)
 
-        warn = EventWarnings()
-
-        def on_events(events: list[Event]) -> None:
-            folder.events.extend(events)
-            warn(events)
-
         recorder = FlightRecorder(folder.path / "faults")
 
         def on_fault(fault: HeadFault) -> None:
@@ -290,7 +283,7 @@ def _train(
                 log_every=settings.log_every,
                 checkpoint_every=settings.checkpoint_every,
                 on_log=on_log,
-                on_events=on_events,
+                on_events=folder.events.extend,
                 on_fault=on_fault,
                 on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors()),
                 should_stop=lambda: bool(signals.caught),

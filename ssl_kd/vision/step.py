@@ -104,7 +104,7 @@ def head_chunks(n_heads: int, bytes_per_head: int, device: torch.device) -> list
 
 
 @dataclass
-class StepResult:
+class HeadsStep:
     """What a step saw.
 
     Attributes:
@@ -202,7 +202,7 @@ class HeadTrainer:
         if all(name in tensors for name in names):
             self.recovery.load({n.removeprefix("recovery."): tensors[n] for n in names})
 
-    def step(self, views: Tensor, learning_rate: float, step: int | None = None) -> StepResult:
+    def step(self, views: Tensor, learning_rate: float, step: int | None = None) -> HeadsStep:
         """One guarded step of every head.
 
         forward -> vector of losses -> gradient of each head -> its norm, check and clip -> masked
@@ -244,7 +244,7 @@ class HeadTrainer:
             results.append(learn)
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
-        return StepResult(loss, norm, stage, bad, smoothed, before)
+        return HeadsStep(loss, norm, stage, bad, smoothed, before)
 
     def _logits(self, parameters: dict[str, Tensor], views: Tensor, training: bool) -> Tensor:
         with self.precision.autocast():

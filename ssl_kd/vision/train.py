@@ -17,7 +17,7 @@ from ssl_kd.seeds import seed_of
 from ssl_kd.training.loop import Pace, run_loop
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision.pairs import PairSampler
-from ssl_kd.vision.step import HeadTrainer, StepResult
+from ssl_kd.vision.step import HeadsStep, HeadTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class _Step:
     samples: Tensor
     views: Tensor
     learning_rate: float
-    result: StepResult
+    result: HeadsStep
 
 
 class _Heads:
@@ -148,7 +148,7 @@ class _Heads:
         self.pace = Pace()
         self._look_every = LOOK_EVERY[trainer.precision.device.type == "cpu"]
         self._unread: list[_Step] = []
-        self._results: list[StepResult] = []  # since the last record
+        self._results: list[HeadsStep] = []  # since the last record
         self._learning_rate = 0.0
         self._smoothed: set[int] = set()
         self._last = Event(0, "head", "loss", "nothing was seen", "")

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.diagnosis import measure
-from ssl_kd.guard.microscope import Cause, Microscope, TensorFacts, diagnose
+from ssl_kd.guard.diagnosis import Cause, diagnose
+from ssl_kd.guard.microscope import Microscope, TensorFacts
 
 SETTINGS = {
     "learning_rate": 4.0,

@@ -279,7 +279,7 @@ def test_four_small_batches_move_the_router_once_as_a_large_one(tiny, changes, h
     for distiller, size in zip(distillers, (8, 2), strict=True):
         result = distiller.step([blocks.batch(some) for some in rows.split(size)], 1e-3)
         router = distiller.source.router
-        assert result.updated and int(router._updates) == 1
+        assert result.updated and int(router.guard.updates) == 1
         optimizer = router.optimizer.state
         seen.append((result, [optimizer[p]["exp_avg"] for p in router._parameters.values()]))
     (whole, moments), (parts, others) = seen

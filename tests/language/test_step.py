@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.precision import Precision  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.language.witness import examine  # noqa: E402
 from ssl_kd.losses.teacher_output import LogitsTeacher  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
 from tests.bits import same  # noqa: E402
@@ -316,7 +317,7 @@ def test_explaining_changes_nothing(tiny, teacher, kind, monkeypatch):
         asked = Sick(teacher)
         distiller = tiny.distiller(asked, student=student)
         if not explains:
-            monkeypatch.setattr(distiller, "_explain", lambda *args: None)
+            monkeypatch.setattr(distiller.witness, "explain", lambda *args: None)
         results = []
         for step in range(4):
             asked.sick = (kind, step) in (("teacher", 1), ("teacher", 2))
@@ -326,8 +327,8 @@ def test_explaining_changes_nothing(tiny, teacher, kind, monkeypatch):
             undo()
         assert any(e.action == "explained" for e in distiller.guard.events.events) == explains
         states.append((state_of(distiller), torch.get_rng_state(), results))
-    (a, dice, first), (b, other_dice, second) = states
-    assert same(a, b) and torch.equal(dice, other_dice)
+    (a, rng_state, first), (b, other_rng_state, second) = states
+    assert same(a, b) and torch.equal(rng_state, other_rng_state)
     assert repr(first) == repr(second)  # NaN equals no NaN
 
 
@@ -355,15 +356,14 @@ def test_the_replay_sees_the_same_dropout(tiny, device):
 def test_a_fault_that_is_not_found_again_names_the_rows(tiny, teacher, error, why, monkeypatch):
     asked = Sick(teacher)
     distiller = tiny.distiller(asked)
-    explain = distiller.explain
 
-    def again(batch, part):
+    def again(step, batch, part):
         asked.sick = False
         if error is not None:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return explain(batch, part)
+        return examine(step, batch, part)
 
-    monkeypatch.setattr(distiller, "explain", again)
+    monkeypatch.setattr("ssl_kd.language.witness.examine", again)
     blocks = tiny.blocks()
     assert distiller.step([blocks.batch([7, 8]), blocks.batch([2])], 1e-2).updated
     event = distiller.guard.events.events[-1]
@@ -389,9 +389,9 @@ def test_n_bad_steps_in_a_row_stop_at_the_last_good_state(tiny, teacher):
     assert "the loss is not finite (3 times)" in said and "What to change: " in said
     # Good is a state whose own loss and gradient were seen: that before the healthy step.
     assert torch.equal(distiller.student.lm_head.weight, good)
-    assert distiller.guard.events.events[-1].action.startswith(
-        "restored to its state before step 0"
-    )
+    restored, stopped = distiller.guard.events.events[-2:]
+    assert restored.action.startswith("restored to its state before step 0")
+    assert (stopped.part, stopped.action) == ("run", "stopped")
 
 
 def test_a_run_that_stops_at_once_says_why(tiny, teacher):

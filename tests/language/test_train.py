@@ -147,7 +147,7 @@ def test_looks_and_checkpoints_come_when_they_are_due_and_at_the_end(tiny):
 
 def test_looks_and_checkpoints_are_not_counted_as_time_of_learning(tiny, monkeypatch):
     now, log = [0.0], Log()
-    monkeypatch.setattr("ssl_kd.language.train.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ssl_kd.training.loop.time.perf_counter", lambda: now[0])
 
     def later(seconds):
         now[0] += seconds

@@ -9,7 +9,8 @@ from ssl_kd.losses import LogitsTeacher, linear_distillation
 from ssl_kd.losses.routing import load_balance
 from ssl_kd.losses.token_distillation import token_kd
 from ssl_kd.teachers.causal import hidden_states
-from ssl_kd.teachers.mixture import ROUTERS, Mixture, RouterStep, Routing
+from ssl_kd.teachers.mixture import ROUTERS, Mixture, Routing  # noqa: E402
+from ssl_kd.teachers.router import RouterStep
 
 transformers = pytest.importorskip("transformers")
 stats = pytest.importorskip("scipy.stats")
@@ -605,10 +606,10 @@ def test_routers_of_a_half_precision_teacher_are_float32(dtype, kind):
 def test_a_loss_scale_that_overflows_is_halved():
     model = _model().half()
     step = RouterStep(Mixture(model), learning_rate=1e-4, scale_loss=True)
-    step._scale.fill_(2.0**16)
+    step.guard.scale.fill_(2.0**16)
     records = [step.step(lambda: 1000 * _kl(_logits(model).float(), _student())) for _ in range(16)]
     assert not records[0].applied and "loss scale 65536" in records[0].event.reason
-    assert records[-1].applied and step._scale < 2.0**16
+    assert records[-1].applied and step.guard.scale < 2.0**16
 
 
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path):

@@ -10,8 +10,8 @@ from torch import nn
 
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
+from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.faults import Stage
-from ssl_kd.guard.microscope import Cause
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.replay import bundle_of, replay
@@ -149,7 +149,7 @@ def _without(*names):
         ("tensors", lambda t: t.update(marginal=t["marginal"][0]), "marginal is not"),
         ("tensors", _without("student"), "student is not float32"),
         ("tensors", lambda t: t.update(scale=t["scale"].to(torch.complex64)), "scale is not"),
-        ("settings", _without("replay"), "not a step of the vision mode"),
+        ("settings", _without("replay"), "not a step that can be run again"),
         ("settings", lambda s: s.update(replay=[1]), "replay settings"),
         ("settings", lambda s: s["replay"].update(student="nn"), "replay settings"),
         ("settings", lambda s: s["replay"].pop("scale"), "replay settings"),

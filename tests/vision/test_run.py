@@ -14,7 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from ssl_kd.files import CorruptFileError, load_tensors
-from ssl_kd.guard.microscope import Cause
+from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError

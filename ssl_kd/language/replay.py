@@ -1,0 +1,105 @@
+"""`ssl_kd replay BUNDLE` for a student's step: run again under the microscope, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssl_kd.files import CorruptFileError
+from ssl_kd.guard.precision import Precision
+from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
+from ssl_kd.guard.replay import Replay
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Routed, named_rows
+from ssl_kd.language.step import Distiller
+from ssl_kd.language.task import make_distiller, prepare
+from ssl_kd.language.witness import examine, set_rng_state
+from ssl_kd.settings import SettingsError
+
+_REPLAY = {"mode": str, "student": str, "teacher": str, "scale": bool, "device": str, "exact": bool}
+_REPLAY |= {"explained": str, "learns_from": str}
+_DTYPES = ("float32", "float16", "bfloat16")
+_CPU = torch.device("cpu")
+
+
+def replay(path: str | Path) -> Replay:
+    """Run the step of a bundle again, on the CPU, under the microscope.
+
+    Text, teacher and tokenizers are opened as the run's settings say, from the folder that the run
+    was started in; the student's trained weights are those of the bundle. Where these were over its
+    size limit, the answer is what was found when the fault happened.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptFileError: it is damaged, no bundle, or of another version's settings.
+        ValueError: it is not of this mode, or text or teacher are not those of the run.
+    """
+    bundle = load_bundle(path)
+    settings, how = _settings(path, bundle)
+    if bundle.left_out:
+        lost = ("note", f"{len(bundle.left_out)} tensors were over the limit: not run again")
+        return Replay(bundle, False, None, None, seen=(lost, ("then", how["explained"])))
+    precision = Precision(
+        device=_CPU,
+        teacher=getattr(torch, how["teacher"]),
+        student=getattr(torch, how["student"]),
+        scale=how["scale"],
+        why="a replay",
+    )
+    task = prepare(settings, precision, lambda stage, done, total, info: None)
+    if task.digest != how["learns_from"]:
+        raise ValueError(
+            f"{path} cannot be run again: the data or the teacher are not those of the run. Put "
+            "them back, or replay in the folder that the run was started in"
+        )
+    distiller = make_distiller(settings, task)
+    _load(path, bundle, distiller)
+    batch = task.blocks.batch(bundle.indices, _CPU)
+    with torch.random.fork_rng(devices=[]):
+        set_rng_state({"cpu": bundle.tensors["rng cpu"]}, _CPU)
+        found = examine(distiller, batch, bundle.event.part)
+    if found is None:
+        return Replay(bundle, False, None, None)
+    sample = f"{named_rows(bundle.indices)} of the text"
+    return Replay(bundle, True, *found, sample=sample)
+
+
+def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[str, Any]]:
+    """The run's settings, and how the step was computed."""
+    values = dict(bundle.settings)
+    how = values.pop("replay", None)
+    if not isinstance(how, dict) or how.get("mode") != "language":
+        raise ValueError(f"{path} is not a step of the language mode")
+    if not has_fields(how, _REPLAY) or not {how["student"], how["teacher"]} <= {*_DTYPES}:
+        raise _damaged(path, "its replay settings are not those of a step")
+    if bundle.indices.ndim != 1 or bundle.indices.dtype != torch.int64:
+        raise _damaged(path, "indices are not int64 [row]")
+    try:
+        return LanguageSettings.from_dict(values).replace(resume=False, device="cpu"), how
+    except SettingsError as error:
+        raise _damaged(path, str(error)) from error
+
+
+@torch.no_grad()
+def _load(path: str | Path, bundle: Bundle, distiller: Distiller) -> None:
+    """Give the student, and what is trained beside it, the weights of the step."""
+    mine = {f"student {n}": p for n, p in distiller.student.named_parameters() if p.requires_grad}
+    if distiller.aligned is not None:
+        mine |= {f"aligned {n}": t for n, t in distiller.aligned.state_dict().items()}
+    if isinstance(distiller.source, Routed) and distiller.source.router is not None:
+        routers = distiller.source.mixture.router_parameters()
+        mine |= {f"router {name}": p for name, p in routers.items()}
+    for name, tensor in mine.items():
+        saved = bundle.tensors.get(name)
+        if not isinstance(saved, Tensor) or saved.shape != tensor.shape:
+            raise _damaged(path, f"{name} is not {list(tensor.shape)}")
+        tensor.copy_(saved)
+    if "rng cpu" not in bundle.tensors:
+        raise _damaged(path, "the state of the random numbers is missing")
+
+
+def _damaged(path: str | Path, reason: str) -> CorruptFileError:
+    return CorruptFileError(f"{path} cannot be run again: {reason}. Expected a bundle of a run.")

@@ -1,0 +1,185 @@
+"""Faults of a student's step, explained when they happen and recorded to be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ssl_kd.datasets.aligned import AlignedBatch
+from ssl_kd.datasets.blocks import Batch
+from ssl_kd.guard.diagnosis import Diagnosis, diagnose
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.faults import Stage
+from ssl_kd.guard.loop import Guard
+from ssl_kd.guard.memory import is_out_of_memory
+from ssl_kd.guard.microscope import Fault, Microscope
+from ssl_kd.guard.precision import Precision
+from ssl_kd.guard.recorder import Bundle, FlightRecorder
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Routed, fixed, named_rows
+
+
+class Examined(Protocol):
+    """A step that can be run again: a `Distiller`."""
+
+    student: nn.Module
+    settings: LanguageSettings
+    precision: Precision
+    guard: Guard
+    source: Any
+    aligned: Any
+
+    def weighted_terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
+        """Loss terms of a batch, with gradient."""
+        ...
+
+
+def examine(
+    step: Examined, batch: Batch | AlignedBatch, part: str = "model"
+) -> tuple[Fault, Diagnosis] | None:
+    """Run a batch again under the microscope; what first went wrong, and why.
+
+    Nothing learns from it.
+
+    Args:
+        step: with the weights that it had.
+        batch: of the step.
+        part: a loss term, or the whole `model`.
+    """
+    named = {f"student weight {name}": p.detach() for name, p in step.student.named_parameters()}
+    followed = step.source if step.aligned is None else step.aligned
+    teacher = getattr(followed, "model", None)
+    named |= {  # all of a large one would be too much to look at in float64
+        f"teacher weight {name}": p.detach()
+        for name, p in ([] if teacher is None else teacher.named_parameters())
+        if not p.isfinite().all()
+    }
+    trained = [p for p in step.student.parameters() if p.requires_grad]
+    with fixed(step.source), Microscope(named) as scope:
+        terms = step.weighted_terms(batch)
+        looked = [terms[part]] if part in terms else list(terms.values())
+        fault = scope.fault(*looked)
+        if fault is None:
+            total = sum(looked, torch.zeros(()))
+            found = torch.autograd.grad(total, trained, allow_unused=True)
+            fault = scope.fault(*(g for g in found if g is not None))
+    if fault is None:
+        return None
+    settings = step.settings
+    known = {name.lower(): value for name, value in settings.to_dict().items()}
+    return fault, diagnose(fault, known | {"learning_rate": settings.peak_lr})
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """States of the random numbers: the CPU's, and the GPU's where one is used."""
+    gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state()} | gpu
+
+
+def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Take over what `rng_state` gave."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class Witness:
+    """Names the rows of a sick batch and the operation, once for each part, and records the step.
+
+    Args:
+        step: whose faults they are.
+        recorder: keeps the first fault of each part; None for none.
+
+    Attributes:
+        explained: parts whose cause was found, before a resume too.
+        about: what a replay must find the same, for the bundle.
+    """
+
+    def __init__(self, step: Examined, recorder: FlightRecorder | None = None) -> None:
+        self._step, self._recorder = step, recorder
+        self.explained: set[str] = set()
+        self.about: dict[str, Any] = {}
+        self._read = 0
+
+    def explain(self, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]) -> None:
+        """Explain the guard's new events.
+
+        Args:
+            batches: of the step; the weights must still be those that it began with.
+            rng: from `rng_state`, before the step's first batch.
+        """
+        log = self._step.guard.events
+        new, self._read = log.events[self._read :], len(log)
+        for event in new:
+            kind = Stage.of(event)
+            sick = kind is not None and kind.kind.not_finite and event.action != "taken in again"
+            if sick and event.part != "router" and event.part not in self.explained:
+                log.extend([self._explain(event, batches, rng)])
+
+    def _explain(
+        self, event: Event, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]
+    ) -> Event:
+        rows, words, why = torch.cat([batch.rows for batch in batches]), None, ""
+        device = self._step.precision.device
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                set_rng_state(rng, device)
+                for batch in batches:
+                    before = rng_state(device)
+                    if (found := examine(self._step, batch, event.part)) is not None:
+                        rows, rng, words = batch.rows, before, in_words(batch.rows, *found)
+                        break
+            why = "finite when run again"
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            why = "no memory to run it again"
+        action = "not found again"
+        if words is not None:
+            self.explained.add(event.part)
+            action = "explained"
+        reason = words or f"{named_rows(rows)}: {why}"
+        self._record(event, rows, rng, reason)
+        return Event(event.step, event.part, "replay", reason, action)
+
+    def _record(self, event: Event, rows: Tensor, rng: Mapping[str, Tensor], reason: str) -> None:
+        if self._recorder is None or not self._recorder.wants(event.part):
+            return
+        step = self._step
+        tensors = {
+            f"student {name}": p for name, p in step.student.named_parameters() if p.requires_grad
+        }
+        if step.aligned is not None:
+            tensors |= {f"aligned {n}": t for n, t in step.aligned.state_dict().items()}
+        if isinstance(step.source, Routed) and step.source.router is not None:
+            routers = step.source.mixture.router_parameters()
+            tensors |= {f"router {name}": p for name, p in routers.items()}
+        how = {
+            "mode": "language",
+            "student": str(step.precision.student).removeprefix("torch."),
+            "teacher": str(step.precision.teacher).removeprefix("torch."),
+            "scale": step.precision.scale,
+            "device": str(step.precision.device),
+            "exact": True,
+            "explained": reason,
+        }
+        self._recorder.record(
+            Bundle(
+                event=event,
+                indices=rows.cpu(),
+                tensors=tensors | {f"rng {name}": state for name, state in rng.items()},
+                settings={**step.settings.to_dict(), "replay": how | self.about},
+            )
+        )
+
+
+def in_words(rows: Tensor, fault: Fault, diagnosis: Diagnosis) -> str:
+    """A fault in one line: rows, operation, place, cause and remedy."""
+    where = f"{fault.op}, {'backward' if fault.backward else 'forward'} pass"
+    where += f", {fault.place}" if fault.place else ""
+    change = "".join(f"; change {advice}" for advice in diagnosis.advice)
+    cause = f"{diagnosis.cause.value}: {diagnosis.words}. {diagnosis.remedy}{change}"
+    return f"{named_rows(rows)}: {where}: {cause}"
