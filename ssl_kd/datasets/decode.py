@@ -1,4 +1,4 @@
-"""From any image file to eight bits of grey or colour, the way a person sees it."""
+"""Any image file as eight bits of grey or colour, the way a person sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own features, or a cache of ours, from a file."""
+"""Features from a file: the user's, or an embedding cache of this library."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def class_numbers(
 
     Args:
         labels: numbers or strings `[n]`.
-        class_names: the order wanted, when another split has fixed it.
+        class_names: the order to keep, when another split has set it.
 
     Returns:
         int64 `[n]`, and the class names.
@@ -135,11 +135,11 @@ def open_features(
             `.safetensors` (arrays named `features`, `embeddings` or `x`, and perhaps `labels` or
             `y`, `ids`), or `.parquet` (one list column of such a name or many number columns).
         split: what to call it.
-        class_names: the order of classes wanted, when another split has fixed it.
+        class_names: the order of classes to keep, when another split has set it.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file holds no features; the message says what it does hold.
+        ValueError: the file cannot be read or has no features; the message says what it has.
     """
     path = Path(path)
     if not path.is_file():
@@ -164,9 +164,9 @@ def _read(path: Path) -> Mapping[str, Any]:
     kind = path.suffix.lower()
     if kind == ".npy":
         table = {"features": np.load(path, mmap_mode="r", allow_pickle=False)}
-        beside = path.with_name(path.stem + "_labels.npy")
-        if beside.is_file():
-            table["labels"] = np.load(beside, allow_pickle=False)
+        labels = path.with_name(path.stem + "_labels.npy")
+        if labels.is_file():
+            table["labels"] = np.load(labels, allow_pickle=False)
         return table
     if kind == ".npz":
         with np.load(path, allow_pickle=False) as file:

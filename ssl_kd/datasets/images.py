@@ -73,7 +73,7 @@ class ArrayDataset(ImageDataset):
         arrays: uint8 `[n, h, w]` or `[n, h, w, 3]`.
         labels: integers `[n]`, or None.
         class_names: name of each class.
-        ids: own names.
+        ids: names of the images, instead.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class FolderDataset(ImageDataset):
         root: the folder.
         name: what the user called it.
         split: `train` or `test`.
-        class_names: the classes in the order wanted, when another split has fixed it.
+        class_names: the classes in the order to keep, when another split has set it.
 
     Raises:
         FileNotFoundError: no folder, or no image in it.
-        ValueError: a class that `class_names` does not know.
+        ValueError: a class that is not among `class_names`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class FolderDataset(ImageDataset):
 
 
 def _printable(path: str) -> str:
-    # File names are bytes: what is no UTF-8 must still be printable and fit into a CSV.
+    # File names are bytes: one that is not UTF-8 must still be printable and fit into a CSV.
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
@@ -221,6 +221,6 @@ def digest_files(root: Path, paths: Sequence[str]) -> str:
         try:
             if is_inside(file, root) and file.is_file():
                 digest.update(file.read_bytes())
-        except OSError as error:  # unreadable: its name and size are in, decoding will name it
+        except OSError as error:  # its name and size are in the digest, decoding will report it
             digest.update(type(error).__name__.encode())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""`open_dataset`: from the name in the settings to a data set."""
+"""`open_dataset`: the data set that a name in the settings stands for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "
 
 
 class DatasetUnavailable(RuntimeError):
-    """The data are not there; the message names the place expected and the way on."""
+    """The data are not there; the message says where they are expected and what to do."""
 
 
 @overload
@@ -71,8 +71,8 @@ def open_dataset(
         root: where torchvision's data sets lie.
         download: fetch a torchvision data set that is missing.
         missing_ok: return None for a split that the source does not have.
-        class_names: the classes in the order wanted, for a test set of its own; folders and
-            feature files only. Both splits of one source agree without it.
+        class_names: the classes in the order to keep, for a test set from another source; folders
+            and feature files only. Both splits of one source agree without it.
 
     Raises:
         DatasetUnavailable: nothing there; says where it was looked for.
@@ -92,8 +92,8 @@ def open_dataset(
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise DatasetUnavailable(
-            f"{name!r} is no data set by name ({', '.join(NAMES)}), no folder and no feature file "
-            f"({' '.join(FEATURE_FILES)}){hint}"
+            f"{name!r} is neither a data set by name ({', '.join(NAMES)}), nor a folder, nor a "
+            f"feature file ({' '.join(FEATURE_FILES)}){hint}"
         )
     if dataset is None and not missing_ok:
         raise DatasetUnavailable(f"{name} has no {split} split")
@@ -121,7 +121,7 @@ def _open_folder(
 
 
 def _class_folders(train: Path | None) -> tuple[str, ...] | None:
-    # The test split may lack a class: its numbers must be those of training all the same.
+    # The test split may lack a class: classes keep their numbers of the training split.
     if train is None:
         return None
     folders = [f for f in train.iterdir() if f.is_dir() and not f.is_symlink()]
@@ -136,10 +136,10 @@ def _open_feature_file(
         return open_features(path, split, class_names)
     if not path.stem.endswith("train"):
         return None
-    beside = path.with_name(path.stem.removesuffix("train") + "test" + path.suffix)
-    if not beside.is_file():
+    test_path = path.with_name(path.stem.removesuffix("train") + "test" + path.suffix)
+    if not test_path.is_file():
         return None
-    return open_features(beside, split, class_names or open_features(path).class_names)
+    return open_features(test_path, split, class_names or open_features(path).class_names)
 
 
 def _digits(name: str, split: Split, root: Path, download: bool) -> ImageDataset:
@@ -185,7 +185,7 @@ def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDa
 
 
 def _unpack(folder: Path) -> None:
-    # torchvision unpacks only what it is allowed to download: the four .gz put there by hand, too.
+    # torchvision unpacks only what it may download, not the four .gz that were put there by hand.
     for packed in folder.glob("*.gz"):
         if not packed.with_suffix("").exists():
             with gzip.open(packed) as source:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +37,9 @@ __all__ = [
     "write_manifest",
 ]
 
-# A value beyond this is no embedding: the square of its norm is on its way out of float32.
+# A larger value is not plausible in an embedding: the square of its norm nears float32's limit.
 LARGEST = 1e12
-# So is one that is this many times the typical row's largest value.
+# Nor is one that is this many times the typical row's largest value.
 LARGEST_RATIO = 1e6
 ROWS_PER_SCAN = 8192
 
@@ -94,16 +95,8 @@ class EmbeddingStore(ShardStore):
     fingerprint_type = Fingerprint
     fingerprint: Fingerprint
 
-    def __init__(
-        self,
-        folder: str | Path,
-        name: str,
-        *,
-        expect: Fingerprint | None = None,
-        verify: bool = True,
-        exclude_bad: bool = False,
-    ):
-        super().__init__(folder, name, expect=expect, verify=verify, exclude_bad=exclude_bad)
+    def __init__(self, folder: str | Path, name: str, **settings: Any):
+        super().__init__(folder, name, **settings)
         self.split: str = self.manifest["split"]
         self.dim: int = self.manifest["dim"]
         names = self.manifest["class_names"]
@@ -125,7 +118,7 @@ class EmbeddingStore(ShardStore):
         Args:
             folder: where it is.
             split: `train` or `test`.
-            expect: what it must have been computed from; None takes any.
+            expect: what it must have been computed from; None accepts any.
             verify: read everything once: checksums, and every row for NaN, infinities and values
                 out of range. Sizes and shapes are always compared.
             exclude_bad: leave such rows out instead of raising; they have no row then.
@@ -147,7 +140,7 @@ class EmbeddingStore(ShardStore):
 
     @classmethod
     def faults(cls, content: Content, whole: bool) -> dict[int, str]:
-        """Rows that are NaN, infinite or out of range; what is typical only a whole shard says."""
+        """Rows that are NaN, infinite or out of range; only a whole shard shows what is typical."""
         peaks = row_peaks(content["embeddings"])
         bad = is_bad(peaks) if whole else ~(peaks <= LARGEST)
         return {
@@ -183,26 +176,26 @@ class EmbeddingStore(ShardStore):
         """The `statistics` of all rows."""
         kept = [(entry["rows"], entry["statistics"]) for entry in entries if entry["rows"]]
         rows = sum(m for m, _ in kept)
-        norms = sum(m * of["mean_norm"] for m, of in kept)
+        norms = sum(m * statistics["mean_norm"] for m, statistics in kept)
         return {
             "rows": rows,
-            "min": min((of["min"] for _, of in kept), default=None),
-            "max": max((of["max"] for _, of in kept), default=None),
+            "min": min((statistics["min"] for _, statistics in kept), default=None),
+            "max": max((statistics["max"] for _, statistics in kept), default=None),
             "mean_norm": norms / rows if rows else None,
-            "zero_rows": sum(of["zero_rows"] for _, of in kept),
+            "zero_rows": sum(statistics["zero_rows"] for _, statistics in kept),
         }
 
     def __repr__(self) -> str:
         return f"EmbeddingStore({str(self.folder)!r}, {self.split!r}, n={self.n}, dim={self.dim})"
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The embeddings of some rows; the cost does not depend on how many rows there are.
+        """The embeddings of some rows, at a cost that does not grow with the store.
 
         Args:
             rows: integers [b] in 0 ... n - 1, in any order, repeated or not.
 
         Returns:
-            float32 [b, D] of its own memory.
+            float32 [b, D], a copy.
         """
         return self.take("embeddings", rows).float()
 
@@ -226,7 +219,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         folder: where the cache goes.
         split: `train` or `test`.
         fingerprint: what the embeddings are computed from.
-        n: number of samples in the data set, with those that will turn out unreadable.
+        n: number of samples in the data set, with those that turn out to be unreadable.
         dim: length of an embedding.
         dtype: what is stored: float32, float16 or bfloat16 (reading gives float32).
         labels: int64 [n], -1 for unknown; None when there are none.
@@ -286,7 +279,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         )
 
     def append(self, embeddings: Tensor, rows: Tensor) -> None:
-        """Add some samples' embeddings; those that are safely stored already are passed over.
+        """Add some samples' embeddings; those that are stored already are ignored.
 
         Args:
             embeddings: floating [b, D], on any device.

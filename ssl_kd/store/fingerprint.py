@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 
 class FingerprintMismatch(ValueError):
-    """A cache was computed from something else than what this run asks for."""
+    """A cache was not computed from what this run asks for."""
 
     def __init__(self, path: Path, differences: Sequence[str], way_out: str):
         self.path = path
@@ -26,18 +26,18 @@ class FingerprintMismatch(ValueError):
 class BaseFingerprint:
     """Everything that decides what a cache holds: the fields of a frozen dataclass.
 
-    Their values are strings and numbers, which come back from JSON as they were.
+    Their values are strings and numbers, which JSON keeps as they are.
     """
 
     way_out: ClassVar[str]
     """What a user whose cache is of something else can do: a sentence."""
 
-    def differences(self, asked: Self) -> list[str]:
-        """One sentence for each field in which this (the cache's) and `asked` differ."""
+    def differences(self, expected: Self) -> list[str]:
+        """One sentence for each field in which this (the cache's) and `expected` differ."""
         return [
-            f"{name}: cache has {ours!r}, this run asks for {getattr(asked, name)!r}"
-            for name, ours in vars(self).items()
-            if ours != getattr(asked, name)
+            f"{name}: cache has {cached!r}, this run asks for {getattr(expected, name)!r}"
+            for name, cached in vars(self).items()
+            if cached != getattr(expected, name)
         ]
 
     @property
@@ -63,8 +63,8 @@ class Fingerprint(BaseFingerprint):
     """
 
     way_out = (
-        "Go on with --force-recompute to replace it, or with --embeddings_dir to keep it and use "
-        "another folder."
+        "Replace it with --force-recompute, or keep it and name another folder with "
+        "--embeddings_dir."
     )
 
     teacher: str

@@ -42,7 +42,7 @@ def nearest_neighbours(
         embeddings: a store, or floating [n, D], finite.
         k: how many, 1 ... n - 1.
         backend: `faiss` (CPU only), `torch`, or `auto`: FAISS on a Linux CPU when it is installed,
-            torch elsewhere (two OpenMP runtimes in one process end badly on macOS).
+            torch elsewhere (two OpenMP runtimes in one process may crash on macOS).
         device: where torch computes.
         block_rows: rows in a block on either side; memory grows with its square.
         progress: called with (rows done, n) after each block.
@@ -81,7 +81,7 @@ def nearest_neighbours(
     for first, queries in candidates_kept or prepared():
         if not (finite := queries.isfinite().all(1)).all():
             row = first + int((~finite).nonzero()[0, 0])
-            raise ValueError(f"row {row} is not finite in float32; nearest to it has no meaning")
+            raise ValueError(f"row {row} is not finite in float32, so it has no nearest neighbours")
         best = queries.new_empty(len(queries), 0)
         found = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
         itself = torch.arange(first, first + len(queries), device=device).unsqueeze(1)
@@ -108,8 +108,8 @@ def cached_neighbours(
 ) -> Tensor:
     """`nearest_neighbours` of a store, kept beside it in `neighbours_{split}.pt`.
 
-    What is kept counts only for the very same embeddings, and serves any smaller k. A file
-    that is damaged or of something else is computed again.
+    The file is used for exactly the same embeddings and the same or a smaller k; one that is
+    damaged or of other embeddings is replaced.
 
     Returns:
         int64 [n, k], nearest first.

@@ -32,7 +32,7 @@ from ssl_kd.files import (
 )
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 
-# Mapped pages count as resident: let go of them when there may be this much.
+# Mapped pages count as resident memory: they are released when there may be this much.
 RESIDENT_BYTES = 512 << 20
 # One touched row may bring in a whole huge page of the page cache.
 BYTES_PER_TOUCH = 2 << 20
@@ -56,15 +56,16 @@ class NonFiniteRow(ValueError):
         self.file, self.row, self.sample = file, row, sample
         super().__init__(
             f"{file}, row {position} (row {row} of the data set, sample {sample!r}): {what}. "
-            "Compute it again with --force-recompute, take the sample out of the data, "
+            "Compute it again with --force-recompute, remove the sample from the data, "
             "or leave such rows out with exclude_bad=True."
         )
 
 
 def _drop_pages(mapped: Tensor) -> bool:
-    """Give a mapped tensor's pages back to the system, which reads them again when asked.
+    """Release a mapped tensor's pages; the system reads them again when they are needed.
 
-    Mapping the file anew does the same at 50 times the cost; where this is False it has to do.
+    Where this is False, the file has to be mapped anew, which costs several times as much. torch
+    owns the mapping, so Python's `mmap.madvise` cannot be used on it.
     """
     if sys.platform != "linux":
         return False
@@ -97,7 +98,7 @@ def read_manifest(path: Path) -> Manifest:
         manifest = json.loads(path.read_bytes())
         stated = manifest.pop("checksum")
         if stated != _checksum(manifest):
-            raise ValueError("its checksum does not fit")
+            raise ValueError("its checksum does not match")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CorruptFileError(
             f"{path} is damaged ({error}). Rebuild the cache with --force-recompute."
@@ -111,7 +112,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 class ShardStore:
-    """What a cache holds, verified. A subclass says which columns that is and what a bad row is.
+    """A verified cache. A subclass says which columns it has and what a bad row is.
 
     Rows are numbered 0 to n - 1 in the order of the data set; samples that were left out have no
     row.
@@ -172,7 +173,7 @@ class ShardStore:
         self._resident: dict[int, int] = {}
         self._identity = [self._stat(shard) for shard in range(len(self._paths))]
 
-        # Numbers of which a row has one are held in memory.
+        # Columns with one number per row are held in memory.
         small = ["indices", *(key for key, (shape, _) in self._columns.items() if not shape)]
         held: list[Content] = []
         good = []
@@ -211,7 +212,7 @@ class ShardStore:
 
     @classmethod
     def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
-        """Compare a shard with its checksum and look at every row.
+        """Compare a shard with its checksum and check every row.
 
         Returns:
             What is wrong with rows, by position.
@@ -230,7 +231,7 @@ class ShardStore:
         try:
             shard = cls.read_shard(path, entry, manifest)
             faults = cls.faults(shard, whole=True)
-            if fault and faults:  # say more than the checksum can
+            if fault and faults:  # more precise than the checksum
                 fault += f"; {bad_row(shard, path.name, *next(iter(faults.items())))}"
         except (CorruptFileError, FileNotFoundError, ValueError) as error:
             fault = fault or f"cannot be used: {error}"
@@ -261,14 +262,14 @@ class ShardStore:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def take(self, column: str, rows: Tensor) -> Tensor:
-        """A column of some rows; the cost does not depend on how many rows there are.
+        """A column of some rows, at a cost that does not grow with the store.
 
         Args:
             column: its name.
             rows: integers [b] in 0 ... n - 1, in any order, repeated or not.
 
         Returns:
-            As stored, [b, ...], of its own memory.
+            As stored, [b, ...], a copy.
         """
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
         if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.n):
@@ -296,7 +297,7 @@ class ShardStore:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _map(self, shard: int, rows: int) -> Content:
-        # What was touched stays resident until it is let go, so all is when it may be too much.
+        # Pages that were touched stay resident: when they may be too many, all are released.
         size = self.manifest["shards"][shard]["bytes"]
         reach = min(rows * BYTES_PER_TOUCH, size)
         self._resident[shard] = min(self._resident.get(shard, 0) + reach, size)

@@ -1,4 +1,4 @@
-"""The teacher's distribution, written once: then a student learns without its teacher in memory."""
+"""The teacher's distribution, stored once: a student then learns without its teacher in memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NAME = "teacher"
 
 
 class LiveTeacher(Protocol):
-    """What answers at the real positions of a batch: a `FrozenTeacher`."""
+    """Computes a teacher's distribution at the real positions of a batch: a `FrozenTeacher`."""
 
     device: torch.device
 
@@ -105,14 +105,14 @@ class TeacherFingerprint(BaseFingerprint):
 def identity(
     teacher: str, weights: str, tokenizer: Any, dataset: TextDataset, blocks: Blocks
 ) -> dict[str, Any]:
-    """The fields of a `TeacherFingerprint` that say of whom and of what text a cache is.
+    """The fields of a `TeacherFingerprint` that identify the teacher and the text.
 
     Args:
         teacher: name or path of the teacher.
-        weights: its `weights_id`, which `files_id` says without loading it.
+        weights: its `weights_id`, which `files_id` gives without loading it.
         tokenizer: the tokenizer that made the blocks.
         dataset: the documents.
-        blocks: what became of them.
+        blocks: their tokens, in rows.
     """
     return {
         "teacher": Path(teacher).name,
@@ -126,10 +126,10 @@ def identity(
 
 
 class TeacherCache(ShardStore):
-    """A teacher's distribution at every real position of some blocks; stands in for the teacher.
+    """A teacher's distribution at every real position of some blocks; replaces the teacher.
 
     Made by `open` or `write`. A row of the store is a row of the blocks, T positions long. Those
-    whose next token does not count hold zeros: rows of one shape are worth more than their bytes.
+    whose next token does not count hold zeros: rows of one shape are worth the space.
     Columns, k tokens at each position:
 
     - `tokens`: as int16 they are unsigned, as torch has no arithmetic on uint16.
@@ -138,8 +138,8 @@ class TeacherCache(ShardStore):
     - `sample`: `weights` float16 of k tokens, drawn so that the expected weight of every token is
       its probability p, and `entropy` float32 of the whole distribution. Token i is drawn with
       probability min(1, p_i / t) and weighs max(p_i, t), where t is such that k are drawn: tokens
-      above t are always there, as they are, and the others stand for each other. Drawn without
-      replacement, so no place is taken twice, and the weights sum to 1. Unused places weigh 0.
+      above t are always drawn and keep their probability, the others represent each other. Drawn
+      without replacement, so no token comes twice, and the weights sum to 1. Unused places weigh 0.
     - of each row: `real` positions, and over them the sums of the mass `lost` and of the `error`.
 
     References:
@@ -160,7 +160,7 @@ class TeacherCache(ShardStore):
         Args:
             folder: where it is.
             expect: fields of its `TeacherFingerprint`, by name, that it must have: those of
-                `identity`, and the `temperature`. What is not named may be anything.
+                `identity`, and the `temperature`. The others may be anything.
             verify: read everything once: checksums, and every row for NaN and infinities. Sizes
                 and shapes are always compared.
 
@@ -171,29 +171,30 @@ class TeacherCache(ShardStore):
             NonFiniteRow: a row is; the message names file, row and block.
         """
         cached = read_manifest(Path(folder) / f"{_NAME}.json")["fingerprint"]
-        asked = replace(TeacherFingerprint(**cached), **(expect or {}))
-        return cls(folder, _NAME, expect=asked, verify=verify)
+        expected = replace(TeacherFingerprint(**cached), **(expect or {}))
+        return cls(folder, _NAME, expect=expected, verify=verify)
 
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
         """The columns of a cache with this manifest."""
-        of = TeacherFingerprint(**manifest["fingerprint"])
-        each, every = (of.block_size,), (of.block_size, of.k)
-        tokens = {"tokens": (every, _narrowest(manifest["vocabulary"] - 1))}
+        fingerprint = TeacherFingerprint(**manifest["fingerprint"])
+        positions = (fingerprint.block_size,)
+        kept = (*positions, fingerprint.k)
+        tokens = {"tokens": (kept, _narrowest(manifest["vocabulary"] - 1))}
         sums = {
             "real": ((), torch.int32),
             "lost": ((), torch.float64),
             "error": ((), torch.float64),
         }
-        if of.method == "topk":
+        if fingerprint.method == "topk":
             distribution = {
-                "log_probs": (every, torch.float16),
-                "log_tail": (each, torch.float32),
+                "log_probs": (kept, torch.float16),
+                "log_tail": (positions, torch.float32),
             }
         else:
             distribution = {
-                "weights": (every, torch.float16),
-                "entropy": (each, torch.float32),
+                "weights": (kept, torch.float16),
+                "entropy": (positions, torch.float32),
             }
         return tokens | distribution | sums
 
@@ -216,13 +217,13 @@ class TeacherCache(ShardStore):
     @classmethod
     def total(cls, entries: list[Manifest]) -> Manifest:
         """Means over all real positions."""
-        of = {n: sum(e["statistics"][n] for e in entries) for n in ("real", "lost", "error")}
-        real = max(of["real"], 1)
+        sums = {n: sum(e["statistics"][n] for e in entries) for n in ("real", "lost", "error")}
+        real = max(sums["real"], 1)
         return {
-            "tokens": of["real"],
+            "tokens": sums["real"],
             "bytes_per_token": sum(entry["bytes"] for entry in entries) / real,
-            "tail_mass": of["lost"] / real,
-            "fidelity_kl": of["error"] / real,
+            "tail_mass": sums["lost"] / real,
+            "fidelity_kl": sums["error"] / real,
         }
 
     @property
@@ -231,26 +232,25 @@ class TeacherCache(ShardStore):
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     def facts(self) -> dict[str, Any]:
-        """What a report says of the cache.
+        """The cache in numbers, for a report.
 
         `method`, `k`, and means over the real positions: `bytes_per_token` on the disk,
         `tail_mass` of the tokens that are not in the cache, and `fidelity_kl` in nats. That is, for
-        `topk`, the KL divergence from the full distribution to what the cache says of it, where the
-        other tokens share the tail evenly. For `sample`, whose expected weights are the full
-        distribution, it is how far the KL that the cache says of a student who agrees with the
-        teacher lies from 0 at one position; over n positions the error of the mean is smaller by
-        about the root of n.
+        `topk`, the KL divergence from the full distribution to the cached one, where the other
+        tokens share the tail evenly. For `sample`, whose expected weights are the full
+        distribution, it is how far from 0 the KL of a student that equals the teacher comes out at
+        one position; over n positions the error of the mean is smaller by about the root of n.
         """
-        of = self.manifest["statistics"]
+        statistics = self.manifest["statistics"]
         names = ("bytes_per_token", "tail_mass", "fidelity_kl")
         chosen = {"method": self.fingerprint.method, "k": self.fingerprint.k}
-        return chosen | {name: of[name] for name in names}
+        return chosen | {name: statistics[name] for name in names}
 
     def __repr__(self) -> str:
         return f"TeacherCache({str(self.folder)!r}, n={self.n}, {self.facts()})"
 
     def __call__(self, batch: Batch, rows: Tensor) -> TopKTeacher | SampledTeacher:
-        """What the teacher says at some positions of a batch, as a `FrozenTeacher` would.
+        """The teacher's distribution at some positions of a batch, as of a `FrozenTeacher`.
 
         Args:
             batch: some rows of the blocks that the cache was written from.
@@ -284,18 +284,18 @@ def write(
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> TeacherCache:
-    """Ask the teacher once about every real position, and keep what it says.
+    """Store the teacher's distribution at every real position.
 
-    An interrupted run goes on after its last complete shard, in the same batches. Logits exist for
-    a chunk of tokens at a time.
+    An interrupted run continues after its last complete shard, in the same batches. Logits exist
+    for a chunk of tokens at a time.
 
     Args:
         teacher: a `FrozenTeacher`, which computes in `fingerprint.dtype`.
         blocks: rows of tokens.
         folder: where the cache goes.
-        fingerprint: what it is of, and how: method, k and temperature.
-        vocabulary: tokens that the tokenizer has: the teacher's logits beyond are padding and get
-            no mass, as a student may be padded differently. None: there is no padding.
+        fingerprint: what is stored, and how: method, k and temperature.
+        vocabulary: number of tokens that the tokenizer has: the teacher's logits beyond it are
+            padding and get no mass, as a student may be padded differently. None: no padding.
         batch_size: rows of a forward pass.
         shard_rows: rows in a file; None makes files of about 256 MiB.
         force: replace a cache of something else, and rebuild damaged files alone.
@@ -309,10 +309,10 @@ def write(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")
-    _, answer = _ask(teacher, blocks.batch([0], teacher.device))
+    _, answer = _answer(teacher, blocks.batch([0], teacher.device))
     vocabulary = _logits(answer, vocabulary)(0, 1).shape[-1]
     if fingerprint.k > vocabulary:
-        raise ValueError(f"k is {fingerprint.k}, but the teacher knows {vocabulary} tokens")
+        raise ValueError(f"k is {fingerprint.k}, but the teacher has only {vocabulary} tokens")
     n = len(blocks)
     with ShardWriter(
         TeacherCache,
@@ -332,7 +332,7 @@ def write(
         return writer.close()
 
 
-def _ask(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, LinearTeacher | LogitsTeacher]:
+def _answer(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, LinearTeacher | LogitsTeacher]:
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     return rows, teacher(batch, rows)
 
@@ -340,7 +340,7 @@ def _ask(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, LinearTeacher | Lo
 def _logits(
     answer: LinearTeacher | LogitsTeacher, vocabulary: int | None
 ) -> Callable[[int, int], Tensor]:
-    """The first `vocabulary` logits of positions `start` to `stop`, float32 of their own memory."""
+    """The first `vocabulary` logits of positions `start` to `stop`, a float32 copy."""
     if isinstance(answer, LogitsTeacher):
         logits = answer.logits[:, :vocabulary]
         return lambda start, stop: logits[start:stop].to(torch.float32, copy=True)
@@ -351,33 +351,33 @@ def _logits(
 
 @torch.no_grad()
 def _content(
-    teacher: LiveTeacher, batch: Batch, of: TeacherFingerprint, vocabulary: int
+    teacher: LiveTeacher, batch: Batch, fingerprint: TeacherFingerprint, vocabulary: int
 ) -> Content:
     """The columns of some rows, on the CPU."""
-    rows, answer = _ask(teacher, batch)
+    rows, answer = _answer(teacher, batch)
     logits = _logits(answer, vocabulary)
     (b, width), n = batch.input_ids.shape, len(rows)
     chunk = max(1, CHUNK_BYTES // (4 * vocabulary))
     rows = rows.cpu()
     uniforms = None
-    if of.method == "sample":
-        uniforms = _uniforms(batch.rows, of)[:, :width].flatten(0, 1)[rows]
+    if fingerprint.method == "sample":
+        uniforms = _uniforms(batch.rows, fingerprint.block_size)[:, :width].flatten(0, 1)[rows]
     parts: list[Content] = []
     for start in range(0, max(n, 1), chunk):
         stop = min(start + chunk, n)
-        log_p, p = log_softmax_(saturate_(logits(start, stop)), of.temperature)
+        log_p, p = log_softmax_(saturate_(logits(start, stop)), fingerprint.temperature)
         if uniforms is None:
-            parts.append(_top_k(log_p, of.k))
+            parts.append(_top_k(log_p, fingerprint.k))
         else:
-            parts.append(_sample(log_p, p, uniforms[start:stop], of.k))
+            parts.append(_sample(log_p, p, uniforms[start:stop], fingerprint.k))
     found = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
     row, column = rows // width, rows % width
-    if len(sick := found["error"].isnan().nonzero()):
-        first = int(sick[0])
+    if len(bad := found["error"].isnan().nonzero()):
+        first = int(bad[0])
         raise ValueError(
-            f"teacher {of.teacher!r} gives NaN at {len(sick)} of {n} positions, first in block "
-            f"{int(batch.rows[row[first]])}, token {int(column[first])}: check its weights, or "
-            "compute in float32 (--model_dtype float32)"
+            f"teacher {fingerprint.teacher!r} gives NaN at {len(bad)} of {n} positions, first in "
+            f"block {int(batch.rows[row[first]])}, token {int(column[first])}: check its weights, "
+            "or compute in float32 (--model_dtype float32)"
         )
     content: Content = {"real": torch.bincount(row, minlength=b)}
     for name, values in found.items():
@@ -385,7 +385,7 @@ def _content(
             sums = torch.zeros(b, dtype=torch.float64)
             content[name] = sums.index_add_(0, row, values.double())
         else:
-            content[name] = values.new_zeros(b, of.block_size, *values.shape[1:])
+            content[name] = values.new_zeros(b, fingerprint.block_size, *values.shape[1:])
             content[name][row, column] = values
     return content
 
@@ -410,7 +410,7 @@ def _top_k(log_p: Tensor, k: int) -> Content:
 
 
 def _rescaled(log_probs: Tensor, log_tail: Tensor) -> Tensor:
-    """Make the masses of the kept tokens sum to one less the tail, float32 `[n, k]`."""
+    """Make the masses of the kept tokens sum to 1 minus the tail, float32 `[n, k]`."""
     kept = log_probs.float()
     return kept.log_softmax(-1) + torch.log1p(-log_tail.exp()).unsqueeze(-1)
 
@@ -423,7 +423,7 @@ def _sample(log_p: Tensor, p: Tensor, uniform: Tensor, k: int) -> Content:
     largest, at = upto.topk(k)
     others = upto.scatter(-1, at, 0).sum(-1, keepdim=True)
     places = torch.arange(k, device=p.device)
-    # What remains without the m largest, shared by the k - m places that remain: t is the least.
+    # The mass without the m largest, divided by the k - m places that remain: t is the smallest.
     remains = largest.flip(-1).cumsum(-1).flip(-1) + others
     least = (remains / (k - places)).amin(-1, keepdim=True).clamp(min=torch.finfo(exact).tiny)
     upto.div_(least).clamp_(max=1).cumsum_(-1)
@@ -443,12 +443,12 @@ def _sample(log_p: Tensor, p: Tensor, uniform: Tensor, k: int) -> Content:
     }
 
 
-def _uniforms(rows: Tensor, of: TeacherFingerprint) -> Tensor:
+def _uniforms(rows: Tensor, block_size: int) -> Tensor:
     """Numbers from 0 to 1, `[b, block_size, 1]`.
 
-    Each row's depend on its number alone, so neither on batches nor on the device.
+    A row's numbers depend on its index alone, neither on batches nor on the device.
     """
-    drawn = [np.random.default_rng(row).random((of.block_size, 1)) for row in rows.tolist()]
+    drawn = [np.random.default_rng(row).random((block_size, 1)) for row in rows.tolist()]
     return torch.from_numpy(np.stack(drawn))
 
 

@@ -37,7 +37,7 @@ S = TypeVar("S", bound=ShardStore)
 
 
 class ShardWriter(Generic[S]):
-    """Write a cache; what an earlier, interrupted writer has finished is kept.
+    """Write a cache; complete shards of an earlier, interrupted writer are kept.
 
     Every row of the data set goes either to `put`, in the data set's order, or to `skip`. A shard
     is written when its last row came; until then no row of a later shard is taken. Until `close`
@@ -112,7 +112,7 @@ class ShardWriter(Generic[S]):
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """Ranges `(start, stop)` of the data set's rows that are not safely stored yet."""
+        """Ranges `(start, stop)` of the data set's rows that are not stored yet."""
         ranges: list[tuple[int, int]] = []
         for shard in range(self._n_shards):
             if shard not in self._stored:
@@ -124,14 +124,14 @@ class ShardWriter(Generic[S]):
 
     @property
     def done(self) -> int:
-        """The first row of the data set that is not safely stored yet; n when all are."""
+        """The first row of the data set that is not stored yet; n when all are."""
         missing = self.missing
         return missing[0][0] if missing else self.n
 
     def batches(self, batch_size: int) -> list[range]:
         """The batches, on one grid over the data set, that hold rows which are `missing`.
 
-        What is computed in a batch may depend on the others in it to rounding: on one grid it does
+        A row's result may depend, in its rounding, on the others in its batch. On one grid it does
         not depend on where an earlier writer was interrupted.
         """
         starts = {
@@ -142,7 +142,7 @@ class ShardWriter(Generic[S]):
         return [range(at, min(at + batch_size, self.n)) for at in sorted(starts)]
 
     def put(self, content: Content, rows: Tensor) -> None:
-        """Add some rows; those that are safely stored already are passed over.
+        """Add some rows; those that are stored already are ignored.
 
         Args:
             content: the columns, each [b, ...], on any device.
@@ -205,7 +205,7 @@ class ShardWriter(Generic[S]):
                     self.folder,
                     self.name,
                     expect=self.fingerprint,
-                    verify=False,  # each shard was looked at when it was written or recovered
+                    verify=False,  # each shard was checked when it was written or recovered
                 )
             finally:
                 self._release()
@@ -230,8 +230,8 @@ class ShardWriter(Generic[S]):
                 continue
             if differences := self._differences(manifest):
                 if place == self.folder or manifest["shards"]:  # else nothing would be lost
-                    setting = self.fingerprint.way_out
-                    mismatch = mismatch or FingerprintMismatch(path, differences, setting)
+                    way_out = self.fingerprint.way_out
+                    mismatch = mismatch or FingerprintMismatch(path, differences, way_out)
             else:
                 same[place] = manifest
         if mismatch and not same and not force:
@@ -299,7 +299,7 @@ class ShardWriter(Generic[S]):
 
     def _check_rows(self, rows: Tensor) -> None:
         if self._closed:
-            raise ValueError("this writer is closed; make another to go on")
+            raise ValueError("this writer is closed; make another to continue")
         if len(rows) and not 0 <= (first := int(rows.min())) <= (last := int(rows.max())) < self.n:
             raise ValueError(f"rows {first} to {last} of a data set of {self.n}")
 
@@ -396,8 +396,8 @@ class ShardWriter(Generic[S]):
     # The end
 
     def _check_complete(self, stop: int) -> None:
-        """Raise what is wrong with the shards before row `stop`, if one is not stored."""
-        self._write_complete()  # where a bad row kept a shard from being written, it is named again
+        """Raise an error if a shard before row `stop` is not stored."""
+        self._write_complete()  # names the bad row again that kept a shard from being written
         absent = [
             row for first, last in self.missing for row in self._absent(first, min(last, stop))
         ]
@@ -405,7 +405,7 @@ class ShardWriter(Generic[S]):
             raise ValueError(
                 f"{len(absent)} rows came neither to append nor to skip, the first is row "
                 f"{absent[0]} ({self._ids[absent[0]]!r}). Complete shards are kept: run again to "
-                "go on."
+                "continue."
             )
 
     def _publish(self) -> None:
@@ -423,8 +423,8 @@ class ShardWriter(Generic[S]):
         shutil.rmtree(self._partial)
         current = {self._file(shard) for shard in self._stored}
         for path in self.folder.glob(f"{self.name}*.pt"):
-            mine = re.fullmatch(rf"{self.name}(_\d{{5}})?\.pt", path.name)
-            if mine and path.name not in current:  # of a cache that this one replaced
+            is_shard = re.fullmatch(rf"{self.name}(_\d{{5}})?\.pt", path.name)
+            if is_shard and path.name not in current:  # of a cache that this one replaced
                 path.unlink()
 
     def _release(self) -> None:

@@ -22,14 +22,14 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.teachers import Features, Pixels, Teacher
 
-__all__ = ["Progress", "extract", "fingerprint"]
+__all__ = ["ExtractProgress", "extract", "fingerprint"]
 
 logger = logging.getLogger(__name__)
 
 _FEATURE_ROWS = 8192
 
 
-class Progress(NamedTuple):
+class ExtractProgress(NamedTuple):
     """How far an extraction is.
 
     Attributes:
@@ -78,11 +78,11 @@ def extract(
     force: bool = False,
     exclude_bad: bool = False,
     shard_rows: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[ExtractProgress], None] | None = None,
 ) -> EmbeddingStore:
     """Open the embeddings of a data set, computing those that are not in the store yet.
 
-    A complete cache is verified and opened; an interrupted one goes on after its last complete
+    A complete cache is verified and opened; an interrupted one continues after its last complete
     shard, in the same batches, so the result does not depend on where it was interrupted. An image
     that cannot be read is left out and listed under `unreadable` in the manifest.
 
@@ -116,10 +116,12 @@ def extract(
         )
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    asked = fingerprint(dataset, teacher, precision)
+    expected = fingerprint(dataset, teacher, precision)
     if not force:
         try:
-            return EmbeddingStore.open(Path(folder), split, expect=asked, exclude_bad=exclude_bad)
+            return EmbeddingStore.open(
+                Path(folder), split, expect=expected, exclude_bad=exclude_bad
+            )
         except FileNotFoundError:
             pass
     if isinstance(dataset, FeatureDataset):
@@ -127,7 +129,7 @@ def extract(
     with EmbeddingWriter(
         Path(folder),
         split,
-        asked,
+        expected,
         len(dataset),
         teacher.dim,
         labels=None if dataset.labels is None else torch.from_numpy(dataset.labels),
@@ -152,7 +154,7 @@ def _write(
     dataset: ImageDataset | FeatureDataset,
     embed: _Embed,
     loaded: Iterator[_Batch],
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[ExtractProgress], None] | None,
 ) -> None:
     total = len(dataset)
     before = total - sum(stop - start for start, stop in writer.missing)
@@ -162,18 +164,18 @@ def _write(
 
     def store(rows: Sequence[int], embeddings: Tensor) -> None:
         embeddings = embeddings.cpu()
-        sick = (~embeddings.isfinite().all(1)).nonzero()[:, 0].tolist()
-        if sick and not writer.exclude_bad:
-            row = rows[sick[0]]
+        bad = (~embeddings.isfinite().all(1)).nonzero()[:, 0].tolist()
+        if bad and not writer.exclude_bad:
+            row = rows[bad[0]]
             raise ValueError(
-                f"teacher {embed.teacher.name!r} gives NaN or infinity for {len(sick)} of "
+                f"teacher {embed.teacher.name!r} gives NaN or infinity for {len(bad)} of "
                 f"{len(rows)} samples, first {dataset.ids[row]!r} (row {row} of {dataset.name}): "
                 "take the sample out, check the weights, or compute in float32 (DEVICE cpu, "
                 "USE_FP16 False)"
             )
         writer.append(embeddings, torch.tensor(rows))
 
-    # One batch behind: a GPU works on the next while the last is copied and written.
+    # One batch behind: a GPU computes the next batch while the last one is copied and written.
     last: tuple[Sequence[int], Tensor] | None = None
     for batch in loaded:
         current = None if batch.images is None else (batch.rows, embed(batch.images))
@@ -188,7 +190,7 @@ def _write(
         if progress is not None:
             done = min(total, before + seen)
             rate = seen / max(time.perf_counter() - began, 1e-9)
-            progress(Progress(done, total, rate, (total - done) / rate))
+            progress(ExtractProgress(done, total, rate, (total - done) / rate))
     if last is not None:
         store(*last)
     if not given and not before:
@@ -238,8 +240,8 @@ def _load_between(
 ) -> Generator[_Batch, None, None]:
     """Decode each batch when it is asked for, its images by several threads.
 
-    Beside a teacher whose threads want every core, decoding would hold up all of them at each of
-    their barriers: 9 to 13 % instead of 2 to 4 % of the time.
+    While a teacher computes on every core, decoding would delay all its threads at each of their
+    barriers: 9 to 13 % instead of 2 to 4 % of the time.
     """
     with ThreadPoolExecutor(workers or torch.get_num_threads(), "decode") as pool:
         for rows in batches:
@@ -282,7 +284,7 @@ def _load(
 ) -> _Batch:
     """Read some rows; `each` is `map`, or a thread pool's."""
     if isinstance(dataset, FeatureDataset):
-        with np.errstate(over="ignore"):  # what leaves float32 becomes infinite and is named later
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, which is an error later
             block = np.array(dataset.features[rows.start : rows.stop], dtype=np.float32)
         return _Batch(rows, torch.from_numpy(block), [])
     if isinstance(teacher, Pixels) and dataset.arrays is not None and teacher.takes(dataset.arrays):
@@ -305,6 +307,6 @@ def _load(
             kept.append(row)
     if not images:
         return _Batch(kept, None, unreadable)
-    # NumPy's stack, because torch's would start threads of its own beside the teacher's; channels
-    # last, as images are in memory and convolutions like them.
+    # NumPy's stack, because torch's would start more threads beside the teacher's; channels last,
+    # as images are in memory and as convolutions are fastest.
     return _Batch(kept, torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), unreadable)

@@ -30,8 +30,7 @@ from ssl_kd.training.clock import Clock
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.consensus import sample_rows
-from ssl_kd.vision.extract import Progress as ExtractProgress
-from ssl_kd.vision.extract import extract
+from ssl_kd.vision.extract import ExtractProgress, extract
 from ssl_kd.vision.fit import (
     form_answer,
     head_clusters,

@@ -341,7 +341,7 @@ def test_bad_arguments(tmp_path):
         ({"method": "top"}, "method is 'top'; expected one of topk, sample"),
         ({"k": 0}, "k is 0; expected at least 1"),
         ({"temperature": 0.0}, "temperature"),
-        ({"k": V + 1}, f"k is {V + 1}, but the teacher knows {V} tokens"),
+        ({"k": V + 1}, f"k is {V + 1}, but the teacher has only {V} tokens"),
     ]:
         with pytest.raises(ValueError, match=message):
             make(tmp_path, **fields)
