@@ -17,7 +17,7 @@ from ssl_kd.files import sha256_file
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, cached_neighbours
-from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
+from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.vision.settings import VisionSettings
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +146,7 @@ def cache(config, tmp_path):
 
 def plant(folder, shard, change):
     """Change the embeddings of one shard as if they had always been so: checksums fit."""
-    path = manifest_path(folder, "train")
+    path = folder / "embeddings_train.json"
     manifest = read_manifest(path)
     entry = manifest["shards"][shard]
     content = torch.load(folder / entry["file"], weights_only=True)

@@ -1,7 +1,6 @@
 """Files are whole or absent, damage is named, nothing in them runs."""
 
 import errno
-import io
 import os
 import pickle
 from pathlib import Path
@@ -20,6 +19,7 @@ from ssl_kd.files import (
     save_tensors,
     sha256_file,
 )
+from tests.damage import FullDisk, Payload
 
 
 def names(folder: Path) -> list[str]:
@@ -61,23 +61,6 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, error):
         atomic_write(path, write)
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["file"]
-
-
-class FullDisk(io.BytesIO):
-    """A file on a disk that is full after some bytes."""
-
-    def __init__(self, file, room):
-        super().__init__()
-        self.file, self.room = file, room
-
-    def write(self, data):
-        self.room -= len(data)
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self.file.write(data)
-
-    def flush(self):
-        self.file.flush()
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path):
@@ -142,14 +125,6 @@ def test_damage_is_named(tmp_path, damage, mmap):
     path.write_bytes(content[damage])
     with pytest.raises(CorruptFileError, match=r"x\.pt cannot be read"):
         load_tensors(path, mmap=mmap)
-
-
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("mmap", [False, True])

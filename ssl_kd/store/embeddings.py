@@ -15,27 +15,10 @@ import torch
 from torch import Tensor
 
 from ssl_kd.store.fingerprint import Fingerprint
-from ssl_kd.store.shards import (
-    Columns,
-    Content,
-    Manifest,
-    NonFiniteRow,
-    ShardStore,
-    read_manifest,
-    write_manifest,
-)
+from ssl_kd.store.shards import Columns, Content, Manifest, ShardStore
 from ssl_kd.store.writer import ShardWriter
 
-__all__ = [
-    "EmbeddingStore",
-    "EmbeddingWriter",
-    "NonFiniteRow",
-    "is_bad",
-    "manifest_path",
-    "read_manifest",
-    "row_peaks",
-    "write_manifest",
-]
+__all__ = ["EmbeddingStore", "EmbeddingWriter", "is_bad", "row_peaks"]
 
 # A larger value is not plausible in an embedding: the square of its norm nears float32's limit.
 LARGEST = 1e12
@@ -67,11 +50,6 @@ def _name(split: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9-]+", split):
         raise ValueError(f"split is {split!r}; expected letters, digits and hyphens, like 'train'")
     return f"embeddings_{split}"
-
-
-def manifest_path(folder: Path, split: str) -> Path:
-    """Where the manifest of a split is."""
-    return folder / f"{_name(split)}.json"
 
 
 class EmbeddingStore(ShardStore):

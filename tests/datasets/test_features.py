@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from ssl_kd.datasets import open_features
 from ssl_kd.datasets.features import class_numbers
+from tests.damage import Payload
 
 X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 Y = np.array([2, 0, 1, 2, 0])
@@ -70,14 +71,6 @@ def test_plain_tensors_and_bfloat16(tmp_path):
     torch.save(torch.tensor(X).bfloat16(), tmp_path / "f.pt")
     data = open_features(tmp_path / "f.pt")
     np.testing.assert_allclose(data.features, X, rtol=1e-2)
-
-
-class Payload:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
 
 
 def test_a_pickle_with_code_is_refused(tmp_path):

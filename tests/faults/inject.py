@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,16 +122,6 @@ def flip_bit(path):
     data = bytearray(Path(path).read_bytes())
     data[len(data) // 2] ^= 16
     Path(path).write_bytes(data)
-
-
-class Payload:
-    """Unpickling it makes a folder: the trace of code that was executed."""
-
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
 
 
 def stop_at(step):

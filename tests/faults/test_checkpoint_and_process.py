@@ -15,7 +15,7 @@ import torch
 
 from ssl_kd.files import save_tensors, sha256_file
 from ssl_kd.heads import TEMIHead
-from ssl_kd.store.embeddings import read_manifest, write_manifest
+from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings

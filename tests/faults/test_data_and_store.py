@@ -24,14 +24,14 @@ from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.guard import Precision
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cached_neighbours
-from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
+from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.extract import extract
 from ssl_kd.vision.run import run
+from tests.damage import Payload
 from tests.faults.inject import (
     ROOT,
-    Payload,
     all_finite,
     assignments,
     cache,
@@ -52,11 +52,11 @@ SHARD = "embeddings_train_00002.pt"  # rows 32 to 47
 
 def _refit_checksum(path):
     """Make the manifest agree with a shard that was changed: then the fault is in the data."""
-    manifest = read_manifest(manifest_path(path.parent, "train"))
+    manifest = read_manifest(path.parent / "embeddings_train.json")
     for entry in manifest["shards"]:
         if entry["file"] == path.name:
             entry |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
-    write_manifest(manifest_path(path.parent, "train"), manifest)
+    write_manifest(path.parent / "embeddings_train.json", manifest)
 
 
 def _bad_row(settings, train_py, value, fitting, what):

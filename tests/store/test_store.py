@@ -1,7 +1,6 @@
 """The store: what was written comes back, whatever happened to the writer, the disk or the file."""
 
 import errno
-import io
 import json
 import os
 import pickle
@@ -24,7 +23,8 @@ from ssl_kd.store import (
     nearest_neighbours,
     shards,
 )
-from ssl_kd.store.embeddings import manifest_path, read_manifest, write_manifest
+from ssl_kd.store.shards import read_manifest, write_manifest
+from tests.damage import FullDisk, Payload
 
 N, D = 50, 6
 FINGERPRINT = Fingerprint("pixels", "none", "28px", "float32", "digits")
@@ -74,11 +74,11 @@ def shard_names(folder: Path) -> list[str]:
 
 def refit_checksum(path: Path):
     """Make the manifest agree with a shard that was changed: the fault is in the data."""
-    manifest = read_manifest(manifest_path(path.parent, "train"))
+    manifest = read_manifest(path.parent / "embeddings_train.json")
     for entry in manifest["shards"]:
         if entry["file"] == path.name:
             entry |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
-    write_manifest(manifest_path(path.parent, "train"), manifest)
+    write_manifest(path.parent / "embeddings_train.json", manifest)
 
 
 def change_row(path: Path, row: int, value: float):
@@ -416,14 +416,6 @@ def flip_bit(data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-class Payload:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 DAMAGE = {
     "one bit": flip_bit,
     "first bit": lambda data: bytes([data[0] ^ 1]) + data[1:],
@@ -698,23 +690,9 @@ def test_a_full_disk_leaves_the_old_cache_and_no_temporary_file(tmp_path, monkey
     before = content(tmp_path)
     save, calls = torch.save, []
 
-    class Full(io.BytesIO):
-        def __init__(self, file):
-            super().__init__()
-            self.file, self.room = file, 700
-
-        def write(self, data):
-            self.room -= len(data)
-            if self.room < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return self.file.write(data)
-
-        def flush(self):
-            self.file.flush()
-
     def save_until_full(value, file):
         calls.append(1)
-        save(value, Full(file) if len(calls) > 2 else file)
+        save(value, FullDisk(file, 700) if len(calls) > 2 else file)
 
     asked = replace(FINGERPRINT, teacher="other")
     with monkeypatch.context() as patch:

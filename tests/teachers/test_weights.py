@@ -1,4 +1,3 @@
-import os
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from ssl_kd.teachers.weights import (
     rename_lite0,
     weights_id,
 )
+from tests.damage import Payload
 
 
 def net():
@@ -50,14 +50,6 @@ def test_files_of_every_kind(tmp_path, wrapping):
     read = read_weights(path)
     assert read.keys() == state.keys()
     assert all(torch.equal(read[k], state[k]) for k in state)
-
-
-class Payload:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
 
 
 def test_what_holds_no_weights_is_refused(tmp_path):
