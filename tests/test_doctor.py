@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 def config(tmp_path, monkeypatch):
     """A settings file of a folder of its own, which is also where we are."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # a path longer than its column would be cut in two
     path = tmp_path / "config.py"
     path.write_text(f"EMBEDDINGS_DIR = {str(tmp_path / 'embeddings')!r}\n")
     return path

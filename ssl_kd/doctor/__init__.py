@@ -1,4 +1,4 @@
-"""The doctor: is the installation sound, and are the numbers? Tables with a way out per fault."""
+"""The doctor: checks the installation and the numerics, with a remedy for each fault."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> 
 
     Args:
         config: the settings file; it may be missing.
-        verbose: print each warning that came up once, with a count; else only how many there were.
+        verbose: print each distinct warning with its count; else only how many there were.
 
     Returns:
-        0 where everything is sound, else 1.
+        0 if everything is sound, else 1.
     """
     settings = _settings(config)
     checks = (
@@ -46,10 +46,10 @@ def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> in
 
     Args:
         config: the settings file; it may be missing.
-        verbose: print each warning that came up once, with a count; else only how many there were.
+        verbose: print each distinct warning with its count; else only how many there were.
 
     Returns:
-        0 where all is healthy, else 1.
+        0 if everything is healthy, else 1.
     """
     settings = _settings(config)
     stores: dict[str, EmbeddingStore] = {}  # those that can be read; filled by `cache`
@@ -67,14 +67,14 @@ def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> in
 
 
 def language_model(settings: LanguageSettings, *, verbose: bool = False) -> int:
-    """Print how weights, loss and gradients of the student fare in its first steps on the text.
+    """Print the health of the student's weights, loss and gradients in its first steps on the text.
 
     Args:
-        settings: of a run; STUDENT_MODEL, DATA_PATH and those of the optimisation count.
-        verbose: print each warning that came up once, with a count; else only how many there were.
+        settings: those of a run; STUDENT_MODEL, DATA_PATH and those of the optimizer matter.
+        verbose: print each distinct warning with its count; else only how many there were.
 
     Returns:
-        0 where all is healthy, else 1.
+        0 if everything is healthy, else 1.
     """
     from ssl_kd.doctor.gradients import gradients, open_model  # torch takes seconds
 

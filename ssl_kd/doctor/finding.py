@@ -1,18 +1,18 @@
-"""What a check found, and the table of it: a way out per fault."""
+"""What the checks found, as a table with a remedy for each fault."""
 
 from __future__ import annotations
 
-import functools
-import shutil
-import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+AS_SAID = "do what that message says"
+STYLES = {"ok": "green", "note": "yellow", "FAULT": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Finding:
     """One line of the doctor's table.
 
     Attributes:
-        tried: what was looked at.
+        tried: what was checked.
         seen: what was found there.
-        change: what to change; with one it is a fault.
-        note: no fault all the same: advice, or why something was not checked.
+        change: what to change; a finding with one is a fault.
+        note: not a fault all the same, but advice, or why something was not checked.
     """
 
     tried: str
@@ -37,25 +37,21 @@ class Finding:
         return "note" if self.note else "FAULT" if self.change else "ok"
 
 
-def table(title: str, findings: Iterable[Finding], width: int) -> str:
-    """The findings as text: what was tried, what was seen, and below a fault what to change."""
-    findings = list(findings)
-    first = max(len(finding.tried) for finding in findings) + 2
-    lines = [title]
+def table(findings: Iterable[Finding]) -> Table:
+    """What was tried, what was seen, and below a fault what to change."""
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column("status", no_wrap=True, min_width=7)
+    rows.add_column("tried", overflow="fold", max_width=40)
+    rows.add_column("seen", overflow="fold", ratio=1)
     for finding in findings:
-        head = f"  {finding.status:<6}{finding.tried:<{first}}"
-        indent = " " * len(head)
-        wrap = functools.partial(
-            textwrap.wrap, width=max(width, len(head) + 30), subsequent_indent=indent
-        )
-        lines += wrap(finding.seen, initial_indent=head)
-        if finding.change:
-            lines += wrap("-> " + finding.change, initial_indent=indent)
-    return "\n".join(lines)
+        seen = f"{finding.seen}\n-> {finding.change}" if finding.change else finding.seen
+        status = Text(f"  {finding.status}", STYLES[finding.status])
+        rows.add_row(status, Text(finding.tried), Text(seen))  # Text: brackets are no markup
+    return rows
 
 
 def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> int:
-    """Run the checks, print their table, and return 1 where there is a fault, else 0."""
+    """Run the checks, print their table, and return 1 if there is a fault, else 0."""
     findings: list[Finding] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -66,9 +62,10 @@ def report(title: str, checks: Iterable[Iterator[Finding]], verbose: bool) -> in
             except Exception as error:  # a check that cannot run is the fault it was looking for
                 name = getattr(check, "__name__", "check").strip("_").replace("_", " ")
                 seen = f"{type(error).__name__}: {error}"
-                change = "see the faults above; if there are none, report"
+                change = "fix the faults above first; if there are none, report this as a bug"
                 findings.append(Finding(name, seen, change))
-    print(table(title, findings, width=shutil.get_terminal_size().columns))
+    print(title)
+    Console().print(table(findings))
 
     statuses = Counter(finding.status for finding in findings)
     counts = [count(len(findings), "check"), count(statuses["FAULT"], "fault")]

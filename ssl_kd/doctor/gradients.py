@@ -1,4 +1,4 @@
-"""A language model of the user's own: one forward and backward pass, then ten steps."""
+"""The user's language model: one forward and backward pass, then ten steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.text import first_few, open_text
-from ssl_kd.doctor.finding import Finding, count
+from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.language.settings import LanguageSettings
@@ -23,8 +23,8 @@ from ssl_kd.teachers.student import add_lora
 from ssl_kd.training.schedule import learning_rate_at
 
 STEPS = 10
-TEXT_BYTES = 1_000_000  # of the text, more than ten steps can see
-LARGE_LOGIT = 1e4  # float16 ends at 65504, and sums of such products before
+TEXT_BYTES = 1_000_000  # of the text: more than ten steps can see
+LARGE_LOGIT = 1e4  # float16 ends at 65504, and intermediate sums are larger still
 EXPLODED = 100.0  # times the median norm of the parts
 SCALE = 1024.0  # of the loss in float16, as the guard would have it
 HALF = torch.finfo(torch.float16)
@@ -35,17 +35,17 @@ def open_model(settings: LanguageSettings) -> tuple[CausalLM, Blocks]:
     """The model that STUDENT_MODEL names, in the dtype that it is stored in, and some of the text.
 
     Raises:
-        SettingsError: STUDENT_MODEL names no model that is there.
+        SettingsError: STUDENT_MODEL names no existing model.
         FileNotFoundError, CausalLMUnavailable, ValueError: as by `load_causal_lm`, `open_text` and
             `make_blocks`.
     """
     spec = settings.student_model
     if spec.startswith(("fresh:", "layers:", "llama:")):
         raise SettingsError(
-            f"STUDENT_MODEL is {spec!r}, which is made in a run: name a model that is there, "
+            f"STUDENT_MODEL is {spec!r}, which is made during a run: name an existing model, "
             "--model FOLDER or its name on the Hugging Face Hub."
         )
-    stored: Any = "auto"  # the dtype in the file, which load_causal_lm hands on
+    stored: Any = "auto"  # the dtype in the file, which load_causal_lm passes on
     lm = load_causal_lm(spec, dtype=stored)
     texts = open_text(settings.data_path, "train", max_bytes=TEXT_BYTES)
     room = getattr(lm.model.config, "max_position_embeddings", None) or settings.block_size
@@ -55,8 +55,8 @@ def open_model(settings: LanguageSettings) -> tuple[CausalLM, Blocks]:
 
 
 def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Iterator[Finding]:
-    """What a training run by cross-entropy would meet in its first steps; the model is changed."""
-    own = settings.replace(
+    """What training by cross-entropy would meet in its first steps; the model is changed."""
+    settings = settings.replace(
         teacher_model="none",
         teacher_cache=None,
         alpha_ce=1.0,
@@ -65,14 +65,17 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
         router_mode="native",
         legacy_clamp=None,
     )
-    precision = precision_of(own)
+    precision = precision_of(settings)
     yield Finding("precision", str(precision))
     yield from _weights(lm.model)
-    model = add_lora(lm.model, own.lora_rank, own.lora_alpha) if own.lora_rank else lm.model
+    model = lm.model
+    if settings.lora_rank:
+        model = add_lora(model, settings.lora_rank, settings.lora_alpha)
     with torch.random.fork_rng():
-        torch.manual_seed(own.seed)
-        distiller = Distiller(model, own, precision)
-        batch = blocks.batch(range(min(own.batch_size, len(blocks))), precision.device)
+        torch.manual_seed(settings.seed)
+        distiller = Distiller(model, settings, precision)
+        rows = range(min(settings.batch_size, len(blocks)))
+        batch = blocks.batch(rows, precision.device)
         if not (yield from _forward(distiller, batch)):
             return
         yield from _backward(distiller, batch)
@@ -99,7 +102,7 @@ def _weights(model: nn.Module) -> Iterator[Finding]:
     yield Finding(
         "weights: finite",
         f"NaN or inf in {', '.join(first_few(sick, SHOWN))}" if sick else "all of them",
-        "the file is damaged, or its training had diverged: take an earlier checkpoint, or fetch it"
+        "the file is damaged, or its training diverged: take an earlier checkpoint, or download it"
         " again"
         if sick
         else "",
@@ -107,31 +110,31 @@ def _weights(model: nn.Module) -> Iterator[Finding]:
     yield Finding(
         "weights: range",
         f"largest {largest:.3g} in {where or 'none'}; in float16 {over:,} of {n:,} would overflow,"
-        f" and {lost:,} vanish",
-        "keep to --model_dtype bfloat16 or float32" if over else "",
+        f" and {lost:,} underflow to zero",
+        "use --model_dtype bfloat16 or float32" if over else "",
         note=bool(over),
     )
 
 
 def _forward(distiller: Distiller, batch: Batch) -> Generator[Finding, None, bool]:
-    """Loss and logits; returns whether there is anything to go on with."""
+    """Loss and logits; returns whether the loss is finite, so that a backward pass makes sense."""
     with torch.no_grad(), distiller.precision.autocast():
         logits = distiller.student(**batch.model_inputs(), use_cache=False).logits
     largest, way = float(logits.abs().amax()), ""  # NaN where one is
     if math.isfinite(largest) and largest > LARGE_LOGIT:
-        way = "float16 ends at 65504: keep to --model_dtype bfloat16 or float32"
+        way = "float16 ends at 65504: use --model_dtype bfloat16 or float32"
     seen = f"{list(logits.shape)}, largest {largest:.3g}"
     yield Finding("forward: logits", seen, way, note=bool(way))
 
     ce = float(_mean_loss(distiller, batch).detach())
     guessing = math.log(logits.shape[-1])
-    seen = f"{ce:.4g} nats a token; guessing among {logits.shape[-1]:,} tokens has {guessing:.4g}"
+    seen = f"{ce:.4g} nats a token; guessing among {logits.shape[-1]:,} tokens gives {guessing:.4g}"
     if not math.isfinite(ce):
-        why = distiller.explain(batch) or "it is finite when run again: look at the device"
+        why = distiller.explain(batch) or "it is finite when run again: suspect the device"
         yield Finding("forward: loss", seen, why)
         return False
     worse = ce > 1.2 * guessing
-    way = "worse than guessing: is the tokenizer this model's own?" if worse else ""
+    way = "worse than guessing: does the tokenizer belong to this model?" if worse else ""
     yield Finding("forward: loss", seen, way, note=worse)
     return True
 
@@ -149,18 +152,18 @@ def _backward(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
     found = iter(torch.autograd.grad(loss, trained, allow_unused=True))
     norms: dict[str, float] = {}
     for part, some in parts.items():
-        own = [g.norm() for g in (next(found) for _ in some) if g is not None]
-        norms[part] = float(torch.stack(own).norm()) / scale if own else 0.0
+        sizes = [g.norm() for g in (next(found) for _ in some) if g is not None]
+        norms[part] = float(torch.stack(sizes).norm()) / scale if sizes else 0.0
     finite = sorted(norm for norm in norms.values() if math.isfinite(norm))
     median = finite[len(finite) // 2] if finite else math.nan
     for part, norm in norms.items():
         way, note = "", False
         if not math.isfinite(norm):
-            way = distiller.explain(batch) or "finite when run again: look at the device"
+            way = distiller.explain(batch) or "finite when run again: suspect the device"
         elif norm == 0:
             way = "no gradient reaches it: look for a detach, a clamp or an unused module"
         elif norm > EXPLODED * median:
-            way, note = f"{norm / median:.0f} times the median part: keep CLIP_GRAD on", True
+            way, note = f"{norm / median:.0f} times the median part: leave CLIP_GRAD on", True
         yield Finding(f"gradient: {part}", f"norm {norm:.3g}", way, note)
     total = math.hypot(*norms.values())
     limit = distiller.settings.clip_grad
@@ -218,9 +221,9 @@ def _steps(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
         "" if fell else f"the loss does not fall: try --learning_rate {settings.peak_lr / 10:.1g}",
     )
     if stopped:
-        yield Finding("steps: stopped", stopped, "as said there")
+        yield Finding("steps: stopped", stopped, AS_SAID)
     events = distiller.guard.events.events
-    # The loss scale is still finding its place: that is what the first steps are for.
+    # The loss scale is still settling: that is what the first steps are for.
     settling = distiller.precision.scale and updated > 0
     for reason, times in Counter(f"{e.part}: {e.reason}; {e.action}" for e in events).items():
         yield Finding("steps: guard", f"{times} x {reason}", "" if settling else "see above", True)

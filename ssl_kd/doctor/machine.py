@@ -48,11 +48,11 @@ def packages() -> Iterator[Finding]:
             seen, change = explain_import(name, error)
             yield Finding(name, seen, change)
         else:
-            yield Finding(name, str(getattr(module, "__version__", "here")))
+            yield Finding(name, str(getattr(module, "__version__", "installed")))
     for name, extra in _OPTIONAL.items():
         missing = importlib.util.find_spec(name) is None
         way = f"not installed, optional: pip install -e '.[{extra}]'"
-        yield Finding(f"extra {extra}", way if missing else "here")
+        yield Finding(f"extra {extra}", way if missing else "installed")
 
 
 def explain_import(name: str, error: Exception) -> tuple[str, str]:
@@ -60,16 +60,16 @@ def explain_import(name: str, error: Exception) -> tuple[str, str]:
     seen = f"{type(error).__name__}: {error}"
     if "torchvision::nms" in str(error):
         return seen, (
-            "torchvision was built for another torch: install the two together from one place,"
+            "torchvision was built for another torch: install both together from one index,"
             " pip install --force-reinstall torch torchvision"
         )
     if isinstance(error, ModuleNotFoundError) and error.name == name:
         return seen, "make train sets up everything in .venv; or: pip install -e ."
-    return seen, f"its binary does not fit this machine: pip install --force-reinstall {name}"
+    return seen, f"its binary does not work on this machine: pip install --force-reinstall {name}"
 
 
 def versions() -> Iterator[Finding]:
-    """Whether each package is as new, or as old, as the others need it."""
+    """Whether each package has a version that the others accept."""
     from packaging.requirements import Requirement
 
     unfit = set()
@@ -87,13 +87,13 @@ def versions() -> Iterator[Finding]:
                 unfit.add(f"{name} needs {need.name} {need.specifier}, here is {found}")
     yield Finding(
         "versions",
-        "; ".join(sorted(unfit)) or "each package is what the others need",
+        "; ".join(sorted(unfit)) or "all packages fit each other",
         "pip install -e . --upgrade, or in a fresh environment: make train" if unfit else "",
     )
 
 
 def torchvision() -> Iterator[Finding]:
-    """A real kernel of torchvision: the first thing to break beside another build of torch."""
+    """A real kernel of torchvision: the first thing to break with another build of torch."""
     try:
         import torch
         import torchvision
@@ -103,9 +103,9 @@ def torchvision() -> Iterator[Finding]:
     except Exception as error:
         yield Finding("torchvision kernel", *explain_import("torchvision", error))
         return
-    way = "install the two from one place: pip install --force-reinstall torch torchvision"
+    way = "install both from one index: pip install --force-reinstall torch torchvision"
     change = "" if kept == [0, 2] else way
-    yield Finding("torchvision kernel", f"nms keeps boxes {kept} of 3, [0, 2] are right", change)
+    yield Finding("torchvision kernel", f"nms keeps boxes {kept} of 3; [0, 2] is right", change)
     builds = {str(module.__version__).partition("+")[2] for module in (torch, torchvision)}
     if len(builds) > 1:  # the CPU's kernel runs, the GPU's may not be there
         seen = f"torch is {torch.__version__}, torchvision {torchvision.__version__}"
@@ -140,8 +140,8 @@ def device(settings: VisionSettings) -> Iterator[Finding]:
         sound = error < 20 * torch.finfo(dtype).eps and bool(torch.isfinite(x.grad).all())
         yield Finding(
             f"kernel {what}",
-            f"product, softmax and backward, off from float64 by {error:.1e}",
-            "" if sound else "this device computes wrongly in this dtype: set DEVICE to 'cpu'",
+            f"product, softmax and backward differ from float64 by {error:.1e}",
+            "" if sound else "this device gives wrong results in this dtype: set DEVICE to 'cpu'",
         )
 
 
@@ -154,7 +154,11 @@ def policy(settings: VisionSettings) -> Generator[Finding, None, Precision | Non
     try:
         precision = Precision.for_device(settings.device, use_fp16=settings.use_fp16)
     except (ValueError, RuntimeError) as error:
-        yield Finding("precision", str(error), "set DEVICE in config.py to 'cpu', or as said there")
+        yield Finding(
+            "precision",
+            str(error),
+            "set DEVICE in config.py to 'cpu', or do what that message says",
+        )
         return None
     gained = precision.student != torch.float32
     yield Finding("precision", str(precision), note=settings.use_fp16 and not gained)
@@ -179,7 +183,7 @@ def folders(settings: VisionSettings) -> Iterator[Finding]:
     """The folders of the settings can be written."""
     for name in ("data_dir", "embeddings_dir", "runs_dir"):
         folder = Path(getattr(settings, name)).absolute()
-        # A folder that is not there yet will be made in the nearest one that is.
+        # A folder that does not exist yet will be made in the nearest one that does.
         place = next(parent for parent in (folder, *folder.parents) if parent.exists())
         try:
             with tempfile.TemporaryFile(dir=place) as file:

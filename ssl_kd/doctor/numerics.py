@@ -1,15 +1,11 @@
-"""Head and losses on numbers that break others: extremes, gradient flow, isolation."""
+"""Head and losses on inputs that break other implementations: extremes, gradients, isolation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ssl_kd.doctor.finding import Finding
 from ssl_kd.vision.settings import VisionSettings
-
-if TYPE_CHECKING:
-    pass
 
 _DIM, _CLUSTERS, _HEADS, _BATCH = 32, 10, 4, 16
 
@@ -45,8 +41,8 @@ def forward(settings: VisionSettings) -> Iterator[Finding]:
         yield Finding(
             f"forward: {name}",
             f"{settings.head}: largest logit {largest:.3g}",
-            "" if fine else "the head makes NaN or inf of finite input: look for a division or log"
-            " in it that a zero or a large row reaches",
+            "" if fine else "the head turns finite input into NaN or inf: look for a division or"
+            " log in it that a row of zeros or of large values reaches",
         )  # fmt: skip
 
 
@@ -78,7 +74,7 @@ def losses(settings: VisionSettings) -> Iterator[Finding]:
         (gradient,) = torch.autograd.grad(loss.sum(), student)
         size = gradient.float().abs().max().item()
         fine = bool(torch.isfinite(loss).all() and torch.isfinite(gradient).all())
-        # Equal logits are where the symmetric loss rests; disjoint ones are where it must push.
+        # At equal logits the symmetric loss has no gradient; at disjoint ones it must have one.
         fine = fine and not (name == "disjoint probabilities" and size == 0)
         yield Finding(
             f"loss: {name}",
@@ -159,5 +155,7 @@ def isolation(settings: VisionSettings) -> Iterator[Finding]:
         "isolation: NaN in one head",
         f"the others are {'the same to the last bit' if same else 'CHANGED'};"
         f" the sick one is {'noticed' if seen else 'NOT noticed'}",
-        "" if same and seen else "heads are mixed somewhere: check `stacked` of the head's class",
+        ""
+        if same and seen
+        else "the heads are mixed somewhere: check `stacked` of the head's class",
     )

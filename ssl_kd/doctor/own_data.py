@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ssl_kd.doctor import machine
-from ssl_kd.doctor.finding import Finding, count
+from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.settings import VisionSettings
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ssl_kd.vision.train import LogRecord
 
 _BLOCK_ROWS = 8192
-_MANY_ROWS = 200_000  # of more, duplicates and kept neighbours are looked at in a sample
-_PAIRED_ROWS = 4096  # that sample, and where no neighbours are kept
+_MANY_ROWS = 200_000  # beyond them, duplicates and neighbours are those of a sample
+_PAIRED_ROWS = 4096  # that sample of neighbours
 _STEPS, _SECONDS = 3, 10.0
 _SHOWN = 5  # faults of the first batches, before the rest is only counted
 
@@ -43,7 +43,7 @@ def cache(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
                 store = EmbeddingStore.open(folder, split, exclude_bad=True)
                 seen = "checksums fit, some rows are bad: see below"
         except FileNotFoundError:
-            way = "" if split == "test" else "python train.py makes it; then come back"
+            way = "" if split == "test" else "python train.py makes it; then run this again"
             yield Finding(name, f"none in {folder} yet: not checked", way, note=True)
         except (ValueError, RuntimeError, OSError) as error:
             change = "rebuild it: python train.py --force-recompute"
@@ -143,7 +143,7 @@ def scan_rows(store: EmbeddingStore) -> Scan:
 
 
 def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """The embeddings themselves: bad rows by file, row and sample, and what is merely odd."""
+    """The embeddings themselves: bad rows by file, row and sample, and what is merely unusual."""
     from ssl_kd.store import EmbeddingStore
 
     for split, opened in stores.items():
@@ -155,8 +155,8 @@ def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
                 yield Finding(
                     f"{name}, {kind}",
                     f"{count(len(rows), 'row')}, the first: {_where(store, int(rows[0]))}",
-                    "python train.py --force-recompute; if it comes back, look at that sample and"
-                    " take it out of the data",
+                    "python train.py --force-recompute; if it happens again, look at that sample"
+                    " and take it out of the data",
                 )
         about = "about " if scan.sampled else ""
         yield Finding(
@@ -168,7 +168,7 @@ def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
         if scan.constant == store.dim:
             yield Finding(
                 f"{name}, all rows",
-                "every row is the same, so there is nothing to tell apart",
+                "every row is the same, so there is nothing to cluster",
                 "look at TEACHER, TEACHER_WEIGHTS and a few of the images",
             )
         elif scan.constant > store.dim / 2:
@@ -177,10 +177,12 @@ def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
             yield Finding(f"{name}, columns", seen, way, note=True)
         if len(scan.zero):
             seen = f"{count(len(scan.zero), 'row')}, the first: {_where(store, int(scan.zero[0]))}"
-            way = "nothing is known of such a sample: is its image blank?"
+            way = "a row of zeros says nothing about its sample: is the image blank?"
             yield Finding(f"{name}, zero", seen, way, note=True)
         if scan.spread < 1e-4 and scan.constant < store.dim:
-            seen = f"rows differ by {scan.spread:.1g} of their size: float32 keeps few digits of it"
+            seen = (
+                f"rows differ by {scan.spread:.1g} of their size: float32 keeps few digits of that"
+            )
             way = "subtract the mean of each column before the features are saved"
             yield Finding(f"{name}, offset", seen, way, note=True)
         if scan.pair is not None and scan.duplicates > store.n / 100:
@@ -201,7 +203,7 @@ def _where(store: EmbeddingStore, row: int) -> str:
 
 
 def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """Values that are allowed and often meant well, and what they do to a run."""
+    """Settings that are allowed and often well meant, and what they do to a run."""
     s, store = settings, stores.get("train")
     known = None if store is None or store.class_names is None else len(store.class_names)
     k = s.n_clusters or known or 2
@@ -216,7 +218,7 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
     for name, edge in (("student_temp", 0.06), ("teacher_temp", 0.05)):
         temperature = getattr(s, name)
         if temperature <= edge:
-            why = "clusters harden before they are found, and sure samples have no gradient"
+            why = "clusters harden before they are found, and confident samples have no gradient"
             risk(name, why, "try 0.1")
         elif temperature > 1:
             sure = 1 / (1 + (k - 1) * math.exp(-2 / temperature))
@@ -235,7 +237,7 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
         why = f"the running marginal rests on {per_cluster:.1f} samples for each of {k} clusters"
         risk("marginal_momentum", why, f"try {enough:g}, or a larger BATCH_SIZE")
     if s.ema_momentum == 0:
-        why = "the teacher is the student itself, which follows its own last step"
+        why = "the teacher is the student itself, and averages nothing"
         risk("ema_momentum", why, "try 0.9")
     elif 1 / (1 - s.ema_momentum) > s.max_steps:
         why = f"the teacher averages over more than the {s.max_steps} steps of the run"
@@ -247,7 +249,7 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
         share = s.learning_rate * s.weight_decay
         risk("weight_decay", f"each step takes {share:.0%} off every weight", "try 1e-4")
     if s.clip_grad is None and s.use_fp16:
-        why = "with USE_FP16 one large gradient goes into the weights as it is"
+        why = "with USE_FP16 one large gradient goes into the weights unclipped"
         risk("clip_grad", why, "try 1.0")
     if s.spike_factor < 5:
         risk("spike_factor", "ordinary steps are skipped as spikes", "try 100")
@@ -269,6 +271,55 @@ def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -
         yield Finding(name, f"not checked: there is no usable {what}, see above", note=True)
         return
 
+    from ssl_kd.vision.run import n_clusters_of
+
+    try:
+        n_clusters = n_clusters_of(settings, store.class_names, store.n)
+    except SettingsError as error:
+        yield Finding(name, str(error), AS_SAID)
+        return
+    found = _train_a_little(settings, store, n_clusters, precision)
+    loss = _range([value for record in found.records for value in record.loss])
+    norm = _range([value for record in found.records for value in record.grad_norm])
+    paired = len(found.rows)
+    pairs = "" if paired == store.n else f", paired among {paired:,} of {store.n:,} rows"
+    yield Finding(
+        name,
+        f"{count(len(found.records), 'step')} of {count(settings.n_heads, 'head')}, {n_clusters} "
+        f"clusters{pairs}: loss {loss}, gradient norm {norm}, {found.step_seconds:.2g} s a step",
+    )
+    if found.stopped:
+        yield Finding("run: stopped", found.stopped, f"{AS_SAID}, once the faults below are fixed")
+    yield from faults_of(found.events, store, found.rows, precision)
+    norms = zip(*(record.grad_norm for record in found.records), strict=True)
+    if dead := [str(head) for head, of_steps in enumerate(norms) if not any(of_steps)]:
+        shown = ", ".join(dead[:_SHOWN]) + (", ..." if len(dead) > _SHOWN else "")
+        yield Finding(
+            "run: dead heads",
+            f"head {shown}: the gradient is exactly zero at every step",
+            "raise STUDENT_TEMP and TEACHER_TEMP to 0.1; with a HEAD of your own, look for a clamp"
+            " or a detach in it",
+        )
+
+
+@dataclass(frozen=True)
+class _FirstSteps:
+    """What a few steps left: log records and events, and the rows of the store that they drew on.
+
+    `stopped` is why they ended early, empty where they did not.
+    """
+
+    records: list[LogRecord]
+    events: list[Event]
+    rows: Tensor
+    step_seconds: float
+    stopped: str
+
+
+def _train_a_little(
+    settings: VisionSettings, store: EmbeddingStore, n_clusters: int, precision: Precision
+) -> _FirstSteps:
+    """A few steps of the configured run; of many rows without known neighbours, on a sample."""
     import torch
 
     from ssl_kd.guard.parts import TooFewHealthyParts
@@ -276,14 +327,9 @@ def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -
     from ssl_kd.vision.consensus import sample_rows
     from ssl_kd.vision.fit import make_sampler, make_trainer
     from ssl_kd.vision.projection import Projection
-    from ssl_kd.vision.run import PROJECTION_ROWS, n_clusters_of
+    from ssl_kd.vision.run import PROJECTION_ROWS
     from ssl_kd.vision.train import train
 
-    try:
-        n_clusters = n_clusters_of(settings, store.class_names, store.n)
-    except SettingsError as error:
-        yield Finding(name, str(error), "as said there")
-        return
     k = min(settings.neighbours, store.n - 1)
     rows, neighbours = torch.arange(store.n), _kept_neighbours(store, k)
     if neighbours is None:
@@ -301,7 +347,7 @@ def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -
     def enough() -> bool:
         return len(records) == _STEPS or time.perf_counter() - began > _SECONDS
 
-    stopped = None
+    stopped = ""
     try:
         train(
             trainer,
@@ -316,31 +362,7 @@ def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -
     except TooFewHealthyParts as error:
         stopped = str(error)
     seconds = (time.perf_counter() - began) / max(len(records), 1)
-
-    loss = _range([value for record in records for value in record.loss])
-    norm = _range([value for record in records for value in record.grad_norm])
-    pairs = "" if len(rows) == store.n else f", paired among {len(rows):,} of {store.n:,} rows"
-    yield Finding(
-        name,
-        f"{count(len(records), 'step')} of {count(settings.n_heads, 'head')}, {n_clusters} "
-        f"clusters{pairs}: loss {loss}, gradient norm {norm}, {seconds:.2g} s a step",
-    )
-    if stopped:
-        yield Finding("run: stopped", stopped, "as said there, after the faults below")
-    yield from faults_of(events, store, rows, precision)
-    dead = [
-        head
-        for head, norms in enumerate(zip(*(record.grad_norm for record in records), strict=True))
-        if not any(norms)
-    ]
-    if dead:
-        shown = ", ".join(map(str, dead[:_SHOWN])) + (", ..." if len(dead) > _SHOWN else "")
-        yield Finding(
-            "run: dead heads",
-            f"head {shown}: the gradient is exactly zero at every step",
-            "raise STUDENT_TEMP and TEACHER_TEMP to 0.1; with a HEAD of your own, look for a clamp"
-            " or a detach in it",
-        )
+    return _FirstSteps(records, events, rows, seconds, stopped)
 
 
 def faults_of(
@@ -364,11 +386,11 @@ def faults_of(
         text = f"{reason}, at step {', '.join(str(event.step) for event in same)}"
         if stage == "input" and same[0].value is not None:
             text += f"; sample {store.ids[int(rows[int(same[0].value)])]!r}"
-        # The loss scale is still finding its place: that is what the first steps are for.
+        # The loss scale is still settling: that is what the first steps are for.
         settling = stage == "gradient" and precision.scale and len(same) < _STEPS
         yield Finding(f"run: {part}, {stage}", text, changes[stage], note=settling)
     if len(seen) > _SHOWN:
-        more = f"{count(len(seen) - _SHOWN, 'further part')} of the same kinds"
+        more = f"{count(len(seen) - _SHOWN, 'further part')} with the same kinds of fault"
         yield Finding("run: and", more, "as above")
 
 

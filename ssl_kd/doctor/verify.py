@@ -1,4 +1,4 @@
-"""Do the ways to compute the loss agree? Live, from a cache and in chunks, on the user's models."""
+"""Do all ways to compute the loss agree? Live, cached and in chunks, on the user's models."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, n_ids
 __all__ = ["Agreement", "agreement_table", "verify"]
 
 ROWS = 4  # of the text: whole logits of both models must fit in memory
-CHUNK_TOKENS = 7  # a prime: the last chunk is a part of one
+CHUNK_TOKENS = 7  # a prime: the last chunk is an incomplete one
 
 Allowed = tuple[float, float]
 """Largest relative difference of a value, and of a gradient."""
 
 EXACT: Allowed = (1e-4, 1e-3)
-HALF: Allowed = (2e-2, 5e-2)  # products in half precision are rounded elsewhere each way
+HALF: Allowed = (2e-2, 5e-2)  # each way rounds its half-precision products at other places
 STORED: Allowed = (1e-3, 1e-2)  # log-probabilities are stored in float16
-# Of the value, k tokens of the vocabulary give a lower bound only; what teaches is the gradient.
+# k tokens give only a lower bound of the value; what the student learns from is the gradient.
 SHORTENED: Allowed = (1e-1, 1e-1)
-LEAST = 0.1  # nats: rounding is a large share of a term that is next to nothing
+LEAST = 0.1  # nats: of a term near zero, rounding is a large share
 
 
 @dataclass(frozen=True)
@@ -86,24 +86,26 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
         The plain way first, and how far each other one lies from it.
 
     Raises:
-        SettingsError: no teacher, or one with another tokenizer: the loss is then computed in one
-            way only. And as by `prepare`.
+        SettingsError: no teacher, or one with another tokenizer: there is only one way then to
+            compute the loss. And as by `prepare`.
     """
     if settings.teacher_model == "none" or settings.align != "auto":
         came = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
-        raise SettingsError(f"{came} leaves nothing to compare: name a teacher of one tokenizer.")
+        raise SettingsError(
+            f"{came} leaves nothing to compare: name a teacher with the student's tokenizer."
+        )
     experts = settings.router_mode in ("all", "ka") or settings.router_weights is not None
     if settings.teacher_cache is not None and experts:
         raise SettingsError(
-            "TEACHER_CACHE holds what other experts or routers said (ROUTER_MODE "
-            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and is "
-            "compared with the teacher as it came alone: set TEACHER_CACHE to None."
+            "TEACHER_CACHE holds answers of other experts or routers (ROUTER_MODE "
+            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and "
+            "only the teacher as it came is compared: set TEACHER_CACHE to None."
         )
     settings = settings.replace(router_mode="native", legacy_clamp=None, teacher_offload=False)
     precision = precision_of(settings)
     task = prepare(settings, precision, progress or (lambda stage, done, total, info: None))
     assert isinstance(task.blocks, Blocks) and task.teacher is not None
-    frozen = task.frozen or FrozenTeacher(  # beside a cache it is not at work
+    frozen = task.frozen or FrozenTeacher(  # with a cache it is not loaded for work
         task.teacher.model, device=precision.device, dtype=precision.teacher
     )
     few = task.blocks.first(ROWS)
@@ -160,12 +162,12 @@ def _plain(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Tensor:
     mask = torch.zeros(batch.counts.numel(), dtype=torch.bool, device=rows.device)
     mask[rows] = True
     with torch.no_grad():
-        taught = frozen.model(**inputs, use_cache=False).logits
+        teacher_logits = frozen.model(**inputs, use_cache=False).logits
     with distiller.precision.autocast():
         logits = distiller.student(**inputs, use_cache=False).logits
     kd = token_kd(
         logits,
-        taught,
+        teacher_logits,
         mask=mask.view_as(batch.counts),
         temperature=settings.temperature,
         divergence=settings.kind_of_divergence,
@@ -197,18 +199,18 @@ def _in_chunks(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Ten
 def _whole_cache(
     folder: str, frozen: FrozenTeacher, blocks: Blocks, task: Task, settings: LanguageSettings
 ) -> TeacherCache:
-    """A cache of the first rows that leaves no token out."""
+    """A cache of the first rows that holds the whole vocabulary."""
     assert task.teacher is not None
     tokenizer, teacher = task.student.tokenizer, task.teacher
     vocabulary = min(n_ids(tokenizer), frozen.model.get_output_embeddings().weight.shape[0])
-    of = TeacherFingerprint(
+    fingerprint = TeacherFingerprint(
         **identity(teacher.name, teacher.weights_id, tokenizer, task.train_set, blocks),
         dtype=str(frozen.model.dtype).removeprefix("torch."),
         method="topk",
         k=vocabulary,
         temperature=settings.temperature,
     )
-    return write(frozen, blocks, folder, of, vocabulary=vocabulary)
+    return write(frozen, blocks, folder, fingerprint, vocabulary=vocabulary)
 
 
 @dataclass(frozen=True)
