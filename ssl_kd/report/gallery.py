@@ -98,33 +98,34 @@ def gallery(
     for sample in train:
         if label := label_names.get(sample.get("label", "")):
             members.setdefault(sample["cluster"], Counter())[label] += 1
-    clusters = []
-    for k in shown:
-        size = counts[k]
-        about = f"{size:,} image{'s' if size != 1 else ''}" if size >= 0 else ""
-        title = f"Cluster {k}"
-        if common := members.get(str(k)):
-            (name, count), total = common.most_common(1)[0], common.total()
-            title += f" · {name}" if count >= 0.5 * total else " · mixed"
-            about += f", {100 * count / total:.0f} % of them {name}"
-            others = [n for n, c in common.most_common(3)[1:] if c >= 0.1 * total]
-            about += f"; also {', '.join(others)}" if others else ""
-        clusters.append(
-            {
-                "title": title,
-                "about": about,
-                "size": size,
-                "colour": colours[k] if k < len(colours) else "#808080",
-                "pictures": [named(row) for row in picked[k]],
-            }
-        )
-    hidden = len(typical) - len(shown)
+    clusters = [
+        _caption(k, counts[k], members.get(str(k)))
+        | {
+            "size": counts[k],
+            "colour": colours[k] if k < len(colours) else "#808080",
+            "pictures": [named(row) for row in picked[k]],
+        }
+        for k in shown
+    ]
     return {
         "clusters": clusters,
-        "hidden": hidden,
+        "hidden": len(typical) - len(shown),
         "columns": typical.shape[1] if typical.shape[1] <= 8 else -(-typical.shape[1] // 2),
         "doubtful": [named(row, with_cluster=True) for row in doubtful],
     }
+
+
+def _caption(cluster: int, size: int, labels: Counter[str] | None) -> dict[str, Any]:
+    """Title of a cluster, and a line on how many images it has and of which classes."""
+    title = f"Cluster {cluster}"
+    about = f"{size:,} image{'s' if size != 1 else ''}" if size >= 0 else ""
+    if labels:
+        (name, count), total = labels.most_common(1)[0], labels.total()
+        title += f" · {name}" if count >= 0.5 * total else " · mixed"
+        about += f", {100 * count / total:.0f} % of them {name}"
+        others = [n for n, c in labels.most_common(3)[1:] if c >= 0.1 * total]
+        about += f"; also {', '.join(others)}" if others else ""
+    return {"title": title, "about": about}
 
 
 def _least_certain(train: Sequence[dict[str, str]]) -> list[int]:

@@ -27,30 +27,7 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
     sizes = [int(size) for size in metrics.get("cluster_sizes", [])]
     heads = sorted(metrics.get("heads", []), key=lambda h: _order(h.get("criterion")))
     chosen = [int(h["head"]) for h in heads if h.get("chosen")]
-    places, clusters = run.arrays.get("map"), run.arrays.get("map_cluster")
-    n_clusters = max(len(sizes), 1 + int(clusters.max(initial=-1)) if clusters is not None else 0)
-    colours = list(figures.PALETTE[:n_clusters])
-    map_clusters = map_labels = None
-    names = _class_names(run)
-    if places is not None and clusters is not None:
-        colours = figures.cluster_colours(n_clusters, places, clusters)
-        numbers = [str(k) for k in range(n_clusters)]
-        map_clusters = figures.embedding_scatter(
-            places, clusters, colours, numbers, "map of the embeddings, coloured by cluster"
-        )
-        labels = run.arrays.get("map_label")
-        if labels is not None and (labels >= 0).any():
-            n_classes = max(len(names), int(labels.max()) + 1)
-            names = [*names, *map(str, range(len(names), n_classes))]
-            map_labels = figures.embedding_scatter(
-                places,
-                labels,
-                figures.class_colours(n_classes, colours, labels, clusters),
-                names,
-                "map of the embeddings, coloured by true class",
-            )
-    elif n_clusters > len(colours):
-        colours = [figures.PALETTE[k % len(figures.PALETTE)] for k in range(n_clusters)]
+    names, colours = _class_names(run), _cluster_colours(run, len(sizes))
     confusion = None
     if "confusion" in run.arrays:
         order = run.arrays.get("confusion_clusters")
@@ -66,10 +43,8 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "labelled": labelled,
         "noun": noun,
         "table": _table(metrics.get("table", [])) if labelled else {"rows": [], "splits": []},
-        "map_clusters": map_clusters,
-        "map_labels": map_labels,
-        "map_points": f"{len(places):,}" if places is not None else "",
-        "many": n_clusters > len(figures.PALETTE),
+        **_maps(run, colours, names),
+        "many": len(colours) > len(figures.PALETTE),
         "gallery": gallery(run, images, sizes, colours, label_names),
         "confusion": confusion,
         "sizes": figures.cluster_size_bars(sizes),
@@ -81,6 +56,35 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "heads_judged": any(finite(h.get("acc")) for h in heads),
         "heads_text": _heads_text(heads, chosen),
     }
+
+
+def _cluster_colours(run: RunResults, n_sizes: int) -> list[str]:
+    """A colour for each cluster, of those on the map and those with a size."""
+    places, clusters = run.arrays.get("map"), run.arrays.get("map_cluster")
+    n_clusters = max(n_sizes, 1 + int(clusters.max(initial=-1)) if clusters is not None else 0)
+    if places is not None and clusters is not None:
+        return figures.cluster_colours(n_clusters, places, clusters)
+    return [figures.PALETTE[k % len(figures.PALETTE)] for k in range(n_clusters)]
+
+
+def _maps(run: RunResults, colours: list[str], names: list[str]) -> dict[str, Any]:
+    """The map of the embeddings, by cluster and by true class where it is known."""
+    places, clusters = run.arrays.get("map"), run.arrays.get("map_cluster")
+    labels = run.arrays.get("map_label")
+    maps: dict[str, Any] = {"map_clusters": None, "map_labels": None, "map_points": ""}
+    if places is None or clusters is None:
+        return maps
+    maps["map_points"] = f"{len(places):,}"
+    numbers = [str(k) for k in range(len(colours))]
+    maps["map_clusters"] = figures.embedding_scatter(
+        places, clusters, colours, numbers, "map of the embeddings, coloured by cluster"
+    )
+    if labels is not None and (labels >= 0).any():
+        by_class = figures.class_colours(len(names), colours, labels, clusters)
+        maps["map_labels"] = figures.embedding_scatter(
+            places, labels, by_class, names, "map of the embeddings, coloured by true class"
+        )
+    return maps
 
 
 def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
@@ -237,10 +241,12 @@ def _heads_text(heads: list[dict[str, Any]], chosen: list[int]) -> str:
 
 
 def _class_names(run: RunResults) -> list[str]:
+    """The name of each class, its number where it has none."""
     names = run.metrics.get("dataset", {}).get("class_names")
-    if names:
-        return [str(name) for name in names]
-    return [str(i) for i in range(len(run.arrays.get("confusion", ())))]
+    names = names or range(len(run.arrays.get("confusion", ())))
+    on_map = run.arrays.get("map_label") if "map" in run.arrays else None
+    n = max(len(names), 0 if on_map is None else int(on_map.max(initial=-1)) + 1)
+    return [*map(str, names), *map(str, range(len(names), n))]
 
 
 def _agreement(run: RunResults) -> float | None:
