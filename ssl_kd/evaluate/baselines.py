@@ -1,4 +1,4 @@
-"""The lines to beat: k-means and spectral clustering of the same embeddings."""
+"""The baselines: k-means and spectral clustering of the same embeddings."""
 
 import time
 import warnings
@@ -10,6 +10,8 @@ from sklearn.cluster import KMeans, MiniBatchKMeans, SpectralClustering
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import normalize
+
+from ssl_kd.evaluate.sample import random_rows
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,7 @@ def spectral(
         return Baseline(name, None, note=f"not run: {n_clusters} clusters for {len(x)} samples")
     start = time.perf_counter()
     unit = np.asarray(normalize(np.asarray(x, np.float32)))
-    rows = np.arange(len(x))
-    if len(x) > max_rows:
-        rows = np.sort(np.random.default_rng(seed).choice(len(x), max_rows, replace=False))
+    rows = random_rows(len(x), max_rows, seed)
     n_neighbors = min(n_neighbors, len(rows))
     model = SpectralClustering(
         n_clusters, affinity="nearest_neighbors", n_neighbors=n_neighbors, random_state=seed

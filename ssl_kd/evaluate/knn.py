@@ -1,13 +1,11 @@
 """k-NN accuracy of frozen embeddings: what the teacher knows before any head is trained."""
 
-import logging
-
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import normalize
 
-logger = logging.getLogger(__name__)
+from ssl_kd.evaluate.sample import labelled_sample
 
 
 def knn_accuracy(
@@ -73,25 +71,3 @@ def knn_accuracy(
     if not len(query_y):
         return None
     return float((classifier.predict(normalize(query_x)) == query_y).mean())
-
-
-def labelled_sample(x: NDArray, y: NDArray, max_rows: int, seed: int) -> tuple[NDArray, NDArray]:
-    """The rows with a known label as float32, at random at most `max_rows` of them, in order.
-
-    Args:
-        x: `[n, d]` embeddings.
-        y: `[n]` integer labels, -1 where unknown.
-        max_rows: Largest number of rows kept.
-        seed: Draws them.
-
-    Returns:
-        Embeddings `[m, d]` float32 and labels `[m]`.
-    """
-    y = np.asarray(y)
-    if len(x) != len(y):
-        raise ValueError(f"got {len(x)} embeddings and {len(y)} labels: one label per embedding")
-    rows = np.flatnonzero(y >= 0)
-    if len(rows) > max_rows:
-        logger.info("judging on a random %d of %d labelled samples", max_rows, len(rows))
-        rows = np.sort(np.random.default_rng(seed).choice(rows, max_rows, replace=False))
-    return np.asarray(x[rows], np.float32), y[rows]

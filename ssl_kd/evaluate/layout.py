@@ -5,6 +5,8 @@ from numpy.typing import NDArray
 from sklearn.decomposition import PCA
 from sklearn.manifold import TSNE
 
+from ssl_kd.evaluate.sample import random_rows
+
 
 def embedding_map(
     x: NDArray, seed: int = 0, *, max_points: int = 1500
@@ -25,9 +27,7 @@ def embedding_map(
     References:
         van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008.
     """
-    rows = np.arange(len(x))
-    if len(x) > max_points:
-        rows = np.sort(np.random.default_rng(seed).choice(rows, max_points, replace=False))
+    rows = random_rows(len(x), max_points, seed)
     z = np.asarray(x[rows], np.float32)
     if min(z.shape) > 50:
         z = PCA(50, random_state=seed).fit_transform(z)

@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from ssl_kd.evaluate.knn import labelled_sample
+from ssl_kd.evaluate.sample import labelled_sample
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,37 @@
+"""A random part of the rows, where all of them would take too long."""
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+
+def random_rows(n: int, max_rows: int, seed: int) -> NDArray[np.int64]:
+    """All of `n` rows, or a random `max_rows` of them; ascending."""
+    if n <= max_rows:
+        return np.arange(n)
+    return np.sort(np.random.default_rng(seed).choice(n, max_rows, replace=False))
+
+
+def labelled_sample(x: NDArray, y: NDArray, max_rows: int, seed: int) -> tuple[NDArray, NDArray]:
+    """The rows with a known label as float32, at random at most `max_rows` of them, in order.
+
+    Args:
+        x: `[n, d]` embeddings.
+        y: `[n]` integer labels, -1 where unknown.
+        max_rows: Largest number of rows kept.
+        seed: Draws them.
+
+    Returns:
+        Embeddings `[m, d]` float32 and labels `[m]`.
+    """
+    y = np.asarray(y)
+    if len(x) != len(y):
+        raise ValueError(f"got {len(x)} embeddings and {len(y)} labels: one label per embedding")
+    labelled = np.flatnonzero(y >= 0)
+    if len(labelled) > max_rows:
+        logger.info("judging on a random %d of %d labelled samples", max_rows, len(labelled))
+    rows = labelled[random_rows(len(labelled), max_rows, seed)]
+    return np.asarray(x[rows], np.float32), y[rows]
