@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ssl_kd.teachers.causal import FrozenTeacher
+from ssl_kd.teachers.causal import FrozenTeacher, evaluating
 
 logger = logging.getLogger(__name__)
 
@@ -172,21 +172,3 @@ def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
     ends = model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
     return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode; each module's own mode comes back. A `FrozenTeacher` has no other mode."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
@@ -19,15 +18,14 @@ from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
 from ssl_kd.evaluate.generation import (
     Autocast,
     continue_prompts,
-    evaluating,
     generate,
     prompt_ids,
 )
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 from ssl_kd.losses.linear_distillation import CHUNK_BYTES
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
-from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, linear_head
+from ssl_kd.teachers.causal import FrozenTeacher, evaluating, hidden_states, linear_head
 
 __all__ = ["Generation", "LanguageJudge", "Reading", "judge_answers", "judge_tokens"]
 
@@ -65,7 +63,7 @@ def judge_tokens(
         The scores. Batches that are not finite are left out, and named by their blocks.
     """
     scores = TokenScores()
-    with evaluating(model):
+    with nullcontext() if isinstance(model, FrozenTeacher) else evaluating(model):
         if isinstance(model, FrozenTeacher):
             predict, device, autocast = model, model.device, nullcontext
         else:
@@ -187,13 +185,6 @@ def _values(
             logits = logits_of(answer, chunk)
         teacher_logits = None if teacher_answer is None else logits_of(teacher_answer, chunk)
         yield token_values(logits, targets[chunk], teacher_logits)
-
-
-def logits_of(answer: LinearTeacher | LogitsTeacher, chunk: slice = slice(None)) -> Tensor:
-    """Logits `[n, vocab]` of some positions."""
-    if isinstance(answer, LogitsTeacher):
-        return answer.logits[chunk]
-    return F.linear(answer.hidden[chunk], answer.weight, answer.bias)
 
 
 # --- answers --------------------------------------------------------------------------------------

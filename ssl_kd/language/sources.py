@@ -13,13 +13,12 @@ from torch import Tensor
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.evaluate.language import logits_of
 from ssl_kd.guard.events import Event
 from ssl_kd.language.projection import HiddenProjection
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
 from ssl_kd.losses.linear_distillation import linear_distillation
-from ssl_kd.losses.teacher_output import TeacherOutput
+from ssl_kd.losses.teacher_output import TeacherOutput, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, without_adapters

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssl_kd.divergences import Divergence
 from ssl_kd.losses.rows import row_divergences, saturated
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, logits_of
 
 
 @dataclass(frozen=True)
@@ -156,4 +156,4 @@ def _logits(teacher: TeacherOutput) -> Tensor:
     # In half precision by its own dtype: what fits bfloat16 may be beyond autocast's float16.
     kind, half = teacher.weight.device.type, teacher.weight.itemsize == 2
     with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not half):
-        return F.linear(teacher.hidden, teacher.weight, teacher.bias)
+        return logits_of(teacher)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -63,6 +64,13 @@ class SampledTeacher:
 
 
 TeacherOutput: TypeAlias = LinearTeacher | LogitsTeacher | TopKTeacher | SampledTeacher
+
+
+def logits_of(teacher: LinearTeacher | LogitsTeacher, rows: slice = slice(None)) -> Tensor:
+    """Logits `[n, vocab]` of some rows."""
+    if isinstance(teacher, LogitsTeacher):
+        return teacher.logits[rows]
+    return F.linear(teacher.hidden[rows], teacher.weight, teacher.bias)
 
 
 def rows_of(teacher: TeacherOutput, start: int, stop: int) -> TeacherOutput:

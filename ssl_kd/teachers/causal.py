@@ -236,7 +236,7 @@ def linear_head(model: Any) -> LinearHead | None:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     hook = head.register_forward_hook(replace)
     try:
-        with _evaluating(causal):
+        with evaluating(causal):
             logits = causal(**inputs, use_cache=False).logits
             hidden = hidden_states(causal, inputs)
     finally:
@@ -452,7 +452,7 @@ def _check_causal(model: Any, name: str) -> None:
     ids = torch.arange(4, device=model.device).repeat(2, 1)
     ids[1, -1] += 1  # differs at the last position alone
     ids %= model.get_input_embeddings().weight.shape[0]
-    with _evaluating(model):
+    with evaluating(model):
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     first, second = logits[:, :-1].float()
     rounding = 32 * torch.finfo(model.dtype).eps * first.abs().max()
@@ -464,7 +464,7 @@ def _check_causal(model: Any, name: str) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; each module's own mode comes back."""
     training = [module for module in model.modules() if module.training]
     model.eval()
