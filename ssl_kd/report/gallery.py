@@ -129,7 +129,7 @@ def _caption(cluster: int, size: int, labels: Counter[str] | None) -> dict[str, 
 
 
 def _least_certain(train: Sequence[dict[str, str]]) -> list[int]:
-    """Rows with the lowest confidence, where it says anything at all."""
+    """Rows with the lowest confidence; none where all are alike or not known."""
     try:
         confidence = np.array([float(row["confidence"]) for row in train])
     except (KeyError, ValueError):

@@ -25,13 +25,13 @@ CACHE: dict[str, tuple[str, Callable[[float], str]]] = {
     "method": ("method", number),
     "k": ("tokens kept of each distribution (k)", number),
     "bytes_per_token": ("bytes per token", amount),
-    "tail_mass": ("probability outside of them (tail mass), %", percent),
+    "tail_mass": ("probability of all others (tail mass), %", percent),
     "fidelity_kl": ("fidelity (KL), nats", number),
 }
 ALIGNMENT: dict[str, tuple[str, Callable[[float], str]]] = {
     "coverage": ("text in groups that both sides share (coverage), %", percent),
-    "one_to_one": ("one token against one, %", percent),
-    "matched": ("the same text in one token each, %", percent),
+    "one_to_one": ("text in groups of one token on each side, %", percent),
+    "matched": ("text in groups of the same token on each side, %", percent),
     "groups": ("groups", amount),
     "longest_group": ("longest group, characters", amount),
 }
@@ -93,9 +93,9 @@ def _header(
 
     foreign = ", on its own tokens" if run.metrics.get("alignment") else ""
     tile("held-out perplexity of the student", STUDENT, "perplexity")
-    tile("the student's before", BEFORE, "perplexity")
+    tile("the student's, before training", BEFORE, "perplexity")
     tile(f"the teacher's{foreign}", TEACHER, "perplexity")
-    tile("tokens that it chooses as the teacher does", STUDENT, "agreement", "%")
+    tile("tokens where it agrees with the teacher", STUDENT, "agreement", "%")
     tile("KL to the teacher", STUDENT, "kl", "nats")
     tile("calibration error (ECE)", STUDENT, "ece", "%")
     tile("right answers", STUDENT, "answer_accuracy", "%")
@@ -117,13 +117,13 @@ def _headline(
     """Whether distilling paid, or what can be said in its place, and what goes with it."""
     after, before, alone = (_perplexity(found, name) for name in (STUDENT, BEFORE, ALONE))
     if after is None:
-        why = "There is no metrics.json: the run has not ended, or was ended before it was judged."
+        why = "There is no metrics.json: the run has not ended, or ended before it was evaluated."
         if run.metrics:
             lacks = "finite perplexity of the student" if found else "table of scores"
             why = f"metrics.json holds no {lacks}."
         if points:
             step, value = points[-1]
-            why += f" At its last look, step {step:.0f}, perplexity was {amount(value)}."
+            why += f" At its last evaluation, step {step:.0f}, perplexity was {amount(value)}."
         return "It is not known what the student learned", [why]
     if alone is not None:
         verdict = _verdict(after, alone, "Distilling paid", "Distilling made no difference",
@@ -142,8 +142,8 @@ def _headline(
                f" at {amount(after)}"  # fmt: skip
     known = "Without a teacher: the student learned by cross-entropy alone."
     if not _alone(run):
-        known = ("Whether distilling paid is not known: the same student trained by cross-entropy "
-                 "alone was not run (--baseline).")  # fmt: skip
+        known = ("Whether distilling paid is not known: the same student was not trained by "
+                 "cross-entropy alone (--baseline).")  # fmt: skip
     return f"Held-out perplexity {way}", [known]
 
 
@@ -166,13 +166,13 @@ def _against_teacher(run: RunResults, found: dict[Any, dict[str, Any]]) -> list[
     """A sentence on student and teacher; across tokenizers only bits per character compare."""
     foreign = bool(run.metrics.get("alignment"))
     key = "bits_per_character" if foreign else "perplexity"
-    mine, its = (found.get(name, {}).get(key) for name in (STUDENT, TEACHER))
-    if not finite(mine) or not finite(its):
+    student, teacher = (found.get(name, {}).get(key) for name in (STUDENT, TEACHER))
+    if not finite(student) or not finite(teacher):
         return []
     if foreign:
-        return [f"In bits per character, which compares across tokenizers, the student has "
-                f"{number(mine)} and the teacher {number(its)}."]  # fmt: skip
-    return [f"The teacher's is {amount(its)}."]
+        return [f"In bits per character, which can be compared across tokenizers, the student has "
+                f"{number(student)} and the teacher {number(teacher)}."]  # fmt: skip
+    return [f"The teacher's is {amount(teacher)}."]
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -190,14 +190,14 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _note(row: dict[str, Any]) -> str:
-    """What the numbers of a row need to be read rightly."""
+    """What one must know to read the numbers of a row."""
     notes = []
     if finite(n := row.get("n")) and n:
         notes.append(f"{n:,.0f} questions")
         interval = row.get("interval") or ()
         if len(interval) == 2 and all(map(finite, interval)):
             low, high = interval
-            notes[0] += f", of them {percent(low)} to {percent(high)} % right (95 % interval)"
+            notes[0] += f", {percent(low)} to {percent(high)} % of them right (95 % interval)"
     if row.get("left_out"):
         notes.append(f"evaluation batches left out, not finite: {row['left_out']}")
     return "; ".join(notes)
@@ -214,7 +214,7 @@ def _results_text(rows: list[dict[str, Any]]) -> str:
 
 
 def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]:
-    """Step and perplexity of each look at held-out text, and the steps without a finite one."""
+    """Step and perplexity of each evaluation, and the steps without a finite perplexity."""
     points, sick = {}, []
     for line in run.steps:
         if isinstance(judged := line.get("eval"), dict) and finite(step := line.get("step")):
@@ -239,7 +239,7 @@ def _perplexity_text(run: RunResults, points: list[tuple[float, float]], best: f
     if value is None:
         return f"The student of step {best:.0f} was kept." if finite(best) else ""
     kept = "best_step" in run.metrics
-    ending = "that student was kept" if kept else "the run has not said which student it keeps"
+    ending = "that student was kept" if kept else "which student is kept is not recorded yet"
     return f"{amount(value)} at step {best:.0f}; {ending}."
 
 
@@ -295,7 +295,7 @@ def _memory_text(run: RunResults) -> str:
     total = sum(v for k, v in parts if k != "total" and finite(v))
     text = f"Together about {_size(total)}, as estimated before the first step." if total else ""
     used = [v for line in run.steps if finite(v := line.get("gpu_memory_gb")) and v > 0]
-    return text + (f" At most {number(max(used))} GiB of the GPU were in use." if used else "")
+    return text + (f" At most {number(max(used))} GiB of GPU memory were in use." if used else "")
 
 
 def _size(mebibytes: float) -> str:
@@ -306,7 +306,7 @@ def _cache_missing(run: RunResults) -> str:
     if _alone(run):
         return "there was no teacher"
     known = "cache" in run.metrics
-    return "the teacher was there live" if known else "metrics.json does not tell of one"
+    return "the teacher itself was loaded" if known else "metrics.json does not mention one"
 
 
 def _facts(

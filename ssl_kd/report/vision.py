@@ -106,7 +106,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         lead.append(_against(answer, scores))
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
-        lead.append("No label is known here, so there is no accuracy to give.")
+        lead.append("No label is known here, so there is no accuracy to report.")
     agreement = _agreement(run)
     if agreement is not None and not labelled:
         lead.append(f"The heads' mean agreement is {100 * agreement:.0f}\u00a0%.")
@@ -123,10 +123,10 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         tile("accuracy (Hungarian)", answer.get("acc"))
         tile("NMI", answer.get("nmi"))
         tile("ARI", answer.get("ari"))
-        tile("accuracy, held-out data", scores.get((answer.get("name"), "test"), {}).get("acc"))
+        tile("accuracy on held-out data", scores.get((answer.get("name"), "test"), {}).get("acc"))
         tile("k-NN on the embeddings, with labels", metrics.get("knn_accuracy"))
         probe = metrics.get("linear_probe") or {}
-        tile("linear probe on them, with labels", probe.get("accuracy"))
+        tile("linear probe on the embeddings, with labels", probe.get("accuracy"))
     elif k:
         tiles.append({"name": "clusters", "value": str(k), "unit": ""})
     tile("agreement of the heads", agreement)
@@ -201,8 +201,8 @@ def _sizes(sizes: list[int]) -> tuple[str, list[str]]:
         verb = "is empty" if len(empty) == 1 else "are empty"
         warnings.append(f"{len(empty)} of {len(sizes)} clusters {verb}: {listed}.")
     text = (
-        f"From {min(sizes):,} to {max(sizes):,} samples; as varied as {effective:.1f} equal "
-        f"clusters of {len(sizes)}."
+        f"From {min(sizes):,} to {max(sizes):,} samples; as diverse as {effective:.1f} clusters of "
+        f"equal size, out of {len(sizes)}."
     )
     return text, warnings
 
@@ -234,9 +234,9 @@ def _heads_text(heads: list[dict[str, Any]], chosen: list[int]) -> str:
     fallen = sum(bool(h.get("collapsed")) for h in heads)
     text = "No head collapsed" if not fallen else f"{fallen} of {len(heads)} heads collapsed"
     if chosen:
-        text += f"; {len(chosen)} were chosen by what they tell about neighbours, without labels"
+        text += f"; {len(chosen)} were chosen by their neighbour information, without labels"
     if any(finite(h.get("acc")) for h in heads):
-        text += ". Accuracy stands here for information: it chose nothing"
+        text += ". Accuracy is shown for information only: it was not used to choose"
     return text + "."
 
 

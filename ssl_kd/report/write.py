@@ -1,4 +1,4 @@
-"""`report.html`: what was done, how well, how long, on one page that needs nothing else."""
+"""`report.html`: what was done, how well and how fast, on one self-contained page."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ from ssl_kd.report.wording import DASH, duration, number
 def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
     """Write `report.html` from the files of a run folder, of either mode.
 
-    What a file does not hold is left out, with a sentence that says so.
+    What the files do not contain is left out, with a sentence that says so.
 
     Args:
         run_dir: The run folder.
@@ -48,7 +48,7 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
 
 
 def _frame(run: RunResults) -> dict[str, Any]:
-    """What the pages of both modes say in the same way."""
+    """What the pages of both modes have in common."""
     versions = run.config.get("versions", {})
     return {
         "events": [_event(e) for e in run.events[:200]],
@@ -70,10 +70,10 @@ def _events_text(run: RunResults) -> str:
     parts = len({str(e.get("part")) for e in run.events})
     counted = ", ".join(f"{count:,} {name}" for name, count in actions.most_common())
     kept = sorted(run.path.glob("faults/*.pt"))
-    way = f" What it was: ssl_kd replay {kept[0]}" if kept else ""
+    hint = f" To see the cause: ssl_kd replay {kept[0]}" if kept else ""
     return (
         f"The guard stepped in {_times_word(len(run.events))} on {parts} "
-        f"part{'s' if parts != 1 else ''}: {counted}.{way}"
+        f"part{'s' if parts != 1 else ''}: {counted}.{hint}"
     )
 
 

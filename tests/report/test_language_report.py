@@ -140,7 +140,7 @@ def test_all_numbers_of_the_run_are_there(run):
     source, page = read(run)
     for expected in (
         *("bits per character", "0.99", "68.4", "0.311", "2.2", "35.0", "90.0", "1.05"),
-        *("40 questions, of them 22.1 to 50.5 % right (95 % interval)",),
+        *("40 questions, 22.1 to 50.5 % of them right (95 % interval)",),
         *(
             "evaluation batches left out, not finite: 2",
             "200 steps; 409,600 tokens; 5,095 tokens per second",
@@ -258,7 +258,12 @@ def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
     for what in (
         *("It is not known what the student learned", "no metrics.json: the run has not ended"),
         *("no table of scores", "no loss curves", "no evaluation with a finite perplexity"),
-        *("no generations", "No step was logged", "success rate is in no file", "holds no times"),
+        *(
+            "no generations",
+            "No step was logged",
+            "No file contains the success rate",
+            "holds no times",
+        ),
         *("no estimate of the memory", "There is no cache", "does not describe the models"),
         *("does not describe the data", "holds no settings", "does not hold the command"),
     ):
@@ -281,7 +286,7 @@ def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
     source, page = read(run)
     assert "It is not known what the student learned" in page.text
     assert "holds no finite perplexity of the student" in page.text
-    assert "At its last look, step 200, perplexity was 12.9." in page.text
+    assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "No finite perplexity at step 210." in page.text
     assert "97.5 % of the steps went through" in page.text  # the mean of the log
     assert "no estimate of the memory" in page.text and "holds no times" in page.text
@@ -301,9 +306,9 @@ def test_killed_run_with_half_a_line(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 210, "train_lo')
     source, page = read(run)
-    assert "has not ended, or was ended before it was judged" in page.text
-    assert "At its last look, step 200, perplexity was 12.9." in page.text
-    assert "12.35 at step 150; the run has not said which student it keeps" in page.text
+    assert "has not ended, or ended before it was evaluated" in page.text
+    assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
+    assert "12.35 at step 150; which student is kept is not recorded yet" in page.text
     assert "200 steps so far" in page.text and page.tags.count("svg") == 2
     assert "4 times on 2 parts" in page.text and "python scripts/distill.py" in page.text
 

@@ -219,7 +219,7 @@ def test_run_without_labels(run):
     assert "No label is known here" in page.text
     assert "There is no confusion matrix: no label is known" in page.text
     assert "no map of the true classes" in page.text
-    assert "upper bound" not in page.text and "Accuracy stands here" not in page.text
+    assert "upper bound" not in page.text and "Accuracy is shown for information" not in page.text
 
 
 def test_features_have_no_pictures(run):
