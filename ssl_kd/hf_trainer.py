@@ -45,16 +45,16 @@ class _TakenOver(float):
 
 
 class GuardCallback(TrainerCallback):
-    """Leaves sick steps of a Trainer out, goes back where they do not end, and stops in time.
+    """Skips sick steps of a Trainer, restores the last good state if they persist, then stops.
 
     The model is one part: a step whose gradient is not finite, or far above its running median,
     changes no weight and no moment. After `thresholds.restore_after` of them in a row the model
-    goes back to its last good state; after as many more the Trainer saves that state and `train`
+    is restored to its last good state; after as many more the Trainer saves that state and `train`
     raises `TooFewHealthyParts`. A healthy run is to the last bit what it is without the callback.
 
-    The Trainer clips before it calls back, which hides a spike, so the guard takes `max_grad_norm`
-    over: it reads infinite until training ends (after an interruption, too: the next run with a
-    guard finds the old value), and is saved as what it was. Events are logged, and stand in
+    The Trainer clips before it calls back, which hides a spike, so the guard takes over
+    `max_grad_norm`: it reads infinite until training ends (after an interruption, too: the next run
+    with a guard finds the old value), and is saved as it was. Events are logged, and kept in
     `trainer.state.log_history` under `guard`; every log line has `guard_updates` and
     `guard_skipped`. A resumed Trainer begins with a new guard.
 
@@ -95,7 +95,7 @@ class GuardCallback(TrainerCallback):
         if args.deepspeed or args.fsdp:
             raise ValueError("GuardCallback sees no whole gradients under DeepSpeed or FSDP")
         _promote(kwargs["model"], args.fp16)
-        _give_back(args)  # an interrupted run did not
+        _restore_clipping(args)  # an interrupted run did not
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
         # The Trainer scales the loss itself, and shows the gradients unscaled.
         self.guard = Guard(
@@ -110,13 +110,13 @@ class GuardCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Judge the gradient; a sick one is taken away, so that the optimizer does nothing."""
+        """Judge the gradient; a sick one is removed, so that the optimizer does nothing."""
         self.guard.before_step()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remember the step, and go back or stop where too many were sick."""
+        """Record the step, and restore or stop where too many were sick."""
         try:
             self.guard.after_step()
         except TooFewHealthyParts as stop:
@@ -127,7 +127,7 @@ class GuardCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Log what is new."""
+        """Log the new events."""
         for event in self.guard.events.events[self._logged :]:
             logger.warning("%s", event.line())
             state.log_history.append({"step": state.global_step, "guard": json.loads(event.line())})
@@ -148,18 +148,18 @@ class GuardCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the Trainer its settings back.
+        """Restore the Trainer's settings.
 
         Raises:
             TooFewHealthyParts: training was stopped; the message says what was seen and what to
                 change.
         """
-        _give_back(args)
+        _restore_clipping(args)
         if self._stopped is not None:
             raise self._stopped
 
 
-def _give_back(args: TrainingArguments) -> None:
+def _restore_clipping(args: TrainingArguments) -> None:
     if isinstance(args.max_grad_norm, _TakenOver):
         args.max_grad_norm = args.max_grad_norm.before
 

@@ -69,7 +69,7 @@ def token_values(
     log_p = log_p.masked_fill(outside, -torch.inf).log_softmax(-1)
     agrees = (log_q.argmax(-1) == log_p.argmax(-1)).to(nll.dtype)
     p = log_p.exp()
-    # 0 log 0 = 0: what the teacher excludes asks nothing of the student.
+    # 0 log 0 = 0: what the teacher excludes does not count.
     kl = torch.where(p == 0, 0, p * (log_p - log_q)).sum(-1)
     return TokenValues(nll, top.exp(), correct, kl, agrees)
 
@@ -78,7 +78,7 @@ class TokenScores:
     """Means over all target tokens of a text, gathered batch by batch in float64.
 
     A batch with a number that is not finite is named, left out of every mean and counted: one
-    infinity would otherwise be the whole result, and a NaN too.
+    infinity or NaN would otherwise be the whole result.
 
     Attributes:
         tokens: Target tokens counted.
@@ -110,12 +110,12 @@ class TokenScores:
         }
         if not columns or not (n := len(columns["nll"])):
             return
-        sick = {name: int((~values.isfinite()).sum()) for name, values in columns.items()}
-        if any(sick.values()):
-            found = ", ".join(f"{name} in {count}" for name, count in sick.items() if count)
-            self.left_out.append(f"blocks {_spelled(rows)}: not finite: {found} of {n} tokens")
+        bad = {name: int((~values.isfinite()).sum()) for name, values in columns.items()}
+        if any(bad.values()):
+            found = ", ".join(f"{name} in {count}" for name, count in bad.items() if count)
+            self.left_out.append(f"blocks {_row_numbers(rows)}: not finite: {found} of {n} tokens")
             logger.warning("An evaluation batch is left out: %s", self.left_out[-1])
-            if any(sick[name] for name in ("nll", "confidence", "correct")):
+            if any(bad[name] for name in ("nll", "confidence", "correct")):
                 return
             columns = {name: columns[name] for name in ("nll", "confidence", "correct")}
         self.tokens += n
@@ -191,7 +191,7 @@ class TokenScores:
         return self._sums[name] / self._counted[name] if name in self._sums else None
 
 
-def _spelled(rows: Sequence[int]) -> str:
+def _row_numbers(rows: Sequence[int]) -> str:
     """`8 to 15` where the rows follow each other, all of them otherwise."""
     rows = [int(row) for row in rows]
     if len(rows) > 1 and rows == list(range(rows[0], rows[-1] + 1)):

@@ -10,11 +10,11 @@ import numpy as np
 
 
 class Board:
-    """TensorBoard's files, if they are wanted; a context manager.
+    """TensorBoard's files, where asked for; a context manager.
 
     Args:
         path: the run folder.
-        wanted: without it, nothing is written.
+        wanted: if false, nothing is written.
     """
 
     def __init__(self, path: Path, wanted: bool) -> None:

@@ -47,9 +47,9 @@ class RunFinished(RunFolderError):
 
     def __init__(self, path: Path) -> None:
         report = path / "report.html"
-        lost = "its report was never written: ssl_kd.report.write_report makes one"
-        what = f"its report is {report}" if report.exists() else lost
-        super().__init__(f"{path} is finished; {what}")
+        missing = "its report was never written: ssl_kd.report.write_report writes it"
+        found = f"its report is {report}" if report.exists() else missing
+        super().__init__(f"{path} is finished; {found}")
         self.path = path
 
 
@@ -88,7 +88,7 @@ class RunFolder:
 
     @property
     def trained(self) -> bool:
-        """Whether there is anything to go on from, or to look at."""
+        """Whether there is anything to resume from, or to look at."""
         metrics = self.path / "metrics.jsonl"
         return self._checkpoints.exists() or (metrics.exists() and metrics.stat().st_size > 0)
 
@@ -96,7 +96,7 @@ class RunFolder:
         """Let `latest`, beside the folder, point to it."""
         link, new = self.path.parent / "latest", self.path.parent / f".latest.{self.path.name}"
         if link.exists() and not link.is_symlink():
-            return  # somebody's own folder
+            return  # a folder that a user made
         try:
             new.unlink(missing_ok=True)
             new.symlink_to(self.path.name)
@@ -105,7 +105,7 @@ class RunFolder:
             logger.warning("%s does not point to this run: %s", link, error)
 
     def write_config(self, settings: RunSettings, **more: Any) -> None:
-        """`config.json`: resolved settings, versions, commit, and whatever else the run knows."""
+        """Write `config.json`: resolved settings, versions, commit, and `more`."""
         self.update_json(
             "config.json",
             settings=settings.to_dict(),
@@ -116,7 +116,7 @@ class RunFolder:
         )
 
     def keep_to(self, digest: str) -> None:
-        """Note what the run learns from; one that is resumed must find the same."""
+        """Record what the run learns from; a resumed run must find the same."""
         path = self.path / "config.json"
         before = json.loads(path.read_text(encoding="utf-8")).get("learns_from")
         if before not in (None, digest):
@@ -138,7 +138,7 @@ class RunFolder:
             file.write(json.dumps(_finite(row)) + "\n")
 
     def count_events(self) -> int:
-        """How many events the guard has logged, before a resume too."""
+        """How many events the guard has logged, those before a resume included."""
         with open(self.path / "events.jsonl", encoding="utf-8") as file:
             return sum(1 for _ in file)
 
@@ -158,18 +158,18 @@ class RunFolder:
             old.with_suffix(".sha256").unlink(missing_ok=True)
 
     def load_checkpoint(self) -> tuple[int, dict[str, Any]]:
-        """The newest checkpoint that is whole; step 0 and nothing where there is none.
+        """The newest intact checkpoint; step 0 and an empty mapping where there is none.
 
         The tensors are as they were written, under whatever names that version gave them.
 
         Raises:
             RunFolderError: a newer version of the library wrote it, in a form unknown to this one.
         """
-        for half in list(self.path.rglob(".*.tmp")):  # of a run that was killed while writing
-            if half.is_dir():
-                shutil.rmtree(half)
+        for partial in list(self.path.rglob(".*.tmp")):  # of a run that was killed while writing
+            if partial.is_dir():
+                shutil.rmtree(partial)
             else:
-                half.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
         for path in sorted(self._checkpoints.glob("step_*.pt"), reverse=True):
             try:
                 if path.with_suffix(".sha256").read_text() != sha256_file(path):
@@ -177,7 +177,7 @@ class RunFolder:
                 content = load_tensors(path)
             except (CorruptFileError, FileNotFoundError) as error:
                 logger.warning("falling back to the checkpoint before %s: %s", path.stem, error)
-                path.unlink()  # or it would count as one of the good ones that are kept
+                path.unlink()  # or it would count as one of the good checkpoints that are kept
                 continue
             if content.get("format", 0) > CHECKPOINT_FORMAT:
                 raise RunFolderError(
@@ -188,7 +188,7 @@ class RunFolder:
         return 0, {}
 
     def rewind(self, step: int) -> None:
-        """Begin the logs, or drop what they say after `step`: it will be logged again."""
+        """Begin the logs, or drop their lines after `step`: they will be logged again."""
         for name, last in (("metrics.jsonl", step), ("events.jsonl", step - 1)):
             path = self.path / name
             text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -236,7 +236,7 @@ def _named_by_time(runs: Path) -> Path:
     while True:
         path = runs / (name if again == 1 else f"{name}_{again}")
         try:
-            path.mkdir()  # that this made it means that no other process did
+            path.mkdir()  # it did not exist: no other process has it
             return path
         except FileExistsError:
             again += 1

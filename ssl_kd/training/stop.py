@@ -13,7 +13,7 @@ from ssl_kd.training.folder import RunFolder
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was told to stop.
+    """The run was stopped by a signal.
 
     Attributes:
         signal: SIGINT or SIGTERM.
@@ -30,7 +30,7 @@ class Signals:
 
     def __init__(self, folder: RunFolder) -> None:
         self.caught: list[int] = []
-        self._folder, self._patient, self._before = folder, False, {}
+        self._folder, self._deferred, self._before = folder, False, {}
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():  # Python's own condition
@@ -44,7 +44,7 @@ class Signals:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.caught.append(number)
-        if not self._patient or len(self.caught) > 1:  # whoever asks twice does not want to wait
+        if not self._deferred or len(self.caught) > 1:  # a second signal does not wait
             self._stop()
 
     def _stop(self) -> None:
@@ -52,11 +52,11 @@ class Signals:
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Only note the signal; whoever works inside looks at `caught`."""
-        self._patient = True
+        """Only record signals; the loop inside looks at `caught`."""
+        self._deferred = True
         try:
             yield
         finally:
-            self._patient = False
+            self._deferred = False
         if self.caught:
             self._stop()
