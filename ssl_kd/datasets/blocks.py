@@ -432,7 +432,7 @@ def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenize
     Args:
         dataset: documents; of prompts, completions and messages both sides are read.
         vocab_size: at least 259, for the bytes and `<s>`, `</s>`, `<pad>`. A small data set may
-            end with fewer: `len(tokenizer)` says.
+            end with fewer: see `len(tokenizer)`.
 
     Returns:
         A tokenizer that puts `<s>` before a text, and saves and loads with `AutoTokenizer`.

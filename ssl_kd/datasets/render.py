@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A string, and what of it counts: (begin, end, characters of its own), the end exclusive."""
+    """A string, and the spans of it that count: (begin, end, characters of the text itself)."""
 
     text: str
     spans: tuple[tuple[int, int, int], ...]

@@ -147,7 +147,7 @@ def overlaps(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Overlap:
 
 
 def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Refuse a tokenizer that does not say where its tokens stand.
+    """Refuse a tokenizer that does not give the positions of its tokens.
 
     Raises:
         ValueError: it gives no offsets.
@@ -160,9 +160,9 @@ def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 class TextReader:
-    """A tokenizer that says where its tokens stand in the text.
+    """A tokenizer with the positions of its tokens in the text.
 
-    Some tokenizers drop characters that they do not know without a word, and count the offsets
+    Some tokenizers drop characters that they do not know silently, and count the offsets
     after them too short. Such characters are found by asking once about each, and left out before
     tokenizing: the ids stay those of the text as it is (but for a space that a tokenizer prefixes
     to a text that begins with such a character), and the offsets are right.

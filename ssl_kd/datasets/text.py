@@ -33,7 +33,7 @@ class Example:
         text: a document, all of which is learned.
         prompt: what is given, and not learned; with `completion`.
         completion: what is learned after the prompt.
-        messages: `{"role", "content"}` each; what the role `assistant` says is learned.
+        messages: `{"role", "content"}` each; the content of the role `assistant` is learned.
     """
 
     where: str
@@ -43,7 +43,7 @@ class Example:
     messages: tuple[Mapping[str, str], ...] | None = None
 
     def content(self) -> bytes:
-        """What it says, whatever the place: equal bytes are duplicates.
+        """Its content, whatever the place: equal bytes are duplicates.
 
         Raises:
             UnicodeEncodeError: half of a surrogate pair, which is no text.

@@ -64,7 +64,7 @@ class SharedVocabulary(NamedTuple):
     """Two vocabularies carried onto the token texts that both have.
 
     A token that only one side has counts as the longest common text it begins with: where the
-    teacher says " Lily" and the student must say " L" first, the teacher's mass goes to " L".
+    teacher has " Lily" and the student must begin with " L", the teacher's mass goes to " L".
     Leaving such mass out would teach the student that names never come.
 
     Attributes:

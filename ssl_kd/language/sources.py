@@ -1,4 +1,4 @@
-"""What teachers say of a batch: one that shares the tokenizer, a mixture of experts, a stranger."""
+"""Teachers' answers to a batch: live or cached, of a mixture of experts, of another tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.guard.events import Event
-from ssl_kd.language.projection import HiddenProjection
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
 from ssl_kd.losses.linear_distillation import linear_distillation
@@ -26,19 +25,19 @@ from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 from ssl_kd.teachers.router import RouterRecord, RouterStep
 
 Answer = Callable[[Batch, Tensor], TeacherOutput]
-"""A batch and its real positions, rows of the flattened `[batch * token]` -> the teacher's word."""
+"""A batch and its real positions, rows of the flattened `[batch * token]` -> the answer there."""
 
 
 class Source(Protocol):
-    """What the teacher says of a batch."""
+    """Answers of a teacher to a batch."""
 
-    def __call__(self, batch: Batch, rows: Tensor, own: TeacherOutput) -> Sequence[TeacherOutput]:
+    def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
         """Ask the teacher.
 
         Args:
             batch: rows of tokens.
             rows: int64 `[n]`, the real positions in the flattened `[batch * token]`.
-            own: the student's own word on them, without gradient.
+            student: the student's own answer there, without gradient.
 
         Returns:
             Several, as of several draws of experts, count as their mean.
@@ -60,7 +59,7 @@ class Plain:
         self.answers = answers
         self.model: Any = getattr(answers[0], "model", None)
 
-    def __call__(self, batch: Batch, rows: Tensor, own: TeacherOutput) -> Sequence[TeacherOutput]:
+    def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
         """As `Source`."""
         return [answer(batch, rows) for answer in self.answers]
 
@@ -82,7 +81,7 @@ class Routed:
         record: of the last router step; None before the first, and where no router learns.
         ce: the teacher's own cross-entropy in that step, nats a token.
         model: the teacher's.
-        events: what the router step had to say, for the event log to fetch.
+        events: of the router steps, for the event log to fetch.
 
     References:
         Every Expert Matters, arXiv 2502.12947, 2025, section 3.
@@ -125,25 +124,25 @@ class Routed:
         with self.mixture.using(Routing(mode, self.settings.ka_lambda, generator=generator)):
             return self.frozen(batch, rows)
 
-    def __call__(self, batch: Batch, rows: Tensor, own: TeacherOutput) -> Sequence[TeacherOutput]:
+    def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
         """As `Source`."""
         settings = self.settings
         if self.router is None:
             return [self.answer(batch, rows) for _ in range(_draws(settings))]
         if self.learns and not settings.router_joint:
-            self._learn(self.router, batch, own)
+            self._learn(self.router, batch, student)
         with self.mixture.using(Routing("sar")):
-            said = self.frozen(batch, rows)
+            answer = self.frozen(batch, rows)
         if self.learns and settings.router_joint:
-            self._learn(self.router, batch, own)
-        return [said]
+            self._learn(self.router, batch, student)
+        return [answer]
 
-    def _learn(self, router: RouterStep, batch: Batch, own: TeacherOutput) -> None:
+    def _learn(self, router: RouterStep, batch: Batch, student: TeacherOutput) -> None:
         """Move the router, and nothing else, towards what the student can follow."""
         rows, _ = next_token_targets(batch.input_ids, batch.counts)
 
         def objective() -> Tensor:
-            ce, divergence = self._sums(batch, own) / max(len(rows), 1)
+            ce, divergence = self._sums(batch, student) / max(len(rows), 1)
             self.ce = float(ce.detach())
             return divergence
 
@@ -198,7 +197,7 @@ class Routed:
             penalty = router.regularisation(whole)
             slopes = torch.autograd.grad(penalty, leaves, retain_graph=True)
             if not router.stopped:
-                router.backward(penalty)  # what it says of the weights themselves
+                router.backward(penalty)  # its gradient of the weights themselves
             sums = torch.zeros(2, device=penalty.device)
             parts = zip(*(slope.split(tokens) for slope in slopes), strict=True)
             for batch, rows, mask, slope in zip(batches, every, masks, parts, strict=True):
@@ -206,7 +205,7 @@ class Routed:
                     with autocast():
                         found = self._sums(batch, student(batch, rows)) / n
                     layers = zip(sorted(seen.logits), slope, strict=True)
-                    pull = sum((seen.logits[layer] * of).sum() for layer, of in layers)
+                    pull = sum((seen.logits[layer] * part).sum() for layer, part in layers)
                     if not router.stopped:
                         router.backward(found[1] + pull)
                 sums += found.detach()
@@ -218,7 +217,7 @@ class Routed:
         with torch.autocast(self.frozen.device.type, enabled=False):
             return hidden_states(self.model, batch.model_inputs()).flatten(0, 1)
 
-    def _sums(self, batch: Batch, own: TeacherOutput) -> Tensor:
+    def _sums(self, batch: Batch, student: TeacherOutput) -> Tensor:
         """`[2]`, sums over the batch: the teacher's cross-entropy, and KL(p || q) with q fixed."""
         settings = self.settings
         rows, targets = next_token_targets(batch.input_ids, batch.counts)
@@ -232,7 +231,7 @@ class Routed:
             head.weight,
             head.bias,
             targets,
-            [own],
+            [student],
             temperature=settings.temperature if settings.router_joint else 1.0,
             divergence=divergence,
             weights=(0.0, 1.0),
@@ -317,6 +316,26 @@ def unfit_for_hidden(who: str, model: Any) -> SettingsError:
     )
 
 
+class HiddenProjection(torch.nn.Linear):
+    """A linear map without bias, in float32 also under autocast.
+
+    It is trained with the student and thrown away after. Hidden states of some teachers hold
+    values in the thousands, whose products overflow in float16.
+
+    Args:
+        teacher_dim: hidden size of the teacher.
+        student_dim: hidden size of the student.
+    """
+
+    def __init__(self, teacher_dim: int, student_dim: int) -> None:
+        super().__init__(teacher_dim, student_dim, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., teacher_dim]` in any floating dtype to `[..., student_dim]` in that of the map."""
+        with torch.autocast(input.device.type, enabled=False):
+            return super().forward(input.to(self.weight.dtype))
+
+
 class Aligned(torch.nn.Module):
     """A teacher with another tokenizer, followed as ALIGN says.
 
@@ -377,18 +396,18 @@ class Aligned(torch.nn.Module):
         draws = [distance(self.answer(batch.teacher, rows)) for _ in range(_draws(self.settings))]
         return torch.stack(draws).mean(0)
 
-    # Each: from the teacher's word to the distance, and the rows that it must be asked about.
+    # Each: a function from the teacher's answer to the distance, and the rows to ask it about.
 
     def _hidden(
         self, projection: HiddenProjection, batch: AlignedBatch, hidden: Tensor
     ) -> tuple[Callable[[Any], Tensor], Tensor]:
-        mine, theirs, weights = batch.overlap()
-        # The rows that count alone: what else the teacher says may hold anything.
-        rows, theirs = theirs.unique(return_inverse=True)
+        student, teacher, weights = batch.overlap()
+        # The rows that count alone: the teacher's answer elsewhere may hold anything.
+        rows, teacher = teacher.unique(return_inverse=True)
 
-        def distance(said: Any) -> Tensor:
-            projected = projection(said.hidden.float())
-            return hidden_matching(hidden, projected, mine, theirs, weights, reduction="sum")
+        def distance(answer: Any) -> Tensor:
+            projected = projection(answer.hidden.float())
+            return hidden_matching(hidden, projected, student, teacher, weights, reduction="sum")
 
         return distance, rows
 
@@ -396,11 +415,11 @@ class Aligned(torch.nn.Module):
         self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]
     ) -> tuple[Callable[[Any], Tensor], Tensor]:
         groups = batch.groups()
-        own = logits(groups.student.rows[groups.student.first])
+        student = logits(groups.student.rows[groups.student.first])
 
-        def distance(said: Any) -> Tensor:
+        def distance(answer: Any) -> Tensor:
             t = self.settings.temperature
-            return uld(own, logits_of(said), temperature=t, reduction="sum")
+            return uld(student, logits_of(answer), temperature=t, reduction="sum")
 
         return distance, groups.teacher.rows[groups.teacher.first]
 
@@ -408,13 +427,13 @@ class Aligned(torch.nn.Module):
         self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]
     ) -> tuple[Callable[[Any], Tensor], Tensor]:
         groups = batch.groups()
-        own = logits(groups.student.rows)
+        student = logits(groups.student.rows)
         vocabulary = batch.vocabulary.to(groups.student.rows.device)
 
-        def distance(said: Any) -> Tensor:
+        def distance(answer: Any) -> Tensor:
             return chunk_matching(
-                own,
-                logits_of(said),
+                student,
+                logits_of(answer),
                 groups.student,
                 groups.teacher,
                 groups.matched,

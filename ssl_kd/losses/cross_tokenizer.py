@@ -4,7 +4,7 @@ Everything here works on compacted positions: a row of logits is a position that
 that counts, a group is a stretch of text that both tokenizers cut at the same characters. Which row
 and which group is the alignment's business (`ssl_kd.datasets.aligned`). Arithmetic is float32
 inside (float64 for float64), gradients flow to the student only, and a NaN stays a NaN: finding it
-is the guard's business, and `reduction="none"` says which group it sits in.
+is the guard's business, and `reduction="none"` shows which group it is in.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def uld(
 
 
 def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor:
-    """What a next-token distribution says about classes of tokens, given that one of them comes.
+    """A next-token distribution over classes of tokens, given that one of them comes.
 
     `log sum_{v in class} softmax(logits)_v`, renormalised over the classes.
 

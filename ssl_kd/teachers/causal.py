@@ -50,9 +50,9 @@ class CausalLMUnavailable(RuntimeError):
     """A language model's files cannot be reached; one line, with the ways to go on."""
 
     def __init__(self, name: str, reason: object) -> None:
-        said = shorten(str(reason), 260, placeholder=" …", break_on_hyphens=False)
+        why = _reason(reason, 260)
         super().__init__(
-            f"language model {name!r} is out of reach ({said}); go on with the path of a folder by "
+            f"language model {name!r} is out of reach ({why}); go on with the path of a folder by "
             "save_pretrained, check the spelling of the Hub's name, or, without a network, fetch "
             f"it where there is one (hf download {name}) and copy the Hugging Face cache"
         )
@@ -77,8 +77,8 @@ class CausalLM:
     @classmethod
     def of(cls, model: Any, tokenizer: Any, name: str) -> CausalLM:
         """A model that was made in memory; its identity is that of its tensors as they are now."""
-        said = f"{model.config.to_json_string()}\n{weights_id(model)}"
-        return cls(model, tokenizer, name, _short_sha(said.encode()))
+        content = f"{model.config.to_json_string()}\n{weights_id(model)}"
+        return cls(model, tokenizer, name, _short_id(content))
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,14 @@ def load_causal_lm(
     name_or_path: str | os.PathLike[str],
     *,
     dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    revision: str | None = None,
 ) -> CausalLM:
-    """Load a causal language model and its tokenizer, in evaluation mode.
+    """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
 
     A folder of LoRA adapters is loaded with its base and merged into it.
 
     Args:
         name_or_path: folder by `save_pretrained`, or a name on the Hugging Face Hub.
         dtype: of the weights (buffers such as rotary frequencies stay as the model keeps them).
-        device: where it goes.
-        revision: branch, tag or commit on the Hub.
 
     Raises:
         ImportError: transformers is not installed.
@@ -121,24 +117,23 @@ def load_causal_lm(
     transformers = llm_module("transformers")
     folder = _local(name)
     if folder is not None and (folder / "adapter_config.json").is_file():
-        return _with_adapters(folder, dtype, device)
+        return _with_adapters(folder, dtype)
     place = name if folder is None else str(folder)
     with quiet(transformers):
-        model = _weights(transformers, place, dtype, revision)
-        tokenizer = _tokenizer(transformers, place, revision)
-    model.eval().to(device)
+        model = _weights(transformers, place, dtype)
+        tokenizer = _tokenizer(transformers, place)
+    model.eval()
     _check_causal(model, name)
-    return CausalLM(model, tokenizer, name, files_id(place, revision=revision))
+    return CausalLM(model, tokenizer, name, files_id(place))
 
 
-def files_id(name_or_path: str | os.PathLike[str], *, revision: str | None = None) -> str:
+def files_id(name_or_path: str | os.PathLike[str]) -> str:
     """Identity of a model's files: SHA-256 over configuration and weights, shortened.
 
     Nothing is loaded, so a cache's fingerprint can be checked without its teacher in memory.
 
     Args:
         name_or_path: as for `load_causal_lm`.
-        revision: branch, tag or commit on the Hub.
 
     Raises:
         FileNotFoundError: no such folder, or none that holds a model.
@@ -149,16 +144,15 @@ def files_id(name_or_path: str | os.PathLike[str], *, revision: str | None = Non
     if folder is None:
         cached_file = llm_module("transformers.utils").cached_file
         try:
-            folder = Path(str(cached_file(name, "config.json", revision=revision))).parent
+            folder = Path(str(cached_file(name, "config.json"))).parent
         except OSError as error:
             raise CausalLMUnavailable(name, error) from error
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    own = [folder / "config.json", *sorted(folder.glob("adapter_*"))]
-    base = _base_of_adapters(folder)
-    parts = [f"{f.name} {sha256_file(f)}" for f in (*own, *files) if f.is_file()]
-    if base:
+    files = [folder / "config.json", *sorted(folder.glob("adapter_*")), *files]
+    parts = [f"{f.name} {sha256_file(f)}" for f in files if f.is_file()]
+    if base := _base_of_adapters(folder):
         parts.append(f"base {files_id(base)}")
-    return _short_sha("\n".join(parts).encode())
+    return _short_id("\n".join(parts))
 
 
 def tokenizer_id(tokenizer: Any) -> str:
@@ -168,16 +162,17 @@ def tokenizer_id(tokenizer: Any) -> str:
     does how many rows a model's embedding has beyond the vocabulary.
     """
     if getattr(tokenizer, "is_fast", False):
-        said = json.loads(tokenizer.backend_tokenizer.to_str())
-        said.pop("padding", None)
-        said.pop("truncation", None)
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state.pop("padding", None)
+        state.pop("truncation", None)
     else:
-        said = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(tokenizer.special_tokens_map)]
-    return _short_sha(json.dumps(said, sort_keys=True).encode())
+        kind, special = type(tokenizer).__name__, repr(tokenizer.special_tokens_map)
+        state = [kind, tokenizer.get_vocab(), special]
+    return _short_id(json.dumps(state, sort_keys=True))
 
 
 def n_ids(tokenizer: Any) -> int:
-    """The largest id of a tokenizer, and one: more than `len` says where ids have gaps."""
+    """One more than the largest id of a tokenizer: more than its `len` where ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -372,12 +367,11 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _weights(transformers: Any, place: str, dtype: torch.dtype, revision: str | None) -> Any:
+def _weights(transformers: Any, place: str, dtype: torch.dtype) -> Any:
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             place,
             dtype=dtype,
-            revision=revision,
             trust_remote_code=False,  # None would ask on the terminal
             output_loading_info=True,
         )
@@ -387,7 +381,7 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype, revision: str | 
         if is_out_of_memory(error) or isinstance(error, ImportError):
             raise
         if "Unrecognized configuration class" in str(error):
-            kind = transformers.AutoConfig.from_pretrained(place, revision=revision).model_type
+            kind = transformers.AutoConfig.from_pretrained(place).model_type
             raise ValueError(
                 f"{place!r} is a model of type {kind!r}, not a causal language model: expected one "
                 "that AutoModelForCausalLM loads, such as gpt2 or a Llama"
@@ -395,19 +389,17 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype, revision: str | 
         raise ValueError(f"{place!r} cannot be loaded: {_reason(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:  # transformers fills them with random numbers
-        said = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        few = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ValueError(
-            f"{place!r} lacks {len(missing)} of its model's tensors: {said}; expected the files of "
+            f"{place!r} lacks {len(missing)} of its model's tensors: {few}; expected the files of "
             "a whole causal language model"
         )
     return model
 
 
-def _tokenizer(transformers: Any, place: str, revision: str | None = None) -> Any:
+def _tokenizer(transformers: Any, place: str) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=False
-        )
+        return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # each kind of tokenizer has exceptions of its own
         raise ValueError(
             f"{place!r} has no readable tokenizer ({_reason(error)}); put tokenizer.json and "
@@ -415,14 +407,14 @@ def _tokenizer(transformers: Any, place: str, revision: str | None = None) -> An
         ) from error
 
 
-def _with_adapters(folder: Path, dtype: torch.dtype, device: str | torch.device) -> CausalLM:
+def _with_adapters(folder: Path, dtype: torch.dtype) -> CausalLM:
     base = _base_of_adapters(folder)
     if not base:
         raise ValueError(
             f"{folder} holds adapters that name no base model: set base_model_name_or_path in its "
             "adapter_config.json, or merge them before saving"
         )
-    lm = load_causal_lm(base, dtype=dtype, device=device)
+    lm = load_causal_lm(base, dtype=dtype)
     peft = llm_module("peft")
     try:
         with warnings.catch_warnings():  # peft asks transformers by names that are deprecated
@@ -435,8 +427,9 @@ def _with_adapters(folder: Path, dtype: torch.dtype, device: str | torch.device)
         raise ValueError(
             f"{folder}: its adapters do not load on {base}: {_reason(error)}"
         ) from error
-    own = (folder / "tokenizer_config.json").is_file()
-    tokenizer = _tokenizer(llm_module("transformers"), str(folder)) if own else lm.tokenizer
+    tokenizer = lm.tokenizer
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = _tokenizer(llm_module("transformers"), str(folder))
     return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder))
 
 
@@ -456,9 +449,9 @@ def _check_causal(model: Any, name: str) -> None:
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     first, second = logits[:, :-1].float()
     rounding = 32 * torch.finfo(model.dtype).eps * first.abs().max()
-    if (first - second).abs().max() > rounding:  # false where the weights are NaN: not ours to say
+    if (first - second).abs().max() > rounding:  # false where the weights are NaN: not judged here
         raise ValueError(
-            f"{name!r} ({type(model).__name__}) is not a causal language model: what it says after "
+            f"{name!r} ({type(model).__name__}) is not a causal language model: its answer at "
             "a token changes with the tokens that follow"
         )
 
@@ -491,10 +484,10 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _reason(error: BaseException) -> str:
-    said = str(error) or type(error).__name__
-    return shorten(said, 200, placeholder=" …", break_on_hyphens=False)
+def _reason(error: object, width: int = 200) -> str:
+    text = str(error) or type(error).__name__
+    return shorten(text, width, placeholder=" …", break_on_hyphens=False)
 
 
-def _short_sha(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_ID_LENGTH]
+def _short_id(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_LENGTH]

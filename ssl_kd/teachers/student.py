@@ -216,8 +216,8 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
         if isinstance(module, nn.ModuleList) and len(module) == depth
     )
     stack = f"{next(stacks, '')}."  # the outermost comes first
-    own, state = teacher.model.state_dict(), {}
-    for name, tensor in own.items():
+    state = {}
+    for name, tensor in teacher.model.state_dict().items():
         if name.startswith(stack):
             number, _, rest = name.removeprefix(stack).partition(".")
             for new in [i for i, old in enumerate(kept) if old == int(number)]:
@@ -382,8 +382,8 @@ def _generation(causal: Any) -> Iterator[Any]:
 
     Some on the Hub have a temperature without sampling, which transformers refuses to write.
     """
-    own = causal.generation_config
-    causal.generation_config = copy.deepcopy(own)
+    before = causal.generation_config
+    causal.generation_config = copy.deepcopy(before)
     try:
         causal.generation_config.validate(strict=True)
     except ValueError:
@@ -391,7 +391,7 @@ def _generation(causal: Any) -> Iterator[Any]:
     try:
         yield causal.generation_config
     finally:
-        causal.generation_config = own
+        causal.generation_config = before
 
 
 def _card(title: str, card: str | Sequence[Mapping[str, Any]], base: str, adapters: bool) -> str:
