@@ -50,8 +50,8 @@ class Batch:
         """What a causal model of transformers gets, with `use_cache=False`.
 
         There is no attention mask. Padding stands at the end, where nothing that counts can see it.
-        Documents are told apart by positions that begin anew, which transformers looks for where it
-        gets neither a mask nor a cache; `isolates_documents` asks a model whether it does.
+        Documents are told apart by positions that restart from 0, which transformers looks for
+        where it gets neither a mask nor a cache; `isolates_documents` checks that a model does.
         """
         if self.packed:
             return {"input_ids": self.input_ids, "position_ids": self.position_ids}
@@ -422,7 +422,7 @@ def isolates_documents(model: Any) -> bool:
         for module, training in modes:
             module.training = training
     moved = (before - after).abs().amax((0, 2))
-    # Not to the bit: a mixture of experts sorts tokens anew, which rounds differently.
+    # Not to the bit: a mixture of experts sorts tokens in another order, which rounds differently.
     return bool(moved[6:].max() <= 1e-5 * before.abs().max() and moved[:6].min() > 0)
 
 

@@ -309,17 +309,17 @@ def fixed(source: Source | None) -> Iterator[None]:
 
 
 def unfit_for_hidden(who: str, model: Any) -> SettingsError:
-    """The error for a model that is met by its logits alone."""
+    """The error for a model whose logits are not its hidden states times its head."""
     return SettingsError(
         f"ALIGN is 'hidden', but the {who}, {type(model).__name__}, caps or scales its logits and "
-        "is met by these alone: set ALIGN to 'chunks' or 'uld'"
+        "can be matched by these alone: set ALIGN to 'chunks' or 'uld'"
     )
 
 
 class HiddenProjection(torch.nn.Linear):
     """A linear map without bias, in float32 also under autocast.
 
-    It is trained with the student and thrown away after. Hidden states of some teachers hold
+    It is trained with the student and discarded afterwards. Hidden states of some teachers hold
     values in the thousands, whose products overflow in float16.
 
     Args:

@@ -73,7 +73,7 @@ def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
     """How far a gate has gone: KL(original || now) of each token, in nats.
 
     Args:
-        original_logits: `[token, expert]`, of the router as it came, on the same hidden states; no
+        original_logits: `[token, expert]`, of the original router, on the same hidden states; no
             gradient.
         logits: `[token, expert]`, of the router as it is.
 

@@ -192,7 +192,7 @@ def save_student(
     if tokenizer_id(again) != tokenizer_id(tokenizer):
         # For some architectures (Qwen 2, Phi 3) it takes the class that they usually have.
         logger.warning(
-            "AutoTokenizer makes another tokenizer of what is in %s, for the sake of the model's "
+            "AutoTokenizer makes another tokenizer of what is in %s, because of the model's "
             "architecture; load it with PreTrainedTokenizerFast.from_pretrained",
             folder,
         )
