@@ -4,13 +4,12 @@ python scripts/distill_quantumbench.py --teacher-model FOLDER --student-model-na
     --data-path questions.jsonl --epochs 3 --batch-size 2 --learning-rate 2e-5
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from ssl_kd.cli import distill_as, read_settings
+from ssl_kd.cli import distill_as
+from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.settings import SettingsError
@@ -18,14 +17,9 @@ from ssl_kd.settings import SettingsError
 CONFIG = Path(__file__).with_name("config.py")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"ssl_kd: {message}; --help lists all flags\n")
-
-
 def main(words: list[str]) -> int:
     """Read the flags, say what they come to, and distil."""
-    parser = _Parser(
+    parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="Every other setting of scripts/distill.py is a flag here, too: --align chunks.",
         allow_abbrev=False,
@@ -40,9 +34,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=3.0, help="default: 3")
     parser.add_argument("--fp16", action="store_true", help="half precision, on a GPU only")
     parser.add_argument("--dry-run", action="store_true", help="5 steps, evaluation and saving")
-    given, others = parser.parse_known_args(words)
 
     def read() -> LanguageSettings:
+        given, others = parser.parse_known_args(words)
         if not 0 <= given.alpha <= 1:
             raise SettingsError(f"--alpha is {given.alpha:g}, but must be a share, 0 to 1.")
         values = {

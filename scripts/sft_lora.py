@@ -7,10 +7,10 @@ python scripts/sft_lora.py test --model runs/latest/student --data-path test.jso
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from ssl_kd.cli import distill_as, guarded, read_settings
+from ssl_kd.cli import distill_as, guarded
 from ssl_kd.evaluate.answers import TOLERANCE
+from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 
@@ -31,11 +31,6 @@ SFT = {
     "block_size": 512,
     "max_new_tokens": 256,
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"ssl_kd: {message}; --help lists all flags\n")
 
 
 def train(given: argparse.Namespace, others: list[str]) -> LanguageSettings:
@@ -100,7 +95,7 @@ def test(given: argparse.Namespace) -> int:
 
 def main(words: list[str]) -> int:
     """Do what the first word says."""
-    parser = _Parser(
+    parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="train takes every other setting of scripts/distill.py as a flag, too.",
         allow_abbrev=False,
@@ -124,12 +119,16 @@ def main(words: list[str]) -> int:
         "--last-number", action="store_true", help="the last number counts where no answer is named"
     )
     testing.add_argument("--device", default="auto")
-    given, others = parser.parse_known_args(words)
-    if given.job == "train":
-        return distill_as(lambda: train(given, others), [sys.orig_argv[0], sys.argv[0], *words])
-    if others:
-        testing.error(f"there is no flag {others[0]}")
-    return guarded(lambda: test(given))
+
+    def work() -> int:
+        given, others = parser.parse_known_args(words)
+        if given.job == "train":
+            return distill_as(lambda: train(given, others), [sys.orig_argv[0], sys.argv[0], *words])
+        if others:
+            testing.error(f"there is no flag {others[0]}")
+        return test(given)
+
+    return guarded(work)
 
 
 if __name__ == "__main__":

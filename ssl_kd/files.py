@@ -17,10 +17,12 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ssl_kd.errors import UserError
+
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
-class CorruptFileError(RuntimeError):
+class CorruptFileError(UserError, RuntimeError):
     """A file that exists does not hold what was once written there."""
 
 

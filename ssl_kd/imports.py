@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any, TypeVar
 
+from ssl_kd.errors import InputError
+
 T = TypeVar("T")
 
 IMPORT_PATH = ("package.module.Class", r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -24,15 +26,15 @@ def import_class(path: str, base: type[T], what: str) -> type[T]:
     """
     module, _, name = path.rpartition(".")
     if not module:
-        raise ValueError(f"{what} {path!r}: expected an import path, package.module.Class")
+        raise InputError(f"{what} {path!r}: expected an import path, package.module.Class")
     try:
         found: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
+        raise InputError(
             f"{what} {path!r} cannot be imported: {error}; expected package.module.Class, in an "
             "installed package or in a folder of the one that you start from"
         ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
         expected = f"{base.__module__}.{base.__qualname__}"
-        raise ValueError(f"{what} {path!r} is {found!r}, expected a subclass of {expected}")
+        raise InputError(f"{what} {path!r} is {found!r}, expected a subclass of {expected}")
     return found

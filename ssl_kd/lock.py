@@ -7,10 +7,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ssl_kd.errors import UserError
+
 __all__ = ["Lock", "LockHeld"]
 
 
-class LockHeld(RuntimeError):
+class LockHeld(UserError, RuntimeError):
     """Another writer is at work on the same files."""
 
 

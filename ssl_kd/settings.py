@@ -22,11 +22,13 @@ from typing import Any
 
 from typing_extensions import Self
 
+from ssl_kd.errors import InputError
+
 _WIDTH = 100  # of a settings file
 _WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
 
 
-class SettingsError(ValueError):
+class SettingsError(InputError):
     """A setting that is misspelt, of the wrong type or out of range; the message says which."""
 
 
@@ -84,10 +86,13 @@ def setting(default: Any, help: str, more: str = "", **rule: Any) -> Any:
 
 @functools.cache
 def _fields(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
-    """Of each setting: its plain type, whether it may be None, and its rule."""
+    """Of each setting, in the file's order: plain type, whether it may be None, and its rule."""
     hints = typing.get_type_hints(cls)
     found = {}
-    for field in dataclasses.fields(cls):
+    base = cls.__bases__[0]
+    inherited = _fields(base) if dataclasses.is_dataclass(base) else {}
+    # A dataclass puts first what it inherits; here it comes last, in the section of every run.
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
         hint = hints[field.name]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         members = typing.get_args(hint) if union else (hint,)
@@ -208,10 +213,8 @@ class Settings:
     @classmethod
     def file_text(cls) -> str:
         """A settings file of the defaults, each under a comment; :meth:`from_file` reads it."""
-        inherited = _fields(cls.__bases__[0])
         lines = [f'"""{cls.file_heading}"""']
-        for name in sorted(_fields(cls), key=inherited.__contains__):
-            rule = _fields(cls)[name][2]
+        for name, (_, _, rule) in _fields(cls).items():
             if rule.section:
                 lines += ["", f"# --- {rule.section} ".ljust(_WIDTH, "-"), ""]
             lines += textwrap.wrap(

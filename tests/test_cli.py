@@ -1,8 +1,10 @@
 """The command line: flags over file over defaults, one line and a code for each known failure."""
 
+import importlib
 import io
 import json
 import os
+import pkgutil
 import re
 import shlex
 import signal
@@ -16,7 +18,9 @@ from rich.console import Console
 
 import ssl_kd
 from ssl_kd import cli
+from ssl_kd.flags import read_settings
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.screen import ProgressBars
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.stop import Interrupted
@@ -26,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def read(argv, config):
-    return cli.read_settings(VisionSettings, argv, Path(config), prog="train.py")
+    return read_settings(VisionSettings, argv, Path(config), prog="train.py")
 
 
 @pytest.fixture
@@ -94,6 +98,7 @@ def test_every_setting_is_a_flag(name, config):
         (["--teacher", "dinov"], "'timm:NAME', 'torchvision:NAME'. Did you mean dinov2?"),
         (["--loss", "temy"], "LOSS is 'temy', but must be one of 'temi', 'sharpened'."),
         (["--config"], "--config takes one value, a file"),
+        (["--resume=True"], "ignored explicit argument 'True'; --help lists all flags"),
     ],
 )
 def test_a_bad_flag_is_one_message_and_code_2(argv, message, config, capfd):
@@ -252,6 +257,27 @@ def test_a_considered_value_error_is_a_line_and_one_from_elsewhere_keeps_its_tra
         run_that(lambda settings, *, progress: _unpack())
 
 
+def test_every_exception_of_the_library_is_a_failure_that_a_user_can_act_on():
+    from ssl_kd.errors import Interrupted, UserError
+
+    for module in pkgutil.walk_packages(ssl_kd.__path__, "ssl_kd."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    assert not issubclass(Interrupted, Exception)  # who catches all errors does not catch it
+    found = [UserError]
+    for kind in found:
+        found += kind.__subclasses__()
+    defined = {
+        value
+        for name, module in sys.modules.items()
+        if name.startswith("ssl_kd.")
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+        if value.__module__.startswith("ssl_kd.")
+    }
+    assert defined == set(found) and len(found) > 10
+
+
 def _unpack():
     one, two = json.loads("[]")
     return one, two
@@ -330,6 +356,7 @@ def test_a_message_in_a_file_of_the_output_is_one_line():
     code = """
 import logging, sys, types
 from ssl_kd import cli
+from ssl_kd.flags import read_settings
 
 def run(settings, *, progress):
     logging.getLogger("ssl_kd.x").warning("left out: [b] " + "long " * 99)
@@ -345,7 +372,7 @@ cli.main(["train"])
 
 def test_progress_off_a_terminal_is_a_line_now_and_then():
     screen = Console(file=io.StringIO(), width=200)
-    with cli.Progress(screen) as progress:
+    with ProgressBars(screen) as progress:
         for done in range(1, 101):
             progress("train", done, 100, {"loss": "[red]"})
     assert isinstance(screen.file, io.StringIO)
@@ -355,7 +382,7 @@ def test_progress_off_a_terminal_is_a_line_now_and_then():
 
 def test_progress_on_a_terminal_is_a_bar():
     screen = Console(file=io.StringIO(), width=120, force_terminal=True)
-    with cli.Progress(screen) as progress:
+    with ProgressBars(screen) as progress:
         progress("extract", 3, 10, {"images/s": 12.5})
         progress("extract", 10, 10, {"images/s": 12.5})
         progress("train", 1, 5, {})
@@ -418,7 +445,7 @@ def test_an_alias_works_by_file_flag_dictionary_and_on_resume(cls, old, new, tmp
 
     def words(*argv, file=""):
         (tmp_path / "config.py").write_text(file)
-        return cli.read_settings(cls, argv, tmp_path / "config.py", prog="x")
+        return read_settings(cls, argv, tmp_path / "config.py", prog="x")
 
     assert words(file=f"{old.upper()} = {value!r}\n") == expected
     for flag in (f"--{old}", f"--{old.replace('_', '-')}"):

@@ -16,6 +16,7 @@ from ssl_kd.datasets.blocks import Batch, Blocks, Frame, digest_of, framed, padd
 from ssl_kd.datasets.segmentation import TextReader, align, overlaps
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.datasets.vocabulary import SharedVocabulary, shared_vocabulary
+from ssl_kd.errors import InputError
 from ssl_kd.losses.cross_tokenizer import Positions
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ def aligned_blocks(
                 "parts" + (f", without {lost} characters that no block can hold" if lost else "")
             )
     if not rows:
-        raise ValueError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
+        raise InputError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
     student, teacher = (
         _lay_out([row[k] for row in rows], block_size, frames[k].end, characters, left_out)
         for k in (0, 1)

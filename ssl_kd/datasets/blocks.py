@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ssl_kd.datasets.render import Rendered, render
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import Example, TextDataset, first_few
+from ssl_kd.errors import InputError, MissingPackage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -141,7 +142,7 @@ class Frame(NamedTuple):
         """
         bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         if end is None:
-            raise ValueError(
+            raise InputError(
                 f"the tokenizer {tokenizer.name_or_path!r} names no token that ends a document: "
                 "set tokenizer.eos_token"
             )
@@ -239,7 +240,7 @@ def make_blocks(
             elif len(document.ids) > block_size:
                 cut.append(_describe_cut(document, parts, block_size, example.where))
     if not pieces:
-        raise ValueError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
+        raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = (
         _best_fit([len(p.ids) for p in pieces], block_size)
         if packing
@@ -446,7 +447,7 @@ def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenize
     """
     specials = ["<s>", "</s>", "<pad>"]
     if vocab_size < 256 + len(specials):
-        raise ValueError(
+        raise InputError(
             f"vocab_size must be at least {256 + len(specials)} (256 bytes and "
             f"{', '.join(specials)}), got {vocab_size}"
         )
@@ -454,7 +455,7 @@ def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenize
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
-        raise ImportError("a tokenizer needs transformers: pip install 'ssl_kd[llm]'") from error
+        raise MissingPackage("a tokenizer needs transformers: pip install 'ssl_kd[llm]'") from error
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]

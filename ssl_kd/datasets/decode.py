@@ -7,10 +7,12 @@ import os
 import numpy as np
 from PIL import Image, ImageOps
 
+from ssl_kd.errors import UserError
+
 __all__ = ["UnreadableImage", "decode"]
 
 
-class UnreadableImage(ValueError):
+class UnreadableImage(UserError, ValueError):
     """An image that cannot be decoded; `id` names it, `reason` says why in a few words."""
 
     def __init__(self, id: str, reason: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ssl_kd.datasets.images import digest_array
+from ssl_kd.errors import InputError, MissingPackage
 
 __all__ = ["FEATURE_FILES", "FeatureDataset", "class_numbers", "open_features"]
 
@@ -43,13 +44,13 @@ class FeatureDataset:
         class_names: tuple[str, ...] | None = None,
     ) -> None:
         if features.ndim != 2 or not len(features) or features.dtype.kind not in "fiub":
-            raise ValueError(
+            raise InputError(
                 f"{name}: features must be numbers [samples, dimensions] with at least one row, "
                 f"got {features.dtype} {list(features.shape)}"
             )
         for what, values in (("labels", labels), ("ids", ids)):
             if values is not None and len(values) != len(features):
-                raise ValueError(f"{name}: {len(features)} rows of features, {len(values)} {what}")
+                raise InputError(f"{name}: {len(features)} rows of features, {len(values)} {what}")
         self.name = name
         self.split = split
         self.features = features
@@ -88,7 +89,7 @@ def class_numbers(
     """
     values: Any = np.asarray(labels)
     if values.ndim != 1 or values.dtype.kind not in "biufUSO":
-        raise ValueError(f"labels must be [samples], got {values.dtype} {list(values.shape)}")
+        raise InputError(f"labels must be [samples], got {values.dtype} {list(values.shape)}")
     if values.dtype.kind == "S":
         values = np.char.decode(values, "utf-8")
     if values.dtype.kind in "OU":
@@ -97,14 +98,14 @@ def class_numbers(
     else:
         known = np.isfinite(values) & (values >= 0)
         if not np.equal(np.trunc(values[known]), values[known]).all():
-            raise ValueError("labels must be whole numbers or strings, got fractions")
+            raise InputError("labels must be whole numbers or strings, got fractions")
         values = np.where(known, values, -1).astype(np.int64)
     found, inverse = np.unique(values[known], return_inverse=True)
     names = tuple(str(v) for v in found)
     if class_names is not None:
         unknown = sorted(set(names) - set(class_names))
         if unknown:
-            raise ValueError(f"classes {unknown[:5]} are not among {list(class_names)[:10]}")
+            raise InputError(f"classes {unknown[:5]} are not among {list(class_names)[:10]}")
         inverse = np.array([class_names.index(n) for n in names], dtype=np.int64)[inverse]
         names = class_names
     numbers = np.full(len(values), -1, dtype=np.int64)
@@ -150,10 +151,10 @@ def open_features(
         raise
     except Exception as error:  # each format has its own exceptions for a broken file
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} is not a readable {path.suffix} file: {reason}") from error
+        raise InputError(f"{path} is not a readable {path.suffix} file: {reason}") from error
     features = _array(_pick(table, _FEATURES))
     if features is None:
-        raise ValueError(
+        raise InputError(
             f"{path} holds {list(table)[:10]}; its features must be called one of {_FEATURES}"
         )
     labels, ids = _array(_pick(table, _LABELS)), _array(_pick(table, _IDS))
@@ -186,7 +187,7 @@ def _read_parquet(path: Path) -> Mapping[str, Any]:
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ImportError(f"{path}: reading parquet needs `pip install pyarrow`") from error
+        raise MissingPackage(f"{path}: reading parquet needs `pip install pyarrow`") from error
     frame = parquet.read_table(path)
     columns = {name: frame.column(name) for name in frame.column_names}
     table: dict[str, Any] = {}

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
+from ssl_kd.errors import InputError
 
 __all__ = ["EXTENSIONS", "ArrayDataset", "FolderDataset", "ImageDataset"]
 
@@ -141,7 +142,7 @@ class FolderDataset(ImageDataset):
         names = tuple(found) if class_names is None else class_names
         unknown = sorted(set(map(_printable, found)) - set(map(_printable, names)))
         if unknown:
-            raise ValueError(
+            raise InputError(
                 f"{self.root} has class folders {unknown[:5]} that the training split lacks; "
                 f"it has {list(names)[:10]}"
             )

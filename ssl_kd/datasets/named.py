@@ -13,6 +13,7 @@ import numpy as np
 
 from ssl_kd.datasets.features import FEATURE_FILES, FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
+from ssl_kd.errors import BAD_INPUT, UserError
 from ssl_kd.files import atomic_write_bytes
 
 __all__ = ["NAMES", "DatasetUnavailable", "open_dataset"]
@@ -21,8 +22,10 @@ Split = Literal["train", "test"]
 _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "valid")}
 
 
-class DatasetUnavailable(RuntimeError):
+class DatasetUnavailable(UserError, RuntimeError):
     """The data are not there; the message says where they are expected and what to do."""
+
+    exit_code = BAD_INPUT  # DATASET names what is not there: misspelt, as a rule
 
 
 @overload

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd.datasets.text import Example
+from ssl_kd.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,7 +38,7 @@ def _render_chat(
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:
-        raise ValueError(
+        raise InputError(
             f"{where}: messages need a chat template, and the tokenizer "
             f"{tokenizer.name_or_path!r} has none: take the tokenizer of a chat model, set "
             "tokenizer.chat_template, or write the data as prompt and completion"

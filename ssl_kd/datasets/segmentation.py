@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ssl_kd.errors import InputError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -153,7 +155,7 @@ def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
         ValueError: it gives no offsets.
     """
     if not tokenizer.is_fast:
-        raise ValueError(
+        raise InputError(
             f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer, as "
             "AutoTokenizer.from_pretrained does where tokenizer.json is there"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ssl_kd.datasets.named import DatasetUnavailable
+from ssl_kd.errors import InputError, MissingPackage
 
 __all__ = ["TEXT_FILES", "Example", "TextDataset", "first_few", "open_text"]
 
@@ -84,7 +85,7 @@ class TextDataset:
         if not (found := len(self) - len(examples)):
             return self
         if not examples:
-            raise ValueError(
+            raise InputError(
                 f"every document of {self.name} is held out, too, in {held_out.name}: name other "
                 "text to learn from or to hold out (--data_path, --eval_path)"
             )
@@ -148,14 +149,14 @@ def open_text(
     if split != "all" and not divided:
         examples = [e for e in examples if _is_held_out(e, held_out) == (split == "test")]
     if not examples and documents:
-        raise ValueError(
+        raise InputError(
             f"{name}: nothing is left for the {split} split when {held_out:.0%} of {documents} "
             "documents are held out: name a file of its own for the evaluation (--eval_path), or "
             "give more documents"
         )
     if not examples:
         reasons = "; ".join(first_few(left_out, 3)) or "it is empty"
-        raise ValueError(f"{name} holds nothing to learn from: {reasons}")
+        raise InputError(f"{name} holds nothing to learn from: {reasons}")
     return TextDataset(name, split, tuple(examples), _digest(examples), first_few(left_out))
 
 
@@ -251,7 +252,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Example | str]:
                 usable = True
             yield item
     if not usable:
-        raise ValueError(f"{path} has no usable line: {complaint or 'it is empty'}")
+        raise InputError(f"{path} has no usable line: {complaint or 'it is empty'}")
 
 
 def _parse(line: bytes, where: str, field: str) -> Example | str:
@@ -347,7 +348,7 @@ def _read_hugging_face(
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackage(
             f"{name} needs the package datasets: pip install 'ssl_kd[llm]'"
         ) from error
     path, _, config = name.removeprefix("hf:").partition(":")

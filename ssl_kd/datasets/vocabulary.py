@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ssl_kd.errors import InputError
 from ssl_kd.losses.cross_tokenizer import VocabularyMap
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def shared_vocabulary(
     sides = [token_texts(student_tokenizer), token_texts(teacher_tokenizer)]
     common = sorted((set(sides[0]) & set(sides[1])) - {None, b""})  # pyright: ignore[reportArgumentType]
     if not common:
-        raise ValueError("the two vocabularies have no token text in common: use align 'uld'")
+        raise InputError("the two vocabularies have no token text in common: use align 'uld'")
     number = {text: i for i, text in enumerate(common)}
     maps, exact = [], []
     for texts in sides:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Import names; of the optional ones also the extra that brings them.
 _NEEDED = (
-    "torch torchvision timm numpy scipy sklearn faiss safetensors huggingface_hub PIL tyro rich"
+    "torch torchvision timm numpy scipy sklearn faiss safetensors huggingface_hub PIL rich"
     " matplotlib tensorboard jinja2"
 ).split()
 _OPTIONAL = {

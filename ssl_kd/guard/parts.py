@@ -12,14 +12,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ssl_kd.errors import GUARD_STOPPED, UserError
 from ssl_kd.guard.update import keep_unless_
 
 SNAPSHOT_EVERY = 100
 """Steps between two snapshots of a part's state."""
 
 
-class TooFewHealthyParts(RuntimeError):
+class TooFewHealthyParts(UserError, RuntimeError):
     """So few parts are healthy that training cannot continue; the message says what was seen."""
+
+    exit_code = GUARD_STOPPED
 
 
 class Parts(Protocol):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ssl_kd.errors import InputError, UserError
+
 __all__ = ["DeviceInfo", "Precision", "UnsupportedDevice", "precision_table", "promote_to_fp32"]
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -14,7 +16,7 @@ _BUILT = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 _BUILT_CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 
 
-class UnsupportedDevice(RuntimeError):
+class UnsupportedDevice(UserError, RuntimeError):
     """The installed torch has no kernels for this GPU, or its driver cannot run them."""
 
 
@@ -274,13 +276,13 @@ def _resolve(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device {device!r}: expected auto, cpu, cuda, cuda:N or mps") from error
+        raise InputError(f"device {device!r}: expected auto, cpu, cuda, cuda:N or mps") from error
     if place.type == "cuda":
         count = torch.cuda.device_count()
         if (place.index or 0) >= count:
-            raise ValueError(f"device {device!r} asked for, but torch sees {count} CUDA devices")
+            raise InputError(f"device {device!r} asked for, but torch sees {count} CUDA devices")
     if place.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError(f"device {device!r} asked for, but torch sees no Apple GPU")
+        raise InputError(f"device {device!r} asked for, but torch sees no Apple GPU")
     return place
 
 

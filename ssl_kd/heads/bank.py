@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
+from ssl_kd.errors import InputError
 from ssl_kd.imports import import_class
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class HeadBank:
         with _global_random_state_kept():
             self._template = make_head().to("meta")
         if any(True for _ in self._template.buffers()):
-            raise ValueError(
+            raise InputError(
                 f"{type(self._template).__name__} has buffers (batch normalisation?); a head may "
                 "hold parameters only. Use LayerNorm or GroupNorm instead"
             )
@@ -69,7 +70,7 @@ class HeadBank:
             logger.warning("%s has %s weights: they are trained as fp32 masters", name, short)
         self._shapes = {name: p.shape for name, p in self._template.named_parameters()}
         if not self._shapes:
-            raise ValueError(f"{type(self._template).__name__} has no parameters to train")
+            raise InputError(f"{type(self._template).__name__} has no parameters to train")
         self.n_parameters = sum(math.prod(shape) for shape in self._shapes.values())
         self._draws = any(isinstance(m, _DropoutNd) for m in self._template.modules())
         # Activations per sample, near enough to decide how many heads fit the cache at a time.
@@ -94,7 +95,7 @@ class HeadBank:
             row = self.flatten(self.make_head())
         if not torch.isfinite(row).all():
             name = type(self._template).__name__
-            raise ValueError(f"{name} begins with weights that are not finite: initialise them")
+            raise InputError(f"{name} begins with weights that are not finite: initialise them")
         return row
 
     @contextlib.contextmanager

@@ -120,9 +120,8 @@ presets; a name or value that cannot be is refused.
 
     divergence: str = setting(
         "auto",
-        "divergence between teacher and student: forward_kl | reverse_kl | js | skew_kl |"
-        " skew_reverse_kl | tvd | auto (forward_kl, or reverse_kl where ROUTER_MODE is all, ka or"
-        " sar, as in the paper)",
+        f"divergence between teacher and student: {' | '.join(DIVERGENCES)} | auto (forward_kl, or"
+        " reverse_kl where ROUTER_MODE is all, ka or sar, as in the paper)",
         section="Loss",
         choices=("auto", *DIVERGENCES),
     )

@@ -11,8 +11,10 @@ from typing import ClassVar
 
 from typing_extensions import Self
 
+from ssl_kd.errors import UserError
 
-class FingerprintMismatch(ValueError):
+
+class FingerprintMismatch(UserError, ValueError):
     """A cache was not computed from what this run asks for."""
 
     def __init__(self, path: Path, differences: Sequence[str], way_out: str):

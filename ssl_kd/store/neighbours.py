@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.embeddings import EmbeddingStore
@@ -81,7 +82,7 @@ def nearest_neighbours(
     for first, queries in candidates_kept or prepared():
         if not (finite := queries.isfinite().all(1)).all():
             row = first + int((~finite).nonzero()[0, 0])
-            raise ValueError(f"row {row} is not finite in float32, so it has no nearest neighbours")
+            raise InputError(f"row {row} is not finite in float32, so it has no nearest neighbours")
         best = queries.new_empty(len(queries), 0)
         found = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
         itself = torch.arange(first, first + len(queries), device=device).unsqueeze(1)
@@ -139,7 +140,7 @@ def cached_neighbours(
 
 def _check(k: int, n: int) -> None:
     if not 1 <= k < n:
-        raise ValueError(
+        raise InputError(
             f"{k} neighbours asked for among {n} samples; each has {max(n - 1, 0)} others, "
             "so expected 1 <= k < n"
         )

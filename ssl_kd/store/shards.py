@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ssl_kd.errors import UserError
 from ssl_kd.files import (
     CorruptFileError,
     atomic_write_json,
@@ -43,7 +44,7 @@ Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """For each column the shape and dtype of one row."""
 
 
-class NonFiniteRow(ValueError):
+class NonFiniteRow(UserError, ValueError):
     """A row that is NaN, infinite or far out of range.
 
     Attributes:

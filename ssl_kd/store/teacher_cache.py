@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.errors import InputError
 from ssl_kd.losses.linear_distillation import CHUNK_BYTES
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import log_softmax_, saturate_
@@ -312,7 +313,7 @@ def write(
     _, answer = _answer(teacher, blocks.batch([0], teacher.device))
     vocabulary = _logits(answer, vocabulary)(0, 1).shape[-1]
     if fingerprint.k > vocabulary:
-        raise ValueError(f"k is {fingerprint.k}, but the teacher has only {vocabulary} tokens")
+        raise InputError(f"k is {fingerprint.k}, but the teacher has only {vocabulary} tokens")
     n = len(blocks)
     with ShardWriter(
         TeacherCache,
@@ -374,7 +375,7 @@ def _content(
     row, column = rows // width, rows % width
     if len(bad := found["error"].isnan().nonzero()):
         first = int(bad[0])
-        raise ValueError(
+        raise InputError(
             f"teacher {fingerprint.teacher!r} gives NaN at {len(bad)} of {n} positions, first in "
             f"block {int(batch.rows[row[first]])}, token {int(column[first])}: check its weights, "
             "or compute in float32 (--model_dtype float32)"

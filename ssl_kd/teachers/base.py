@@ -9,10 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ssl_kd.errors import UserError
+
 __all__ = ["Features", "Pixels", "Teacher", "TeacherUnavailable"]
 
 
-class TeacherUnavailable(RuntimeError):
+class TeacherUnavailable(UserError, RuntimeError):
     """The teacher's weights cannot be reached; one line, with the ways to go on."""
 
     def __init__(self, name: str, reason: object) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
@@ -46,7 +47,7 @@ __all__ = [
 _ID_LENGTH = 16
 
 
-class CausalLMUnavailable(RuntimeError):
+class CausalLMUnavailable(UserError, RuntimeError):
     """A language model's files cannot be reached; one line, with the ways to go on."""
 
     def __init__(self, name: str, reason: object) -> None:
@@ -196,7 +197,7 @@ def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """
     causal = without_adapters(model)
     if causal.base_model is causal:
-        raise ValueError(
+        raise InputError(
             f"{type(causal).__name__} has no backbone apart from its head: take its logits"
         )
     return causal.base_model(**inputs, use_cache=False).last_hidden_state
@@ -340,7 +341,7 @@ def llm_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackage(
             f"the language mode needs {name.partition('.')[0]}, which does not load "
             f"({_reason(error)}): pip install 'ssl_kd[llm]'"
         ) from error
@@ -382,15 +383,15 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype) -> Any:
             raise
         if "Unrecognized configuration class" in str(error):
             kind = transformers.AutoConfig.from_pretrained(place).model_type
-            raise ValueError(
+            raise InputError(
                 f"{place!r} is a model of type {kind!r}, not a causal language model: expected one "
                 "that AutoModelForCausalLM loads, such as gpt2 or a Llama"
             ) from error
-        raise ValueError(f"{place!r} cannot be loaded: {_reason(error)}") from error
+        raise InputError(f"{place!r} cannot be loaded: {_reason(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:  # transformers fills them with random numbers
         few = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise ValueError(
+        raise InputError(
             f"{place!r} lacks {len(missing)} of its model's tensors: {few}; expected the files of "
             "a whole causal language model"
         )
@@ -401,7 +402,7 @@ def _tokenizer(transformers: Any, place: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # each kind of tokenizer has exceptions of its own
-        raise ValueError(
+        raise InputError(
             f"{place!r} has no readable tokenizer ({_reason(error)}); put tokenizer.json and "
             "tokenizer_config.json beside its config.json: tokenizer.save_pretrained(folder)"
         ) from error
@@ -410,7 +411,7 @@ def _tokenizer(transformers: Any, place: str) -> Any:
 def _with_adapters(folder: Path, dtype: torch.dtype) -> CausalLM:
     base = _base_of_adapters(folder)
     if not base:
-        raise ValueError(
+        raise InputError(
             f"{folder} holds adapters that name no base model: set base_model_name_or_path in its "
             "adapter_config.json, or merge them before saving"
         )
@@ -424,7 +425,7 @@ def _with_adapters(folder: Path, dtype: torch.dtype) -> CausalLM:
     except Exception as error:  # peft, safetensors and torch have exceptions of their own
         if is_out_of_memory(error):
             raise
-        raise ValueError(
+        raise InputError(
             f"{folder}: its adapters do not load on {base}: {_reason(error)}"
         ) from error
     tokenizer = lm.tokenizer
@@ -450,7 +451,7 @@ def _check_causal(model: Any, name: str) -> None:
     first, second = logits[:, :-1].float()
     rounding = 32 * torch.finfo(model.dtype).eps * first.abs().max()
     if (first - second).abs().max() > rounding:  # false where the weights are NaN: not judged here
-        raise ValueError(
+        raise InputError(
             f"{name!r} ({type(model).__name__}) is not a causal language model: its answer at "
             "a token changes with the tokens that follow"
         )

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.errors import InputError
 from ssl_kd.imports import IMPORT_PATH, import_class
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.network import Network, Transform
@@ -86,13 +87,13 @@ def load_teacher(
         ValueError: an unknown name, weights that do not fit, a size or token it does not have.
     """
     if token not in ("class", "patch", "both"):
-        raise ValueError(f"token must be 'class', 'patch' or 'both', got {token!r}")
+        raise InputError(f"token must be 'class', 'patch' or 'both', got {token!r}")
     if image_size is not None and image_size < 1:
-        raise ValueError(f"image_size must be at least 1, got {image_size}")
+        raise InputError(f"image_size must be at least 1, got {image_size}")
     kind, _, model = name.partition(":")
     if name in ("pixels", "features"):
         if weights is not None:
-            raise ValueError(f"teacher {name!r} has no weights, got {os.fspath(weights)}")
+            raise InputError(f"teacher {name!r} has no weights, got {os.fspath(weights)}")
         return _pixels(image_size, dataset) if name == "pixels" else _features(dataset)
     if re.fullmatch(IMPORT_PATH[1], name):
         return _imported(name, weights, image_size, token).to(device)
@@ -106,7 +107,7 @@ def load_teacher(
     elif kind == "torchvision" and model:
         teacher = _torchvision(model, state, image_size, token)
     else:
-        raise ValueError(
+        raise InputError(
             f"unknown teacher {name!r}: pixels, dinov2, efficientnet_lite0, timm:<model>, "
             "torchvision:<model>, features, or package.module.Class for one of your own"
         )
@@ -125,7 +126,7 @@ def _pixels(image_size: int | None, dataset: Any) -> Pixels:
 def _features(dataset: Any) -> Features:
     features: np.ndarray | None = getattr(dataset, "features", None)
     if features is None:
-        raise ValueError("teacher 'features' needs a feature file as data set, not images")
+        raise InputError("teacher 'features' needs a feature file as data set, not images")
     return Features(features.shape[1])
 
 
@@ -141,7 +142,7 @@ def _imported(
     options = {"weights": weights, "image_size": image_size, "token": token}
     for option, value in options.items():
         if option not in taken and value not in (None, "class"):
-            raise ValueError(
+            raise InputError(
                 f"teacher {path!r} cannot follow {option} {value!r}: leave it at its default, or "
                 f"give the class's __init__ a parameter {option}"
             )
@@ -151,14 +152,14 @@ def _imported(
     for attribute, kind in (("dim", int), ("weights_id", str), ("transform_id", str)):
         value = getattr(teacher, attribute, None)
         if not isinstance(value, kind):
-            raise ValueError(
+            raise InputError(
                 f"teacher {path!r} has {value!r} as {attribute}, expected {_KINDS[kind]}: set "
                 f"self.{attribute} in its __init__, as ssl_kd.teachers.Teacher describes it"
             )
     if teacher.weights_id == "none" and any(
         isinstance(v, nn.Module) for v in vars(teacher).values()
     ):
-        raise ValueError(
+        raise InputError(
             f"teacher {path!r} holds a network, but says weights_id 'none', so that embeddings of "
             "other weights would pass for its own: set self.weights_id = "
             "ssl_kd.teachers.weights_id(network), or derive the class from ssl_kd.teachers.Network"
@@ -180,10 +181,10 @@ def _dinov2(
     hub_dir: str | os.PathLike[str] | None,
 ) -> Teacher:
     if name not in DINOV2_MODELS:
-        raise ValueError(f"dinov2_model must be one of {', '.join(DINOV2_MODELS)}, got {name!r}")
+        raise InputError(f"dinov2_model must be one of {', '.join(DINOV2_MODELS)}, got {name!r}")
     if image_size % 14:
         near = max(14, 14 * round(image_size / 14))
-        raise ValueError(
+        raise InputError(
             f"DINOv2 sees patches of 14 px: image_size must be a multiple, {near} say, not "
             f"{image_size}"
         )
@@ -191,7 +192,7 @@ def _dinov2(
         _check_dinov2(name, state)
     if source not in ("auto", "hub", "timm", "local"):
         if not (Path(source) / "hubconf.py").is_file():
-            raise ValueError(
+            raise InputError(
                 "source must be 'auto', 'hub', 'timm', 'local' or a checkout of "
                 f"{_DINOV2_REPOSITORY}, got {source!r}"
             )
@@ -217,13 +218,13 @@ def _check_dinov2(asked: str, state: State) -> None:
     """Name the DINOv2 that a file holds when it is not the one asked for."""
     token = state.get("cls_token")
     if token is None or token.shape[-1] not in _DINOV2_WIDTHS:
-        raise ValueError(
+        raise InputError(
             f"these weights are no DINOv2: they have {', '.join(list(state)[:3])}, ..."
         )
     registers = "_reg" if "register_tokens" in state or "reg_token" in state else ""
     held = f"dinov2_vit{_DINOV2_WIDTHS[token.shape[-1]]}14{registers}"
     if held != asked:
-        raise ValueError(
+        raise InputError(
             f"these weights are {held}, not {asked}: say --dinov2_model {held}, or take another "
             "file"
         )
@@ -283,13 +284,13 @@ def _timm(
 
     is_path = ":" in model_name  # local-dir:... and hf-hub:... bring their own config
     if not is_path and not timm.is_model(model_name):
-        raise ValueError(_unknown("timm", model_name, timm.list_models()))
+        raise InputError(_unknown("timm", model_name, timm.list_models()))
     config: Any = None
     if not is_path:
         try:
             config = timm.get_pretrained_cfg(model_name)
         except RuntimeError as error:  # the part behind the dot
-            raise ValueError(f"timm:{model_name}: {error}") from error
+            raise InputError(f"timm:{model_name}: {error}") from error
     if config is not None and config.fixed_input_size:
         native = config.input_size[-1]
         # DINOv2's config says 518, which nobody wants by default: 5 times the work of 224.
@@ -318,7 +319,7 @@ def _timm(
     )
     prefix: int | None = getattr(model, "num_prefix_tokens", None)
     if token != "class" and prefix is None:
-        raise ValueError(f"{name} has no patch tokens: token must be 'class', got {token!r}")
+        raise InputError(f"{name} has no patch tokens: token must be 'class', got {token!r}")
 
     def features(x: Tensor) -> Tensor:
         tokens = model.forward_features(x)
@@ -347,7 +348,7 @@ def _timm_with(model_name: str, state: State, config: Any, kwargs: dict[str, Any
         )
     except (RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"these weights do not fit {model_name}: {reason[:500]}") from error
+        raise InputError(f"these weights do not fit {model_name}: {reason[:500]}") from error
     model.reset_classifier(0)
     return model
 
@@ -397,9 +398,9 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
 
     known = models.list_models(module=models)
     if name not in known:
-        raise ValueError(_unknown("torchvision", name, known))
+        raise InputError(_unknown("torchvision", name, known))
     if token != "class":
-        raise ValueError(
+        raise InputError(
             f"torchvision:{name} gives its pooled features only: token must be 'class', got "
             f"{token!r} (timm's ViTs have patch tokens)"
         )
@@ -415,7 +416,7 @@ def _torchvision(name: str, state: State | None, image_size: int | None, token: 
         raise TeacherUnavailable(f"torchvision:{name}", error) from error
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linears:
-        raise ValueError(f"torchvision:{name} has no linear classifier whose input could be taken")
+        raise InputError(f"torchvision:{name} has no linear classifier whose input could be taken")
     classifier = linears[-1]
     model.set_submodule(classifier, nn.Identity())
     if state is not None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.routing import gate_entropy, gate_kl
@@ -184,13 +185,13 @@ class Mixture:
         self.routers: dict[str, Any] = _find_routers(model)
         shapes = {(*r.weight.shape, r.top_k) for r in self.routers.values()}
         if len(shapes) > 1:
-            raise ValueError(
+            raise InputError(
                 f"routers of one size were expected, got (experts, dim, k) of {sorted(shapes)}"
             )
         self.layers = len(self.routers)
         self.n_experts, self.dim, self.k = shapes.pop()
         if self.n_experts < 2:
-            raise ValueError(f"{type(model).__name__} has {self.n_experts} expert, expected 2")
+            raise InputError(f"{type(model).__name__} has {self.n_experts} expert, expected 2")
         self._renormalises = _renormalises(next(iter(self.routers.values())))
         self.renorm: Renorm = renorm or default_renorm(model)
         self._original = {
@@ -361,17 +362,17 @@ class Mixture:
                 said = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from error
+            raise InputError(f"{path} is not a safetensors file: {error}") from error
         for key, own in self._identity().items():
             if said.get(key) != own:
-                raise ValueError(
+                raise InputError(
                     f"{path} is not a router of this teacher: {key} is {said.get(key)!r} there and "
                     f"{own!r} here; load it onto the teacher that it was saved from"
                 )
         theirs = torch.tensor(json.loads(said.get("original_rows", "[]")), dtype=torch.float64)
         own, norms = self._original_rows()
         if theirs.shape != own.shape or not ((theirs - own).abs() <= _ROUNDING * norms).all():
-            raise ValueError(
+            raise InputError(
                 f"{path} is not a router of this teacher: original_routers, from which it was "
                 "adapted, have other weights; load it onto the teacher that it was saved from"
             )
@@ -379,7 +380,7 @@ class Mixture:
         for name, parameter in parameters.items():
             value = tensors.get(name)
             if value is None or value.shape != parameter.shape or not value.isfinite().all():
-                raise ValueError(
+                raise InputError(
                     f"{path}: {name} is missing, of another shape than {list(parameter.shape)}, or "
                     "not finite; save the router again"
                 )
@@ -437,11 +438,11 @@ def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
                 else f"which is not one of {', '.join(ROUTERS)}; if it gates by a softmax over all "
                 "experts, add it to ssl_kd.teachers.mixture.ROUTERS"
             )
-            raise ValueError(
+            raise InputError(
                 f"{what} routes by {kind}, {why}. Use the teacher with router_mode 'native'"
             )
     if not routers:
-        raise ValueError(
+        raise InputError(
             f"{what} has no router, it is a dense model: router_mode must be 'native', or the "
             f"teacher a mixture of experts ({', '.join(ROUTERS)})"
         )

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ssl_kd.errors import InputError
 from ssl_kd.teachers.base import Teacher
 from ssl_kd.teachers.weights import weights_id
 
@@ -113,7 +114,7 @@ class Network(Teacher):
             self.dim = self.embed(blank).shape[1]
         except (AssertionError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(
+            raise InputError(
                 f"{name} does not take images of {transform.size} px (IMAGE_SIZE): {reason}"
             ) from error
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import sync_folder
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.teachers.causal import (
@@ -86,15 +87,15 @@ def build_student(
     match = re.fullmatch(form, size)
     if match is None or 0 in (numbers := [int(n) for n in match.groups()]):
         way = "layers:3 (3 of the teacher's layers)" if kind == "layers" else "fresh:2x128"
-        raise ValueError(f"student {spec!r}: expected {way}, with numbers of at least 1")
+        raise InputError(f"student {spec!r}: expected {way}, with numbers of at least 1")
     if kind == "layers":
         if teacher is None:
-            raise ValueError(f"student {spec!r} is cut from a teacher's layers: name a teacher")
+            raise InputError(f"student {spec!r} is cut from a teacher's layers: name a teacher")
         model, tokenizer = _cut(spec, teacher, numbers[0], seed), teacher.tokenizer
     else:
         if tokenizer is None:
             if teacher is None:
-                raise ValueError(f"student {spec!r} needs a tokenizer, or a teacher that has one")
+                raise InputError(f"student {spec!r} needs a tokenizer, or a teacher that has one")
             tokenizer = teacher.tokenizer
         like = teacher if kind == "fresh" else None
         model = _fresh(spec, like, tokenizer, numbers[0], numbers[1], seed, experts)
@@ -128,7 +129,7 @@ def add_lora(
         ValueError: a rank, dropout or target that does not work.
     """
     if rank < 1 or not 0 <= dropout < 1:
-        raise ValueError(
+        raise InputError(
             f"adapters need a rank of at least 1 and a dropout in [0, 1), got {rank} and {dropout}"
         )
     peft = llm_module("peft")
@@ -205,7 +206,7 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
     config = teacher.model.config.get_text_config()
     depth = config.num_hidden_layers
     if layers > depth:
-        raise ValueError(
+        raise InputError(
             f"student {spec!r}: the teacher {teacher.name!r} has {depth} layers; expected layers:N "
             f"with N from 1 to {depth}"
         )
@@ -294,7 +295,7 @@ def _heads(dim: int, wished: float) -> int:
     """How many heads: divides the width into even parts (rotary), nearest to what is wished for."""
     possible = [n for n in range(1, dim + 1) if dim % n == 0 and dim // n % 2 == 0]
     if not possible:
-        raise ValueError(f"a model of width {dim} has no heads of even width: take an even one")
+        raise InputError(f"a model of width {dim} has no heads of even width: take an even one")
     return min(possible, key=lambda n: abs(math.log(n / wished)))
 
 
@@ -329,7 +330,7 @@ def _make(
         if is_out_of_memory(error):
             raise
         reason = shorten(str(error) or type(error).__name__, 200, placeholder=" …")
-        raise ValueError(
+        raise InputError(
             f"student {spec!r} cannot be made in the teacher's architecture ({reason}): take "
             "another size, or a folder by save_pretrained"
         ) from error

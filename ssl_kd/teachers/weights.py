@@ -13,6 +13,7 @@ from textwrap import shorten
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import load_tensors
 
 __all__ = ["efficientnet_lite0_file", "load_strict", "read_weights", "rename_lite0", "weights_id"]
@@ -48,7 +49,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
             state = load_tensors(path)
     except Exception as error:  # both libraries have exceptions of their own
         reason = shorten(str(error), 200, placeholder=" …", break_on_hyphens=False)
-        raise ValueError(f"{path} is not a readable weights file: {reason}") from error
+        raise InputError(f"{path} is not a readable weights file: {reason}") from error
     for wrapping in ("state_dict_ema", "model_ema", "state_dict", "model", "teacher"):
         inner = state.get(wrapping) if isinstance(state, Mapping) else None
         if isinstance(inner, Mapping):
@@ -59,7 +60,7 @@ def read_weights(path: str | os.PathLike[str]) -> State:
         if isinstance(value, Tensor)
     }
     if not tensors:
-        raise ValueError(f"{path} holds no state dict: a {type(state).__name__} without tensors")
+        raise InputError(f"{path} holds no state dict: a {type(state).__name__} without tensors")
     return tensors
 
 
@@ -85,7 +86,7 @@ def load_strict(model: nn.Module, state: State, what: str) -> None:
             for how, keys in differences.items()
             if keys
         )
-        raise ValueError(f"these weights do not fit {what}: {said}")
+        raise InputError(f"these weights do not fit {what}: {said}")
     own.update(state)  # keeps the versions of modules, which a plain dictionary has lost
     model.load_state_dict(own)
 

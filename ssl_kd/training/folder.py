@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ssl_kd import __version__
+from ssl_kd.errors import UserError
 from ssl_kd.files import (
     CorruptFileError,
     atomic_write_json,
@@ -38,7 +39,7 @@ _VERSIONS = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "faiss-cpu
 _VERSIONS += ("transformers", "tokenizers", "peft")
 
 
-class RunFolderError(RuntimeError):
+class RunFolderError(UserError, RuntimeError):
     """A run folder that cannot be used; the message says why and what to do."""
 
 

@@ -6,23 +6,10 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
+from ssl_kd.errors import Interrupted
 from ssl_kd.training.folder import RunFolder
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was stopped by a signal.
-
-    Attributes:
-        signal: SIGINT or SIGTERM.
-        run_dir: the folder with its checkpoint; None before the training began.
-    """
-
-    def __init__(self, signal: int, run_dir: Path | None) -> None:
-        super().__init__(f"stopped by signal {signal}; run folder {run_dir}")
-        self.signal, self.run_dir = signal, run_dir
 
 
 class Signals:

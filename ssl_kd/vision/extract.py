@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
+from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
@@ -110,7 +111,7 @@ def extract(
             damaged or bad, and not `force`.
     """
     if isinstance(teacher, Features) != isinstance(dataset, FeatureDataset):
-        raise ValueError(
+        raise InputError(
             f"data set {dataset.name!r} and teacher {teacher.name!r} do not go together: feature "
             "files need --teacher features, images any other"
         )
@@ -167,7 +168,7 @@ def _write(
         bad = (~embeddings.isfinite().all(1)).nonzero()[:, 0].tolist()
         if bad and not writer.exclude_bad:
             row = rows[bad[0]]
-            raise ValueError(
+            raise InputError(
                 f"teacher {embed.teacher.name!r} gives NaN or infinity for {len(bad)} of "
                 f"{len(rows)} samples, first {dataset.ids[row]!r} (row {row} of {dataset.name}): "
                 "take the sample out, check the weights, or compute in float32 (DEVICE cpu, "
@@ -194,7 +195,7 @@ def _write(
     if last is not None:
         store(*last)
     if not given and not before:
-        raise ValueError(f"not one of the {total} images of {dataset.name} can be read: {problem}")
+        raise InputError(f"not one of the {total} images of {dataset.name} can be read: {problem}")
 
 
 class _Embed:

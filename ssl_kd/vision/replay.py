@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.diagnosis import diagnose
 from ssl_kd.guard.faults import Stage, is_healthy
@@ -75,9 +76,9 @@ def replay(path: str | Path) -> Replay:
     """
     bundle = load_bundle(path)
     if "replay" not in bundle.settings:
-        raise ValueError(f"{path} is not a step that can be run again: it has no replay settings")
+        raise InputError(f"{path} is not a step that can be run again: it has no replay settings")
     if bundle.left_out:
-        raise ValueError(
+        raise InputError(
             f"{path} cannot be run again: {', '.join(bundle.left_out)} was over its size limit"
         )
     trainer = _trainer(path, bundle)

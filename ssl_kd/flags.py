@@ -1,0 +1,151 @@
+"""Settings from the command line: flags over a preset over the settings file over the defaults."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
+
+from ssl_kd.settings import Settings, SettingsError, nearest
+
+S = TypeVar("S", bound=Settings)
+
+
+class _Help(argparse.HelpFormatter):
+    """Shows a flag's one value as such: `--seed INT`, not `--seed [INT ...]`."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == "*":
+            return str(action.metavar)
+        return super()._format_args(action, default_metavar)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser whose complaints are one line each: it raises SettingsError and never exits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print below the usage."""
+        raise SettingsError(f"{message}; --help lists all flags")
+
+
+def read_settings(
+    cls: type[S],
+    argv: Sequence[str],
+    config: Path,
+    *,
+    prog: str,
+    presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    preset: str | None = None,
+) -> S:
+    """Resolve settings: defaults, then the file, then the preset, then the flags.
+
+    Args:
+        cls: The settings class.
+        argv: The flags; `--learning_rate 1`, `--learning-rate 1` and `--learning_rate=1` are one.
+        config: The settings file where no `--config` is given; it may be missing.
+        prog: What `--help` calls the program.
+        presets: Name -> the settings that it changes, for `--preset`.
+        preset: The preset where no `--preset` is given.
+
+    Raises:
+        SettingsError: Names what is misspelt, mistyped or out of range, and what is allowed.
+        SystemExit: With code 0, after `--help`.
+    """
+    parser = FlagParser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        formatter_class=_Help,
+        description=f"Every setting of {config.name} as a flag; a flag beats the file.",
+        allow_abbrev=False,
+    )
+    more = {"config": f"file of settings (default: {config})"}
+    if presets:
+        listed = ", ".join(presets)
+        more["preset"] = f"settings that go together (default: {preset}; one of {listed})"
+    for name, help in more.items():
+        parser.add_argument(f"--{name}", nargs="*", metavar="STR", help=help.replace("%", "%%"))
+    _add_flags(parser, cls)
+    given = _given(parser, cls, argv, tuple(more))
+    file, preset = given.pop("config", None), given.pop("preset", preset)
+    values = {
+        name: value if isinstance(value, bool) else cls.parse(name, value)
+        for name, value in given.items()
+    }
+    if preset is not None:
+        if preset not in presets:
+            listed = ", ".join(presets)
+            raise SettingsError(f"PRESET is {preset!r}, not {listed}.{nearest(preset, presets)}")
+        values = {**presets[preset], **values}
+    if file is not None and not Path(file).is_file():
+        raise SettingsError(f"There is no settings file {file} (--config).")
+    if file is None:
+        return (cls.from_file(config) if config.is_file() else cls()).replace(**values)
+    return cls.from_file(file).replace(**values)
+
+
+def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
+    """A flag for each setting, in the sections of the settings file."""
+    group: Any = parser
+    for name, (kind, _, rule) in cls.rules().items():
+        if rule.section:
+            group = parser.add_argument_group(rule.section)
+        allowed = f"; {cls.allowed(name)}" if rule.bounded else ""
+        help = f"{rule.help} (default: {getattr(cls, name)}{allowed})".replace("%", "%%")
+        flag = f"--{name.replace('_', '-')}"
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
+        else:
+            # Words stay words here, any number of them: what they mean and what is allowed is
+            # decided by `Settings`, in one place for file and flags.
+            group.add_argument(flag, nargs="*", metavar=kind.__name__.upper(), help=help)
+
+
+def _given(
+    parser: argparse.ArgumentParser, cls: type[Settings], argv: Sequence[str], more: Sequence[str]
+) -> dict[str, Any]:
+    """The value of each flag that was given, a word or whether it is on."""
+    spelt: dict[str, str] = {}  # flag as the parser knows it -> as it came
+    names: dict[str, str] = {}  # setting -> the name that it came under
+    words = []
+    for word in argv:
+        words.append(word)
+        if word.startswith("--"):
+            flag, equals, value = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            field = cls.aliases.get(name, name)
+            if names.setdefault(field, name) != name:
+                raise SettingsError(
+                    f"--{names[field]} and --{name} are one setting: give one of them."
+                )
+            words[-1] = f"--{field.replace('_', '-')}{equals}{value}"
+        spelt[words[-1]] = word
+    found, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise SettingsError(_unknown(cls, spelt[unknown[0]], more))
+    given = {name: value for name, value in vars(found).items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, list):
+            if len(value) != 1:
+                allowed = {"config": "a file", "preset": "a name"}.get(name) or cls.allowed(name)
+                came = f"{' '.join(value)!r}" if value else "nothing"
+                raise SettingsError(f"--{name} takes one value, {allowed}; {came} came after it.")
+            given[name] = value[0]
+    return given
+
+
+def _unknown(cls: type[Settings], word: str, more: Sequence[str]) -> str:
+    """What to say of a word that no flag takes."""
+    if not word.startswith("-"):
+        return (
+            f"{word!r} belongs to no flag. A flag takes one value; one that is on or off takes"
+            " none: --resume, --no-resume."
+        )
+    name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
+    known = [*more, *cls.rules()]
+    known += [f"no_{flag}" for flag, (kind, *_) in cls.rules().items() if kind is bool]
+    if name in known:  # right but for its capitals, or a single dash
+        return f"There is no flag {word}. Did you mean --{name}?"
+    hint = nearest(name, [*known, *cls.aliases], cls.aliases, "--{}".format)
+    return f"There is no flag {word}.{hint or ' --help lists all flags.'}"
