@@ -7,13 +7,10 @@ writes then. The machine may be as slow as it likes.
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,16 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-HANG = 20 * 60
-"""Seconds after which a process of a test hangs; far more than any needs on any machine."""
+from tests.processes import answer
 
-KILLED = {signal.SIGKILL, signal.SIGXFSZ}
+_DEATHS = {signal.SIGKILL, signal.SIGXFSZ}
 _CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link"}
 _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
-@dataclass(frozen=True)
+@dataclass
 class Killed:
     """What came of `kill_again_and_again`.
 
@@ -56,30 +51,17 @@ def kill_again_and_again(
 ) -> Killed:
     """Let a job be killed and begun again until it was killed often enough and has ended.
 
-    It runs in forks of a process of its own, which has no threads yet. What is finished must
-    outlive every kill.
+    It runs in forks of a process of its own, which has no threads. What is finished must outlive
+    every kill.
 
     Args:
         job: `job(folder, *words)` of a test module: begins, goes on, and ends in that folder.
-        finished: of the same module; `finished(folder)` is a set that never loses a member.
+        finished: `finished(folder)` is a set that never loses a member.
         folder: where the jobs' folders are made.
-        words: further arguments of the job, as JSON.
+        words: further arguments of the job.
         kills: how many, at positions drawn from the first half of the whole work.
     """
-    names = [job.__module__, job.__name__, finished.__name__]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kills"],
-        input=json.dumps([*names, str(folder), kills, words]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=HANG,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    folders = [folder / str(number) for number in range(told.pop("rounds"))]
-    return Killed(folder / "straight", folders, **told)
+    return answer(_kill, job, finished, folder, words, kills)
 
 
 def on_change(tell: Callable[[int, str, bool], object], folder: str | Path) -> None:
@@ -103,7 +85,7 @@ def on_change(tell: Callable[[int, str, bool], object], folder: str | Path) -> N
     sys.addaudithook(hook)
 
 
-def _work(job: Callable, folder: Path, words: list, at: int, size: int | None) -> None:
+def _work(job: Callable, folder: Path, words: tuple, at: int, size: int | None) -> None:
     """The job, killed before its change number `at`, or when it then has written `size` bytes."""
 
     def die(position: int, path: str, written: bool) -> None:
@@ -123,11 +105,7 @@ def _work(job: Callable, folder: Path, words: list, at: int, size: int | None) -
     os._exit(0)
 
 
-def main() -> None:
-    """What `kill_again_and_again` asks for on standard input; prints what came of it."""
-    module, job, finished, folder, n, words = json.loads(sys.stdin.read())
-    found = importlib.import_module(module)
-    job, finished, root = getattr(found, job), getattr(found, finished), Path(folder)
+def _kill(job: Callable, finished: Callable, root: Path, words: tuple, n: int) -> Killed:
     draw, changes = random.Random(0), 0
 
     def count(position: int, path: str, written: bool) -> None:
@@ -136,25 +114,21 @@ def main() -> None:
 
     on_change(count, root / "straight")
     job(root / "straight", *words)
-    half, kills, resumed, rounds = changes // 2, 0, 0, 0
-    while kills < n:
-        place, known, ended = root / str(rounds), set(), False
+    found = Killed(root / "straight", [], 0, 0)
+    while found.kills < n:
+        place, known, ended = root / str(len(found.folders)), set(), False
+        found.folders.append(place)
         while not ended:
-            at = draw.randint(1, half) if kills < n else 0
+            at = draw.randint(1, changes // 2) if found.kills < n else 0
             size = draw.choice([None, draw.randint(1, 4000)])
             child = os.fork()
             if child == 0:
                 _work(job, place, words, at, size)
             status = os.waitpid(child, 0)[1]
-            resumed += bool(known)
+            found.resumed += bool(known)
             now = finished(place)
             assert known <= now, f"lost by a kill at change {at} ({size}): {known - now}"
             ended, known = status == 0, now
-            assert ended or os.WIFSIGNALED(status) and os.WTERMSIG(status) in KILLED, status
-            kills += not ended
-        rounds += 1
-    print(json.dumps({"rounds": rounds, "kills": kills, "resumed": resumed}))
-
-
-if __name__ == "__main__":
-    main()
+            assert ended or os.WIFSIGNALED(status) and os.WTERMSIG(status) in _DEATHS, status
+            found.kills += not ended
+    return found

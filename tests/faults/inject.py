@@ -1,5 +1,6 @@
 """Shared by the fault tests: a fast run's settings, and a look at every byte that is left."""
 
+import contextlib
 import csv
 import json
 import signal
@@ -14,6 +15,7 @@ from ssl_kd.datasets import open_dataset
 from ssl_kd.files import load_tensors
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.lock import Lock
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.training.stop import Interrupted
@@ -23,6 +25,7 @@ from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import train
+from tests.processes import HANG, pipe, start
 
 ROOT = Path(__file__).parents[2]
 FAST = {
@@ -122,6 +125,25 @@ def flip_bit(path):
     data = bytearray(Path(path).read_bytes())
     data[len(data) // 2] ^= 16
     Path(path).write_bytes(data)
+
+
+def _hold(path, pipe):
+    with Lock(path):
+        pipe.send("held")
+        pipe.recv()
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Another process holds a lock for as long; its process id."""
+    mine, theirs = pipe()
+    holder = start(_hold, path, theirs)
+    try:
+        assert mine.poll(HANG) and mine.recv() == "held"
+        yield holder.pid
+    finally:
+        mine.send("enough")
+        holder.join(HANG)
 
 
 def stop_at(step):

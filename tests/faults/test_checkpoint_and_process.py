@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -24,6 +25,7 @@ from tests.faults.inject import (
     content,
     events,
     flip_bit,
+    locked,
     log_lines,
     metrics,
     newest_checkpoint,
@@ -34,7 +36,8 @@ from tests.faults.inject import (
     words,
 )
 from tests.faults.matrix import row
-from tests.kills import HANG, kill_again_and_again
+from tests.kills import kill_again_and_again, on_change
+from tests.processes import HANG, start
 
 
 def train_in(folder, settings):
@@ -55,7 +58,7 @@ def steps_kept(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_killed_at_twenty_random_positions_the_weights_are_the_uninterrupted_runs(settings):
-    asked = settings(max_steps=200, checkpoint_every=20)
+    asked = settings(max_steps=100, checkpoint_every=10)
     runs = Path(asked.runs_dir)
     found = kill_again_and_again(train_in, steps_kept, runs, asked.to_dict(), kills=20)
     assert found.kills == 20 and found.resumed > 5
@@ -74,16 +77,18 @@ def test_half_a_file_of_a_killed_run_is_cleared_away(settings):
     assert not list(path.rglob("*.tmp"))
 
 
-_STRUCK_BY_A_SIGNAL = """
-import os, runpy, sys
-from tests.kills import on_change
-number, step, sys.argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-def strike(position, path, written):
-    if f"step_{step:09}" in path and written:
-        os.kill(os.getpid(), number)
-on_change(strike, os.getcwd())
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def struck_by(number, step, command, folder, errors):
+    """A Python program that sends itself a signal as it writes the checkpoint of a step."""
+
+    def strike(position, path, written):
+        if f"step_{step:09}" in path and written:
+            os.kill(os.getpid(), number)
+
+    sys.orig_argv, sys.argv = command, command[1:]
+    os.chdir(folder)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    on_change(strike, folder)
+    runpy.run_path(command[1], run_name="__main__")
 
 
 @row(40)
@@ -93,21 +98,21 @@ def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, 
 
     The command after that one ends the run as one that nobody stopped.
     """
-    path, environment = tmp_path / "runs" / "a run", {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = {"capture_output": True, "text": True, "cwd": tmp_path, "timeout": HANG}
+    path, errors = tmp_path / "runs" / "a run", tmp_path / "errors"
     command = [sys.executable, str(ROOT / "train.py"), *words(settings(run_name="a run"))]
     for number, step in ((signal.SIGTERM, 10), (signal.SIGINT, 20)):
-        struck = [sys.executable, "-c", _STRUCK_BY_A_SIGNAL, str(int(number)), str(step)]
-        done = subprocess.run([*struck, *command[1:]], env=environment, **process)
-        assert done.returncode == 128 + number, done.stderr
+        process = start(struck_by, number, step, command, tmp_path, errors)
+        process.join(HANG)
+        assert process.exitcode == 128 + number, errors.read_text()
         said = re.search(
-            r"Stopped by (\w+); a checkpoint is in (.*); go on with: (.*)", one_line(done.stderr)
+            r"Stopped by (\w+); a checkpoint is in (.*); go on with: (.*)",
+            one_line(errors.read_text()),
         )
         assert said is not None and (said[1], said[2]) == (number.name, str(path))
         assert step <= newest_checkpoint(path)[1]["step"] < step + 10
         assert not list(path.rglob("*.tmp"))
         command = shlex.split(said[3])
-    done = subprocess.run(command, **process)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stdout and (path / "report.html").exists()
     whole = run(settings(run_name="whole")).path
@@ -336,28 +341,9 @@ def test_a_run_folder_in_use_is_refused(settings, tmp_path, train_py):
     """Another process trains in the folder: it is neither joined nor disturbed."""
     path = stopped(settings, "a")
     before = content(path)
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(path / ".lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with locked(path / ".lock") as holder:
         code, error = train_py(settings(run_name="a", resume=True))
-        assert code == 1 and f"process {holder.pid} holds" in one_line(error)
+        assert code == 1 and f"process {holder} holds" in one_line(error)
         assert content(path) == before
-    finally:
-        holder.communicate("")
     run(settings(run_name="a", resume=True))
     assert metrics(path)["steps"] == 30 and not events(path)
-
-
-_HOLDER = """
-import sys
-from ssl_kd.lock import Lock
-with Lock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""

@@ -23,6 +23,7 @@ from ssl_kd.datasets import FeatureDataset
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.guard import Precision
 from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.lock import LockHeld
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cached_neighbours
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features
@@ -37,6 +38,7 @@ from tests.faults.inject import (
     cache,
     content,
     flip_bit,
+    locked,
     metrics,
     no_run,
     one_line,
@@ -44,7 +46,8 @@ from tests.faults.inject import (
     weights,
 )
 from tests.faults.matrix import row
-from tests.kills import HANG, kill_again_and_again
+from tests.kills import kill_again_and_again
+from tests.processes import HANG, pipe, start
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SHARD = "embeddings_train_00002.pt"  # rows 32 to 47
@@ -190,8 +193,8 @@ def test_a_foreign_cache_is_replaced_only_when_told(settings, train_py, tmp_path
 
 
 def embed_rows(folder):
-    """3000 rows into 60 shards."""
-    data = FeatureDataset("x", "train", np.random.default_rng(0).normal(size=(3000, 32)))
+    """1500 rows into 30 shards."""
+    data = FeatureDataset("x", "train", np.random.default_rng(0).normal(size=(1500, 32)))
     precision = Precision.for_device("cpu")
     extract(data, Features(32), folder, split="train", precision=precision, shard_rows=50)
 
@@ -215,7 +218,7 @@ def test_killed_at_twenty_random_positions_no_complete_shard_is_lost(tmp_path):
     found = kill_again_and_again(embed_rows, shards, tmp_path, kills=20)
     assert found.kills == 20 and found.resumed > 10
     straight = content(found.straight)
-    assert len(straight) == 61  # 60 shards and the manifest
+    assert len(straight) == 31  # 30 shards and the manifest
     for folder in found.folders:
         assert content(folder) == straight
 
@@ -459,85 +462,51 @@ def test_code_in_a_checkpoint_is_refused_and_the_one_before_taken(settings, tmp_
     assert not trace.exists() and weights(again) == weights(whole)
 
 
-_HOLDER = """
-import sys
-from ssl_kd.lock import Lock
-with Lock(sys.argv[1]):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 @row(13)
 def test_a_second_writer_fails_clearly_and_changes_nothing(settings, train_py):
     first = cache(settings()).tensor()
     folder = Path(settings().embeddings_dir)
     before = content(folder)
     lock = folder / ".embeddings_train.lock"
-    other = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(lock)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
+    with locked(lock) as other:
         code, error = train_py(settings(), "--force-recompute")
         line = one_line(error)
-        assert code == 1 and f"process {other.pid} holds {lock}" in line
+        assert code == 1 and f"process {other} holds {lock}" in line
         assert content(folder) == before and no_run(settings())
-    finally:
-        other.communicate("")
     assert train_py(settings(), "--force-recompute")[0] == 0
     assert torch.equal(opened(settings()).tensor(), first)
 
 
-_TWO_WRITERS = """
-import sys
-import numpy as np
-from ssl_kd.datasets import FeatureDataset
-from ssl_kd.guard import Precision
-from ssl_kd.lock import LockHeld
-from ssl_kd.teachers import Features
-from ssl_kd.vision.extract import extract
-
-data = FeatureDataset("x", "train", np.full((4000, 16), float(sys.argv[2]), np.float32))
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    extract(data, Features(16), sys.argv[1], split="train", precision=Precision.for_device("cpu"),
-            shard_rows=40, force=True)
-except LockHeld as error:
-    sys.exit(str(error))
-"""
+def write_ones(folder, value, pipe):
+    """Embed 4000 rows of one number once the other end of the pipe says so; why not, if not."""
+    data = FeatureDataset("x", "train", np.full((4000, 16), float(value), np.float32))
+    precision, why = Precision.for_device("cpu"), ""
+    pipe.send("ready")
+    pipe.recv()
+    options = {"split": "train", "precision": precision, "shard_rows": 40, "force": True}
+    try:
+        extract(data, Features(16), folder, **options)
+    except LockHeld as error:
+        why = str(error)
+    pipe.send(why)
 
 
 @row(13)
 @pytest.mark.slow
 def test_two_writers_at_once_do_not_mix(tmp_path):
-    def start(value):
-        return subprocess.Popen(
-            [sys.executable, "-c", _TWO_WRITERS, str(tmp_path), str(value)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-
-    both = [start(1), start(2)]
-    for process in both:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in both:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    said = [process.communicate(timeout=HANG)[1] for process in both]
-    codes = [process.returncode for process in both]
-    for code, error in zip(codes, said, strict=True):
-        assert code == 0 or "one writer at a time" in error, error
-    assert 0 in codes
+    pipes = [pipe() for _ in range(2)]
+    both = [start(write_ones, tmp_path, i, end) for i, (_, end) in enumerate(pipes, 1)]
+    for mine, _ in pipes:
+        assert mine.poll(HANG) and mine.recv() == "ready"
+    for mine, _ in pipes:
+        mine.send("go")
+    said = []
+    for (mine, _), process in zip(pipes, both, strict=True):
+        assert mine.poll(HANG)
+        said.append(mine.recv())
+        process.join(HANG)
+        assert process.exitcode == 0
+    assert "" in said and all(not why or "one writer at a time" in why for why in said)
     assert len(EmbeddingStore.open(tmp_path, "train").tensor().unique()) == 1
 
 

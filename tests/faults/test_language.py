@@ -916,12 +916,12 @@ def test_a_damaged_cache_names_its_file_before_any_work(world, distill, cached, 
 
 
 def cache_rows(folder, method):
-    """400 rows of a teacher's answers into 40 shards."""
+    """160 rows of a teacher's answers into 40 shards."""
     fingerprint = TeacherFingerprint(
         "t", "w", "t", "x", BLOCK, False, "rows", "float32", method, 8, 2.0
     )
     teacher = FrozenTeacher(make_model(seed=2))
-    write(teacher, make_rows(400), folder, fingerprint, batch_size=2, shard_rows=10)
+    write(teacher, make_rows(160), folder, fingerprint, batch_size=2, shard_rows=4)
 
 
 def shards(folder):
@@ -1023,7 +1023,7 @@ def test_half_a_student_of_a_killed_run_is_cleared_away(world):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 def test_killed_at_random_positions_the_student_is_the_uninterrupted_runs(world):
     """With a router that learns: what a checkpoint holds beside the student."""
-    more = {"max_steps": 40, "checkpoint_every": 5, "log_every": 4, "eval_every": 15}
+    more = {"max_steps": 20, "checkpoint_every": 3, "log_every": 2, "eval_every": 8}
     asked = _asked(world, RUNS["a router that learns"], **more)
     found = kill_again_and_again(train_in, steps_kept, world.runs, asked.to_dict(), kills=8)
     assert found.kills == 8 and found.resumed > 1
