@@ -1,17 +1,18 @@
 """k-NN, linear probe, baselines and the map, on real digits and awkward input."""
 
 import logging
-import time
 
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+from sklearn.manifold import TSNE
 
 from ssl_kd.evaluate import (
     accuracy,
     embedding_map,
     kmeans,
     knn_accuracy,
+    layout,
     linear_probe,
     spectral,
 )
@@ -81,10 +82,9 @@ def test_zero_row_gives_a_finite_answer():
     assert value is not None and value > 0.97
 
 
-def test_probe_reads_the_digits_fast():
-    start = time.process_time()
+def test_probe_reads_the_digits_in_few_steps():
+    assert linear_probe(X, Y, TEST_X, TEST_Y, max_iter=20)["converged"]
     result = linear_probe(X, Y, TEST_X, TEST_Y)
-    assert time.process_time() - start < 5
     assert result["accuracy"] > 0.88 and result["converged"] and result["rows"] == 1437
     assert 1e-4 <= result["C"] <= 10 and result["note"] is None
     assert result == linear_probe(X, Y, TEST_X, TEST_Y)
@@ -174,10 +174,12 @@ def test_kmeans_of_large_sets_uses_mini_batches():
     assert accuracy(Y, result.clusters) > 0.6
 
 
-def test_map_keeps_digits_together_and_is_quick():
-    start = time.process_time()
+def test_map_keeps_digits_together_and_is_quick(monkeypatch):
+    """By counts and not by the clock: 500 rounds, each of n log n and not n * n."""
+    made = []
+    monkeypatch.setattr(layout, "TSNE", lambda **asked: made.append(TSNE(**asked)) or made[0])
     rows, places = embedding_map(X, 0)
-    assert time.process_time() - start < 10
+    assert made[0].n_iter_ < 500 and made[0].method == "barnes_hut"
     assert np.array_equal(rows, np.arange(1437))
     assert places.shape == (1437, 2) and places.dtype == np.float32
     assert np.abs(places).max() == pytest.approx(1)
