@@ -3,9 +3,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssl_kd.guard.finite import masked_mean, safe_normalize, safe_normalize_weights
+from ssl_kd.guard.finite import (
+    compute_dtype,
+    masked_mean,
+    probability_floor,
+    safe_normalize,
+    safe_normalize_weights,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def test_arithmetic_is_in_float32_at_least():
+    wide = [compute_dtype(torch.zeros(1, dtype=dtype)) for dtype in DTYPES]
+    assert wide == [torch.float32, torch.float32, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 23), (torch.float64, 52)])
+def test_the_floor_of_a_probability_is_epsilon_squared(dtype, bits):
+    assert probability_floor(dtype) == 2.0 ** (-2 * bits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -21,6 +37,12 @@ def test_safe_normalize_has_unit_length(dtype, scale):
 def test_safe_normalize_neither_overflows_nor_underflows(scale):
     x = torch.tensor([[3.0, 4.0]]) * scale
     torch.testing.assert_close(safe_normalize(x), torch.tensor([[0.6, 0.8]]))
+
+
+def test_safe_normalize_along_another_axis():
+    x = torch.tensor([[3.0, 0.0, 1.0], [4.0, 0.0, 0.0]])
+    expected = torch.tensor([[0.6, 0.0, 1.0], [0.8, 0.0, 0.0]])
+    torch.testing.assert_close(safe_normalize(x, dim=0), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,3 +90,11 @@ def test_masked_mean_ignores_what_is_masked():
     x = torch.tensor([[1.0, float("nan"), 3.0], [float("inf"), 5.0, 5.0]])
     mask = torch.tensor([[True, False, True], [False, False, False]])
     assert masked_mean(x, mask).tolist() == [2.0, 0.0]
+
+
+def test_masked_mean_counts_each_row_alone_and_takes_any_axis():
+    x = torch.tensor([[1.0, 2.0, 6.0], [3.0, 5.0, 8.0]])
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    torch.testing.assert_close(masked_mean(x, mask), torch.tensor([1.0, 16 / 3]))
+    assert masked_mean(x, mask, dim=0).tolist() == [2.0, 5.0, 8.0]
+    assert masked_mean(x, mask[:1]).tolist() == [1.0, 3.0]  # one mask for all rows

@@ -8,6 +8,7 @@ from ssl_kd.guard.update import (
     keep_unless_,
     only_healthy,
     part_norms,
+    rescale_,
 )
 
 
@@ -43,6 +44,37 @@ def test_equals_torch_adamw():
     assert state.steps.tolist() == [5, 5, 5]
 
 
+def test_one_update_is_the_formula_with_any_betas_and_epsilon():
+    """In float64, by hand; the parts are of two ages, and epsilon is large enough to count."""
+    g = torch.Generator().manual_seed(0)
+    weights, gradients, m, v = torch.randn(4, 2, 5, generator=g)
+    v, ages, decay = v.square(), torch.tensor([[0.0], [6.0]]), torch.linspace(0, 0.4, 5)
+    old = [tensor.double() for tensor in (weights, gradients, m, v)]
+    state = AdamWState(m, v, ages.flatten().clone())
+    options = {"learning_rate": 0.3, "betas": (0.7, 0.95), "eps": 0.5}
+    adamw_(weights, gradients, state, weight_decay=decay, **options)
+
+    p, grad, m, v = old
+    m, v, age = 0.7 * m + 0.3 * grad, 0.95 * v + 0.05 * grad**2, ages.double() + 1
+    update = m / (1 - 0.7**age) / ((v / (1 - 0.95**age)).sqrt() + 0.5)
+    expected = p * (1 - 0.3 * decay.double()) - 0.3 * update
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state.exp_avg.double(), m, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state.exp_avg_sq.double(), v, rtol=1e-5, atol=1e-6)
+    assert state.steps.tolist() == [1, 7]
+
+
+def test_the_first_update_is_the_learning_rate_whatever_the_gradient():
+    """As it is with the default betas, and an epsilon far below the gradient: sign(g)."""
+    weights, gradients = torch.zeros(1, 4), torch.tensor([[1e-4, -1e-2, 1.0, 1e4]])
+    state = AdamWState.zeros_like(weights)
+    adamw_(weights, gradients, state, learning_rate=0.5, weight_decay=torch.zeros(4))
+    expected = torch.tensor([[-0.5, 0.5, -0.5, -0.5]])
+    torch.testing.assert_close(weights, expected, rtol=2e-4, atol=0)
+    torch.testing.assert_close(state.exp_avg, 0.1 * gradients)
+    torch.testing.assert_close(state.exp_avg_sq, 0.001 * gradients**2)
+
+
 def test_a_skipped_part_keeps_every_bit_and_the_others_do_not_notice():
     clean, clean_state = _run(6, lambda step: [True] * 3)
     weights, state = _run(6, lambda step: [True, step not in (2, 4), True])
@@ -66,7 +98,25 @@ def test_one_number_per_part_shows_every_bad_gradient(bad):
 def test_clipping_is_per_part():
     norms = torch.tensor([0.0, 0.5, 2.0, 8.0])
     assert clip_factors(norms, 1.0).tolist() == [1.0, 1.0, 0.5, 0.125]
+    assert clip_factors(norms, 4.0).tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert clip_factors(norms, 1e-3).tolist() == pytest.approx([1.0, 2e-3, 5e-4, 1.25e-4])
     assert clip_factors(norms, None).tolist() == [1.0] * 4
+
+
+def test_a_loss_scale_halves_on_overflow_and_doubles_after_many_updates():
+    scale = torch.tensor([8.0, 8.0, 8.0, 8.0, 1.0, 65536.0, 8.0])
+    healthy = torch.tensor([True, True, False, False, False, True, True])
+    overflow = torch.tensor([False, False, True, False, True, False, False])
+    steps = torch.tensor([9, 8, 9, 9, 9, 9, 10])
+    rescale_(scale, healthy, overflow, steps, grow_every=10)
+    # grown, too early, halved, sick for another reason, floor, ceiling, too late
+    assert scale.tolist() == [16.0, 8.0, 4.0, 8.0, 1.0, 65536.0, 8.0]
+
+
+def test_a_loss_scale_grows_every_five_hundred_updates():
+    scale, yes = torch.full((3,), 2.0), torch.tensor([True] * 3)
+    rescale_(scale, yes, ~yes, torch.tensor([499, 498, 999]))
+    assert scale.tolist() == [4.0, 2.0, 4.0]
 
 
 def test_keep_unless_leaves_sick_rows():
