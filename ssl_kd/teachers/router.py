@@ -211,8 +211,8 @@ class RouterStep:
         if drift > self.drift_limit:
             self.stopped = True
             self.guard.discard()
-            fill = {"drift": drift, "limit": self.drift_limit}
-            event = Stage.DRIFT.event(step, _PART, drift, **fill)
+            limit = self.drift_limit
+            event = Stage.DRIFT.event(step, _PART, drift, drift=drift, limit=limit)
             return seen(applied=False, grad_norm=math.nan, event=event)
         scale, first = float(self.guard.scale[0]), len(self.guard.events)
         try:
