@@ -1,7 +1,9 @@
 """Divergences between teacher p and student q: one table, read by losses, settings and caches.
 
-To add one, write its function and its entry in `DIVERGENCES`; nothing else in the library lists
-them. torch is imported where it is used: `ssl_kd distill --help` shows the names without it.
+To add one, write its function and its entry in `DIVERGENCES`: nothing else in the library lists
+them, and `make config` writes their names into scripts/config.py. The tests meet it by its formula
+in tests/oracles/token_objectives.py. torch is imported where it is used: `ssl_kd distill --help`
+shows the names without it.
 """
 
 from __future__ import annotations

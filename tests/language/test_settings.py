@@ -1,5 +1,8 @@
 """Settings of the language mode: presets build, and what does not fit together is refused."""
 
+import subprocess
+import sys
+
 import pytest
 
 from ssl_kd.divergences import DIVERGENCES
@@ -139,3 +142,9 @@ def test_what_may_change_on_a_resume_are_settings():
     assert LanguageSettings.free_on_resume <= names.keys()
     assert "seed" not in LanguageSettings.free_on_resume
     assert "eval_every" not in LanguageSettings.free_on_resume  # it decides which weights are best
+
+
+def test_the_divergences_to_choose_from_are_known_without_torch():
+    code = "import sys, ssl_kd.language.settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert set(DIVERGENCES) < set(LanguageSettings.rules()["divergence"][2].choices)
