@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -103,19 +104,27 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
                     table.append(dict.fromkeys(table[-1]) | {"name": "CE alone"})
         folder.update_json(  # the last file: it says "finished"
             "metrics.json",
-            mode="language",
             table=table,
             best_step=best.step,
             steps=steps,
-            tokens=distiller.tokens,
-            success_rate=int(distiller.guard.updates[0]) / steps,
             events=folder.count_events(),
-            cache=task.caches[0].facts() if task.caches else None,
-            alignment=task.blocks.statistics() if isinstance(task.blocks, AlignedBlocks) else None,
             generations=judge.side_by_side(generations),
             seconds=clock.seconds,
+            **_facts(task, distiller, steps),
         )
     return folder.path
+
+
+def _facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
+    """What `metrics.json` says beside the scores."""
+    aligned = task.blocks if isinstance(task.blocks, AlignedBlocks) else None
+    return {
+        "mode": "language",
+        "tokens": distiller.tokens,
+        "success_rate": int(distiller.guard.updates[0]) / steps,
+        "cache": task.caches[0].facts() if task.caches else None,
+        "alignment": None if aligned is None else aligned.statistics(),
+    }
 
 
 def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
@@ -305,12 +314,19 @@ def _train(
                 should_stop=lambda: bool(signals.caught),
             )
         except TooFewHealthyParts as error:
-            causes = [e for e in distiller.guard.events.events if e.action == "explained"]
-            once = {e.reason: f"{e.part}, step {e.step}: {e.reason}" for e in reversed(causes)}
-            lines = [str(error), *reversed(once.values())]
-            lines.append(advice(settings, distiller))
-            raise TooFewHealthyParts("\n".join(lines)) from error
+            raise TooFewHealthyParts(_why(error, settings, distiller)) from error
     return best
+
+
+def _why(error: TooFewHealthyParts, settings: LanguageSettings, distiller: Distiller) -> str:
+    """Why the run stopped: each cause that was found, the first recorded fault, and what to try."""
+    events = distiller.guard.events
+    causes = [event for event in events.events if event.action == "explained"]
+    once = {e.reason: f"{e.part}, step {e.step}: {e.reason}" for e in reversed(causes)}
+    lines = [str(error), *reversed(once.values()), advice(settings, distiller)]
+    if bundles := distiller.witness.bundles():
+        lines.append(f"ssl_kd replay {shlex.quote(str(bundles[0]))} runs the first fault again")
+    return "\n".join(lines)
 
 
 def _first_forward(settings: LanguageSettings, task: Task) -> str:

@@ -99,28 +99,8 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
     train_set, eval_set = texts_of(settings)
     tell("prepare", 1, 3, {"documents": len(train_set)})
 
-    name = settings.teacher_model
-    if name == "train":
-        name = str(trained_teacher(settings, train_set, precision, tell))
-    teacher = None if name == "none" else load_causal_lm(name)
-    new = settings.student_model.startswith(("fresh:", "llama:"))
-    tokenizer = train_tokenizer(train_set, settings.vocabulary) if new and not teacher else None
-    student = build_student(settings.student_model, teacher, tokenizer, seed=settings.seed)
-    for lm in (student, teacher):
-        room = lm and getattr(lm.model.config, "max_position_embeddings", None)
-        if lm and room and settings.block_size > room:
-            raise SettingsError(
-                f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
-                f"to {room} or less"
-            )
+    student, teacher = _models(settings, train_set, precision, tell)
     aligned = teacher is not None and settings.align != "auto"
-    if teacher is not None and not aligned:
-        _check_tokenizers(student, teacher)
-    if settings.lora_rank:
-        size = settings.lora_rank, settings.lora_alpha
-        adapted = add_lora(student.model, *size, seed=settings.seed)
-        student = dataclasses.replace(student, model=adapted)
-
     blocks, eval_blocks = (
         _lay_out(settings, texts, student, teacher, aligned) for texts in (train_set, eval_set)
     )
@@ -133,6 +113,51 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         found = blocks.statistics()
         logger.info(words, 100 * found["coverage"], found["characters_per_group"])
 
+    frozen, caches = _answers(settings, precision, teacher, train_set, blocks)
+    if isinstance(eval_blocks, AlignedBlocks):
+        sides = eval_blocks.student, eval_blocks.teacher
+    else:
+        sides = eval_blocks, eval_blocks
+    sides = [side.first(settings.eval_rows) for side in sides]
+    texts, models = (train_set, eval_set), (student, teacher, frozen)
+    return Task(precision, *texts, *models, _router_id(settings), caches, blocks, *sides)
+
+
+def _models(
+    settings: LanguageSettings, texts: TextDataset, precision: Precision, tell: Progress
+) -> tuple[CausalLM, CausalLM | None]:
+    """Student and teacher; a teacher that is to be trained here is found again or trained."""
+    name = settings.teacher_model
+    if name == "train":
+        name = str(trained_teacher(settings, texts, precision, tell))
+    teacher = None if name == "none" else load_causal_lm(name)
+    new = settings.student_model.startswith(("fresh:", "llama:"))
+    tokenizer = train_tokenizer(texts, settings.vocabulary) if new and not teacher else None
+    student = build_student(settings.student_model, teacher, tokenizer, seed=settings.seed)
+    for lm in (student, teacher):
+        room = lm and getattr(lm.model.config, "max_position_embeddings", None)
+        if lm and room and settings.block_size > room:
+            raise SettingsError(
+                f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
+                f"to {room} or less"
+            )
+    if teacher is not None and settings.align == "auto":
+        _check_tokenizers(student, teacher)
+    if settings.lora_rank:
+        size = settings.lora_rank, settings.lora_alpha
+        adapted = add_lora(student.model, *size, seed=settings.seed)
+        student = dataclasses.replace(student, model=adapted)
+    return student, teacher
+
+
+def _answers(
+    settings: LanguageSettings,
+    precision: Precision,
+    teacher: CausalLM | None,
+    texts: TextDataset,
+    blocks: Blocks | AlignedBlocks,
+) -> tuple[FrozenTeacher | None, list[TeacherCache]]:
+    """Where the teacher's answers come from: itself at work, or its caches."""
     frozen, caches = None, []
     if teacher is not None and settings.teacher_cache is None:
         frozen = FrozenTeacher(
@@ -142,7 +167,7 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
             offload=settings.teacher_offload,
         )
     elif teacher is not None and isinstance(blocks, Blocks):
-        wanted = _cache_of(settings, teacher, train_set, blocks)
+        wanted = _cache_of(settings, teacher, texts, blocks)
         folders = _cache_folders(settings)
         if absent := [str(folder) for folder in folders if not folder.is_dir()]:
             raise SettingsError(
@@ -152,13 +177,7 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         caches = [TeacherCache.open(folder, expect=wanted) for folder in folders]
         _check_divergence(settings, caches[0].fingerprint.method)
         teacher.model.requires_grad_(False)
-    if isinstance(eval_blocks, AlignedBlocks):
-        sides = eval_blocks.student, eval_blocks.teacher
-    else:
-        sides = eval_blocks, eval_blocks
-    sides = [side.first(settings.eval_rows) for side in sides]
-    texts, models = (train_set, eval_set), (student, teacher, frozen)
-    return Task(precision, *texts, *models, _router_id(settings), caches, blocks, *sides)
+    return frozen, caches
 
 
 def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:

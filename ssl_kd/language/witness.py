@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -103,6 +104,10 @@ class Witness:
         self.explained: set[str] = set()
         self.about: dict[str, Any] = {}
         self._read = 0
+
+    def bundles(self) -> list[Path]:
+        """What was recorded, oldest first."""
+        return [] if self._recorder is None else self._recorder.bundles()
 
     def explain(self, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]) -> None:
         """Explain the guard's new events.

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import logging
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from ssl_kd import evaluate
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
-from ssl_kd.files import atomic_write, atomic_write_bytes, atomic_write_text
+from ssl_kd.files import atomic_write_bytes
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
@@ -33,7 +29,6 @@ from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.extract import ExtractProgress, extract
 from ssl_kd.vision.fit import (
     form_answer,
-    head_clusters,
     make_sampler,
     make_trainer,
 )
@@ -41,6 +36,7 @@ from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
+from ssl_kd.vision.results import judge
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault, LogRecord, train
@@ -50,8 +46,6 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int, dict[str, Any]], None]
 Dataset = ImageDataset | FeatureDataset
 Images = Callable[[list[int]], list[Any]]
-TYPICAL = 8
-JUDGED_ROWS = 100_000
 PROJECTION_ROWS = 10_000
 # What TensorBoard shows of a log record.
 DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
@@ -115,7 +109,16 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         tell("consensus", 1, 1, {"heads": len(chosen)})
 
         with clock("judge"):
-            metrics = _judge(settings, folder, stores, trainer, model, chosen, information, tell)
+            metrics = judge(
+                settings,
+                folder,
+                stores,
+                trainer,
+                model,
+                chosen,
+                information,
+                lambda done, total, info: tell("judge", done, total, info),
+            )
         metrics |= {
             "dataset": _about(train_set, stores, n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
@@ -300,168 +303,6 @@ def _save(model: ClusterModel, folder: RunFolder) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     atomic_write_bytes(folder.path / "model.safetensors", safetensors.torch.save(tensors))
     folder.update_json("config.json", **model.options)
-
-
-def _judge(
-    settings: VisionSettings,
-    folder: RunFolder,
-    stores: dict[str, EmbeddingStore],
-    trainer: HeadTrainer,
-    model: ClusterModel,
-    chosen: Tensor,
-    information: Tensor,
-    tell: Progress,
-) -> dict[str, Any]:
-    """Score everything, write `assignments.csv` and `arrays.npz`; the content of `metrics.json`.
-
-    Labels are read here for the first time, after the answer has been formed.
-    """
-    stages, n_clusters = len(stores) + 2, model.n_clusters
-    tell("judge", 0, stages, {})
-    splits = {}
-    for done, (name, store) in enumerate(stores.items(), 1):
-        splits[name] = _Split(store, settings, trainer, model)
-        tell("judge", done, stages, {"split": name})
-    _write_assignments(folder, splits)
-
-    train, test = splits["train"], splits.get("test")
-    held = {} if test is None else {"test_x": test.x}
-    baselines = []
-    if settings.baselines:
-        found = (evaluate.kmeans, evaluate.spectral)
-        baselines = [method(train.x, n_clusters, settings.seed, **held) for method in found]
-    tell("judge", stages - 1, stages, {"split": "baselines"})
-
-    table, best = [], int(chosen[0])
-    for name, split in splits.items():
-        scores = [evaluate.clustering_scores(split.labels, c) for c in split.heads]
-        known = [s["acc"] for s in scores if s["acc"] is not None]
-
-        def row(what: str, scores: dict[str, Any], note: str | None = None, name: str = name):
-            table.append({"name": what, "split": name, **scores, "note": note})
-
-        note = f"{len(chosen)} of {len(scores)} heads"
-        row("consensus", evaluate.clustering_scores(split.all_labels, split.clusters), note)
-        row("best head (unsupervised)", scores[best], f"head {best}")
-        mean = {k: np.mean([s[k] or 0.0 for s in scores]) for k in scores[0]} if known else {}
-        row("mean over heads", {k: float(mean[k]) if known else None for k in scores[0]})
-        for baseline in baselines:
-            clusters = baseline.clusters if name == "train" else baseline.test_clusters
-            none = dict.fromkeys(scores[0])
-            found = none if clusters is None else evaluate.clustering_scores(split.labels, clusters)
-            row(baseline.name, found, baseline.note)
-        if known:
-            top = max(range(len(scores)), key=lambda i: scores[i]["acc"] or 0.0)
-            row("best head with labels (upper bound)", scores[top], f"head {top}")
-        if name == "train":
-            accuracies = [s["acc"] for s in scores]
-
-    sizes = evaluate.cluster_sizes(train.heads, n_clusters)
-    loss, health = trainer.state.loss.tolist(), trainer.state.health
-    heads = [
-        {
-            "head": i,
-            "loss": loss[i] if abs(loss[i]) < float("inf") else None,
-            "criterion": None if information[i].isnan() else float(information[i]),
-            "collapsed": bool(evaluate.collapsed(sizes[i])),
-            "clusters_used": int((sizes[i] > 0).sum()),
-            "chosen": i in chosen.tolist(),
-            "skipped": int(health.skipped[i]),
-            "retired": bool(health.retired[i]),
-            "acc": accuracies[i],
-        }
-        for i in range(len(loss))
-    ]
-
-    metrics: dict[str, Any] = {
-        "table": table,
-        "heads": heads,
-        "cluster_sizes": evaluate.cluster_sizes(train.clusters, n_clusters).tolist(),
-        "knn_accuracy": None,
-        "linear_probe": None,
-    }
-    if train.labels is not None:
-        held_out = () if test is None or test.labels is None else (test.x, test.labels)
-        metrics["knn_accuracy"] = evaluate.knn_accuracy(train.x, train.labels, *held_out)
-        if settings.probe:
-            metrics["linear_probe"] = evaluate.linear_probe(
-                train.x, train.labels, *held_out, seed=settings.seed
-            )
-    _write_arrays(folder, train, stores["train"].class_names, n_clusters, settings.seed)
-    tell("judge", stages, stages, {})
-    return metrics
-
-
-class _Split:
-    """One split, judged: the answer for every row, and each head's on the rows that are scored."""
-
-    def __init__(
-        self,
-        store: EmbeddingStore,
-        settings: VisionSettings,
-        trainer: HeadTrainer,
-        model: ClusterModel,
-    ) -> None:
-        self.store = store
-        blocks = [model.predict_proba(x) for _, x in store.blocks(ROWS_PER_BLOCK)]
-        confidence, clusters = torch.cat(blocks).max(-1)
-        self.clusters, self.confidence = clusters.numpy(), confidence.numpy()
-        self.all_labels = None if store.labels is None else store.labels.numpy()
-
-        # Heads and baselines are compared on the same rows, a sample where there are very many.
-        rows = sample_rows(store.n, settings.seed, JUDGED_ROWS)
-        x = store.gather(rows)
-        self.x = x.numpy()
-        self.labels = None if self.all_labels is None else self.all_labels[rows.numpy()]
-
-        def projected(rows: Tensor) -> Tensor:
-            return model.projection(store.gather(rows))
-
-        self.heads = head_clusters(trainer, projected, rows).numpy()
-
-
-def _write_assignments(folder: RunFolder, splits: dict[str, _Split]) -> None:
-    """`assignments.csv`: file, cluster, confidence, split, and the label where it is known."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    labelled = any(split.all_labels is not None for split in splits.values())
-    writer.writerow(["file", "cluster", "confidence", "split", *(["label"] if labelled else [])])
-    for name, split in splits.items():
-        labels = split.all_labels if split.all_labels is not None else [-1] * split.store.n
-        names = split.store.class_names
-        rows = zip(split.store.ids, split.clusters, split.confidence, labels, strict=True)
-        for file, cluster, confidence, label in rows:
-            known = "" if label < 0 else label if names is None else names[label]
-            row = [file, int(cluster), f"{confidence:.4f}", name]
-            writer.writerow([*row, known] if labelled else row)
-    atomic_write_text(folder.path / "assignments.csv", text.getvalue())
-
-
-def _write_arrays(
-    folder: RunFolder,
-    split: _Split,
-    class_names: tuple[str, ...] | None,
-    n_clusters: int,
-    seed: int,
-) -> None:
-    """`arrays.npz`: the map of the embeddings, typical samples of each cluster, the confusion."""
-    rows, places = evaluate.embedding_map(split.x, seed)
-    judged = sample_rows(split.store.n, seed, JUDGED_ROWS).numpy()[rows]
-    arrays = {"map": places, "map_cluster": split.clusters[judged]}
-    typical = np.full((n_clusters, TYPICAL), -1)
-    for k in range(n_clusters):
-        members = np.flatnonzero(split.clusters == k)
-        top = members[np.argsort(-split.confidence[members], kind="stable")[:TYPICAL]]
-        typical[k, : len(top)] = top
-    arrays["typical"] = typical
-    labels = split.all_labels
-    if labels is not None:
-        arrays["map_label"] = labels[judged]
-        if (labels >= 0).any():
-            n_classes = len(class_names) if class_names is not None else int(labels.max()) + 1
-            table, order = evaluate.confusion(labels, split.clusters, n_classes, n_clusters)
-            arrays |= {"confusion": table, "confusion_clusters": order}
-    atomic_write(folder.path / "arrays.npz", lambda file: np.savez_compressed(file, **arrays))
 
 
 def _about(dataset: Dataset, stores: dict[str, EmbeddingStore], n_clusters: int) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""What a vision run leaves behind: scores of every answer, who is in which cluster, the maps."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssl_kd import evaluate
+from ssl_kd.evaluate.baselines import Baseline
+from ssl_kd.files import atomic_write, atomic_write_text
+from ssl_kd.store import EmbeddingStore
+from ssl_kd.training.folder import RunFolder
+from ssl_kd.vision.consensus import sample_rows
+from ssl_kd.vision.fit import head_clusters
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer
+
+TYPICAL = 8
+JUDGED_ROWS = 100_000
+
+
+def judge(
+    settings: VisionSettings,
+    folder: RunFolder,
+    stores: Mapping[str, EmbeddingStore],
+    trainer: HeadTrainer,
+    model: ClusterModel,
+    chosen: Tensor,
+    information: Tensor,
+    progress: Callable[[int, int, dict[str, Any]], object],
+) -> dict[str, Any]:
+    """Score everything, write `assignments.csv` and `arrays.npz`; the content of `metrics.json`.
+
+    Labels are read here for the first time, after the answer has been formed.
+
+    Args:
+        settings: of the run.
+        folder: is written to.
+        stores: `train`, and `test` where there is one.
+        trainer: after training.
+        model: the answer.
+        chosen: numbers of the heads that vote, best first.
+        information: of every head, `[head]`: what it was ranked by.
+        progress: called as `progress(done, total, info)`.
+    """
+    stages, n_clusters = len(stores) + 2, model.n_clusters
+    progress(0, stages, {})
+    splits: dict[str, _Split] = {}
+    for done, (name, store) in enumerate(stores.items(), 1):
+        splits[name] = _Split(store, settings, trainer, model)
+        progress(done, stages, {"split": name})
+    _write_assignments(folder, splits)
+
+    train, test = splits["train"], splits.get("test")
+    baselines = []
+    if settings.baselines:
+        held: dict[str, Any] = {} if test is None else {"test_x": test.x}
+        found = (evaluate.kmeans, evaluate.spectral)
+        baselines = [method(train.x, n_clusters, settings.seed, **held) for method in found]
+    progress(stages - 1, stages, {"split": "baselines"})
+
+    scores = {
+        name: [evaluate.clustering_scores(split.labels, c) for c in split.heads]
+        for name, split in splits.items()
+    }
+    table = [
+        row
+        for name, split in splits.items()
+        for row in _table(name, split, scores[name], chosen, baselines)
+    ]
+    accuracies = [score["acc"] for score in scores["train"]]
+    metrics = {
+        "table": table,
+        "heads": _heads(trainer, train, n_clusters, chosen, information, accuracies),
+        "cluster_sizes": evaluate.cluster_sizes(train.clusters, n_clusters).tolist(),
+        **_embedding_scores(settings, train, test),
+    }
+    _write_arrays(folder, train, stores["train"].class_names, n_clusters, settings.seed)
+    progress(stages, stages, {})
+    return metrics
+
+
+def _table(
+    split: str,
+    judged: _Split,
+    scores: list[dict[str, Any]],
+    chosen: Tensor,
+    baselines: list[Baseline],
+) -> list[dict[str, Any]]:
+    """The rows of one split: the answer, heads, and baselines."""
+    rows, best = [], int(chosen[0])
+
+    def row(name: str, found: dict[str, Any], note: str | None = None) -> None:
+        rows.append({"name": name, "split": split, **found, "note": note})
+
+    known = any(score["acc"] is not None for score in scores)
+    answer = evaluate.clustering_scores(judged.all_labels, judged.clusters)
+    row("consensus", answer, f"{len(chosen)} of {len(scores)} heads")
+    row("best head (unsupervised)", scores[best], f"head {best}")
+    mean = {name: np.mean([s[name] or 0.0 for s in scores]) for name in scores[0]} if known else {}
+    row("mean over heads", {name: float(mean[name]) if known else None for name in scores[0]})
+    for baseline in baselines:
+        clusters = baseline.clusters if split == "train" else baseline.test_clusters
+        none = dict.fromkeys(scores[0])
+        found = none if clusters is None else evaluate.clustering_scores(judged.labels, clusters)
+        row(baseline.name, found, baseline.note)
+    if known:
+        top = max(range(len(scores)), key=lambda i: scores[i]["acc"] or 0.0)
+        row("best head with labels (upper bound)", scores[top], f"head {top}")
+    return rows
+
+
+def _heads(
+    trainer: HeadTrainer,
+    train: _Split,
+    n_clusters: int,
+    chosen: Tensor,
+    information: Tensor,
+    accuracies: list[float | None],
+) -> list[dict[str, Any]]:
+    """What is known of each head."""
+    sizes = evaluate.cluster_sizes(train.heads, n_clusters)
+    loss, health = trainer.state.loss.tolist(), trainer.state.health
+    return [
+        {
+            "head": i,
+            "loss": loss[i] if abs(loss[i]) < float("inf") else None,
+            "criterion": None if information[i].isnan() else float(information[i]),
+            "collapsed": bool(evaluate.collapsed(sizes[i])),
+            "clusters_used": int((sizes[i] > 0).sum()),
+            "chosen": i in chosen.tolist(),
+            "skipped": int(health.skipped[i]),
+            "retired": bool(health.retired[i]),
+            "acc": accuracies[i],
+        }
+        for i in range(len(loss))
+    ]
+
+
+def _embedding_scores(
+    settings: VisionSettings, train: _Split, test: _Split | None
+) -> dict[str, Any]:
+    """How well labels can be read off the embeddings, where there are any."""
+    found: dict[str, Any] = {"knn_accuracy": None, "linear_probe": None}
+    if train.labels is not None:
+        held_out: Any = () if test is None or test.labels is None else (test.x, test.labels)
+        found["knn_accuracy"] = evaluate.knn_accuracy(train.x, train.labels, *held_out)
+        if settings.probe:
+            probe = evaluate.linear_probe(train.x, train.labels, *held_out, seed=settings.seed)
+            found["linear_probe"] = probe
+    return found
+
+
+class _Split:
+    """One split, judged: the answer for every row, and each head's on the rows that are scored."""
+
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        settings: VisionSettings,
+        trainer: HeadTrainer,
+        model: ClusterModel,
+    ) -> None:
+        self.store = store
+        blocks = [model.predict_proba(x) for _, x in store.blocks(ROWS_PER_BLOCK)]
+        confidence, clusters = torch.cat(blocks).max(-1)
+        self.clusters, self.confidence = clusters.numpy(), confidence.numpy()
+        self.all_labels = None if store.labels is None else store.labels.numpy()
+
+        # Heads and baselines are compared on the same rows, a sample where there are very many.
+        rows = sample_rows(store.n, settings.seed, JUDGED_ROWS)
+        x = store.gather(rows)
+        self.x = x.numpy()
+        self.labels = None if self.all_labels is None else self.all_labels[rows.numpy()]
+
+        def projected(rows: Tensor) -> Tensor:
+            return model.projection(store.gather(rows))
+
+        self.heads = head_clusters(trainer, projected, rows).numpy()
+
+
+def _write_assignments(folder: RunFolder, splits: dict[str, _Split]) -> None:
+    """`assignments.csv`: file, cluster, confidence, split, and the label where it is known."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    labelled = any(split.all_labels is not None for split in splits.values())
+    writer.writerow(["file", "cluster", "confidence", "split", *(["label"] if labelled else [])])
+    for name, split in splits.items():
+        labels = split.all_labels if split.all_labels is not None else [-1] * split.store.n
+        names = split.store.class_names
+        rows = zip(split.store.ids, split.clusters, split.confidence, labels, strict=True)
+        for file, cluster, confidence, label in rows:
+            known = "" if label < 0 else label if names is None else names[label]
+            row = [file, int(cluster), f"{confidence:.4f}", name]
+            writer.writerow([*row, known] if labelled else row)
+    atomic_write_text(folder.path / "assignments.csv", text.getvalue())
+
+
+def _write_arrays(
+    folder: RunFolder,
+    split: _Split,
+    class_names: tuple[str, ...] | None,
+    n_clusters: int,
+    seed: int,
+) -> None:
+    """`arrays.npz`: the map of the embeddings, typical samples of each cluster, the confusion."""
+    rows, places = evaluate.embedding_map(split.x, seed)
+    judged = sample_rows(split.store.n, seed, JUDGED_ROWS).numpy()[rows]
+    arrays = {"map": places, "map_cluster": split.clusters[judged]}
+    typical = np.full((n_clusters, TYPICAL), -1)
+    for k in range(n_clusters):
+        members = np.flatnonzero(split.clusters == k)
+        top = members[np.argsort(-split.confidence[members], kind="stable")[:TYPICAL]]
+        typical[k, : len(top)] = top
+    arrays["typical"] = typical
+    labels = split.all_labels
+    if labels is not None:
+        arrays["map_label"] = labels[judged]
+        if (labels >= 0).any():
+            n_classes = len(class_names) if class_names is not None else int(labels.max()) + 1
+            table, order = evaluate.confusion(labels, split.clusters, n_classes, n_clusters)
+            arrays |= {"confusion": table, "confusion_clusters": order}
+    atomic_write(folder.path / "arrays.npz", lambda file: np.savez_compressed(file, **arrays))
