@@ -369,13 +369,9 @@ def faults_of(
     events: Iterable[Event], store: EmbeddingStore, rows: Tensor, precision: Precision
 ) -> Iterator[Finding]:
     """The guard's events, one finding for each part, stage and reason."""
-    changes = {
-        "input": "python train.py --force-recompute, or take that sample out of the data",
-        "teacher": "raise TEACHER_TEMP; with a HEAD of your own, look for a division or log in it",
-        "loss": "raise STUDENT_TEMP; with a HEAD of your own, look for a division or log in it",
-        "gradient": "with a HEAD of your own, look for a square root, norm or log in it that"
-        " reaches zero",
-    }
+    from ssl_kd.guard.faults import Stage
+
+    changes = {stage.name.lower(): stage.kind.remedy for stage in Stage if stage.kind.remedy}
     if precision.scale:
         changes["gradient"] = f"set USE_FP16 = False; {changes['gradient']}"
     seen: dict[tuple[str, str, str], list[Event]] = {}
