@@ -91,10 +91,10 @@ def _header(
         if finite(value := found.get(row, {}).get(key)):
             tiles.append({"name": label, "value": COLUMNS[key][1](value), "unit": unit})
 
-    foreign = ", on its own tokens" if run.metrics.get("alignment") else ""
+    tokens = ", on its own tokens" if run.metrics.get("alignment") else ""
     tile("held-out perplexity of the student", STUDENT, "perplexity")
     tile("the student's, before training", BEFORE, "perplexity")
-    tile(f"the teacher's{foreign}", TEACHER, "perplexity")
+    tile(f"the teacher's{tokens}", TEACHER, "perplexity")
     tile("tokens where it agrees with the teacher", STUDENT, "agreement", "%")
     tile("KL to the teacher", STUDENT, "kl", "nats")
     tile("calibration error (ECE)", STUDENT, "ece", "%")
@@ -114,7 +114,7 @@ def _header(
 def _headline(
     run: RunResults, found: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> tuple[str, list[str]]:
-    """Whether distilling paid, or what can be said in its place, and what goes with it."""
+    """Whether distilling paid, or what is known instead, and the sentences below it."""
     after, before, alone = (_perplexity(found, name) for name in (STUDENT, BEFORE, ALONE))
     if after is None:
         why = "There is no metrics.json: the run has not ended, or ended before it was evaluated."
@@ -164,12 +164,12 @@ def _verdict(value: float, other: float, lower: str, same: str, higher: str) -> 
 
 def _against_teacher(run: RunResults, found: dict[Any, dict[str, Any]]) -> list[str]:
     """A sentence on student and teacher; across tokenizers only bits per character compare."""
-    foreign = bool(run.metrics.get("alignment"))
-    key = "bits_per_character" if foreign else "perplexity"
+    aligned = bool(run.metrics.get("alignment"))
+    key = "bits_per_character" if aligned else "perplexity"
     student, teacher = (found.get(name, {}).get(key) for name in (STUDENT, TEACHER))
     if not finite(student) or not finite(teacher):
         return []
-    if foreign:
+    if aligned:
         return [f"In bits per character, which can be compared across tokenizers, the student has "
                 f"{number(student)} and the teacher {number(teacher)}."]  # fmt: skip
     return [f"The teacher's is {amount(teacher)}."]
@@ -227,7 +227,7 @@ def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]
 
 
 def _marks(run: RunResults, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What the curve is compared with; a foreign teacher's perplexity is of other tokens."""
+    """What the curve is compared with; not with a perplexity over other tokens."""
     found = {row.get("name"): row for row in rows}
     names = (ALONE,) if run.metrics.get("alignment") else (TEACHER, ALONE)
     values = {name: _perplexity(found, name) for name in names}
