@@ -214,7 +214,7 @@ def test_looking_at_a_sick_step_again_does_not_move_the_router(tiny):
         distiller = routed(tiny, "sar")
         distiller.source.frozen = SickAnswers(distiller.source.frozen)
         if not explains:
-            distiller._explain = lambda *args: None
+            distiller.witness.explain = lambda *args: None
         go(distiller, blocks, range(2))
         actions = {e.action for e in distiller.guard.events.events}
         assert actions == ({"cut out", "explained"} if explains else {"cut out"})
