@@ -1,4 +1,4 @@
-"""Store what a teacher says of a text: python scripts/cache_teacher.py --teacher_model FOLDER."""
+"""Cache a teacher's distributions: python scripts/cache_teacher.py --teacher_model FOLDER."""
 
 import sys
 from pathlib import Path

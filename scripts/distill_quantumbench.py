@@ -18,7 +18,7 @@ CONFIG = Path(__file__).with_name("config.py")
 
 
 def main(words: list[str]) -> int:
-    """Read the flags, say what they come to, and distil."""
+    """Read the flags, print the settings, and distil."""
     parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="Every other setting of scripts/distill.py is a flag here, too: --align chunks.",

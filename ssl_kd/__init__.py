@@ -1,4 +1,4 @@
-"""Self-supervised knowledge distillation: students learn from what a frozen teacher wrote down."""
+"""Self-supervised knowledge distillation: students learn from a frozen teacher."""
 
 from __future__ import annotations
 

@@ -60,14 +60,14 @@ def read_settings(
         description=f"Every setting of {config.name} as a flag; a flag beats the file.",
         allow_abbrev=False,
     )
-    more = {"config": f"file of settings (default: {config})"}
+    extra = {"config": f"file of settings (default: {config})"}
     if presets:
         listed = ", ".join(presets)
-        more["preset"] = f"settings that go together (default: {preset}; one of {listed})"
-    for name, help in more.items():
+        extra["preset"] = f"settings that go together (default: {preset}; one of {listed})"
+    for name, help in extra.items():
         parser.add_argument(f"--{name}", nargs="*", metavar="STR", help=help.replace("%", "%%"))
     _add_flags(parser, cls)
-    given = _given(parser, cls, argv, tuple(more))
+    given = _given(parser, cls, argv, tuple(extra))
     file, preset = given.pop("config", None), given.pop("preset", preset)
     values = {
         name: value if isinstance(value, bool) else cls.parse(name, value)
@@ -103,7 +103,7 @@ def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
 
 
 def _given(
-    parser: argparse.ArgumentParser, cls: type[Settings], argv: Sequence[str], more: Sequence[str]
+    parser: argparse.ArgumentParser, cls: type[Settings], argv: Sequence[str], extra: Sequence[str]
 ) -> dict[str, Any]:
     """The value of each flag that was given, a word or whether it is on."""
     spelt: dict[str, str] = {}  # flag as the parser knows it -> as it came
@@ -123,7 +123,7 @@ def _given(
         spelt[words[-1]] = word
     found, unknown = parser.parse_known_args(words)
     if unknown:
-        raise SettingsError(_unknown(cls, spelt[unknown[0]], more))
+        raise SettingsError(_unknown(cls, spelt[unknown[0]], extra))
     given = {name: value for name, value in vars(found).items() if value is not None}
     for name, value in given.items():
         if isinstance(value, list):
@@ -135,15 +135,15 @@ def _given(
     return given
 
 
-def _unknown(cls: type[Settings], word: str, more: Sequence[str]) -> str:
-    """What to say of a word that no flag takes."""
+def _unknown(cls: type[Settings], word: str, extra: Sequence[str]) -> str:
+    """The message about a word that no flag takes."""
     if not word.startswith("-"):
         return (
             f"{word!r} belongs to no flag. A flag takes one value; one that is on or off takes"
             " none: --resume, --no-resume."
         )
     name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
-    known = [*more, *cls.rules()]
+    known = [*extra, *cls.rules()]
     known += [f"no_{flag}" for flag, (kind, *_) in cls.rules().items() if kind is bool]
     if name in known:  # right but for its capitals, or a single dash
         return f"There is no flag {word}. Did you mean --{name}?"

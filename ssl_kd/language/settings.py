@@ -310,8 +310,8 @@ presets; a name or value that cannot be is refused.
         if self.teacher_cache is not None and (self.router_mode == "sar" or self.align != "auto"):
             way = "Set TEACHER_CACHE to None, or ROUTER_MODE to 'ka' and ALIGN to 'auto'"
             raise SettingsError(
-                "TEACHER_CACHE holds what the teacher said: a router that learns (ROUTER_MODE "
-                f"'sar') and ALIGN need the teacher itself. {way}."
+                "TEACHER_CACHE holds the teacher's distributions alone: a router that learns "
+                f"(ROUTER_MODE 'sar') and ALIGN need the teacher itself. {way}."
             )
         if self.router_mode == "sar" and self.align != "auto":
             raise SettingsError(

@@ -32,10 +32,10 @@ class Teacher:
 
     A subclass of your own is a value for TEACHER by its import path, package.module.Class. It is
     built without arguments, but for those of `weights` (TEACHER_WEIGHTS), `image_size` (IMAGE_SIZE)
-    and `token` (TOKEN) that its `__init__` names; a setting that it does not name is refused. The
-    caches keep its import path, `weights_id` and `transform_id`, and where one of them differs the
-    embeddings are not its own. For a PyTorch network derive from `Network`, which sees to all that
-    and to the device.
+    and `token` (TOKEN) that its `__init__` names; a setting that it does not name is refused. Its
+    import path, `weights_id` and `transform_id` are in the fingerprint of a cache, which refuses
+    embeddings of another teacher. For a PyTorch network derive from `Network`, which sets them all
+    and moves to the device.
 
     Attributes:
         name: what it is, as it stands in the fingerprint of a cache; a class that is found by its

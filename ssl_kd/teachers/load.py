@@ -130,7 +130,7 @@ def _features(dataset: Any) -> Features:
     return Features(features.shape[1])
 
 
-# --- A user's own ---------------------------------------------------------------------------------
+# --- By import path -------------------------------------------------------------------------------
 
 
 def _imported(
@@ -146,7 +146,7 @@ def _imported(
                 f"teacher {path!r} cannot follow {option} {value!r}: leave it at its default, or "
                 f"give the class's __init__ a parameter {option}"
             )
-    # What is None is left to the class, which may have a default of its own.
+    # None is not passed on: the class may have another default.
     given = {k: v for k, v in options.items() if k in taken and v is not None}
     teacher = made_by(**given)
     for attribute, kind in (("dim", int), ("weights_id", str), ("transform_id", str)):
@@ -160,8 +160,8 @@ def _imported(
         isinstance(v, nn.Module) for v in vars(teacher).values()
     ):
         raise InputError(
-            f"teacher {path!r} holds a network, but says weights_id 'none', so that embeddings of "
-            "other weights would pass for its own: set self.weights_id = "
+            f"teacher {path!r} holds a network, but its weights_id is 'none', so that a cache "
+            "could not tell its weights from others: set self.weights_id = "
             "ssl_kd.teachers.weights_id(network), or derive the class from ssl_kd.teachers.Network"
         )
     named = getattr(teacher, "name", None)

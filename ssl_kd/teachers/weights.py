@@ -70,25 +70,25 @@ def load_strict(model: nn.Module, state: State, what: str) -> None:
     Raises:
         ValueError: they do not; one line with the first keys that differ.
     """
-    own = model.state_dict()
+    expected = model.state_dict()
     differences = {
-        "missing": sorted(own.keys() - state.keys()),
-        "unexpected": sorted(state.keys() - own.keys()),
+        "missing": sorted(expected.keys() - state.keys()),
+        "unexpected": sorted(state.keys() - expected.keys()),
         "of another shape": [
-            f"{k} {list(state[k].shape)} for {list(own[k].shape)}"
-            for k in sorted(own.keys() & state.keys())
-            if own[k].shape != state[k].shape
+            f"{k} {list(state[k].shape)} for {list(expected[k].shape)}"
+            for k in sorted(expected.keys() & state.keys())
+            if expected[k].shape != state[k].shape
         ],
     }
     if any(differences.values()):
-        said = "; ".join(
+        listed = "; ".join(
             f"{len(keys)} {how}: {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
             for how, keys in differences.items()
             if keys
         )
-        raise InputError(f"these weights do not fit {what}: {said}")
-    own.update(state)  # keeps the versions of modules, which a plain dictionary has lost
-    model.load_state_dict(own)
+        raise InputError(f"these weights do not fit {what}: {listed}")
+    expected.update(state)  # keeps the versions of modules, which a plain dictionary has lost
+    model.load_state_dict(expected)
 
 
 def efficientnet_lite0_file() -> Path | None:

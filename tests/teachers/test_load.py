@@ -387,7 +387,7 @@ def test_the_package_brings_the_same_weights(shared_data):
         assert torch.equal(tensor.half(), theirs[name].half()), name
 
 
-# --- a user's own ---------------------------------------------------------------------------------
+# --- by import path -------------------------------------------------------------------------------
 
 OWN = '''
 """Teachers as a newcomer writes them: a network of one's own, and a plain function of the image."""
@@ -451,7 +451,7 @@ def own(tmp_path, monkeypatch):
     return lambda attribute: f"{name}.{attribute}"
 
 
-def test_a_teacher_of_ones_own_is_built_with_the_options_that_it_names(own, tmp_path):
+def test_a_teacher_by_import_path_is_built_with_the_options_that_it_names(own, tmp_path):
     plain = load_teacher(own("MeanColour"))
     assert plain.name == own("MeanColour") and plain.weights_id == "none"
     white = plain.preprocess(Image.new("L", (9, 5), 255))
@@ -466,7 +466,7 @@ def test_a_teacher_of_ones_own_is_built_with_the_options_that_it_names(own, tmp_
     assert again.weights_id == first.weights_id and again.transform_id != first.transform_id
 
 
-def test_a_cache_knows_the_teacher_of_ones_own_by_class_and_weights(own, tmp_path):
+def test_a_cache_knows_the_teacher_by_import_path_by_class_and_weights(own, tmp_path):
     data = array_data((3, 8, 8, 3))
     precision = Precision.for_device("cpu")
 
@@ -497,12 +497,12 @@ def test_a_cache_knows_the_teacher_of_ones_own_by_class_and_weights(own, tmp_pat
         ),
         ("MeanColour", {"image_size": 8}, "give the class's __init__ a parameter image_size"),
         ("MeanColour", {"token": "patch"}, "cannot follow token 'patch'"),
-        ("Silent", {}, "holds a network, but says weights_id 'none'"),
+        ("Silent", {}, "holds a network, but its weights_id is 'none'"),
         ("Shapeless", {}, "has None as dim, expected a whole number: set self.dim"),
         ("Wordless", {}, "has 3 as transform_id, expected text"),
     ],
 )
-def test_a_teacher_of_ones_own_that_cannot_be_is_named_with_the_way_out(
+def test_a_teacher_by_import_path_that_cannot_be_is_named_with_the_way_out(
     own, name, options, message
 ):
     path = name if "." in name else own(name)
