@@ -98,3 +98,8 @@ def test_masked_mean_counts_each_row_alone_and_takes_any_axis():
     torch.testing.assert_close(masked_mean(x, mask), torch.tensor([1.0, 16 / 3]))
     assert masked_mean(x, mask, dim=0).tolist() == [2.0, 5.0, 8.0]
     assert masked_mean(x, mask[:1]).tolist() == [1.0, 3.0]  # one mask for all rows
+
+
+def test_weights_at_both_ends_of_float32_keep_their_proportions_row_by_row():
+    w = torch.tensor([[3e38, 3e38], [1e-30, 3e-30]])  # the first sum overflows
+    torch.testing.assert_close(safe_normalize_weights(w), torch.tensor([[0.5, 0.5], [0.25, 0.75]]))
