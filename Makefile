@@ -25,8 +25,9 @@ train: $(VENV)/.installed ## Set up, then run the main job: make train ARGS="--n
 distill: $(VENV)/.installed-llm ## Set up, then distil a small language model: make distill ARGS="--seed 1"
 	$(PY) scripts/distill.py $(ARGS)
 
+# Without bytecode every process that a test starts would compile torch again, for seconds.
 test: $(VENV)/.installed-dev ## Set up, then run the tests: make test ARGS="-k settings"
-	$(PY) -m pytest $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, types and import floors
 	$(PY) -m ruff check .
