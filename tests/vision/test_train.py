@@ -512,6 +512,16 @@ def test_where_looking_is_rare_faults_are_found_later_and_say_what_they_know(mon
     assert saved[-1] in (20, 26) and len(saved) == len(set(saved))
 
 
+def test_the_streak_that_is_said_is_the_real_one(monkeypatch):
+    """Where looking is rare, a head may be sick for longer than the patience before it is seen."""
+    monkeypatch.setattr(training, "LOOK_EVERY", {True: 10, False: 10})
+    x, sampler = _problem()
+    events, trainer = [], _always(_poison_logits(math.nan))
+    trainer.thresholds = Thresholds(restore_after=7)
+    training.train(trainer, sampler, x.__getitem__, 10, on_events=events.extend)
+    assert events[-1].stage == "escalation" and events[-1].reason == "10 bad steps in a row"
+
+
 def test_a_state_that_no_step_has_proved_is_not_kept_as_good(kept_every_50_steps):
     x, sampler = _problem()
     trainer = _trainer()
