@@ -392,11 +392,10 @@ def test_progress_on_a_terminal_is_a_bar():
 
 
 @pytest.mark.parametrize(("reproduced", "code"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize("mode", ["vision", "language"])
 def test_replay_prints_the_report_and_says_whether_the_fault_returned(
-    reproduced, code, monkeypatch, capfd
+    mode, reproduced, code, monkeypatch, capfd
 ):
-    from ssl_kd.vision import replay
-
     class Report(str):
         pass
 
@@ -405,7 +404,10 @@ def test_replay_prints_the_report_and_says_whether_the_fault_returned(
         report.reproduced = reproduced  # type: ignore[attr-defined]
         return report
 
-    monkeypatch.setattr(replay, "replay", again)
+    how = {"replay": {"mode": mode}} if mode == "language" else {"replay": {}}
+    bundle = types.SimpleNamespace(settings=how)
+    monkeypatch.setattr("ssl_kd.guard.recorder.load_bundle", lambda path: bundle)
+    monkeypatch.setattr(f"ssl_kd.{mode}.replay.replay", again)
     assert cli.main(["replay", "b.pt"]) == code
     assert capfd.readouterr().out == "cause of b.pt\n"
 

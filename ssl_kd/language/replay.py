@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
@@ -51,7 +52,7 @@ def replay(path: str | Path) -> Replay:
     )
     task = prepare(settings, precision, lambda stage, done, total, info: None)
     if task.digest != how["learns_from"]:
-        raise ValueError(
+        raise InputError(
             f"{path} cannot be run again: the data or the teacher are not those of the run. Put "
             "them back, or replay in the folder that the run was started in"
         )
@@ -72,7 +73,7 @@ def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[
     values = dict(bundle.settings)
     how = values.pop("replay", None)
     if not isinstance(how, dict) or how.get("mode") != "language":
-        raise ValueError(f"{path} is not a step of the language mode")
+        raise InputError(f"{path} is not a step of the language mode")
     if not has_fields(how, _REPLAY) or not {how["student"], how["teacher"]} <= {*_DTYPES}:
         raise _damaged(path, "its replay settings are not those of a step")
     if bundle.indices.ndim != 1 or bundle.indices.dtype != torch.int64:
