@@ -171,7 +171,7 @@ class Distiller:
         try:
             self.guard.before_step()
             self.witness.explain(batches, rng)  # of a term that is cut out, before the others move
-            self.optimizer.step()
+            self.guard.optimizer.step()
             updated = bool(self.guard.after_step())
         finally:  # where the guard stops the run, above all
             self.optimizer.zero_grad()

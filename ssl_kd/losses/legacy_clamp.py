@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssl_kd.divergences import Divergence
+from ssl_kd.errors import InputError
 from ssl_kd.losses.rows import row_divergences, saturated
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, logits_of
 
@@ -78,14 +79,14 @@ class LegacyClamp:
         lowest = math.log(perplexity)
         highest = math.log1p((vocab - 1) * math.exp(2 * self.logits))
         if self.high <= lowest:
-            raise ValueError(
+            raise InputError(
                 f"logits held at +-{self.logits:g} allow no perplexity below {perplexity:.3g} "
                 f"(cross-entropy {lowest:.3g}) with {vocab} tokens, and the loss is held at "
                 f"{self.high:g} or less: it is the constant {self.high:g} for every model, and "
                 "nothing is learned. Leave the clamp out, or raise the window's upper end"
             )
         if self.low >= highest:
-            raise ValueError(
+            raise InputError(
                 f"logits held at +-{self.logits:g} allow no cross-entropy above {highest:.3g} "
                 f"with {vocab} tokens, and the loss is held at {self.low:g} or more: it is a "
                 "constant, and nothing is learned. Leave the clamp out, or lower the window"

@@ -219,6 +219,7 @@ def test_a_retired_head_is_told_of_in_the_report_and_does_not_vote(settings, str
 
 
 @row(35)
+@pytest.mark.usefixtures("kept_every_50_steps")
 def test_every_head_bad_stops_with_a_diagnosis_and_a_good_checkpoint(
     settings, strike_runs, train_py
 ):
