@@ -115,9 +115,10 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
     """
     try:
         return torch.load(str(path), weights_only=True, map_location="cpu", mmap=mmap)
-    except (OSError, MemoryError):
-        raise
     except Exception as error:  # each kind of damage has an exception of its own
+        cut = isinstance(error, OSError) and error.errno == errno.EINVAL  # a seek before its start
+        if isinstance(error, OSError | MemoryError) and not cut:
+            raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if "GLOBAL" in str(error):
             reason = "it is a pickle that asks to run code, which was refused; nothing was executed"

@@ -19,6 +19,8 @@ from rich.console import Console
 import ssl_kd
 from ssl_kd import cli
 from ssl_kd.flags import read_settings
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.recorder import Bundle, save_bundle
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.screen import ProgressBars
 from ssl_kd.settings import SettingsError
@@ -392,9 +394,9 @@ def test_progress_on_a_terminal_is_a_bar():
 
 
 @pytest.mark.parametrize(("reproduced", "code"), [(True, 0), (False, 1)])
-@pytest.mark.parametrize("mode", ["vision", "language"])
-def test_replay_prints_the_report_and_says_whether_the_fault_returned(
-    mode, reproduced, code, monkeypatch, capfd
+@pytest.mark.parametrize("mode", ["vision", "language", None])
+def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returned(
+    mode, reproduced, code, monkeypatch, tmp_path, capfd
 ):
     class Report(str):
         pass
@@ -404,12 +406,13 @@ def test_replay_prints_the_report_and_says_whether_the_fault_returned(
         report.reproduced = reproduced  # type: ignore[attr-defined]
         return report
 
-    how = {"replay": {"mode": mode}} if mode == "language" else {"replay": {}}
-    bundle = types.SimpleNamespace(settings=how)
-    monkeypatch.setattr("ssl_kd.guard.recorder.load_bundle", lambda path: bundle)
-    monkeypatch.setattr(f"ssl_kd.{mode}.replay.replay", again)
-    assert cli.main(["replay", "b.pt"]) == code
-    assert capfd.readouterr().out == "cause of b.pt\n"
+    how = {} if mode is None else {"mode": mode}  # a bundle of version 0.1 does not say which
+    event = Event(0, "kd", "loss", "the loss is not finite", "cut out")
+    path = tmp_path / "b.pt"
+    save_bundle(path, Bundle(event, torch.arange(2), {}, {"replay": how}))
+    monkeypatch.setattr(f"ssl_kd.{mode or 'vision'}.replay.replay", again)
+    assert cli.main(["replay", str(path)]) == code
+    assert capfd.readouterr().out == f"cause of {path}\n"
 
 
 def test_replay_of_nothing_or_of_no_bundle_is_one_line(tmp_path, capfd):

@@ -220,8 +220,12 @@ class Guard:
         self._judged = loss, norm, stage, torch.tensor(absent) & healthy
 
     @torch.no_grad()
-    def after_step(self) -> set[str]:
+    def after_step(self, on_fault: Callable[[], object] | None = None) -> set[str]:
         """The half of `step` after `optimizer.step()`: remember, report and escalate.
+
+        Args:
+            on_fault: called where a part was not healthy: after the events of it, and before
+                anything is put back.
 
         Returns:
             As `step`.
@@ -248,6 +252,8 @@ class Guard:
         self.events.extend(self.recovery.report(step, stage, loss, norm))
         self.recovery.watch(self.steps)
         if not healthy.all():
+            if on_fault is not None:
+                on_fault()
             events, hopeless = self.recovery.escalate(step)
             self.events.extend(events)
             if hopeless:

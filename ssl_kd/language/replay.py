@@ -14,10 +14,10 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
 from ssl_kd.guard.replay import Replay
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Routed, named_rows
+from ssl_kd.language.sources import named_rows
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.task import make_distiller, prepare
-from ssl_kd.language.witness import examine, set_rng_state
+from ssl_kd.language.witness import examine, set_rng_state, trained
 from ssl_kd.settings import SettingsError
 
 _REPLAY = {"mode": str, "student": str, "teacher": str, "scale": bool, "device": str, "exact": bool}
@@ -56,15 +56,18 @@ def replay(path: str | Path) -> Replay:
             f"{path} cannot be run again: the data or the teacher are not those of the run. Put "
             "them back, or replay in the folder that the run was started in"
         )
+    rows = bundle.indices
+    if not len(rows) or not 0 <= int(rows.min()) <= int(rows.max()) < len(task.blocks):
+        raise _damaged(path, f"indices are not rows of the text, which has {len(task.blocks)}")
     distiller = make_distiller(settings, task)
     _load(path, bundle, distiller)
-    batch = task.blocks.batch(bundle.indices, _CPU)
+    batch = task.blocks.batch(rows, _CPU)
     with torch.random.fork_rng(devices=[]):
         set_rng_state({"cpu": bundle.tensors["rng cpu"]}, _CPU)
         found = examine(distiller, batch, bundle.event.part)
     if found is None:
         return Replay(bundle, False, None, None)
-    sample = f"{named_rows(bundle.indices)} of the text"
+    sample = f"{named_rows(rows)} of the text"
     return Replay(bundle, True, *found, sample=sample)
 
 
@@ -87,19 +90,18 @@ def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[
 @torch.no_grad()
 def _load(path: str | Path, bundle: Bundle, distiller: Distiller) -> None:
     """Give the student, and what is trained beside it, the weights of the step."""
-    mine = {f"student {n}": p for n, p in distiller.student.named_parameters() if p.requires_grad}
-    if distiller.aligned is not None:
-        mine |= {f"aligned {n}": t for n, t in distiller.aligned.state_dict().items()}
-    if isinstance(distiller.source, Routed) and distiller.source.router is not None:
-        routers = distiller.source.mixture.router_parameters()
-        mine |= {f"router {name}": p for name, p in routers.items()}
-    for name, tensor in mine.items():
+    for name, tensor in trained(distiller).items():
         saved = bundle.tensors.get(name)
-        if not isinstance(saved, Tensor) or saved.shape != tensor.shape:
-            raise _damaged(path, f"{name} is not {list(tensor.shape)}")
+        if saved is None or _kind(saved) != _kind(tensor):
+            raise _damaged(path, f"{name} is not {tensor.dtype} {list(tensor.shape)}")
         tensor.copy_(saved)
-    if "rng cpu" not in bundle.tensors:
-        raise _damaged(path, "the state of the random numbers is missing")
+    saved = bundle.tensors.get("rng cpu")
+    if saved is None or _kind(saved) != _kind(torch.get_rng_state()):
+        raise _damaged(path, "the state of the random numbers is missing, or of another torch")
+
+
+def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.layout]:
+    return x.shape, x.dtype, x.layout
 
 
 def _damaged(path: str | Path, reason: str) -> CorruptFileError:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,10 +173,10 @@ class Distiller:
             self.guard.before_step()
             self.witness.explain(batches, rng)  # of a term that is cut out, before the others move
             self.guard.optimizer.step()
-            updated = bool(self.guard.after_step())
-        finally:  # where the guard stops the run, above all
+            explain = partial(self.witness.explain, batches, rng)
+            updated = bool(self.guard.after_step(on_fault=explain))
+        finally:
             self.optimizer.zero_grad()
-            self.witness.explain(batches, rng)
         ce, kd = (float(sums[name]) for name in ("ce", "kd"))
         weighted = {"ce": self.settings.alpha_ce * ce, "kd": self.settings.alpha_kd * kd}
         finite = [value for value in weighted.values() if abs(value) < float("inf")]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.diagnosis import Diagnosis, diagnose
+from ssl_kd.guard.diagnosis import HUGE, Diagnosis, diagnose
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.loop import Guard
@@ -38,6 +38,7 @@ class Examined(Protocol):
         ...
 
 
+@torch.enable_grad()  # the guard calls back from where none is kept
 def examine(
     step: Examined, batch: Batch | AlignedBatch, part: str = "model"
 ) -> tuple[Fault, Diagnosis] | None:
@@ -50,22 +51,24 @@ def examine(
         batch: of the step.
         part: a loss term, or the whole `model`.
     """
-    named = {f"student weight {name}": p.detach() for name, p in step.student.named_parameters()}
-    followed = step.source if step.aligned is None else step.aligned
-    teacher = getattr(followed, "model", None)
-    named |= {  # all of a large one would be too much to look at in float64
-        f"teacher weight {name}": p.detach()
+    weights = {f"student weight {name}": p for name, p in step.student.named_parameters()}
+    if step.aligned is not None:
+        weights |= {f"aligned weight {name}": p for name, p in step.aligned.named_parameters()}
+    leaves = [p for p in weights.values() if p.requires_grad]
+    teacher = getattr(step.source if step.aligned is None else step.aligned, "model", None)
+    weights |= {  # all of a large one would be too much to look at in float64
+        f"teacher weight {name}": p
         for name, p in ([] if teacher is None else teacher.named_parameters())
-        if not p.isfinite().all()
+        if not (p.abs() < HUGE).all()
     }
-    trained = [p for p in step.student.parameters() if p.requires_grad]
+    named = {name: p.detach() for name, p in weights.items()}
     with fixed(step.source), Microscope(named) as scope:
         terms = step.weighted_terms(batch)
         looked = [terms[part]] if part in terms else list(terms.values())
         fault = scope.fault(*looked)
         if fault is None:
             total = sum(looked, torch.zeros(()))
-            found = torch.autograd.grad(total, trained, allow_unused=True)
+            found = torch.autograd.grad(total, leaves, allow_unused=True)
             fault = scope.fault(*(g for g in found if g is not None))
     if fault is None:
         return None
@@ -85,6 +88,18 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def trained(step: Examined) -> dict[str, Tensor]:
+    """What a step trains, by name: the student, and what learns beside it."""
+    tensors: dict[str, Tensor] = {}
+    tensors |= {f"student {n}": p for n, p in step.student.named_parameters() if p.requires_grad}
+    if step.aligned is not None:
+        tensors |= {f"aligned {name}": t for name, t in step.aligned.state_dict().items()}
+    if isinstance(step.source, Routed) and step.source.router is not None:
+        routers = step.source.mixture.router_parameters()
+        tensors |= {f"router {name}": p for name, p in routers.items()}
+    return tensors
 
 
 class Witness:
@@ -154,31 +169,29 @@ class Witness:
         if self._recorder is None or not self._recorder.wants(event.part):
             return
         step = self._step
-        tensors = {
-            f"student {name}": p for name, p in step.student.named_parameters() if p.requires_grad
-        }
-        if step.aligned is not None:
-            tensors |= {f"aligned {n}": t for n, t in step.aligned.state_dict().items()}
-        if isinstance(step.source, Routed) and step.source.router is not None:
-            routers = step.source.mixture.router_parameters()
-            tensors |= {f"router {name}": p for name, p in routers.items()}
         how = {
             "mode": "language",
             "student": str(step.precision.student).removeprefix("torch."),
             "teacher": str(step.precision.teacher).removeprefix("torch."),
             "scale": step.precision.scale,
             "device": str(step.precision.device),
-            "exact": True,
+            "exact": not _moves_after(step.source),
             "explained": reason,
         }
         self._recorder.record(
             Bundle(
                 event=event,
                 indices=rows.cpu(),
-                tensors=tensors | {f"rng {name}": state for name, state in rng.items()},
+                tensors=trained(step) | {f"rng {name}": state for name, state in rng.items()},
                 settings={**step.settings.to_dict(), "replay": how | self.about},
             )
         )
+
+
+def _moves_after(source: Any) -> bool:
+    """Whether a router has moved since it answered: the step was computed with another one."""
+    routed = isinstance(source, Routed) and source.router is not None
+    return routed and source.settings.router_joint
 
 
 def in_words(rows: Tensor, fault: Fault, diagnosis: Diagnosis) -> str:

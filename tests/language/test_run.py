@@ -21,7 +21,6 @@ from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language import task as tasks  # noqa: E402
 from ssl_kd.language.run import Best, n_steps, run  # noqa: E402
-from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.task import cache_teacher, prepare, trained_teacher  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
@@ -35,53 +34,7 @@ from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-FAST = {
-    "block_size": 24,
-    "batch_size": 4,
-    "max_steps": 6,
-    "eval_every": 3,
-    "checkpoint_every": 2,
-    "log_every": 2,
-    "eval_rows": 8,
-    "generations": 1,
-    "max_new_tokens": 3,
-    "learning_rate": 1e-2,
-    "temperature": 2.0,
-    "device": "cpu",
-}
 TIMES = ("tokens_per_second",)
-
-
-@pytest.fixture(scope="session")
-def models(tiny, tmp_path_factory):
-    """Folders of saved models, made when they are asked for."""
-    root = tmp_path_factory.mktemp("models")
-
-    def get(name):
-        if not (root / name).exists():
-            make = {
-                "teacher": lambda path: tiny.folder(path),
-                "gpt2": lambda path: tiny.folder(path, "GPT2"),
-                "mixture": lambda path: tiny.folder(path, "Mixtral"),
-                "foreign": lambda path: tiny.folder(path, tokenizer=tiny.other_tokenizer),
-                "student": lambda path: tiny.folder(path, seed=4),
-            }
-            make[name](root / name)
-        return str(root / name)
-
-    return get
-
-
-@pytest.fixture
-def settings(tmp_path, text_file, models):
-    """Settings of a fast run; with changes."""
-
-    def change(**changes):
-        own = {"data_path": text_file, "runs_dir": str(tmp_path / "runs"), "run_name": "a"}
-        own |= {"teacher_model": models("teacher"), "student_model": "fresh:1x16"}
-        return LanguageSettings(**{**FAST, **own, **changes})
-
-    return change
 
 
 def metrics(path):

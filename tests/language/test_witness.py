@@ -1,0 +1,109 @@
+"""The witness of a student's step: what it names, when it looks, and what it records."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from ssl_kd.guard.diagnosis import Cause  # noqa: E402
+from ssl_kd.guard.recorder import FlightRecorder, load_bundle  # noqa: E402
+from ssl_kd.language.witness import Witness, examine, rng_state, set_rng_state  # noqa: E402
+from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def witnessed(tiny, tmp_path):
+    """A student whose faults are recorded; its batches are `blocks.batch`."""
+
+    def make(teacher=None, **changes):
+        answers = FrozenTeacher(tiny.model(spread=0.3) if teacher is None else teacher)
+        distiller = tiny.distiller(answers, **changes)
+        distiller.witness = Witness(distiller, FlightRecorder(tmp_path))
+        return distiller
+
+    return make
+
+
+def explained(distiller):
+    return [e for e in distiller.guard.events.events if e.stage == "replay"]
+
+
+def root_at_zero(distiller):
+    """The student's states stay as they are, their slope is infinite."""
+    layers = distiller.student.model.layers
+    layers[0].register_forward_hook(lambda module, args, out: out + (out * 0).sqrt())
+
+
+@pytest.mark.parametrize("changes", [{"stop_after": 1}, {"restore_after": 1}, {}])
+def test_a_gradient_is_explained_before_the_guard_goes_back(tiny, witnessed, tmp_path, changes):
+    distiller = witnessed(**changes)
+    blocks = tiny.blocks()
+    distiller.step([blocks.batch(range(4))], 1e-2)
+    distiller.guard.snapshot_every = 1
+    distiller.step([blocks.batch(range(4, 8))], 1e-2)  # another state than the one that is kept
+    root_at_zero(distiller)
+    before = {f"student {n}": p.clone() for n, p in distiller.student.named_parameters()}
+    try:
+        distiller.step([blocks.batch([1, 2]), blocks.batch([3])], 1e-2)
+        assert "stop_after" not in changes
+    except TooFewHealthyParts:
+        assert "stop_after" in changes
+    (event,) = explained(distiller)
+    assert event.action == "explained" and event.part == "model"
+    assert "rows 1, 2: aten.div, backward pass" in event.reason and "zero norm" in event.reason
+    (path,) = tmp_path.glob("*.pt")
+    bundle = load_bundle(path)
+    assert path.name == "model-step2.pt" and bundle.indices.tolist() == [1, 2]
+    for name, weight in before.items():
+        assert torch.equal(bundle.tensors[name], weight)
+
+
+@pytest.mark.parametrize("value", [math.nan, -3e38])
+def test_a_weight_of_the_teacher_is_named_though_it_be_finite(tiny, witnessed, value):
+    teacher = tiny.model(spread=0.3)
+    teacher.model.norm.weight.data[5] = value
+    found = examine(witnessed(teacher), tiny.blocks().batch([7, 8]), "kd")
+    assert found is not None and found[1].cause == Cause.POISONED_WEIGHT
+    assert found[1].words.startswith("teacher weight model.norm.weight ")
+
+
+def test_a_healthy_part_is_not_examined_nor_another_batch_than_the_sick_one(tiny, witnessed):
+    distiller = witnessed()
+    blocks = tiny.blocks()
+    assert examine(distiller, blocks.batch([7, 8])) is None
+    distiller.step([blocks.batch(range(4))], 1e-2)
+    assert explained(distiller) == [] and list(distiller.witness.explained) == []
+
+
+def test_a_part_is_explained_once_and_recorded_once(tiny, witnessed, tmp_path):
+    distiller = witnessed()
+    distiller.student.lm_head.weight.data[0, 0] = math.nan
+    for rows in ([1, 2], [3, 4]):
+        distiller.step([tiny.blocks().batch(rows)], 1e-2)
+    assert [e.part for e in explained(distiller)] == ["ce", "kd", "model"]
+    assert distiller.witness.explained == {"ce", "kd", "model"}
+    assert len(list(tmp_path.glob("*-step0.pt"))) == len(list(tmp_path.glob("*.pt"))) == 3
+
+
+def test_without_memory_to_look_the_event_says_so(tiny, witnessed, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("ssl_kd.language.witness.examine", full)
+    distiller = witnessed()
+    distiller.student.lm_head.weight.data[0, 0] = math.nan
+    distiller.step([tiny.blocks().batch([1, 2])], 1e-2)
+    assert {e.action for e in explained(distiller)} == {"not found again"}
+    assert explained(distiller)[0].reason == "rows 1, 2: no memory to run it again"
+
+
+def test_random_numbers_go_on_from_a_state_that_was_noted():
+    noted = rng_state(CPU)
+    first = torch.randn(3)
+    set_rng_state(noted, CPU)
+    assert torch.equal(torch.randn(3), first)
