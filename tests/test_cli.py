@@ -14,6 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 import ssl_kd

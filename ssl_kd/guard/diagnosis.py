@@ -102,6 +102,20 @@ _REMEDIES = {
     Cause.UNKNOWN: "look at the ranges of the inputs",
 }
 
+_TEMPERATURES = ("student_temp", "teacher_temp", "temperature")
+_ZEROS = (Cause.LOG_OF_ZERO, Cause.ZERO_NORM, Cause.UNDERFLOW)
+_IN_FLOAT32 = {"use_fp16": False, "model_dtype": "float32"}
+_CHANGES: dict[Cause, dict[str, Any]] = {
+    Cause.FP16_OVERFLOW: _IN_FLOAT32,
+    **dict.fromkeys(_ZEROS, _IN_FLOAT32),  # where it was in fp16
+    Cause.LEARNING_RATE: {
+        "learning_rate": lambda now: None if now is None else now / 10,
+        "clip_grad": lambda now: 1.0 if now is None else now,
+    },
+    Cause.POISONED_INPUT: {"force_recompute": True},
+}
+"""What to set a setting to, or how to get there from what it is now, for each cause."""
+
 
 def diagnose(fault: Fault, settings: Mapping[str, Any] | None = None) -> Diagnosis:
     """Say what a fault comes from.
@@ -109,8 +123,8 @@ def diagnose(fault: Fault, settings: Mapping[str, Any] | None = None) -> Diagnos
     Args:
         fault: from `Microscope.fault`.
         settings: name in lower case -> value, as far as the caller has them; only settings that are
-            in there are advised on: `teacher_temp`, `student_temp`, `learning_rate`, `clip_grad`,
-            `use_fp16`, `force_recompute`.
+            in there are advised on: temperatures, `learning_rate`, `clip_grad`, `use_fp16` or
+            `model_dtype`, `force_recompute`.
     """
     cause, words = _judge(fault)
     advice = _advice(cause, fault, settings or {})
@@ -238,24 +252,14 @@ def _round_up(x: float) -> float:
 
 
 def _advice(cause: Cause, fault: Fault, settings: Mapping[str, Any]) -> list[Advice]:
-    rate = settings.get("learning_rate")
-    wanted: dict[str, Any] = {}
+    changes = _CHANGES.get(cause, {})
+    if cause in _ZEROS and not any(facts.dtype == "float16" for facts in fault.inputs):
+        changes = {}
     if cause == Cause.TEMPERATURE:
         factor, _, enough = _temperature(fault)
-        temperatures = ("student_temp", "teacher_temp")
-        names = [n for n in temperatures if settings.get(n, math.inf) < enough]
+        names = [n for n in _TEMPERATURES if settings.get(n, math.inf) < enough]
         seen = [n for n in names if math.isclose(settings[n], 1 / factor, rel_tol=1e-3)]
-        wanted = {name: enough for name in seen or names}
-    elif cause == Cause.FP16_OVERFLOW:
-        wanted = {"use_fp16": False}
-    elif cause == Cause.LEARNING_RATE:
-        wanted = {"learning_rate": None if rate is None else rate / 10}
-        if settings.get("clip_grad", 1.0) is None:
-            wanted["clip_grad"] = 1.0
-    elif cause == Cause.POISONED_INPUT:
-        wanted = {"force_recompute": True}
-    elif cause in (Cause.LOG_OF_ZERO, Cause.ZERO_NORM, Cause.UNDERFLOW):
-        half = any(facts.dtype == "float16" for facts in fault.inputs)
-        wanted = {"use_fp16": False} if half else {}
-    changes = {name: value for name, value in wanted.items() if name in settings}
-    return [Advice(n, settings[n], v) for n, v in changes.items() if settings[n] != v]
+        changes = {name: enough for name in seen or names}
+    known = {name: change for name, change in changes.items() if name in settings}
+    wanted = {n: change(settings[n]) if callable(change) else change for n, change in known.items()}
+    return [Advice(n, settings[n], v) for n, v in wanted.items() if settings[n] != v]

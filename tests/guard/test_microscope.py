@@ -226,6 +226,24 @@ def test_settings_the_caller_does_not_have_are_not_advised_on():
     assert diagnose(scope.fault(x)).advice == ()
 
 
+@pytest.mark.parametrize(
+    ("step", "advice"),
+    [
+        (lambda: (torch.tensor([0.9]).half() / 0.05).exp(), ["TEMPERATURE 0.05 -> 0.125"]),
+        (lambda: torch.tensor([1e5]).half(), ["MODEL_DTYPE auto -> float32"]),
+        (lambda: torch.zeros(1).half().log(), ["MODEL_DTYPE auto -> float32"]),
+        (lambda: torch.zeros(1).log(), []),
+        (lambda: torch.tensor([1e25]).square(), ["LEARNING_RATE 0.003 -> 0.0003"]),
+    ],
+)
+def test_settings_of_a_student_are_advised_on_by_their_names(step, advice):
+    settings = {"temperature": 0.05, "learning_rate": 3e-3, "clip_grad": 1.0}
+    settings |= {"model_dtype": "auto", "force_recompute": False}
+    with Microscope() as scope:
+        x = step()
+    assert [str(a) for a in diagnose(scope.fault(x), settings).advice] == advice
+
+
 def test_facts_of_empty_integer_and_wholly_bad_tensors():
     assert TensorFacts.of(torch.empty(0)).low is None
     assert TensorFacts.of(torch.tensor([0, 2])).zeros == 1
