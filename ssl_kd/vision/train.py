@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -169,16 +169,18 @@ class _Heads:
     def record(self, done: int) -> LogRecord:
         """Loss and norms of the last step, and how many heads were healthy in all of them."""
         health, result = self.trainer.state.health, self._results[-1]
-        healthy = is_healthy(torch.stack([result.stage for result in self._results]))
+        now = result.loss, result.grad_norm, health.skipped, health.streak
+        loss, norm, skipped, streak, *stages = _read(*now, *(r.stage for r in self._results))
+        healthy = is_healthy(torch.stack(stages))
         self._results = []
         return LogRecord(
             step=done,
             time=time.time(),
             learning_rate=self._learning_rate,
-            loss=result.loss.tolist(),
-            grad_norm=result.grad_norm.tolist(),
-            skipped=health.skipped.tolist(),
-            streak=health.streak.tolist(),
+            loss=loss.tolist(),
+            grad_norm=norm.tolist(),
+            skipped=skipped.tolist(),
+            streak=streak.tolist(),
             healthy=int(healthy[-1].sum()),
             success_rate=float(healthy.float().mean()),
             samples_per_second=self.pace.per_second(),
@@ -196,8 +198,8 @@ class _Heads:
         """
         if not at_once and done % self._look_every:
             return
-        events = [event for number in range(len(self._unread)) for event in self._read(number)]
-        self._unread.clear()
+        unread, self._unread = _on_cpu(self._unread), []
+        events = [event for number in range(len(unread)) for event in self._events(unread, number)]
         self.trainer.recovery.watch(done)
         if not events:
             return
@@ -213,29 +215,49 @@ class _Heads:
                 "test_nan_issues.py`; each head's last good state is saved"
             )
 
-    def _read(self, number: int) -> list[Event]:
-        """The events of one unread step, read back from the device; faults are handed on."""
-        seen, recovery = self._unread[number], self.trainer.recovery
+    def _events(self, unread: list[_Step], number: int) -> list[Event]:
+        """The events of one of some unread steps; faults are handed on."""
+        seen, recovery = unread[number], self.trainer.recovery
         result, names = seen.result, recovery.parts.names
-        events = [
-            Stage.INPUT.event(seen.step, "batch", float(row), row=row)
-            for row in seen.samples[result.bad].unique().tolist()
-        ]
-        for head in result.smoothed.nonzero().flatten().tolist():
-            if head not in self._smoothed:  # once is enough
+        bad = seen.samples[result.bad].unique().tolist() if result.bad.any() else []
+        events = [Stage.INPUT.event(seen.step, "batch", float(row), row=row) for row in bad]
+        for head, smoothed in enumerate(result.smoothed.tolist()):
+            if smoothed and head not in self._smoothed:  # once is enough
                 self._smoothed.add(head)
                 events.append(Stage.MARGINAL.event(seen.step, f"head {head}", 0.0))
         faults = recovery.report(seen.step, result.stage, result.loss, result.grad_norm)
         for event in faults:
             if event.action == Stage.LOSS.kind.action:
-                self.on_fault(self._fault(names.index(event.part), event, number))
+                head = names.index(event.part)
+                self.on_fault(self._fault(head, event, seen, unread[number + 1 :]))
         return events + faults
 
-    def _fault(self, head: int, event: Event, number: int) -> HeadFault:
+    def _fault(self, head: int, event: Event, seen: _Step, later: list[_Step]) -> HeadFault:
         """The fault, with what the head was before it: a skipped head has not changed since."""
-        seen, later = self._unread[number], self._unread[number + 1 :]
         row = slice(head, head + 1)
         now = {name: tensor[row] for name, tensor in self.trainer.state.tensors().items()}
         before = now | {name: tensor[row] for name, tensor in seen.result.before.items()}
         exact = not any(bool(is_healthy(step.result.stage[head])) for step in later)
         return HeadFault(head, event, seen.samples, seen.views, seen.learning_rate, before, exact)
+
+
+def _on_cpu(steps: list[_Step]) -> list[_Step]:
+    """The steps, with what a look asks of their results on the CPU."""
+    names = ("stage", "loss", "grad_norm", "smoothed")
+    read = iter(_read(*(getattr(step.result, name) for step in steps for name in names)))
+    return [
+        replace(step, result=replace(step.result, **{name: next(read) for name in names}))
+        for step in steps
+    ]
+
+
+def _read(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors on the CPU, to the bit; a device is waited for once for all of them."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return tensors
+    sent = [tensor.flatten().view(torch.uint8) for tensor in tensors]
+    pieces = torch.cat(sent).cpu().split([len(piece) for piece in sent])
+    return tuple(
+        piece.clone().view(tensor.dtype).view(tensor.shape)
+        for piece, tensor in zip(pieces, tensors, strict=True)
+    )
