@@ -71,7 +71,7 @@ BOTTLENECK_DIM = 48
 # --- Loss -----------------------------------------------------------------------------------------
 
 # What the heads minimise: temi (pairwise mutual information) | sharpened (self-distillation towards
-# a sharper teacher).
+# a sharper teacher) | package.module.Class (your own).
 LOSS = "temi"
 # Exponent of the pairwise mutual information, above 0 to 1; 1: plain. Lower: clusters of more even
 # size.

@@ -57,7 +57,7 @@ class MultiHeadClusterer(
         head: import path of the head's class.
         hidden_dim: width of a head's hidden layer.
         bottleneck_dim: width before a head's last layer.
-        loss: `temi` or `sharpened`.
+        loss: `temi`, `sharpened` or the import path of an objective's class.
         beta: exponent of the pairwise mutual information, in (0, 1].
         student_temp: temperature of the students' softmax, at least 0.05.
         teacher_temp: temperature of the EMA teachers' softmax, at least 0.04.

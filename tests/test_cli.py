@@ -99,7 +99,7 @@ def test_every_setting_is_a_flag(name, config):
         (["--weight_decay", "-1"], "WEIGHT_DECAY is -1.0, but must be"),
         (["--learning_rate", "nan"], "LEARNING_RATE is nan, but must be a finite number"),
         (["--teacher", "dinov"], "'timm:NAME', 'torchvision:NAME'. Did you mean dinov2?"),
-        (["--loss", "temy"], "LOSS is 'temy', but must be one of 'temi', 'sharpened'."),
+        (["--loss", "temy"], "LOSS is 'temy', but must be one of 'temi', 'sharpened',"),
         (["--config"], "--config takes one value, a file"),
         (["--resume=True"], "ignored explicit argument 'True'; --help lists all flags"),
     ],

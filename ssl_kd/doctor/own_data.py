@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from ssl_kd.doctor import machine
 from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.settings import SettingsError
+from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.settings import VisionSettings
 
 if TYPE_CHECKING:
@@ -224,16 +226,19 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
             sure = 1 / (1 + (k - 1) * math.exp(-2 / temperature))
             why = f"a head of cosines, such as TEMIHead, is at most {sure:.0%} sure of any cluster"
             risk(name, why, "try 0.1")
-    if s.loss == "temi" and s.beta == 1:
+    objective = objective_class(s.loss)
+    uses_beta = "beta" in inspect.signature(objective).parameters
+    if uses_beta and s.beta == 1:
         risk("beta", "nothing holds the clusters to similar sizes, some stay empty", "try 0.6")
-    if s.loss == "temi" and s.beta < 0.2:
+    if uses_beta and s.beta < 0.2:
         risk("beta", "sure and unsure pairs weigh nearly the same", "try 0.6")
     if s.batch_size < k:
         why = f"fewer samples than the {k} clusters, whose shares are then mostly noise"
         risk("batch_size", why, f"try {4 * k}, or raise MARGINAL_MOMENTUM")
     per_cluster = 2 * s.batch_size / ((1 - s.marginal_momentum) * k)
-    if s.loss == "temi" and per_cluster < 10:
-        enough = math.ceil(1000 * (1 - 2 * s.batch_size / (10 * k))) / 1000
+    enough = objective.samples_per_cluster
+    if per_cluster < enough:
+        enough = math.ceil(1000 * (1 - 2 * s.batch_size / (enough * k))) / 1000
         why = f"the running marginal rests on {per_cluster:.1f} samples for each of {k} clusters"
         risk("marginal_momentum", why, f"try {enough:g}, or a larger BATCH_SIZE")
     if s.ema_momentum == 0:

@@ -1,28 +1,50 @@
-"""What heads are trained for: each objective is one object."""
+"""What heads are trained for: one table, read by the step, the settings and the doctor.
+
+To add one, write its class and its entry in `OBJECTIVES`; nothing else in the library lists them.
+One of your own needs neither: `--loss my_package.my_module.MyObjective`. torch is imported where it
+is used: `python train.py --help` shows the names without it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
+from ssl_kd.errors import InputError
+from ssl_kd.imports import import_class
+from ssl_kd.settings import SettingsError
 
-from ssl_kd import losses
-from ssl_kd.vision.settings import VisionSettings
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["OBJECTIVES", "Objective", "make_objective", "objective_class"]
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """What a head learns from its EMA teacher.
 
-    Every head keeps a running marginal `[cluster]`, whatever an objective makes of it. It is made
-    from the settings of the run, `MyObjective(settings)`.
+    It gets the settings that its `__init__` names, `beta` or `student_temp`, and raises
+    SettingsError where they do not fit together. Every head keeps a running marginal `[cluster]`,
+    whatever an objective makes of it. Heads are rows: nothing may mix them, or read a number, for
+    which a GPU would be waited for.
+
+    Attributes:
+        summary: what it is, in the few words of a setting's help.
+        samples_per_cluster: samples that the running marginal of a cluster should rest on; the
+            doctor warns below.
     """
 
+    summary: ClassVar[str] = ""
+    samples_per_cluster: ClassVar[float] = 0
+
+    @abstractmethod
     def initial_marginal(self, n_clusters: int) -> float:
         """What every entry of the running marginal begins with."""
-        ...
 
+    @abstractmethod
     def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:
         """What the students are to learn in a step.
 
@@ -34,12 +56,12 @@ class Objective(Protocol):
             Targets of the shape of `logits`, and the batch's own marginal `[head, cluster]`, which
             the running one moves towards.
         """
-        ...
 
+    @abstractmethod
     def log_probabilities(self, targets: Tensor) -> Tensor:
         """The targets as log-probabilities, for the agreement between views."""
-        ...
 
+    @abstractmethod
     def loss(
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
     ) -> Tensor:
@@ -51,14 +73,15 @@ class Objective(Protocol):
             marginal: running marginal `[head, cluster]`, this step's batch included.
             weights: of each sample, `[head or 1, batch]`; None for equal ones.
         """
-        ...
 
     def smoothed(self, marginal: Tensor) -> Tensor:
         """Which heads have a marginal `[head, cluster]` that must be smoothed: boolean `[head]`."""
-        ...
+        import torch
+
+        return torch.zeros(len(marginal), dtype=torch.bool, device=marginal.device)
 
 
-class TEMI:
+class TEMI(Objective):
     """Pairwise mutual information; the marginal is the running mean of the teacher's probabilities.
 
     References:
@@ -66,9 +89,12 @@ class TEMI:
         2023.
     """
 
-    def __init__(self, settings: VisionSettings) -> None:
-        self._temperature = settings.teacher_temp
-        self._options = {"beta": settings.beta, "student_temperature": settings.student_temp}
+    summary = "pairwise mutual information"
+    samples_per_cluster = 10
+
+    def __init__(self, beta: float, student_temp: float, teacher_temp: float) -> None:
+        self._temperature = teacher_temp
+        self._options = {"beta": beta, "student_temperature": student_temp}
 
     def initial_marginal(self, n_clusters: int) -> float:
         """Uniform."""
@@ -76,6 +102,8 @@ class TEMI:
 
     def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:
         """The teacher's log-probabilities, and their mean."""
+        from ssl_kd import losses
+
         log_probs = losses.log_probabilities(logits, self._temperature)
         return log_probs, log_probs.exp().mean((1, 2))
 
@@ -87,6 +115,8 @@ class TEMI:
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
     ) -> Tensor:
         """`losses.temi`."""
+        from ssl_kd import losses
+
         return losses.temi(logits, targets, marginal, weights, **self._options)
 
     def smoothed(self, marginal: Tensor) -> Tensor:
@@ -94,16 +124,23 @@ class TEMI:
         return (marginal == 0).any(1)
 
 
-class Sharpened:
+class Sharpened(Objective):
     """Cross-entropy with a sharper teacher; the marginal is the center, a mean of its logits.
 
     References:
         Caron et al., Emerging Properties in Self-Supervised Vision Transformers, 2021.
     """
 
-    def __init__(self, settings: VisionSettings) -> None:
-        self._temperature, self._student = settings.teacher_temp, settings.student_temp
-        self._sinkhorn = settings.centering == "sinkhorn"
+    summary = "self-distillation towards a sharper teacher"
+
+    def __init__(self, student_temp: float, teacher_temp: float, centering: str) -> None:
+        if teacher_temp > student_temp:
+            raise SettingsError(
+                f"TEACHER_TEMP is {teacher_temp:g} and STUDENT_TEMP {student_temp:g}, but with LOSS"
+                " 'sharpened' the teacher's must not be the higher one."
+            )
+        self._temperature, self._student = teacher_temp, student_temp
+        self._sinkhorn = centering == "sinkhorn"
 
     def initial_marginal(self, n_clusters: int) -> float:
         """No center yet."""
@@ -111,6 +148,8 @@ class Sharpened:
 
     def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities, centred or balanced, and the mean of the logits."""
+        from ssl_kd import losses
+
         if self._sinkhorn:
             targets = losses.sinkhorn_targets(logits, self._temperature)
         else:
@@ -125,17 +164,37 @@ class Sharpened:
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
     ) -> Tensor:
         """`losses.sharpened_cross_entropy`."""
+        from ssl_kd import losses
+
         return losses.sharpened_cross_entropy(
             logits, targets, weights, student_temperature=self._student
         )
 
-    def smoothed(self, marginal: Tensor) -> Tensor:
-        """A center of 0 is like any other."""
-        return torch.zeros(len(marginal), dtype=torch.bool, device=marginal.device)
 
-
-OBJECTIVES: dict[str, Callable[[VisionSettings], Objective]] = {
-    "temi": TEMI,
-    "sharpened": Sharpened,
-}
+OBJECTIVES: Mapping[str, type[Objective]] = MappingProxyType({"temi": TEMI, "sharpened": Sharpened})
 """LOSS -> the objective."""
+
+
+def objective_class(name: str) -> type[Objective]:
+    """The objective of a value of LOSS: a name in `OBJECTIVES`, or an import path.
+
+    Raises:
+        ValueError: not found, or not a subclass of `Objective`.
+    """
+    return OBJECTIVES.get(name) or import_class(name, Objective, "loss")
+
+
+def make_objective(name: str, settings: Mapping[str, Any]) -> Objective:
+    """The objective of a value of LOSS, made of the settings that its `__init__` names.
+
+    Raises:
+        ValueError: as `objective_class`; it asks for what is no setting, or refuses the settings.
+    """
+    found = objective_class(name)
+    taken = inspect.signature(found).parameters
+    missing = [p.name for p in taken.values() if p.default is p.empty and p.name not in settings]
+    if missing:
+        raise InputError(
+            f"loss {name!r} asks for {', '.join(missing)}: no such setting, so give it a default"
+        )
+    return found(**{option: settings[option] for option in taken if option in settings})

@@ -24,7 +24,7 @@ from ssl_kd.guard.update import (
 )
 from ssl_kd.heads.bank import HeadBank
 from ssl_kd.seeds import seed_of
-from ssl_kd.vision.objectives import OBJECTIVES
+from ssl_kd.vision.objectives import make_objective
 from ssl_kd.vision.settings import VisionSettings
 
 
@@ -151,7 +151,7 @@ class HeadTrainer:
     ) -> None:
         self.bank, self.settings, self.precision = bank, settings, precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
-        self.objective = OBJECTIVES[settings.loss](settings)
+        self.objective = make_objective(settings.loss, vars(settings))
         self.decay = bank.decay_mask().to(precision.device) * settings.weight_decay
         self.state = self._fresh(bank.initial_weights(settings.seed))
         names = [f"head {i}" for i in range(bank.n_heads)]

@@ -1,0 +1,144 @@
+"""A loss of one's own: a class in a file of one's own, and its import path as LOSS."""
+
+import re
+
+import pytest
+import torch
+
+from ssl_kd import MultiHeadClusterer
+from ssl_kd.doctor.own_data import risks
+from ssl_kd.settings import SettingsError
+from ssl_kd.vision.fit import make_trainer
+from ssl_kd.vision.objectives import OBJECTIVES, make_objective, objective_class
+from ssl_kd.vision.settings import VisionSettings
+from tests.bits import same
+from tests.vision.test_train import CPU
+
+MODULE = '''
+"""Losses that a user wrote."""
+
+import torch
+
+from ssl_kd.settings import SettingsError
+from ssl_kd.vision.objectives import TEMI, Objective
+
+
+class Squares(Objective):
+    """Between views, distributions are to be near, and over a batch even."""
+
+    def __init__(self, student_temp, strength=2.0):
+        if student_temp > 1:
+            raise SettingsError("STUDENT_TEMP is above 1")
+        self.temperature, self.strength = student_temp, strength
+
+    def initial_marginal(self, n_clusters):
+        return 1 / n_clusters
+
+    def targets(self, logits, marginal):
+        probabilities = (logits.float() / self.temperature).softmax(-1)
+        return probabilities, probabilities.mean((1, 2))
+
+    def log_probabilities(self, targets):
+        return targets.log()
+
+    def loss(self, logits, targets, marginal, weights):
+        p = (logits.float() / self.temperature).softmax(-1)
+        near = (p - targets.flip(1)).square().sum(-1).mean(1)
+        if weights is not None:
+            near = near * weights * near.shape[1]
+        return near.mean(1) + self.strength * p.mean((1, 2)).square().sum(-1)
+
+
+class Temi(TEMI):
+    """As the library's, by another way."""
+
+
+class Asking(Squares):
+    def __init__(self, colour, size, student_temp):
+        super().__init__(student_temp)
+
+
+class Half:
+    pass
+'''
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The import path of each class of a module that a user wrote."""
+    name = f"losses_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda attribute: f"{name}.{attribute}"
+
+
+def _blobs():
+    blob = torch.arange(96) % 3
+    x = torch.eye(6)[blob] + 0.05 * torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
+    return x, blob
+
+
+@pytest.mark.parametrize("how", ["none", "own", "mean"])
+def test_a_loss_of_ones_own_finds_clusters_that_are_there(own, how):
+    x, blob = _blobs()
+    clusterer = MultiHeadClusterer(
+        3, loss=own("Squares"), instance_weight=how, n_heads=4, max_steps=150, batch_size=32
+    )
+    found = torch.from_numpy(clusterer.fit(x).labels_)
+    assert sum(torch.bincount(blob[found == k]).max() for k in found.unique()) == 96
+    assert clusterer.settings_.loss == own("Squares")
+
+
+def test_it_trains_to_the_bit_as_the_librarys_own_does(own):
+    def trained(loss):
+        settings = VisionSettings(loss=loss, n_heads=3, hidden_dim=8, bottleneck_dim=4)
+        trainer = make_trainer(settings, 6, 4, CPU)
+        for step in range(3):
+            x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+            trainer.step(torch.stack([x, x + 0.1]), 1e-2, step)
+        return trainer.tensors()
+
+    assert same(trained(own("Temi")), trained("temi"))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.Loss", "loss 'nowhere.Loss' cannot be imported: No module named"),
+        ("Lost", "expected package.module.Class, in an installed package or in a folder"),
+        ("Half", "expected a subclass of ssl_kd.vision.objectives.Objective"),
+        ("Asking", "asks for colour, size: no such setting, so give it a default"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_named_with_the_way_out(own, path, message):
+    settings = VisionSettings(loss=path if "." in path else own(path))  # nothing is imported yet
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        make_trainer(settings, 6, 4, CPU)
+    assert repr(settings.loss) in str(refused.value)
+
+
+def test_a_loss_refuses_settings_that_do_not_fit_it(own):
+    with pytest.raises(SettingsError, match="STUDENT_TEMP is above 1"):
+        make_objective(own("Squares"), {"student_temp": 2.0})
+    make_objective(own("Squares"), {"student_temp": 1.0})
+
+
+def test_the_doctor_warns_of_a_setting_only_where_the_loss_uses_it(own):
+    def warned(**settings):
+        found = risks(VisionSettings(n_clusters=100, teacher_temp=0.09, **settings), {})
+        return {finding.seen.split()[0] for finding in found}
+
+    few = {"beta": 1.0, "marginal_momentum": 0.0}
+    about = {"BETA", "MARGINAL_MOMENTUM"}
+    assert about <= warned(loss="temi", **few) and about <= warned(loss=own("Temi"), **few)
+    for loss in ("sharpened", own("Squares")):
+        assert not about & warned(loss=loss, **few)
+
+
+def test_every_loss_of_the_table_is_a_choice_that_the_settings_describe():
+    _, _, rule = VisionSettings.rules()["loss"]
+    assert rule.choices == tuple(OBJECTIVES)
+    for name, kind in OBJECTIVES.items():
+        assert f"{name} ({kind.summary})" in rule.help and kind.summary
+        assert objective_class(name) is kind
+        assert VisionSettings(loss=name, teacher_temp=0.05).loss == name
