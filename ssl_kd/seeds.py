@@ -22,8 +22,12 @@ def seeded(seed: int, devices: Iterable[torch.device | int] = ()) -> Iterator[No
 
     Args:
         seed: 0 to 2**64 - 1.
-        devices: GPUs whose generators are kept, too.
+        devices: GPUs that draw by it, too; the generators of others are not touched.
     """
-    with torch.random.fork_rng(list(devices)):
-        torch.manual_seed(seed)
+    devices = list(devices)
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield

@@ -17,6 +17,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, precision_of
+from ssl_kd.seeds import seeded
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, without_adapters
 from ssl_kd.teachers.student import add_lora
@@ -71,8 +72,8 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
     model = lm.model
     if settings.lora_rank:
         model = add_lora(model, settings.lora_rank, settings.lora_alpha)
-    with torch.random.fork_rng():
-        torch.manual_seed(settings.seed)
+    gpus = [precision.device] if precision.device.type == "cuda" else []
+    with seeded(settings.seed, gpus):
         distiller = Distiller(model, settings, precision)
         rows = range(min(settings.batch_size, len(blocks)))
         batch = blocks.batch(rows, precision.device)

@@ -19,6 +19,7 @@ from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import TeacherOutput, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.seeds import seed_of, seeded
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, without_adapters
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
@@ -289,9 +290,8 @@ class RoutedDraw:
 
     def __call__(self, batch: Batch, rows: Tensor) -> Any:
         """As a `FrozenTeacher`."""
-        seed = hash((self.routed.settings.seed, self.number, *batch.rows.tolist()))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed % 2**63)
+        seed = seed_of(self.routed.settings.seed, self.number, *batch.rows.tolist())
+        with seeded(seed):
             return self.routed.answer(batch, rows)
 
 
@@ -362,8 +362,7 @@ class Aligned(torch.nn.Module):
         if self.how == "hidden":
             if not getattr(answer, "linear", True):
                 raise unfit_for_hidden("teacher", self.model)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(settings.seed)
+            with seeded(settings.seed):
                 self.projection = HiddenProjection(teacher_dim, student_dim)
 
     @property

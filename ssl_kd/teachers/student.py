@@ -22,6 +22,7 @@ from torch import nn
 from ssl_kd.errors import InputError
 from ssl_kd.files import sync_folder
 from ssl_kd.guard.memory import is_out_of_memory
+from ssl_kd.seeds import seeded
 from ssl_kd.teachers.causal import (
     CausalLM,
     llm_module,
@@ -142,7 +143,7 @@ def add_lora(
         # GPT-2 keeps its linear layers transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
-    with _seeded(seed), warnings.catch_warnings():
+    with seeded(seed), warnings.catch_warnings():
         # peft asks transformers by names that are deprecated.
         warnings.simplefilter("ignore", FutureWarning)
         return peft.get_peft_model(model, config)
@@ -319,7 +320,7 @@ def _make(
         if isinstance(config, dict):
             config = transformers.AutoConfig.for_model(**config)
         config.name_or_path = ""  # a copy has the teacher's
-        with _seeded(seed):
+        with seeded(seed):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if state is not None:
             model.load_state_dict(state)
@@ -335,13 +336,6 @@ def _make(
             "another size, or a folder by save_pretrained"
         ) from error
     return model
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 # --- saving ---------------------------------------------------------------------------------------
