@@ -1,23 +1,26 @@
 """How often the microscope names the right operation and the right cause.
 
-    python -m benchmarks.diagnosis                 # 200 injections; writes docs/diagnosis.md
+    python -m benchmarks.diagnosis    # 200 and 100 injections; writes docs/diagnosis.md
 
-Each injection puts one fault of a known cause into a step of random sizes, depth, activation and
-loss. The truth is fixed by the injection, never by the diagnosis: the cause is what was put in; the
-operation follows from how the step was built, or, for overflows, from running its stages in
-float64 and seeing which is the first to leave the range of its dtype. A draw that happens to leave
-loss and gradients finite holds no fault, and is drawn again.
+The 200 are of heads, here; the 100 of students, in `benchmarks.diagnosis_language`. Each injection
+puts one fault of a known cause into a step of random sizes, depth, activation and loss. The truth
+is fixed by the injection, never by the diagnosis: the cause is what was put in; the operation
+follows from how the step was built, or, for overflows, from running its stages in float64 and
+seeing which is the first to leave the range of its dtype. A draw that happens to leave loss and
+gradients finite holds no fault, and is drawn again.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +38,8 @@ SETTINGS = {
     "force_recompute": False,
 }
 Stage = tuple[str, Callable[[Tensor], Tensor]]
+Drawn = tuple[Cause, str, Cause, str, int]
+"""The truth, cause and operation; what was said; and how many draws before it held no fault."""
 PAGE = Path(__file__).parents[1] / "docs" / "diagnosis.md"
 
 
@@ -278,8 +283,18 @@ KINDS = (
 )
 
 
-def draw(kind: Callable[[random.Random], Case], r: random.Random) -> tuple[Case, str, int]:
-    """A case with a fault, the operation it must be found at, and how many draws held none."""
+def inspect(case: Case) -> tuple[Cause, str]:
+    """What the microscope says: cause and operation."""
+    with Microscope({"input": case.x} | case.weights) as scope:
+        loss, gradients = case.run()
+    fault = scope.fault(loss, *gradients)
+    if fault is None:
+        return Cause.UNKNOWN, "none"
+    return diagnose(fault, SETTINGS).cause, fault.op
+
+
+def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
+    """A case with a fault, and what is found of it."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)
@@ -290,18 +305,8 @@ def draw(kind: Callable[[random.Random], Case], r: random.Random) -> tuple[Case,
             continue
         op = case.op or case.overflows_at()
         if op is not None:
-            return case, op, redrawn
+            return case.cause, op, *inspect(case), redrawn
     raise RuntimeError(f"{kind.__name__}: 200 draws held no fault")
-
-
-def inspect(case: Case) -> tuple[str, Cause]:
-    """What the microscope says: operation and cause."""
-    with Microscope({"input": case.x} | case.weights) as scope:
-        loss, gradients = case.run()
-    fault = scope.fault(loss, *gradients)
-    if fault is None:
-        return "none", Cause.UNKNOWN
-    return fault.op, diagnose(fault, SETTINGS).cause
 
 
 @dataclass
@@ -317,43 +322,34 @@ class Score:
     redrawn: int = 0
 
 
-def measure(injections: int, seed: int) -> Score:
+def measure(
+    kinds: Sequence[Any], draw: Callable[[Any, random.Random], Drawn], injections: int, seed: int
+) -> Score:
     """Inject faults of each kind in turn, and compare what is found with what was put in."""
     r, score = random.Random(seed), Score()
     for i in range(injections):
-        kind = KINDS[i % len(KINDS)]
-        case, op, redrawn = draw(kind, r)
-        found_op, found = inspect(case)
+        cause, op, said_cause, said_op, redrawn = draw(kinds[i % len(kinds)], r)
         score.total += 1
         score.redrawn += redrawn
-        score.table[case.cause, found] += 1
-        score.right_op += found_op == op
-        score.right_cause += found == case.cause
-        score.right += found_op == op and found == case.cause
-        if found_op != op or found != case.cause:
+        score.table[cause, said_cause] += 1
+        score.right_op += said_op == op
+        score.right_cause += said_cause == cause
+        score.right += said_op == op and said_cause == cause
+        if said_op != op or said_cause != cause:
             score.misses.append(
-                f"{i}: {case.cause.value} at {op}, found {found.value} at {found_op}"
+                f"{i}: {cause.value} at {op}, found {said_cause.value} at {said_op}"
             )
     return score
 
 
-def page(score: Score, seed: int) -> str:
-    """`docs/diagnosis.md`."""
+def section(score: Score) -> list[str]:
+    """Counts and table of one mode."""
     causes = [c for c in Cause if any(c in pair for pair in score.table)]
 
     def share(count: int) -> str:
         return f"{count} of {score.total} ({100 * count / score.total:.1f} %)"
 
     lines = [
-        "# What the microscope finds",
-        "",
-        f"{score.total} faults of a known cause in random steps (sizes, depth, activation, loss), "
-        "each found again from",
-        "the numbers alone. The truth comes from the injection. Draws in which the fault harmed "
-        "neither loss nor",
-        "gradient, or whose first operation is not certain in advance "
-        f"({score.redrawn} more), were drawn again.",
-        "",
         f"- operation and cause right: **{share(score.right)}**",
         f"- operation right: {share(score.right_op)}",
         f"- cause right: {share(score.right_cause)}",
@@ -367,22 +363,58 @@ def page(score: Score, seed: int) -> str:
         row = [str(score.table[truth, said] or "") for said in causes]
         if any(row):
             lines.append(f"| {truth.value} | " + " | ".join(row) + " |")
-    lines += ["", f"`python -m benchmarks.diagnosis --seed {seed}` writes this page."]
+    return lines
+
+
+def page(heads: Score, students: Score, seed: int) -> str:
+    """`docs/diagnosis.md`."""
+    lines = [
+        "# What the microscope finds",
+        "",
+        f"{heads.total} faults of a known cause in random steps (sizes, depth, activation, loss), "
+        "each found again from",
+        "the numbers alone. The truth comes from the injection. Draws in which the fault harmed "
+        "neither loss nor",
+        "gradient, or whose first operation is not certain in advance "
+        f"({heads.redrawn} more), were drawn again.",
+        "",
+        *section(heads),
+        "",
+        "## Students of the language mode",
+        "",
+        f"{students.total} faults in random steps of distillation: tiny Llama, GPT-2 and Mixtral "
+        "models of random sizes and",
+        "weights as student and teacher, random vocabulary, batch, divergence, temperature and "
+        "weights of the terms, in",
+        "float32 or emulated float16. Each goes through the guarded step; counted is what its "
+        "event says. Drawn again,",
+        f"as above: {students.redrawn}.",
+        "",
+        *section(students),
+        "",
+        f"`python -m benchmarks.diagnosis --seed {seed}` writes this page.",
+    ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
+    from benchmarks import diagnosis_language as language  # needs transformers, the rest does not
+
     parser = argparse.ArgumentParser(description="Accuracy of the diagnosis of injected faults.")
-    parser.add_argument("--injections", type=int, default=200)
+    parser.add_argument("--injections", type=int, default=200, help="of heads")
+    parser.add_argument("--students", type=int, default=100, help="injections of students")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table is written")
     args = parser.parse_args()
     began = time.perf_counter()
-    score = measure(args.injections, args.seed)
-    text = page(score, args.seed)
+    logging.disable(logging.WARNING)  # of every guard that finds what was injected
+    heads = measure(KINDS, draw, args.injections, args.seed)
+    students = measure(language.KINDS, language.draw, args.students, args.seed)
+    text = page(heads, students, args.seed)
     args.page.parent.mkdir(parents=True, exist_ok=True)
     args.page.write_text(text, encoding="utf-8")
-    print(text, *score.misses, f"{time.perf_counter() - began:.1f} s", sep="\n")
+    seconds = f"{time.perf_counter() - began:.1f} s"
+    print(text, *heads.misses, *students.misses, seconds, sep="\n")
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ class TensorFacts:
         zeros: entries that are exactly 0.
         first_bad: index of the first entry that is not finite.
         rms: root mean square of the finite entries.
-        outliers: entries above 1e3 and above 1e4 times the median size of those that are not 0;
-            they were not learned.
+        outliers: entries above 1e3 and above 1e4 times the median size of those that are not 0
+            (0 where they are one in eight or fewer); they were not learned.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +72,9 @@ class TensorFacts:
         good = x[finite].double()
         bad = (~finite).nonzero()
         size = good.abs()
-        limit = max(1e4 * float(size[size > 0].median()), 1e3) if (size > 0).any() else math.inf
+        some = size[size > 0]
+        usual = float(some.median()) if 8 * len(some) > len(size) else 0.0
+        limit = max(1e4 * usual, 1e3)
         outliers = int((size > limit).sum())
         return cls(
             shape=shape,

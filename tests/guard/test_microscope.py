@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.diagnosis import measure
+from benchmarks.diagnosis import KINDS, draw, measure
 from ssl_kd.guard.diagnosis import Cause, diagnose
 from ssl_kd.guard.microscope import Microscope, TensorFacts
 
@@ -215,6 +215,15 @@ def test_weights_that_ran_away_and_one_that_was_hit_are_told_apart():
     assert found.cause == Cause.POISONED_WEIGHT and "1 of 16" in found.words
 
 
+def test_one_that_was_hit_among_zeros_stands_out_and_a_single_number_does_not():
+    bias = torch.zeros(16)
+    bias[3] = 1e30
+    _, found = look(lambda: bias.square().sum(), **{"weight": bias})
+    assert found.cause == Cause.POISONED_WEIGHT and "1 of 16" in found.words
+    assert TensorFacts.of(torch.tensor([65536.0])).outliers == 0
+    assert TensorFacts.of(torch.zeros(4)).outliers == 0
+
+
 def test_nothing_is_said_of_a_healthy_step_and_anomaly_mode_is_given_back():
     assert look(lambda: torch.randn(3).sum()) == (None, None)
     assert not torch.is_anomaly_enabled()
@@ -252,7 +261,7 @@ def test_facts_of_empty_integer_and_wholly_bad_tensors():
 
 
 def test_injected_faults_of_every_kind_are_found():
-    score = measure(injections=28, seed=0)
+    score = measure(KINDS, draw, injections=28, seed=0)
     assert score.right >= 27, score.misses
     assert len({truth for truth, _ in score.table}) == 7
 

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from benchmarks import diagnosis, diagnosis_language  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.diagnosis import Cause  # noqa: E402
 from ssl_kd.guard.recorder import FlightRecorder, load_bundle  # noqa: E402
@@ -107,3 +108,9 @@ def test_random_numbers_go_on_from_a_state_that_was_noted():
     first = torch.randn(3)
     set_rng_state(noted, CPU)
     assert torch.equal(torch.randn(3), first)
+
+
+def test_injected_faults_of_every_kind_are_found():
+    kinds = diagnosis_language.KINDS
+    score = diagnosis.measure(kinds, diagnosis_language.draw, injections=len(kinds), seed=0)
+    assert score.right == score.total == len(kinds), score.misses

@@ -1,0 +1,312 @@
+"""Faults of a known cause in random steps of random students, for `benchmarks.diagnosis`.
+
+Each goes through `Distiller.step`, whose witness explains it; what its event says is what counts.
+The cause is what was put in. The operation is the one that reads a poisoned weight, the last one of
+a layer that was put in, or, for overflows, the only one of the whole step that makes something not
+finite out of finite numbers; where several do, the truth is not certain, and the draw repeated.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.guard.diagnosis import Cause
+from ssl_kd.guard.precision import Precision
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Plain
+from ssl_kd.language.step import Distiller
+from ssl_kd.teachers.causal import FrozenTeacher
+
+CPU = Precision.for_device("cpu")
+HALF = replace(CPU, student=torch.float16, teacher=torch.float16, scale=True)
+
+
+@dataclass
+class Case:
+    """A step with a fault, and the truth about it."""
+
+    cause: Cause
+    distiller: Distiller
+    batch: Batch
+    op: str | None = None  # None: the only one that its numbers become infinite in
+
+    def run(self) -> tuple[Cause, str] | None:
+        """What the witness says: cause and operation; None where the step is healthy."""
+        self.distiller.step([self.batch], 1e-3)
+        events = [e for e in self.distiller.guard.events.events if e.stage == "replay"]
+        if not events:
+            return None
+        said = re.match(r"rows [\d, ]+: (\S+), (?:forward|backward) pass", events[0].reason)
+        causes = [cause for cause in Cause if f": {cause.value}: " in events[0].reason]
+        return (causes[0], said[1]) if said and causes else (Cause.UNKNOWN, "none")
+
+    def origin(self) -> str | None:
+        """The one operation that something not finite comes from; None if there are several."""
+        student = self.distiller.student
+        with Origins() as seen, torch.random.fork_rng():
+            total = sum(self.distiller.weighted_terms(self.batch).values(), torch.zeros(()))
+            torch.autograd.grad(total, list(student.parameters()), allow_unused=True)
+        return seen.ops.pop() if len(seen.ops) == 1 else None
+
+
+class Origins(TorchDispatchMode):
+    """Watches for operations that make what is not finite out of finite numbers.
+
+    Attributes:
+        ops: their names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204, D105
+        kwargs = kwargs or {}
+        read = all(map(_is_finite, tree_leaves((args, kwargs))))  # before it writes in place
+        out = func(*args, **kwargs)
+        op = str(func.overloadpacket)
+        if read and "empty" not in op and not all(map(_is_finite, tree_leaves(out))):
+            self.ops.add(op)
+        return out
+
+
+def _is_finite(x: object) -> bool:
+    if isinstance(x, float):
+        return math.isfinite(x)
+    return not (isinstance(x, Tensor) and x.is_floating_point()) or bool(x.isfinite().all())
+
+
+# --- random steps ---------------------------------------------------------------------------------
+
+
+def uniform(r: random.Random, low: float, high: float) -> float:
+    return low * (high / low) ** r.random()
+
+
+def model(r: random.Random, kind: str, vocabulary: int) -> Any:
+    """A causal LM of random sizes and weights, in evaluation mode."""
+    heads = r.choice([2, 4])
+    width, layers = heads * 4 * r.randint(1, 3), r.randint(1, 2)
+    size = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1}
+    if kind == "GPT2":
+        size |= {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": 64}
+    else:
+        size |= {"hidden_size": width, "intermediate_size": 8 * r.randint(1, 6), "pad_token_id": 2}
+        size |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+        size |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    if kind == "Mixtral":
+        size |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{kind}Config")(**size, attn_implementation="eager")
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    spread = uniform(r, 0.05, 0.3)
+    for p in made.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p, 0, spread)
+    return made
+
+
+def step(
+    r: random.Random, cause: Cause, precision: Precision = CPU, kinds=("Llama", "GPT2", "Mixtral")
+) -> Case:
+    """A healthy step, which the caller harms."""
+    vocabulary, rows, length = r.randint(20, 200), r.randint(1, 6), r.randint(6, 20)
+    alpha = uniform(r, 0.1, 0.9)
+    settings = LanguageSettings(
+        divergence=r.choice([*DIVERGENCES]),
+        temperature=uniform(r, 0.5, 4.0),
+        alpha_kd=alpha,
+        alpha_ce=1 - alpha,
+        batch_size=rows,
+        max_steps=10,
+        model_dtype=str(precision.student).removeprefix("torch."),
+    )
+    ids = torch.randint(3, vocabulary, (rows, length))
+    documents = torch.ones(rows, length, dtype=torch.int32)
+    counts = torch.arange(length).expand(rows, -1) >= r.randint(0, 3)
+    lengths = torch.ones(rows, dtype=torch.int64)
+    blocks = Blocks(ids, counts.clone(), documents, lengths, (), "random")
+    student, teacher = (model(r, r.choice(kinds), vocabulary) for _ in range(2))
+    source = Plain(FrozenTeacher(teacher, dtype=precision.teacher))
+    distiller = Distiller(student, settings, precision, source)
+    return Case(cause, distiller, blocks.batch(range(rows)))
+
+
+def teacher_of(case: Case) -> Any:
+    return case.distiller.source.model  # type: ignore[union-attr]
+
+
+def layers_of(lm: Any) -> Any:
+    return lm.model.layers if hasattr(lm, "model") else lm.transformer.h
+
+
+def readers(lm: Any) -> list[tuple[Tensor, str]]:
+    """Weights, each with the operation that reads it; embeddings are another kind's."""
+    found: list[tuple[Tensor, str]] = []
+    for name, module in lm.named_modules():
+        kind, op = type(module).__name__, None
+        if isinstance(module, nn.Linear) and not (name == "lm_head" and hasattr(lm, "transformer")):
+            op = "aten.mm"  # none has a bias; GPT-2's head is its embedding
+        elif kind == "Conv1D":
+            op = "aten.addmm"
+        elif kind.endswith("RMSNorm"):
+            op = "aten.mul"
+        elif kind == "LayerNorm":
+            op = "aten.native_layer_norm"
+        elif kind == "MixtralTopKRouter":
+            op = "aten.mm"
+        elif kind == "MixtralExperts":
+            op = "aten._grouped_mm"
+        found += [(p, op) for p in module.parameters(recurse=False) if op is not None]
+    return found
+
+
+def poison(r: random.Random, case: Case, lm: Any) -> Case:
+    """One entry of a weight, or a row of it, is not finite; or one is far too large."""
+    weight, op = r.choice(readers(lm))
+    value = r.choice([float("nan"), float("inf"), -float("inf"), 1e30, 3e38])
+    if abs(value) < float("inf") or r.random() < 0.5:
+        weight.data.view(-1)[r.randrange(weight.numel())] = value
+    else:
+        weight.data[r.randrange(len(weight))] = value
+    return replace(case, op=None if abs(value) < float("inf") else op)
+
+
+def poisoned_student(r: random.Random) -> Case:
+    case = step(r, Cause.POISONED_WEIGHT)
+    return poison(r, case, case.distiller.student)
+
+
+def poisoned_teacher(r: random.Random) -> Case:
+    case = step(r, Cause.POISONED_WEIGHT)
+    return poison(r, case, teacher_of(case))
+
+
+def poisoned_embedding(r: random.Random) -> Case:
+    """Of a token that stands in the batch."""
+    case = step(r, Cause.POISONED_WEIGHT)
+    lm: Any = r.choice([case.distiller.student, teacher_of(case)])
+    row = lm.get_input_embeddings().weight.data[int(case.batch.input_ids[0, 0])]
+    value = r.choice([float("nan"), float("inf")])
+    row[:] = value if r.random() < 0.5 else row.index_fill(0, torch.tensor([0]), value)
+    case.op = "aten.embedding"
+    return case
+
+
+def learning_rate(r: random.Random) -> Case:
+    """Real steps at a huge rate, until the next one overflows."""
+    case = step(r, Cause.LEARNING_RATE)
+    rate = uniform(r, 1e4, 1e17)
+    for _ in range(3):
+        weights = [p.clone() for p in case.distiller.student.parameters()]
+        if not case.distiller.step([case.batch], rate).updated:
+            break
+    else:
+        return case
+    fresh = Distiller(case.distiller.student, case.distiller.settings, CPU, case.distiller.source)
+    for p, weight in zip(fresh.student.parameters(), weights, strict=True):
+        p.data.copy_(weight)
+    return replace(case, distiller=fresh)
+
+
+# --- layers that are put in -----------------------------------------------------------------------
+
+
+def put_in(r: random.Random, lm: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """After the feed-forward part of a layer."""
+    module = r.choice(list(layers_of(lm))).mlp
+
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        first = change(out[0] if isinstance(out, tuple) else out)
+        return (first, *out[1:]) if isinstance(out, tuple) else first
+
+    module.register_forward_hook(hook)
+
+
+def fp16_overflow(r: random.Random) -> Case:
+    """Activations that grow too loud somewhere in a layer, in the student or in the teacher."""
+    case = step(r, Cause.FP16_OVERFLOW, HALF, kinds=("Llama", "GPT2"))
+    lm = r.choice([case.distiller.student, teacher_of(case)])
+    loud = torch.full((1,), uniform(r, 1e3, 6e4), dtype=torch.float16)
+    layer = r.choice(list(layers_of(lm)))
+    inside = [m for m in layer.modules() if isinstance(m, nn.Linear) or hasattr(m, "nf")]
+    r.choice(inside).register_forward_hook(lambda module, args, out: out * loud)
+    return case
+
+
+def log_of_zero(r: random.Random) -> Case:
+    case = step(r, Cause.LOG_OF_ZERO)
+    sharp = torch.full((1,), uniform(r, 1e4, 1e6))
+    put_in(r, case.distiller.student, lambda x: x + 0 * torch.softmax(x * sharp, -1).log())
+    case.op = "aten.log"
+    return case
+
+
+def zero_norm(r: random.Random) -> Case:
+    case = step(r, Cause.ZERO_NORM)
+    forms: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+        ("aten.div", lambda z: z / z.norm(dim=-1, keepdim=True)),
+        ("aten.div", lambda z: z / z.square().sum(-1, keepdim=True).sqrt()),
+        ("aten.rsqrt", lambda z: z * z.square().sum(-1, keepdim=True).rsqrt()),
+        ("aten.div", lambda z: z.square().sum(-1, keepdim=True).sqrt()),  # its gradient alone
+    ]
+    case.op, form = r.choice(forms)
+    keep = torch.ones(case.batch.input_ids.shape[1], 1)
+    keep[r.randrange(max(1, len(keep) // 2))] = 0
+    put_in(r, case.distiller.student, lambda x: x + form(x * keep))
+    return case
+
+
+def temperature(r: random.Random) -> Case:
+    """A gate in a layer, whose exponential would be finite at a temperature of 1."""
+    case = step(r, Cause.TEMPERATURE)
+    t = uniform(r, 1e-3, 0.3)
+    multiplies = r.random() < 0.3
+
+    def gate(x: Tensor) -> Tensor:
+        z = torch.tanh(x) * 40
+        return x * ((z * (1 / t)) if multiplies else (z / t)).exp()
+
+    put_in(r, case.distiller.student, gate)
+    case.op = "aten.exp"
+    return case
+
+
+KINDS = (
+    poisoned_student,
+    poisoned_teacher,
+    poisoned_embedding,
+    learning_rate,
+    fp16_overflow,
+    log_of_zero,
+    zero_norm,
+    temperature,
+)
+
+
+def draw(
+    kind: Callable[[random.Random], Case], r: random.Random
+) -> tuple[Cause, str, Cause, str, int]:
+    """A case with a fault, and what is said of it; as `benchmarks.diagnosis.Drawn`."""
+    for redrawn in range(200):
+        torch.manual_seed(r.randrange(2**31))
+        case = kind(r)
+        weights = case.distiller.student.parameters()
+        if case.cause == Cause.LEARNING_RATE and not all(w.isfinite().all() for w in weights):
+            continue  # the update itself overflowed: from then on it is a poisoned weight
+        op = case.op or case.origin()
+        if op is not None and (said := case.run()) is not None:
+            return case.cause, op, *said, redrawn
+    raise RuntimeError(f"{kind.__name__}: 200 draws held no fault")
