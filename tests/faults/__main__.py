@@ -1,12 +1,13 @@
 """`python -m tests.faults`: run the fault matrix and print it, a line a row.
 
-`--markdown` prints it as a table; other words go to pytest (`-m "not slow"`, `-k 39`, `-x`). The
-exit code is 1 if any row failed.
+`--markdown` prints it as a table, and below it the guard's table of faults; other words go to
+pytest (`-m "not slow"`, `-k 39`, `-x`). The exit code is 1 if any row failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import GROUPS, ROWS
+from tests.faults.matrix import GROUPS, KINDS, ROWS
 
 WORDS = {
     "passed": "passed",
@@ -90,6 +91,19 @@ def lines(results: Results, markdown: bool = False) -> Iterator[str]:
     yield f"{len(ROWS)} rows: " + ", ".join(f"{kinds[k]} {k}" for k in order if kinds[k])
 
 
+def kinds() -> Iterator[str]:
+    """The guard's table of faults, a line a kind."""
+    yield "| kind | what is seen | what is done at once | what to change | rows |"
+    yield "|---|---|---|---|---|"
+    for stage in KINDS:
+        kind = stage.kind
+        change = "; ".join(filter(None, [kind.advice, kind.remedy]))
+        rows = ", ".join(str(number) for number, row in ROWS.items() if stage in row.kinds)
+        seen = re.sub(r"{(\w+).*?}", r"*\1*", kind.reason)
+        cells = [stage.name.lower(), seen, kind.action, change, rows]
+        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
 def main(words: list[str]) -> int:
     """Run the tests of this folder with further words for pytest; the exit code."""
     markdown = "--markdown" in words
@@ -102,6 +116,8 @@ def main(words: list[str]) -> int:
         options = ["-q", "--no-header", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
         code = pytest.main([folder, *options, *words], plugins=[results])
     print("\n".join(lines(results, markdown)))
+    if markdown:
+        print("", *kinds(), sep="\n")
     return int(code)
 
 

@@ -48,3 +48,18 @@ def train_py(capfd, tmp_path):
         return code, capfd.readouterr().err
 
     return call
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    pytest.importorskip("transformers")
+    from tests.faults.inject_language import World  # needs transformers, other rows do not
+
+    return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def world(models, tmp_path):
+    """Models and text, with a folder of this test's own for runs and for what it spoils."""
+    models.own, models.runs = tmp_path, tmp_path / "runs"
+    return models

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 
 import pytest
 
+from ssl_kd.guard.faults import Stage
+
 row = pytest.mark.fault
 """`@row(15)` on a test, or `@row(4, 5)` where it injects more than one row's fault."""
 
 DISTRIBUTION = "comes with distribution"
+
+KINDS = [stage for stage in Stage if stage.kind.reason]
+"""The kinds of faults that the guard knows; the others are what it did."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,14 @@ class Row:
         outcome: the right behaviour.
         how: how it is injected, where that is not obvious.
         later: why it is not tested yet; empty where it is.
+        kinds: of the guard's table of faults, which it shows.
     """
 
     fault: str
     outcome: str
     how: str = ""
     later: str = ""
+    kinds: tuple[Stage, ...] = ()
 
 
 GROUPS = {
@@ -86,11 +93,16 @@ ROWS = {
         "duplicates of one image in the data",
         "neighbours exclude the sample itself, not its duplicates; no NaN",
     ),
-    15: Row("NaN in one head's weight", "that head cut out and restored; the others bit-identical"),
+    15: Row(
+        "NaN in one head's weight",
+        "that head cut out and restored; the others bit-identical",
+        kinds=(Stage.LOSS, Stage.TEACHER, Stage.WEIGHT),
+    ),
     16: Row("inf in one head's logits", "the same"),
     17: Row(
         "NaN in one sample's embedding at run time",
         "the sample is named; the batch goes on without it",
+        kinds=(Stage.INPUT,),
     ),
     18: Row(
         "logits of 1e4 and 6e4 of either sign, fp16 overflow",
@@ -100,7 +112,11 @@ ROWS = {
         "student and teacher probabilities disjoint (underflow)",
         "finite loss; gradient neither zero nor NaN",
     ),
-    20: Row("a cluster's running marginal reaches exactly 0", "finite; the smoothing says so once"),
+    20: Row(
+        "a cluster's running marginal reaches exactly 0",
+        "finite; the smoothing says so once",
+        kinds=(Stage.MARGINAL,),
+    ),
     21: Row("all mass on one cluster (collapse)", "no NaN; the report flags collapse per head"),
     22: Row(
         "all instance weights zero, or one NaN among them",
@@ -121,9 +137,14 @@ ROWS = {
     26: Row(
         "kd term NaN, ce finite",
         "ce alone trains on that step; rows and tensor named; counted; after N in a row, why",
+        kinds=(Stage.LOSS,),
     ),
     27: Row("both terms NaN", "the step is skipped, its rows named; every bit as before"),
-    28: Row("finite loss, NaN gradient in one head", "that head skipped; the others bit-identical"),
+    28: Row(
+        "finite loss, NaN gradient in one head",
+        "that head skipped; the others bit-identical",
+        kinds=(Stage.GRADIENT,),
+    ),
     29: Row(
         "gradient norm 1e20 (its square overflows) in one head",
         "too large: clipped or skipped for that head alone",
@@ -131,8 +152,13 @@ ROWS = {
     30: Row(
         "gradient spike of 1000x the running norm",
         "skipped and counted; the running norm is not polluted",
+        kinds=(Stage.SPIKE,),
     ),
-    31: Row("gradient exactly zero for 100 steps in one head", "reported as dead"),
+    31: Row(
+        "gradient exactly zero for 100 steps in one head",
+        "reported as dead",
+        kinds=(Stage.DEAD,),
+    ),
     32: Row(
         "a skipped head under AdamW with momentum and decay",
         "weights, both moments, step count and EMA unchanged to the bit",
@@ -150,6 +176,7 @@ ROWS = {
     36: Row(
         "loss scale driven down by one sick part",
         "the scale of the healthy ones does not move; a floor holds",
+        kinds=(Stage.OVERFLOW,),
     ),
     37: Row(
         "fp16 parameters handed to the trainer",
@@ -286,6 +313,7 @@ ROWS = {
     69: Row(
         "a router that only imitates the student",
         "stopped by an event that says how far it drifted; the student trains on",
+        kinds=(Stage.DRIFT,),
     ),
     70: Row(
         "a router file of another teacher, with a NaN in it, truncated, or missing",
@@ -295,5 +323,15 @@ ROWS = {
         "a dense teacher where experts are asked for; a router that shall learn from a cache, from "
         "an offloaded teacher or across tokenizers",
         "refused with the settings that do not fit and the way out",
+    ),
+    72: Row(
+        "a student's step goes wrong: by a weight of its own, of the teacher, in a gradient",
+        "recorded with the weights that it began with; replayed, it names the same operation, "
+        "cause and rows",
+        kinds=(Stage.LOSS, Stage.GRADIENT),
+    ),
+    73: Row(
+        "a recorded step whose text or teacher has changed since, or whose bundle is cut",
+        "refused with the file and what differs",
     ),
 }

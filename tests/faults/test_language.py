@@ -62,7 +62,6 @@ from tests.faults.inject_language import (  # noqa: E402
     UP,
     VOCABULARY,
     Struck,
-    World,
     changed,
     dataset,
     flags_of,
@@ -84,18 +83,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 INF = math.inf
 every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return World(tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture
-def world(models, tmp_path):
-    """Models and text, with a folder of this test's own for runs and for what it spoils."""
-    models.own, models.runs = tmp_path, tmp_path / "runs"
-    return models
 
 
 @pytest.fixture
