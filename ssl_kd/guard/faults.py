@@ -178,6 +178,7 @@ class Stage(IntEnum):
             value="norm",
             advice="lower the learning rate or set clip_grad; where such jumps are normal raise "
             "Thresholds.spike_factor",
+            remedy="lower LEARNING_RATE; where such jumps are normal, raise SPIKE_FACTOR",
         ),
     )
     GRADIENT = (

@@ -107,9 +107,12 @@ def replay(path: str | Path) -> Replay:
 def _seen(bundle: Bundle, norm: float) -> tuple[tuple[str, str], ...]:
     """What there is to say of a sick step without a NaN."""
     rows = [("seen", f"no NaN or inf; the gradient's norm is {norm:.3g}")]
-    if Stage.of(bundle.event) is Stage.SPIKE:
+    found = Stage.of(bundle.event)
+    if found is Stage.SPIKE:
         rate = bundle.settings["learning_rate"]
         rows.append(("change", f"LEARNING_RATE {rate:g} -> {rate / 10:g}"))
+    if found is not None and not found.kind.not_finite and found.kind.remedy:
+        rows.append(("remedy", found.kind.remedy))
     return tuple(rows)
 
 
