@@ -9,13 +9,14 @@ from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
+from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from tests.pretended import pretended_cuda
 
 HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
+SINKHORN = {"loss": "sharpened", "centering": "sinkhorn"}
 GPU = DeviceInfo("cuda", "T4", (7, 5))
-SHARP = {"loss": "sharpened", "teacher_temp": 0.05}
 
 
 class Bank(HeadBank):
@@ -45,11 +46,11 @@ def _waits_of_steps(head=TEMIHead, **changes):
 @pytest.mark.parametrize("how", ["none", "own", "mean"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"clip_grad": None}, SHARP, SHARP | {"centering": "sinkhorn"}],
-    ids=["temi", "temi, unclipped", "sharpened, centred", "sharpened, sinkhorn"],
+    [*({"loss": loss} for loss in OBJECTIVES), {"clip_grad": None}, SINKHORN],
+    ids=[*OBJECTIVES, "unclipped", "sinkhorn"],
 )
 def test_a_step_waits_for_no_device(changes, how):
-    assert _waits_of_steps(instance_weight=how, **changes) == []
+    assert _waits_of_steps(instance_weight=how, teacher_temp=0.05, **changes) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
