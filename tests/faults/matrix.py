@@ -63,7 +63,7 @@ ROWS = {
     5: Row("a truncated shard, an empty file, a file of random bytes", "the same"),
     6: Row(
         "a cache of another teacher, transform, dtype or data set",
-        "the mismatch says which field; recomputed only when told",
+        "the mismatch says which field; recomputed only on request",
     ),
     7: Row(
         "killed (-9) while writing a shard, at 20 random moments",
@@ -250,16 +250,16 @@ ROWS = {
     ),
     54: Row(
         "NaN in one layer's gate logits, or in the gradient of the router",
-        "the router untouched to the bit; kd cut out where the answer is NaN; ce trains",
+        "the router untouched to the bit; kd cut out where the teacher's output is NaN; ce trains",
         how="a gate's weight or input is patched, in native, all, ka and sar",
     ),
     55: Row(
         "NaN in one expert of the teacher",
-        "the expert is named, kd cut out; tokens that it does not answer keep every bit",
+        "the expert is named, kd cut out; tokens not routed to it keep every bit",
     ),
     56: Row(
         "NaN in one alignment group",
-        "kd cut out, ce trains; outside every group the teacher may say anything",
+        "kd cut out, ce trains; outside every group the teacher's output has no effect",
     ),
     57: Row(
         "logits that are capped or scaled, on either side, across tokenizers",
@@ -289,17 +289,18 @@ ROWS = {
     ),
     63: Row("adapters whose base is gone, or is not named", "the base, or the field, is named"),
     64: Row(
-        "a line of .jsonl that is no JSON, no example or empty; messages without a chat template",
-        "named by file and line; the others train as without it, or the way out is named",
+        "a line of .jsonl that is not JSON, not an example or empty; messages without a chat "
+        "template",
+        "named by file and line; the others train as if it were absent, or the way out is named",
     ),
     65: Row(
         "killed (-9) while writing the teacher's cache, at random moments",
-        "every complete file is kept; the cache is to the bit that of an unharmed writer",
+        "every complete file is kept; the cache is bit-identical to one never interrupted",
         how="8 real kills of forked writers",
     ),
     66: Row(
         "a language run is stopped, or killed (-9) at random moments",
-        "resumed, it ends to the bit as one that was not: student, log, table, router",
+        "resumed, student, log, table and router are bit-identical to an uninterrupted run's",
         how="ten kinds of run; 8 real kills of forked runs",
     ),
     67: Row(
@@ -308,7 +309,7 @@ ROWS = {
     ),
     68: Row(
         "an evaluation batch that is NaN",
-        "named, left out and counted; the scores are to the bit those of the others",
+        "named, left out and counted; the scores are exactly those of the others",
     ),
     69: Row(
         "a router that only imitates the student",
@@ -320,7 +321,7 @@ ROWS = {
         "refused with the file and what differs",
     ),
     71: Row(
-        "a dense teacher where experts are asked for; a router that shall learn from a cache, from "
+        "a dense teacher where experts are asked for; a router set to learn from a cache, from "
         "an offloaded teacher or across tokenizers",
         "refused with the settings that do not fit and the way out",
     ),
