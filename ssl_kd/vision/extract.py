@@ -293,9 +293,15 @@ def _load(
 
     def read(row: int) -> np.ndarray | UnreadableImage:
         try:
-            return teacher.preprocess(dataset.image(row)).permute(1, 2, 0).numpy()
+            image = teacher.preprocess(dataset.image(row))
         except UnreadableImage as error:
             return error
+        if image.ndim != 3:
+            raise InputError(
+                f"teacher {teacher.name!r} prepares an image as {list(image.shape)}; its preprocess"
+                " must return uint8 [channel, height, width]"
+            )
+        return image.permute(1, 2, 0).numpy()
 
     kept: list[int] = []
     images: list[Any] = []

@@ -350,6 +350,15 @@ def test_teacher_and_data_must_go_together(tmp_path):
         run(arrays(3), Sums(), tmp_path, batch_size=0)
 
 
+def test_a_teacher_that_prepares_something_else_is_told_what(tmp_path):
+    class Flat(Sums):
+        def preprocess(self, image):
+            return super().preprocess(image)[0]
+
+    with pytest.raises(ValueError, match=r"'sums' prepares an image as \[4, 4\]; .* must return"):
+        run(arrays(3), Flat(), tmp_path)
+
+
 def test_progress_counts_and_estimates(tmp_path):
     seen = []
     run(arrays(10), Sums(), tmp_path, progress=seen.append)
