@@ -112,12 +112,21 @@ def test_an_overflow_of_the_loss_scale_is_skipped_but_costs_no_patience():
         {"restore_after": -3},
         {"forgive_after": 0},
         {"min_parts": 0},
+        {"stop_after": 0},
+        {"stop_after": 1.5},
     ],
 )
 def test_a_threshold_out_of_range_is_named(wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
         Thresholds(**wrong)
+
+
+def test_the_strictest_thresholds_are_allowed():
+    strict = Thresholds(1.001, 1, 1, 1, 1, 1, 1)
+    health = Health.fresh(1)
+    assert set(feed(health, [1.0] * 20, thresholds=strict)) == {Stage.HEALTHY}
+    assert feed(health, [1.5, 0.0], thresholds=strict) == [Stage.SPIKE, Stage.DEAD]
 
 
 def test_absent_parts_and_parts_beside_do_not_count():
@@ -177,6 +186,99 @@ def test_all_sick_at_once_are_restored_once_and_then_the_run_stops():
         health.record_(sick, torch.ones(4), few)
     with pytest.raises(TooFewHealthyParts, match="no part had a healthy step in the last 3"):
         health.escalate(few)
+
+
+def bad_steps(health, n, thresholds, which=None):
+    """`n` steps whose losses are not finite: of all parts, or of those in `which`."""
+    sick = torch.full_like(health.streak, int(Stage.LOSS), dtype=torch.int8)
+    if which is not None:
+        sick[[part for part in range(len(sick)) if part not in which]] = 0
+    for _ in range(n):
+        health.record_(sick, torch.ones(len(sick)), thresholds)
+
+
+def test_each_rung_of_the_ladder_takes_as_many_bad_steps_as_the_first():
+    few, health = Thresholds(restore_after=3), Health.fresh(2)
+    for rung in ("restore", "reinitialise", "retire"):
+        bad_steps(health, 2, few, {0})
+        assert health.escalate(few) == {}
+        bad_steps(health, 1, few, {0})
+        assert health.escalate(few) == {0: rung}
+    assert health.retired.tolist() == [True, False]
+
+
+def test_exactly_as_many_parts_as_asked_for_are_enough_and_one_fewer_stops_the_run():
+    few, health = Thresholds(restore_after=2, min_parts=2), Health.fresh(4)
+    for part in (0, 1):
+        for _ in range(3):
+            bad_steps(health, 2, few, {part})
+            actions = health.escalate(few)
+        assert actions == {part: "retire"}
+    for _ in range(2):
+        bad_steps(health, 2, few, {2})
+        health.escalate(few)
+    bad_steps(health, 2, few, {2})
+    with pytest.raises(TooFewHealthyParts, match="only 1 of 4 parts are left .* at least 2"):
+        health.escalate(few)
+    assert health.retired.tolist() == [True, True, False, False]  # what was not done is not noted
+
+
+def test_several_parts_that_are_retired_at_once_are_all_counted():
+    few, health = Thresholds(restore_after=2, min_parts=2), Health.fresh(3)
+    for _ in range(2):
+        bad_steps(health, 2, few, {0, 1})
+        health.escalate(few)
+    bad_steps(health, 2, few, {0, 1})
+    with pytest.raises(TooFewHealthyParts, match="only 1 of 3"):
+        health.escalate(few)
+
+
+def test_a_run_stops_at_stop_after_bad_steps_of_every_part_and_no_earlier():
+    impatient, health = Thresholds(restore_after=99, stop_after=5), Health.fresh(2)
+    bad_steps(health, 1, impatient, {0})
+    for _ in range(4):
+        bad_steps(health, 1, impatient)
+        assert health.escalate(impatient) == {}  # part 1 was well not so long ago
+    bad_steps(health, 1, impatient)
+    with pytest.raises(TooFewHealthyParts, match="no part had a healthy step in the last 5$"):
+        health.escalate(impatient)
+
+
+def test_a_part_is_restored_in_time_where_stopping_would_take_longer():
+    patient, health = Thresholds(restore_after=2, stop_after=50), Health.fresh(2)
+    bad_steps(health, 2, patient, {0})
+    assert health.escalate(patient) == {0: "restore"}
+
+
+@pytest.mark.parametrize("begun_anew", [False, True])
+def test_a_part_begun_anew_is_judged_without_its_past(begun_anew):
+    few, health = Thresholds(restore_after=2, forgive_after=99), Health.fresh(2)
+    first = health.rows(slice(0, 1))
+    feed(first, [1.0] * 40, thresholds=few)
+    health.restored[0] = begun_anew
+    bad_steps(health, 2, few, {0})
+    assert health.escalate(few) == {0: "reinitialise" if begun_anew else "restore"}
+    stages = feed(first, [1e12] * 25, thresholds=few)
+    assert (Stage.SPIKE in stages) != begun_anew
+
+
+@pytest.mark.parametrize("begun_anew", [False, True])
+def test_a_part_begun_anew_is_not_called_dead_for_zeros_of_before(begun_anew):
+    few, health = Thresholds(restore_after=2, dead_after=9), Health.fresh(2)
+    first = health.rows(slice(0, 1))
+    feed(first, [0.0] * 6, thresholds=few)
+    health.streak[0], health.restored[0] = 2, begun_anew
+    health.escalate(few)
+    stages = feed(first, [0.0] * 9, thresholds=few)
+    assert stages.index(Stage.DEAD) == (8 if begun_anew else 2)
+
+
+def test_steps_without_a_gradient_say_nothing_about_the_median():
+    health = Health.fresh(1)
+    feed(health, [1.0] * 40)
+    before = health.level.clone(), health.seen.clone()
+    feed(health, [0.0] * 10)
+    assert torch.equal(health.level, before[0]) and torch.equal(health.seen, before[1])
 
 
 def test_rows_share_memory_and_tensors_name_everything():

@@ -1,0 +1,204 @@
+"""What recovery reports of parts and does to them, on two numbers per part."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from ssl_kd.guard.faults import Stage, Thresholds
+from ssl_kd.guard.health import Health
+from ssl_kd.guard.parts import RowParts
+from ssl_kd.guard.recovery import WINDOW, Recovery
+
+FEW = Thresholds(restore_after=3)
+N = 3
+
+
+class Bench:
+    """Parts 0 to 2, whose weights begin at the part's number."""
+
+    def __init__(self, thresholds=FEW):
+        self.weights = torch.arange(N).float()[:, None].repeat(1, 2)
+        names = [f"part {i}" for i in range(N)]
+        self.seeds = []
+        self.parts = RowParts(names, {"weights": self.weights}, self.begun_anew)
+        self.health = Health.fresh(N)
+        self.recovery = Recovery(self.parts, self.health, lambda: thresholds)
+        self.thresholds = thresholds
+
+    def begun_anew(self, part, seed):
+        self.seeds.append((part, seed))
+        return {"weights": torch.full((2,), 100.0 + part)}
+
+    def step(self, step, sick=(), stage=Stage.LOSS):
+        """One step of parts that are sick or not; the events of it."""
+        stages = torch.tensor([int(stage) if i in sick else 0 for i in range(N)], dtype=torch.int8)
+        norm = torch.tensor([7.0 + i for i in range(N)])
+        self.health.record_(stages, norm, self.thresholds)
+        return self.recovery.report(step, stages, torch.full((N,), math.nan), norm)
+
+
+def test_every_step_of_every_part_is_counted_once_healthy_or_not():
+    bench = Bench()
+    assert bench.step(0) == [] == bench.step(1)
+    bench.step(2, {1})
+    assert bench.recovery.counts.sum(1).tolist() == [3, 3, 3]
+    assert bench.recovery.counts[:, Stage.HEALTHY].tolist() == [3, 2, 3]
+    assert bench.recovery.counts[:, Stage.LOSS].tolist() == [0, 1, 0]
+
+
+def test_an_event_names_its_part_and_the_number_that_was_bad():
+    (event,) = Bench().step(4, {2}, Stage.SPIKE)
+    assert (event.step, event.part, event.stage, event.value) == (4, "part 2", "spike", 9.0)
+    (event,) = Bench().step(4, {1}, Stage.LOSS)
+    assert event.part == "part 1" and math.isnan(event.value)
+
+
+def test_what_a_retired_part_misses_is_counted_but_no_event():
+    bench = Bench()
+    assert bench.step(0, {1}, Stage.RETIRED) == []
+    assert bench.recovery.counts[1, Stage.RETIRED] == 1
+
+
+def test_a_part_that_is_unsteady_is_warned_of_once_until_it_was_steady_again(caplog):
+    bench, seen = Bench(), []
+    with caplog.at_level(logging.WARNING):
+        for window, missed in enumerate([11, 11, 10, 11]):
+            for step in range(WINDOW):
+                bench.step(step, {1} if step < missed else ())
+                bench.recovery.watch(window * WINDOW + step + 1)
+            seen.append((bench.recovery.unsteady.tolist()[1], len(caplog.messages)))
+    assert seen == [(True, 1), (True, 1), (False, 1), (True, 2)]
+    assert set(caplog.messages) == {"part 1 missed 11 of the last 100 steps"}
+
+
+def test_a_retired_part_is_not_unsteady(caplog):
+    bench = Bench()
+    bench.health.skipped[1], bench.health.retired[1] = WINDOW, True
+    bench.recovery.watch(WINDOW)
+    assert not caplog.messages and not bench.recovery.unsteady.any()
+
+
+def test_a_window_counts_from_where_the_last_one_ended_across_a_resumed_run():
+    first, second = Bench(), Bench()
+    first.health.skipped[1] = 50
+    first.recovery.watch(WINDOW)
+    second.health.skipped[1] = 55
+    second.recovery.load(first.recovery.tensors())
+    assert second.recovery.unsteady.tolist() == [False, True, False]
+    second.recovery.watch(2 * WINDOW)
+    assert not second.recovery.unsteady.any()  # it missed five
+
+
+def test_each_rung_is_told_with_its_reason_and_leaves_the_weights_that_it_says():
+    bench, told = Bench(), []
+    for step in range(9):
+        bench.weights[1] = 1.0 + step  # as if it were trained
+        bench.step(step, {1})
+        events, hopeless = bench.recovery.escalate(step)
+        assert not hopeless
+        if events:
+            (event,) = events
+            assert (event.part, event.reason) == ("part 1", "3 bad steps in a row")
+            told.append((event.step, event.action, bench.weights[1].tolist()))
+    assert told == [
+        (2, "restored to its state before step 0", [1.0, 1.0]),
+        (5, "re-initialised", [101.0, 101.0]),
+        (8, "retired", [101.0, 101.0]),
+    ]
+    assert bench.weights[0].tolist() == [0, 0] and bench.weights[2].tolist() == [2, 2]
+
+
+def test_a_part_is_begun_anew_by_another_seed_at_another_step_or_place():
+    seeds = set()
+    for step, part in ((5, 0), (5, 1), (6, 1)):
+        bench = Bench()
+        bench.health.streak[part], bench.health.restored[part] = 3, True
+        bench.recovery.escalate(step)
+        ((begun, seed),) = bench.seeds
+        assert begun == part and bench.parts.good_step[part] == step + 1
+        seeds.add(seed)
+    assert len(seeds) == 3
+
+
+def test_a_run_that_stops_puts_back_what_is_sick_and_nothing_else():
+    bench = Bench(Thresholds(restore_after=3, stop_after=2))
+    bench.step(0, {0, 1, 2})
+    bench.step(1, {0, 1, 2})
+    bench.health.retired[2], bench.health.streak[2] = True, 0
+    bench.weights += 50
+    bench.weights[2, 0] = math.nan  # retired, and hit from outside
+    events, why = bench.recovery.escalate(1)
+    assert bench.weights.tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert [e.part for e in events] == ["part 0", "part 1", "part 2", "run"]
+    assert events[-1].action == "stopped" and events[-1].reason == why
+    assert not bench.health.streak.any()
+
+
+def test_a_run_that_stops_leaves_a_healthy_part_as_it_is():
+    bench = Bench(Thresholds(restore_after=3, min_parts=3))
+    bench.health.streak[0] = 3
+    bench.health.restored[0] = bench.health.reinitialised[0] = True
+    bench.weights += 50
+    events, why = bench.recovery.escalate(7)
+    assert "only 2 of 3" in why and bench.weights.tolist() == [[0, 0], [51, 51], [52, 52]]
+    assert [(e.step, e.part) for e in events] == [(7, "part 0"), (7, "run")]
+
+
+def test_before_a_checkpoint_only_what_is_not_finite_is_restored():
+    bench = Bench()
+    bench.weights += 50
+    bench.weights[1, 1] = math.inf
+    (event,) = bench.recovery.restore_what_is_not_finite(9)
+    assert (event.step, event.part, event.stage) == (9, "part 1", "weight")
+    assert event.action == "restored to its state before step 0"
+    assert bench.weights.tolist() == [[50, 50], [1, 1], [52, 52]]
+    assert bench.recovery.restore_what_is_not_finite(10) == []
+
+
+def test_the_diagnosis_advises_on_the_fault_seen_most_often():
+    bench = Bench()
+    for step in range(5):
+        bench.step(step, {1}, Stage.SPIKE if step < 3 else Stage.LOSS)
+    events, _ = bench.recovery.escalate(4)
+    line = bench.recovery.diagnosis(5, events)
+    assert line.startswith("part 1, 5 steps: ") and "\n" not in line  # the others were well
+    assert "(3 times)" in line and "(2 times)" in line
+    assert "It was restored to its state before step 0." in line
+    assert line.endswith(f"What to change: {Stage.SPIKE.kind.advice}.")
+    assert Bench().recovery.diagnosis(5) == ""
+
+
+def test_counts_of_a_version_that_knew_fewer_faults_are_taken_over():
+    old, new = Bench(), Bench()
+    old.step(0, {1}, Stage.LOSS)
+    new.recovery.counts += 99
+    tensors = old.recovery.tensors()
+    new.recovery.load(tensors | {"counts": tensors["counts"][:, : Stage.LOSS + 1]})
+    assert torch.equal(new.recovery.counts, old.recovery.counts)
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_of_the_healthy_and_finite_rows_asked_for():
+    bench = Bench()
+    bench.weights += 50
+    bench.weights[1, 0] = math.nan
+    bench.parts.snapshot(slice(0, 2), torch.tensor([True, True]), 6)
+    bench.parts.snapshot(slice(2, 3), torch.tensor([False]), 6)
+    assert bench.parts.good["weights"].tolist() == [[50, 50], [1, 1], [2, 2]]
+    assert bench.parts.good_step.tolist() == [6, 0, 0]
+    assert bench.parts.finite() == [True, False, True]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_is_finite_only_if_every_tensor_of_it_is(bad):
+    tensors = {"a": torch.ones(2, 3, 2), "b": torch.ones(2)}
+    parts = RowParts(["x", "y"], tensors, lambda part, seed: {})
+    assert parts.finite() == [True, True]
+    tensors["b"][1] = bad
+    assert parts.finite() == [True, False]
+    tensors["a"][0, 2, 1] = bad
+    assert parts.finite() == [False, False]
