@@ -62,6 +62,31 @@ def test_the_earliest_stage_is_the_cause():
     assert is_healthy(stage).tolist() == [True, False, False, False, True]
 
 
+def test_the_numbers_of_the_stages_are_those_that_checkpoints_hold():
+    """Version 0.1 wrote them; a new kind of fault takes the next one."""
+    assert {stage.name: int(stage) for stage in Stage} == {
+        "HEALTHY": 0,
+        "TEACHER": 1,
+        "LOSS": 2,
+        "GRADIENT": 3,
+        "SPIKE": 4,
+        "DEAD": 5,
+        "RETIRED": 6,
+        "OVERFLOW": 7,
+        "INPUT": 8,
+        "MARGINAL": 9,
+        "WEIGHT": 10,
+        "DRIFT": 11,
+    }
+
+
+def test_a_median_is_trusted_after_twenty_norms_and_not_before():
+    for norms, stage in ((19, Stage.HEALTHY), (20, Stage.SPIKE)):
+        health = Health.fresh(1)
+        feed(health, [1.0] * norms)
+        assert feed(health, [1e6]) == [stage]
+
+
 def test_spikes_that_do_not_end_become_the_new_level():
     health = Health.fresh(1)
     assert set(feed(health, [1.0] * 40)) == {Stage.HEALTHY}
@@ -112,6 +137,7 @@ def test_an_overflow_of_the_loss_scale_is_skipped_but_costs_no_patience():
         {"restore_after": -3},
         {"forgive_after": 0},
         {"min_parts": 0},
+        {"min_parts": None},
         {"stop_after": 0},
         {"stop_after": 1.5},
     ],
