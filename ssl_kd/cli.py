@@ -212,6 +212,10 @@ def _install_check(argv: Sequence[str]) -> int:
 
 
 def _check(name: str, argv: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print("The only flag is --verbose: list each distinct warning with its count.")
+        return OK
+
     def work() -> int:
         if unknown := [word for word in argv if word != "--verbose"]:
             raise InputError(f"There is no flag {unknown[0]}; this command takes --verbose only.")
@@ -224,6 +228,9 @@ def _check(name: str, argv: Sequence[str]) -> int:
 
 def _config(argv: Sequence[str]) -> int:
     """Print a settings file, every default under its comment: ssl_kd config train > config.py."""
+    if argv and argv[0] in ("-h", "--help"):
+        print("usage: ssl_kd config train > config.py, or distill > scripts/config.py")
+        return OK
 
     def work() -> int:
         from ssl_kd.language.settings import LanguageSettings
@@ -232,7 +239,7 @@ def _config(argv: Sequence[str]) -> int:
         files = {"train": VisionSettings, "distill": LanguageSettings}
         if len(argv) != 1 or argv[0] not in files:
             came = " ".join(argv) or "nothing"
-            raise InputError(f"config takes one word, {' or '.join(files)}; {came} came after it.")
+            raise InputError(f"config takes one argument, {' or '.join(files)}; got {came}.")
         print(files[argv[0]].file_text(), end="")
         return OK
 
@@ -389,7 +396,7 @@ def _explained(error: BaseException, again: str) -> tuple[int, str] | None:
         flags = {"--resume": "", "--run_name": f" {shlex.quote(run_dir.name)}"}
         words = again.replace("--run-name", "--run_name")
         more = [name + value for name, value in flags.items() if name not in words]
-        way = f"go on with: {' '.join([again, *more])}"
+        way = f"continue with: {' '.join([again, *more])}"
         return 128 + stop, f"Stopped by {stop.name}; a checkpoint is in {run_dir}; {way}"
     if isinstance(error, KeyboardInterrupt):
         stop = signal.Signals(getattr(error, "signal", signal.SIGINT))

@@ -117,7 +117,7 @@ def _given(
             field = cls.aliases.get(name, name)
             if names.setdefault(field, name) != name:
                 raise SettingsError(
-                    f"--{names[field]} and --{name} are one setting: give one of them."
+                    f"--{names[field]} and --{name} are the same setting: give one of them."
                 )
             words[-1] = f"--{field.replace('_', '-')}{equals}{value}"
         spelt[words[-1]] = word
@@ -139,8 +139,8 @@ def _unknown(cls: type[Settings], word: str, extra: Sequence[str]) -> str:
     """The message about a word that no flag takes."""
     if not word.startswith("-"):
         return (
-            f"{word!r} belongs to no flag. A flag takes one value; one that is on or off takes"
-            " none: --resume, --no-resume."
+            f"{word!r} is the value of no flag. A flag takes one value; an on/off flag takes none:"
+            " --resume, --no-resume."
         )
     name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
     known = [*extra, *cls.rules()]

@@ -201,7 +201,7 @@ class Settings:
         for name in values:
             field = cls.named(name)
             if field in names:
-                raise SettingsError(f"{names[field]} and {name} are one setting: give one of them.")
+                raise SettingsError(f"{names[field]} and {name} are the same setting: give one.")
             names[field] = name
         return {field: values[name] for field, name in names.items()}
 

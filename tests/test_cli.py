@@ -93,8 +93,8 @@ def test_every_setting_is_a_flag(name, config):
         (["--seed"], "--seed takes one value, a whole number"),
         (["--seed", "--resume"], "--seed takes one value, a whole number"),
         (["--seed", "1", "2"], "'1 2' came after it"),
-        (["--resume", "True"], "'True' belongs to no flag"),
-        (["train"], "'train' belongs to no flag"),
+        (["--resume", "True"], "'True' is the value of no flag"),
+        (["train"], "'train' is the value of no flag"),
         (["--student_temp", "0.01"], "STUDENT_TEMP is 0.01, but must be a finite number, at least"),
         (["--weight_decay", "-1"], "WEIGHT_DECAY is -1.0, but must be"),
         (["--learning_rate", "nan"], "LEARNING_RATE is nan, but must be a finite number"),
@@ -247,7 +247,7 @@ def test_a_known_failure_is_one_line_and_a_code(which, run_that, capfd):
 def test_an_interrupted_run_says_how_to_go_on(run_that, capfd):
     run_that(raises(Interrupted(signal.SIGTERM, Path("runs/fast"))), ["--dataset", "my images"])
     python = shlex.quote(sys.orig_argv[0])
-    way = f"go on with: {python} train.py --dataset 'my images' --resume --run_name fast\n"
+    way = f"continue with: {python} train.py --dataset 'my images' --resume --run_name fast\n"
     assert capfd.readouterr().err.endswith(way)
 
 
@@ -461,11 +461,13 @@ def test_an_alias_works_by_file_flag_dictionary_and_on_resume(cls, old, new, tmp
 
     for one, two in ((old, new), (new, old)):
         both = f"{one.upper()} = {value!r}\n{two.upper()} = {value!r}\n"
-        with pytest.raises(SettingsError, match=f"{one.upper()} and {two.upper()} are one setting"):
+        with pytest.raises(
+            SettingsError, match=f"{one.upper()} and {two.upper()} are the same setting"
+        ):
             words(file=both)
-        with pytest.raises(SettingsError, match=f"--{one} and --{two} are one setting"):
+        with pytest.raises(SettingsError, match=f"--{one} and --{two} are the same setting"):
             words(f"--{one}", str(value), f"--{two.replace('_', '-')}={value}")
-        with pytest.raises(SettingsError, match=f"{one} and {two} are one setting"):
+        with pytest.raises(SettingsError, match=f"{one} and {two} are the same setting"):
             cls.from_dict({one: value, two: value})
     near = f"Did you mean --{new}?"
     with pytest.raises(SettingsError, match=re.escape(near)):

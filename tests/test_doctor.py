@@ -388,7 +388,7 @@ def test_asked_for_half_and_got_none(config, capsys, monkeypatch):
     config.write_text("USE_FP16 = True\nDEVICE = 'cpu'\n")
     code, text = ask(config, capsys)
     assert code == 0
-    assert "note precision cpu:" in text and "fp16 was asked for, fp32 instead" in text
+    assert "note precision cpu:" in text and "fp16 was requested, fp32 is used" in text
 
 
 # --- How it is said -----------------------------------------------------------------------------

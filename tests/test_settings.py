@@ -169,9 +169,9 @@ def test_an_alias_is_the_setting_it_stands_for(tmp_path):
 
 def test_two_names_of_one_setting_are_refused_by_both_names(tmp_path):
     path = write(tmp_path, "HEAT = 180\nDEGREES = 180\n")
-    with pytest.raises(SettingsError, match=f"^{path}: HEAT and DEGREES are one setting"):
+    with pytest.raises(SettingsError, match=f"^{path}: HEAT and DEGREES are the same setting"):
         Kiln.from_file(path)
-    with pytest.raises(SettingsError, match="heat and DEGREES are one setting"):
+    with pytest.raises(SettingsError, match="heat and DEGREES are the same setting"):
         Kiln.from_dict({"heat": 180, "DEGREES": 180})
 
 

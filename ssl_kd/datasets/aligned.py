@@ -246,7 +246,7 @@ def aligned_blocks(
             size below 3, or a data set of which nothing is left.
     """
     if block_size < 3:
-        raise ValueError(f"block_size must be at least 3 (context, token, end): {block_size}")
+        raise ValueError(f"block_size must be at least 3 (context, token, end), got {block_size}")
     tokenizers = (student_tokenizer, teacher_tokenizer)
     readers = [TextReader(tokenizer) for tokenizer in tokenizers]
     frames = [Frame.of(tokenizer) for tokenizer in tokenizers]
@@ -258,15 +258,15 @@ def aligned_blocks(
     for example in dataset.examples:
         if example.messages is not None:
             left_out.append(
-                f"{example.where}: messages; the chat templates of two tokenizers differ: write "
-                "prompt and completion"
+                f"{example.where}: chat messages cannot be aligned, as the two chat templates "
+                "differ: write prompt and completion"
             )
             continue
         prompt, completion = example.prompt or "", example.completion or ""
         text = example.text if example.text is not None else prompt + completion
         read = [reader.read(text) for reader in readers]
         if not all(len(ids) for ids, _ in read):
-            left_out.append(f"{example.where}: one of the tokenizers makes no token of it")
+            left_out.append(f"{example.where}: one of the tokenizers gives no token for it")
             continue
         around = [frame.around(example) for frame in frames]
         document = _Document.of(len(prompt), read, around)
@@ -279,8 +279,9 @@ def aligned_blocks(
         if lost or len(parts) > 1:
             counted = " and ".join(str(len(ids)) for ids, _ in read)
             left_out.append(
-                f"{example.where}: {counted} tokens for blocks of {block_size}: in {len(parts)} "
-                "parts" + (f", without {lost} characters that no block can hold" if lost else "")
+                f"{example.where}: {counted} tokens for blocks of {block_size}: split into "
+                f"{len(parts)} parts"
+                + (f", without {lost} characters that no block can hold" if lost else "")
             )
     if not rows:
         raise InputError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
@@ -292,7 +293,7 @@ def aligned_blocks(
     fit = blocks.statistics()
     logger.info(
         "%s: groups cover %.1f %% of the characters to learn, %.1f %% by tokens of the same text; "
-        "in a group %.2f tokens of the student, %.2f of the teacher, %.1f characters, at most %.0f",
+        "per group %.2f tokens of the student, %.2f of the teacher, %.1f characters, at most %.0f",
         dataset.name,
         100 * fit["coverage"],
         100 * fit["matched"],

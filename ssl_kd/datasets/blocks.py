@@ -143,7 +143,7 @@ class Frame(NamedTuple):
         bos, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         if end is None:
             raise InputError(
-                f"the tokenizer {tokenizer.name_or_path!r} names no token that ends a document: "
+                f"the tokenizer {tokenizer.name_or_path!r} has no end-of-document token: "
                 "set tokenizer.eos_token"
             )
         if bos is None:
@@ -224,7 +224,9 @@ def make_blocks(
             that messages need; a block size below 2; a data set of which no target is left.
     """
     if block_size < 2:
-        raise ValueError(f"block_size must be at least 2 (a token and its target): {block_size}")
+        raise ValueError(
+            f"block_size must be at least 2 (a token and its target), got {block_size}"
+        )
     check_fast(tokenizer)
     frame = Frame.of(tokenizer)
     left_out: list[str] = []
@@ -236,7 +238,7 @@ def make_blocks(
             parts = _fit(document, block_size)
             pieces += parts
             if not parts:
-                left_out.append(f"{example.where}: no token of it counts")
+                left_out.append(f"{example.where}: none of its tokens carries a loss")
             elif len(document.ids) > block_size:
                 cut.append(_describe_cut(document, parts, block_size, example.where))
     if not pieces:
@@ -280,7 +282,7 @@ def _tokenize(
         kept, encoded["input_ids"], encoded["offset_mapping"], strict=True
     ):
         if not ids:
-            left_out.append(f"{example.where}: the tokenizer makes no token of it")
+            left_out.append(f"{example.where}: the tokenizer gives no token for it")
             continue
         yield example, _Piece(*framed(frame.around(example), ids, *_count(offsets, rendered)))
 

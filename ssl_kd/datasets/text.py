@@ -47,7 +47,7 @@ class Example:
         """Its content, whatever the place: equal bytes are duplicates.
 
         Raises:
-            UnicodeEncodeError: half of a surrogate pair, which is no text.
+            UnicodeEncodeError: half of a surrogate pair, which is not valid text.
         """
         parts = self.text or (self.prompt, self.completion, self.messages)
         return json.dumps(parts, ensure_ascii=False).encode()
@@ -176,7 +176,7 @@ def _read(name: str, split: TextSplit, field: str) -> tuple[bool, Iterator[Examp
     path = Path(name).expanduser()
     if not path.is_dir() and not (path.is_file() and path.suffix in TEXT_FILES):
         raise DatasetUnavailable(
-            f"{name!r} is no folder and no file of text ({' '.join(TEXT_FILES)}): name one, or "
+            f"{name!r} is neither a folder nor a text file ({' '.join(TEXT_FILES)}): name one, or "
             "'stdlib' for the source of Python's standard library, or 'hf:NAME'"
         )
     divided, path = _divide(path, split)
@@ -194,7 +194,7 @@ def _take(items: Iterator[Example | str], max_bytes: int | None) -> tuple[list[E
         try:
             size = len(item.content())
         except UnicodeEncodeError:
-            left_out.append(f"{item.where}: half of a surrogate pair, which is no text")
+            left_out.append(f"{item.where}: half of a surrogate pair, which is not valid text")
             continue
         if size > LONGEST:
             left_out.append(f"{item.where}: {size:,} bytes, more than {LONGEST:,}")

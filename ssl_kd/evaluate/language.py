@@ -149,7 +149,7 @@ def judge_answers(
     )
     if scores.faults:
         found = len(scores.faults), scores.n, scores.faults[0]
-        logger.warning("%d of %d questions got no text, the first: %s", *found)
+        logger.warning("%d of %d questions got no answer, the first: %s", *found)
     return scores, generations
 
 

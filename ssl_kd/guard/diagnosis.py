@@ -90,8 +90,8 @@ _REMEDIES = {
     Cause.FP16_OVERFLOW: "compute this in float32: x.float() before the operation",
     Cause.LOG_OF_ZERO: "log_softmax(x) in place of log(softmax(x)); else clamp_min(tiny) first",
     Cause.ZERO_NORM: "ssl_kd.guard.safe_normalize(x); for a root, add tiny under it",
-    Cause.POISONED_WEIGHT: "go back to a state before it: the guard restores such a part, and "
-    "a run resumes from its checkpoint. If it returns without an update, suspect the memory",
+    Cause.POISONED_WEIGHT: "go back to an earlier state: the guard restores such a part, and a "
+    "run resumes from its checkpoint. If it returns without an update, suspect faulty memory",
     Cause.POISONED_INPUT: "rebuild or leave out that row of the data",
     Cause.TEMPERATURE: "raise the temperature, and subtract the maximum before any exponential "
     "(log_softmax does)",
@@ -153,7 +153,7 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
     if fault.masked and math.inf in fault.made.numbers and op != "masked_fill":
         return Cause.UNKNOWN, f"{fault.op} was given an infinity, which reached the result"
     if fault.masked:
-        return Cause.MASKED, "an infinity that was put in, as by a mask, reached the result"
+        return Cause.MASKED, "an infinity put in, for example by a mask, reached the result"
     if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
         return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalise"
     low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)

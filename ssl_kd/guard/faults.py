@@ -176,7 +176,7 @@ class Stage(IntEnum):
             "the gradient's norm is far above its running median",
             _spike,
             value="norm",
-            advice="lower the learning rate or set clip_grad; where such jumps are normal raise "
+            advice="lower the learning rate or set clip_grad; if such jumps are normal, raise "
             "Thresholds.spike_factor",
             remedy="lower LEARNING_RATE; where such jumps are normal, raise SPIKE_FACTOR",
         ),
@@ -188,7 +188,7 @@ class Stage(IntEnum):
             _gradient,
             value="norm",
             not_finite=True,
-            advice="where the loss had been growing lower the learning rate; otherwise look for "
+            advice="if the loss had been growing, lower the learning rate; otherwise look for "
             "sqrt, log or a norm at 0 (torch.autograd.set_detect_anomaly(True) names the "
             "operation); under float16 autocast pass scaler=True",
             remedy="with a HEAD of your own, look for a square root, norm or log in it that reaches"
@@ -242,8 +242,8 @@ class Stage(IntEnum):
     DRIFT = (
         11,
         Kind(
-            "KL(original gate || now) is {drift:.3g} nats, above {limit}: it may only imitate the "
-            "student",
+            "KL(original gate || now) is {drift:.3g} nats, above {limit}: the router may be "
+            "imitating the student",
             action="stopped",
         ),
     )

@@ -167,7 +167,7 @@ class Health:
         if all(late[part] for part in active) and (tried or not active):
             raise TooFewHealthyParts(
                 f"no part had a healthy step in the last {thresholds.restore_after}, although "
-                "going back to the last good state was tried"
+                "the last good state was restored"
             )
         actions = {}
         for part in sick:

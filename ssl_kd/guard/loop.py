@@ -101,7 +101,10 @@ class Guard:
         names, n = self._parts.names, len(self._parts)
         own = [name for name in names if name != SHARED]
         if len(own) < self.thresholds.min_parts:
-            raise ValueError(f"min_parts is {self.thresholds.min_parts}; the parts are {len(own)}")
+            raise ValueError(
+                f"min_parts is {self.thresholds.min_parts}; expected at most {len(own)}, the "
+                "number of parts"
+            )
         self._masters = self._parts.masters
         self._index = {name: i for i, name in enumerate(names)}
         self._named = own if parts is not None else []
@@ -148,7 +151,7 @@ class Guard:
             self.discard()  # zero_grad() gave the step up, perhaps halfway through its backward
         if isinstance(losses, Tensor) and losses.ndim == 0:
             if through is not None:
-                raise ValueError("through= tells several losses apart; there is one")
+                raise ValueError("through= separates several losses, but one was given")
             self._one_scale |= len(self._parts) > 1
             self._remember(dict.fromkeys(range(len(self._parts)), losses))
             self._run({0: losses})
@@ -280,7 +283,7 @@ class Guard:
         if not isinstance(losses, Mapping):
             raise TypeError(f"the loss is {losses!r}; expected a tensor, or a dictionary of them")
         if not losses:
-            raise ValueError("there is no loss in the dictionary")
+            raise ValueError("the dictionary of losses is empty; expected one or more")
         for name, loss in losses.items():
             if self._named and name not in self._named:
                 raise ValueError(f"no part is named {name!r}; there are {', '.join(self._named)}")
@@ -443,5 +446,7 @@ def _norm_at(tensors: list[Tensor], name: str, loss: Tensor) -> Tensor:
         return torch.zeros_like(loss)
     gradients = torch.autograd.grad(loss, tensors, retain_graph=True, allow_unused=True)
     if not (reached := [g for g in gradients if g is not None]):
-        raise ValueError(f"loss {name!r} was not computed from `through`: add what it came from")
+        raise ValueError(
+            f"loss {name!r} was not computed from `through`: add the tensor it was computed from"
+        )
     return _norm(reached)

@@ -278,7 +278,7 @@ class ModuleParts:
         """
         if list(state) != self.names:
             raise ValueError(
-                f"the state is of the parts {', '.join(state)}; "
+                f"the state has the parts {', '.join(state)}; "
                 f"this guard has {', '.join(self.names)}"
             )
         for part in self._parts:
@@ -312,10 +312,12 @@ def _divide(
         weights = [weights] if isinstance(weights, nn.Parameter) else weights
         part = ModulePart(name, [*{id(p): p for p in weights if p.requires_grad}.values()])
         if not part.weights:
-            raise ValueError(f"part {name!r} has no parameter that is trained")
+            raise ValueError(f"part {name!r} has no trainable parameter")
         for p in part.weights:
             if id(p) not in held:
-                raise ValueError(f"part {name!r}: one of {tuple(p.shape)} is not in the optimizer")
+                raise ValueError(
+                    f"part {name!r}: a parameter of shape {tuple(p.shape)} is not in the optimizer"
+                )
             if id(p) in owner:
                 raise ValueError(
                     f"{name!r} and {owner[id(p)]!r} share a parameter of shape {tuple(p.shape)}; "

@@ -165,7 +165,7 @@ class Precision:
         reason = f"{info}: {why}" if info.type == "cuda" or use_fp16 else f"{info}: fp32 throughout"
         asked = torch.float16 if use_fp16 is True else use_fp16
         if asked and asked != student:
-            reason = f"{_short(asked)} was asked for, {_short(student)} instead; {reason}"
+            reason = f"{_short(asked)} was requested, {_short(student)} is used; {reason}"
         if info.type == "cuda" and not described:
             for dtype in dict.fromkeys((full, teacher, student)):
                 _try_kernels(place, dtype, info)

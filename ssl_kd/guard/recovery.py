@@ -116,7 +116,7 @@ class Recovery:
         """Put one part back to its last good state; what was done, in words."""
         before = self.parts.restore(part)
         if before is None:
-            return "left as it is: there is no good state to go back to"
+            return "left unchanged: there is no good state to restore"
         return f"restored to its state before step {before}{self.parts.note}"
 
     def restore_what_is_not_finite(self, step: int) -> list[Event]:
@@ -135,7 +135,7 @@ class Recovery:
         streaks, finite = self.health.streak.tolist(), self.parts.finite()
         self.health.streak.zero_()
         events = [
-            self._done(step, part, "it was sick when the run stopped", self.restore(part))
+            self._done(step, part, "it was not healthy when the run stopped", self.restore(part))
             for part, streak in enumerate(streaks)
             if streak or not finite[part]
         ]

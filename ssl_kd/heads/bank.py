@@ -95,7 +95,9 @@ class HeadBank:
             row = self.flatten(self.make_head())
         if not torch.isfinite(row).all():
             name = type(self._template).__name__
-            raise InputError(f"{name} begins with weights that are not finite: initialise them")
+            raise InputError(
+                f"{name} has initial weights that are not finite: initialise them in its __init__"
+            )
         return row
 
     @contextlib.contextmanager

@@ -100,7 +100,10 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
                     train_alone(settings, task, alone, steps, judge, tell)
                     table.append(judge.row("CE alone", alone))
                 except TooFewHealthyParts as error:
-                    logger.warning("cross-entropy alone stopped, and is not judged: %s", error)
+                    logger.warning(
+                        "the baseline (cross-entropy alone) stopped, and is not evaluated: %s",
+                        error,
+                    )
                     table.append(dict.fromkeys(table[-1]) | {"name": "CE alone"})
         folder.update_json(  # the last file: it says "finished"
             "metrics.json",
@@ -133,7 +136,7 @@ def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
         return settings
     frozen = task.frozen if settings.align == "auto" else None
     mode = "sar" if frozen is not None and is_mixture(frozen.model) else "native"
-    logger.info("ROUTER_MODE is %s: the teacher's experts decide", mode)
+    logger.info("ROUTER_MODE is %s, which auto means for this teacher", mode)
     return settings.replace(router_mode=mode)
 
 

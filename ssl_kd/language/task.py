@@ -106,10 +106,10 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
     )
     own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
     for line in [*train_set.left_out[:1], *own.left_out[:1]]:
-        logger.info("not all of the text is used as it is: %s; the report has more", line)
+        logger.info("some of the text was split or left out: %s; the report has more", line)
     tell("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
     if isinstance(blocks, AlignedBlocks):
-        words = "%.1f %% of the text stands in groups of tokens that both share, of %.1f characters"
+        words = "%.1f %% of the text is in groups of tokens that both share, mean %.1f characters"
         found = blocks.statistics()
         logger.info(words, 100 * found["coverage"], found["characters_per_group"])
 
@@ -233,7 +233,9 @@ def _lay_out(
     models = [lm.model for lm in (student, teacher) if lm is not None]
     packing = settings.packing and all(isolates_documents(model) for model in models)
     if packing != settings.packing:
-        logger.warning("one document a row: in this model packed documents would see each other")
+        logger.warning(
+            "one document per row: this model would let packed documents attend to each other"
+        )
     return make_blocks(texts, student.tokenizer, settings.block_size, packing=packing)
 
 
@@ -243,8 +245,8 @@ def _check_tokenizers(student: CausalLM, teacher: CausalLM) -> None:
     raise SettingsError(
         f"the teacher {teacher.name} and the student {student.name} have different tokenizers "
         f"({len(teacher.tokenizer)} and {len(student.tokenizer)} tokens), so their distributions "
-        "are not over the same things. Say how to follow such a teacher: --align chunks, uld or "
-        "hidden; or take a student of its family, or one cut from it (--student_model layers:N)"
+        "are over different tokens. Choose how to align them: --align chunks, uld or hidden; or "
+        " take a student of its family, or one cut from it (--student_model layers:N)"
     )
 
 
@@ -253,8 +255,8 @@ def _check_divergence(settings: LanguageSettings, method: str) -> None:
     if method == "sample" and settings.kind_of_divergence not in known:
         raise SettingsError(
             f"DIVERGENCE is {settings.kind_of_divergence}, and a cache of CACHE_METHOD 'sample' "
-            f"knows {', '.join(known)} alone: set DIVERGENCE to {known[0]!r}, or make a cache with "
-            "CACHE_METHOD 'topk'"
+            f"supports {', '.join(known)} only: set DIVERGENCE to {known[0]!r}, or make a cache "
+            "with CACHE_METHOD 'topk'"
         )
 
 
@@ -398,7 +400,7 @@ def trained_teacher(
     said = [texts.digest, str(precision.student), *(str(getattr(own, name)) for name in decides)]
     folder = TEACHERS / hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
     if folder.exists():
-        logger.info("the teacher trained before on this text: %s", folder)
+        logger.info("using the teacher trained earlier on this text: %s", folder)
         return folder
     tokenizer = train_tokenizer(texts, settings.vocabulary)
     spec, experts = own.student_model, settings.teacher_experts

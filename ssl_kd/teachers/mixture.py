@@ -191,7 +191,9 @@ class Mixture:
         self.layers = len(self.routers)
         self.n_experts, self.dim, self.k = shapes.pop()
         if self.n_experts < 2:
-            raise InputError(f"{type(model).__name__} has {self.n_experts} expert, expected 2")
+            raise InputError(
+                f"{type(model).__name__} has {self.n_experts} expert; expected at least 2"
+            )
         self._renormalises = _renormalises(next(iter(self.routers.values())))
         self.renorm: Renorm = renorm or default_renorm(model)
         self._original = {

@@ -226,7 +226,7 @@ class RouterStep:
             return seen(applied=applied, grad_norm=norm)
         detail = gates.where_not_finite()
         detail += f"; loss scale {scale:g}" if scale > 1 else ""
-        detail += "; the router learns no more" if self.stopped else ""
+        detail += "; the router is no longer trained" if self.stopped else ""
         value = float(loss) if faults[0].stage == "loss" else norm
         event = replace(faults[0], step=step, value=value, reason=faults[0].reason + detail)
         return seen(applied=applied, grad_norm=norm, event=event)

@@ -421,9 +421,9 @@ def test_bad_arguments_are_named(trained):
     with pytest.raises(ValueError, match="at least 3"):
         aligned_blocks(dataset(STORY), byte, other, 2)
     chat = TextDataset("chat", "all", (Example("c:1", messages=({"role": "user"},)),), "", ())
-    with pytest.raises(ValueError, match="c:1: messages"):
+    with pytest.raises(ValueError, match="c:1: chat messages"):
         aligned_blocks(chat, byte, other, 32)
-    with pytest.raises(ValueError, match="makes no token of it"):
+    with pytest.raises(ValueError, match="gives no token for it"):
         aligned_blocks(dataset("家"), byte, other, 32)
     endless = PreTrainedTokenizerFast(tokenizer_object=byte.backend_tokenizer)
     with pytest.raises(ValueError, match="eos_token"):

@@ -275,8 +275,8 @@ def test_a_document_of_which_nothing_is_left():
     tok.backend_tokenizer.normalizer = normalizers.Replace("%", "")
     blocks = make_blocks(dataset("%%", "a"), tok, 16)
     assert len(pieces(blocks)) == 1
-    assert blocks.left_out == ("f:1: the tokenizer makes no token of it",)
-    with pytest.raises(ValueError, match="test: no target is left: f:1: the tokenizer makes no"):
+    assert blocks.left_out == ("f:1: the tokenizer gives no token for it",)
+    with pytest.raises(ValueError, match="test: no target is left: f:1: the tokenizer gives no"):
         make_blocks(dataset("%%"), tok, 16)
 
 
@@ -352,7 +352,7 @@ def test_bad_arguments(tokenizer):
     with pytest.raises(ValueError, match="block_size must be at least 2"):
         make_blocks(data, tokenizer, 1)
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="names no token that ends a document: set tokenizer.eos"):
+    with pytest.raises(ValueError, match="has no end-of-document token: set tokenizer.eos"):
         make_blocks(data, bare, 16)
     with pytest.raises(ValueError, match="vocab_size must be at least 259 .* got 258"):
         train_tokenizer(data, 258)

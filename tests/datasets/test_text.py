@@ -204,7 +204,7 @@ def test_the_standard_library():
 @pytest.mark.parametrize("name", ["nothing.jsonl", "table.csv"])
 def test_no_such_source(tmp_path, name):
     (tmp_path / "table.csv").write_text("a,b")
-    with pytest.raises(DatasetUnavailable, match=r"no file of text .* 'stdlib' .* 'hf:NAME'"):
+    with pytest.raises(DatasetUnavailable, match=r"nor a text file .* 'stdlib' .* 'hf:NAME'"):
         open_text(tmp_path / name)
 
 

@@ -324,7 +324,7 @@ def test_generations_that_fail_are_named_and_counted(trained, caplog):
     assert nan_fault == "bad:nan: logits not finite at new token 1"
     assert crash.startswith("bad:crash: IndexError: ")
     assert long.startswith("bad:long: the prompt has 131 tokens and the model 128 positions")
-    assert "3 of 5 questions got no text, the first: bad:nan: logits not finite" in caplog.text
+    assert "3 of 5 questions got no answer, the first: bad:nan: logits not finite" in caplog.text
     assert [g.text == "" for g in generations] == [False, True, True, True, False]
     assert generate(model, TOKENIZER, ["@", "2 + 2 ="], 20) == ["", " <answer>4</answer>"]
     assert "prompt '@': logits not finite" in caplog.text

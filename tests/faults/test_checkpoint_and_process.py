@@ -105,7 +105,7 @@ def test_a_signal_ends_with_a_checkpoint_and_the_command_that_goes_on(settings, 
         process.join(HANG)
         assert process.exitcode == 128 + number, errors.read_text()
         said = re.search(
-            r"Stopped by (\w+); a checkpoint is in (.*); go on with: (.*)",
+            r"Stopped by (\w+); a checkpoint is in (.*); continue with: (.*)",
             one_line(errors.read_text()),
         )
         assert said is not None and (said[1], said[2]) == (number.name, str(path))

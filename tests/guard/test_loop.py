@@ -689,7 +689,7 @@ def test_a_shared_trunk_is_not_a_part_that_is_left():
             guard.backward(losses, through=features)
             guard.step()
     assert all(p.isfinite().all() for p in model.parameters())
-    with pytest.raises(ValueError, match="min_parts is 4; the parts are 3"):
+    with pytest.raises(ValueError, match="min_parts is 4; expected at most 3"):
         Guard(model, optimizer, model.parts(), thresholds=Thresholds(min_parts=4))
 
 
@@ -1044,10 +1044,10 @@ def test_arguments_that_do_not_fit_are_named():
         ({"clip_grad": 0}, "clip_grad is 0"),
         ({"clip_grad": NAN}, "clip_grad is nan"),
         ({"snapshot_every": -1}, "snapshot_every is -1"),
-        ({"thresholds": Thresholds(min_parts=2)}, "min_parts is 2; the parts are 1"),
+        ({"thresholds": Thresholds(min_parts=2)}, "min_parts is 2; expected at most 1"),
         ({"parts": {}}, "expected names"),
         ({"parts": {"shared": model.heads}}, "other than 'shared'"),
-        ({"parts": {"a": nn.ReLU()}}, "'a' has no parameter"),
+        ({"parts": {"a": nn.ReLU()}}, "'a' has no trainable parameter"),
         ({"parts": {"a": nn.Linear(2, 2)}}, "not in the optimizer"),
         ({"parts": {"a": model.heads[0], "b": model.heads}}, "'b' and 'a' share a parameter"),
     ]:
@@ -1060,9 +1060,9 @@ def test_arguments_that_do_not_fit_are_named():
     for given_losses, through, message in [
         ({"head 9": losses["head 0"]}, None, "no part is named 'head 9'"),
         ({"head 0": torch.ones(2)}, None, "shape"),
-        ({}, None, "no loss"),
+        ({}, None, "dictionary of losses is empty"),
         (torch.ones(2), None, "a vector of 3"),
-        (losses["head 0"], features, "there is one"),
+        (losses["head 0"], features, "one was given"),
         (losses, torch.ones(2, requires_grad=True), "not computed from `through`"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -60,13 +60,13 @@ def test_the_policy(info, use_fp16, teacher, student, scale):
 @pytest.mark.parametrize(
     ("info", "asked", "said"),
     [
-        (CPU, True, "fp16 was asked for, fp32 instead; CPU: without bf16 products"),
-        (CPU_BF16, fp16, "fp16 was asked for, bf16 instead; CPU: it multiplies bf16 in hardware"),
-        (P100, bf16, "bf16 was asked for, fp32 instead; P100 (sm_60): no bf16"),
-        (P100, True, "fp16 was asked for, fp32 instead; P100 (sm_60): no bf16, and fp16 saves"),
-        (V100, bf16, "bf16 was asked for, fp16 instead; V100 (sm_70): fp16 tensor cores"),
-        (A100, True, "fp16 was asked for, bf16 instead; A100 (sm_80): bf16 in hardware"),
-        (MPS, True, "fp16 was asked for, fp32 instead; MPS: half precision was never measured"),
+        (CPU, True, "fp16 was requested, fp32 is used; CPU: without bf16 products"),
+        (CPU_BF16, fp16, "fp16 was requested, bf16 is used; CPU: it multiplies bf16 in hardware"),
+        (P100, bf16, "bf16 was requested, fp32 is used; P100 (sm_60): no bf16"),
+        (P100, True, "fp16 was requested, fp32 is used; P100 (sm_60): no bf16, and fp16 saves"),
+        (V100, bf16, "bf16 was requested, fp16 is used; V100 (sm_70): fp16 tensor cores"),
+        (A100, True, "fp16 was requested, bf16 is used; A100 (sm_80): bf16 in hardware"),
+        (MPS, True, "fp16 was requested, fp32 is used; MPS: half precision was never measured"),
     ],
 )
 def test_what_is_used_instead_of_what_was_asked_for(info, asked, said):

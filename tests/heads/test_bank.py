@@ -122,5 +122,5 @@ class _Unset(torch.nn.Module):
 
 
 def test_a_head_that_begins_with_nan_is_refused_by_name():
-    with pytest.raises(ValueError, match="_Unset begins with weights that are not finite"):
+    with pytest.raises(ValueError, match="_Unset has initial weights that are not finite"):
         HeadBank(lambda: _Unset(3, 2), 2).initial_weights(0)

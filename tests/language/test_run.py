@@ -197,7 +197,7 @@ def test_a_baseline_that_stops_takes_nothing_with_it(settings, monkeypatch, capl
     alone = table(path)["CE alone"]
     assert alone.keys() == table(path)["student"].keys()
     assert {value for name, value in alone.items() if name != "name"} == {None}
-    assert "cross-entropy alone stopped, and is not judged: step 3" in caplog.text
+    assert "the baseline (cross-entropy alone) stopped, and is not evaluated: step 3" in caplog.text
     assert language_table(metrics(path)).row_count == 4
     assert "report" in write_report(path).name
 
@@ -387,7 +387,7 @@ def test_a_teacher_with_another_tokenizer(settings, models, how, caplog):
     found = metrics(path)["alignment"]
     assert 0 < found["coverage"] <= 1
     share, size = f"{100 * found['coverage']:.1f} %", f"{found['characters_per_group']:.1f}"
-    words = f"{share} of the text stands in groups of tokens that both share, of {size} characters"
+    words = f"{share} of the text is in groups of tokens that both share, mean {size} characters"
     assert words in caplog.text
     assert table(path)["teacher"]["bits_per_character"] > 0
     assert table(path)["student"]["kl"] is None

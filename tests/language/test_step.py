@@ -218,7 +218,7 @@ def test_precision_is_what_was_asked_for_where_the_device_has_it(tiny):
         assert (precision.student, precision.teacher) == (torch.float32, torch.float32)
         assert not precision.scale
     asked = precision_of(tiny.settings(model_dtype="float16", device="cpu"))
-    assert asked.student != torch.float16 and "fp16 was asked for" in str(asked)
+    assert asked.student != torch.float16 and "fp16 was requested" in str(asked)
     emulated = precision_of(tiny.settings(model_dtype="float16", emulate_fp16=True, device="cpu"))
     assert (emulated.student, emulated.teacher) == (torch.float16, torch.float16)
     assert emulated.scale and emulated.losses == torch.float32
@@ -351,7 +351,8 @@ def test_the_replay_sees_the_same_dropout(tiny, device):
 
 
 @pytest.mark.parametrize(
-    ("error", "why"), [(None, "finite when run again"), ("memory", "no memory to run it again")]
+    ("error", "why"),
+    [(None, "finite when run again"), ("memory", "not enough memory to run it again")],
 )
 def test_a_fault_that_is_not_found_again_names_the_rows(tiny, teacher, error, why, monkeypatch):
     asked = Sick(teacher)
@@ -422,7 +423,7 @@ def test_twenty_in_a_row_begin_again_from_the_last_good_state(tiny, teacher):
     undo()
     assert distiller.step([batch], 1e-2).updated
     poison_student(distiller)
-    with pytest.raises(TooFewHealthyParts, match="going back to the last good state was tried"):
+    with pytest.raises(TooFewHealthyParts, match="although the last good state was restored"):
         for _ in range(20):
             distiller.step([batch], 1e-2)
 

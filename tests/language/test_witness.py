@@ -100,7 +100,7 @@ def test_without_memory_to_look_the_event_says_so(tiny, witnessed, monkeypatch):
     distiller.student.lm_head.weight.data[0, 0] = math.nan
     distiller.step([tiny.blocks().batch([1, 2])], 1e-2)
     assert {e.action for e in explained(distiller)} == {"not found again"}
-    assert explained(distiller)[0].reason == "rows 1, 2: no memory to run it again"
+    assert explained(distiller)[0].reason == "rows 1, 2: not enough memory to run it again"
 
 
 def test_random_numbers_go_on_from_a_state_that_was_noted():

@@ -207,7 +207,7 @@ def test_rows_out_of_order_are_refused_and_change_nothing(tmp_path):
             ([8, 8], "row 8 came after row 8"),
             ([5], "row 5 came after row 7"),
             ([7, 8], "row 7 came after row 7"),
-            ([12], r"4 rows came neither .* row 8 \('folder 8"),
+            ([12], r"4 rows were neither appended nor skipped, .* row 8 \('folder 8"),
         ]:
             with pytest.raises(ValueError, match=message):
                 writer.append(x[rows] * 2, torch.tensor(rows))
@@ -254,7 +254,10 @@ def test_bad_arguments(tmp_path):
 
 
 def test_rows_that_never_came_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"1 rows came neither .* row 30 \('folder 30/é30.png'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 rows were neither appended nor skipped, .* row 30 \('folder 30/é30.png'\)",
+    ):
         with make_writer(tmp_path) as writer:
             rows = torch.tensor([row for row in range(N) if row != 30])
             writer.append(rows_of()[rows], rows)

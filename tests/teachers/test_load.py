@@ -231,7 +231,7 @@ def test_dinov2_is_224_px_and_resamples_its_positions(tmp_path, shallow):
 def test_another_dinov2_in_the_file_is_named(tmp_path, held, asked, published):
     model = small_dinov2(held)
     torch.save(as_published(model) if published else model.state_dict(), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=f"are {held}, not {asked}: say --dinov2_model {held}"):
+    with pytest.raises(ValueError, match=f"are {held}, not {asked}: set --dinov2_model {held}"):
         load_teacher("dinov2", dinov2_model=asked, weights=tmp_path / "w.pth")
 
 
@@ -310,7 +310,7 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path):
         with pytest.raises(ValueError, match="do not fit.*(nexpected).*layer1.2") as error:
             load_teacher(name, weights=tmp_path / "w.pth")
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="are no DINOv2"):
+    with pytest.raises(ValueError, match="are not a DINOv2"):
         load_teacher("dinov2", weights=tmp_path / "w.pth")
 
 
@@ -493,10 +493,10 @@ def test_a_cache_knows_the_teacher_by_import_path_by_class_and_weights(own, tmp_
         (
             "MeanColour",
             {"weights": "w.pt"},
-            "cannot follow weights 'w.pt': leave it at its default",
+            "does not accept weights 'w.pt': leave it at its default",
         ),
         ("MeanColour", {"image_size": 8}, "give the class's __init__ a parameter image_size"),
-        ("MeanColour", {"token": "patch"}, "cannot follow token 'patch'"),
+        ("MeanColour", {"token": "patch"}, "does not accept token 'patch'"),
         ("Silent", {}, "holds a network, but its weights_id is 'none'"),
         ("Shapeless", {}, "has None as dim, expected a whole number: set self.dim"),
         ("Wordless", {}, "has 3 as transform_id, expected text"),
