@@ -12,12 +12,12 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 DATASET = "digits"
 # Held-out folder or file of features; None: the data set's own test split, if it has one.
 DATASET_TEST = None
-# Where data sets lie, and where DOWNLOAD puts them.
+# Where data sets are, and where DOWNLOAD puts them.
 DATA_DIR = "data"
 # Where the teacher's embeddings are cached. One folder holds the embeddings of one data set by one
 # teacher: for a second teacher name a second folder, or rebuild with --force-recompute.
 EMBEDDINGS_DIR = "data/embeddings"
-# Download the data set (torchvision's sets) where it is missing. Off: nothing is fetched unasked.
+# Download the data set (torchvision's sets) where it is missing. Off: no data set is downloaded.
 DOWNLOAD = False
 
 # --- Teacher and extraction -----------------------------------------------------------------------
@@ -26,7 +26,7 @@ DOWNLOAD = False
 # torchvision:NAME | package.module.Class (your own) | features (they are embeddings already). For
 # photographs use dinov2; pixels only suits small aligned images such as digits.
 TEACHER = "pixels"
-# Which DINOv2, where TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also with
+# Which DINOv2, when TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also with
 # _reg (registers). Larger: better, slower.
 DINOV2_MODEL = "dinov2_vits14"
 # Where DINOv2 comes from: auto (torch.hub, then timm) | hub | timm | local (only what is already on
@@ -37,35 +37,36 @@ TEACHER_WEIGHTS = None
 # Side of the teacher's input in pixels, 1 to 4096; None: the model's own (DINOv2: 224).
 IMAGE_SIZE = None
 # Which output of a vision transformer is the embedding: class (token) | patch (mean of the patch
-# tokens) | both in a row.
+# tokens) | both (concatenated).
 TOKEN = "class"
-# Width that the embeddings must have, from 1; None: the teacher's own. Guards against a mix-up.
+# Dimension that the embeddings must have, from 1; None: any. The run stops where the teacher gives
+# another one.
 EMBEDDING_DIM = None
-# Images per forward pass of the teacher, from 1; halved by itself when memory runs out.
+# Images per forward pass of the teacher, from 1; halved automatically when memory runs out.
 EXTRACT_BATCH_SIZE = 64
-# Threads that decode images, 0 to 256; 0: as many as fit the device. They decode ahead of a GPU's
-# teacher, and between the batches of a CPU's. Raise it where the progress bar waits for the disk.
+# Threads that decode images, 0 to 256; 0: chosen by the device. They decode ahead of a GPU's
+# teacher, and between the batches of a CPU's. Raise it if the progress bar waits for the disk.
 WORKERS = 0
 
 # --- Neighbours and heads -------------------------------------------------------------------------
 
-# Wider embeddings are rotated to this many principal components, from 1; None: never. The heads
-# then reach the same accuracy in a fraction of the time.
+# Wider embeddings are reduced to this many principal components by PCA, from 1; None: never. The
+# heads then reach the same accuracy in a fraction of the time.
 PCA_DIM = 256
 # Nearest neighbours that a sample may be paired with, from 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
 NEIGHBOURS = 20
-# Pair only samples that are each other's neighbours: fewer wrong pairs. Off for sparse data.
+# Pair only samples that are each other's neighbours: fewer wrong pairs. Turn off for sparse data.
 MUTUAL_NEIGHBOURS = True
-# Clusters to look for, from 2; None: as many as the data set declares classes.
+# Number of clusters, from 2; None: as many as the data set declares classes.
 N_CLUSTERS = None
 # Heads trained side by side, 1 to 4096. More: a steadier consensus, proportionally more time.
 N_HEADS = 48
 # Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
-# Width of a head's hidden layer, from 1. Wider for high-dimensional embeddings of many classes.
+# Width of a head's hidden layer, from 1. Wider for high-dimensional embeddings and many classes.
 HIDDEN_DIM = 96
-# Width before a head's last layer, from 1.
+# Width of a head's bottleneck, before its last layer, from 1.
 BOTTLENECK_DIM = 48
 
 # --- Loss -----------------------------------------------------------------------------------------
@@ -73,17 +74,17 @@ BOTTLENECK_DIM = 48
 # What the heads minimise: temi (pairwise mutual information) | sharpened (self-distillation towards
 # a sharper teacher) | package.module.Class (your own).
 LOSS = "temi"
-# Exponent of the pairwise mutual information, above 0 to 1; 1: plain. Lower: clusters of more even
-# size.
+# Exponent of the pairwise mutual information, above 0 to 1; 1: the plain objective. Lower: more
+# evenly sized clusters.
 BETA = 0.6
 # Temperature of the students' softmax, 0.05 to 100. Lower: harder assignments.
 STUDENT_TEMP = 0.1
 # Temperature of the EMA teachers' softmax, 0.04 to 100. With LOSS sharpened at most STUDENT_TEMP.
 TEACHER_TEMP = 0.1
-# Weight of a pair in the loss: none | own (the head's own agreement) | mean (that of all heads, as
+# Weight of a pair in the loss: none | own (agreement of the head itself) | mean (of all heads, as
 # in the paper; couples the heads).
 INSTANCE_WEIGHT = "none"
-# What keeps LOSS sharpened from collapse: center | sinkhorn.
+# What keeps LOSS sharpened from collapsing: center | sinkhorn.
 CENTERING = "center"
 # Momentum of the running marginal of the clusters, 0 up to, not including, 1. Higher for batches
 # smaller than a few times the number of clusters.
@@ -93,9 +94,9 @@ EMA_MOMENTUM = 0.9
 
 # --- Training -------------------------------------------------------------------------------------
 
-# Peak learning rate of AdamW, above 0 to 100. Lower it where the loss curves are jagged.
+# Peak learning rate of AdamW, above 0 to 100. Lower it if the loss curves are jagged.
 LEARNING_RATE = 0.004
-# Share of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
+# Fraction of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
 WARMUP_FRACTION = 0.1
 # Decoupled weight decay of AdamW, 0 to 10.
 WEIGHT_DECAY = 0.0001
@@ -103,11 +104,12 @@ WEIGHT_DECAY = 0.0001
 CLIP_GRAD = 1.0
 # Pairs per step, from 1. Several times the number of clusters.
 BATCH_SIZE = 256
-# Most passes over the data, from 1.
+# Maximum passes over the data, from 1.
 EPOCHS = 200
-# Most steps, from 1; whichever of the two ends first.
+# Maximum optimizer steps, from 1; the first of EPOCHS and MAX_STEPS to be reached ends the run.
 MAX_STEPS = 800
-# Heads that vote on the answer, best first by a criterion without labels, from 1; None: half.
+# Heads that vote on the answer, best first by a criterion without labels, from 1; None: half of
+# them.
 CONSENSUS_HEADS = None
 
 # --- Guard ----------------------------------------------------------------------------------------
@@ -120,35 +122,35 @@ DEAD_AFTER = 100
 # Bad steps in a row before a head goes back to its last good state, from 1; as many again before it
 # is re-initialised, and again before it is retired.
 RESTORE_AFTER = 10
-# Stop the run where fewer heads than this are left, from 1; None: a quarter of them.
+# Stop the run when fewer heads than this are left, from 1; None: a quarter of N_HEADS.
 MIN_HEADS = None
 
 # --- Run ------------------------------------------------------------------------------------------
 
 # Steps between two lines of metrics.jsonl, from 1.
 LOG_EVERY = 20
-# Steps between two checkpoints, from 1. An interruption costs at most as many.
+# Steps between two checkpoints, from 1. An interruption loses at most this many steps.
 CHECKPOINT_EVERY = 200
-# Embeddings up to this many GiB live in memory, from 0; larger ones stay on disk.
+# Embeddings up to this many GiB are kept in memory, from 0; larger ones stay on disk.
 KEEP_IN_MEMORY_GIB = 2.0
-# Run the students in half precision where the device gains by it (GPUs; CPUs with bf16 products).
-# Weights and losses stay float32 in any case.
+# Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
+# products). Weights and losses stay float32 in any case.
 USE_FP16 = False
-# Rebuild cached embeddings that are damaged or of something else; verified shards are kept.
+# Rebuild cached embeddings that are damaged or stale; verified shards are kept.
 FORCE_RECOMPUTE = False
 # Write TensorBoard files into the run folder, beside metrics.jsonl.
 TENSORBOARD = True
-# Judge the embeddings by a linear probe (needs labels; they are never used for training).
+# Evaluate the embeddings by a linear probe (needs labels; they are never used for training).
 PROBE = True
 # Run k-means and, where the size allows, spectral clustering on the same embeddings.
 BASELINES = True
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"
-# Seed of everything random, 0 to 4294967295. On the CPU the same seed gives the same run.
+# Seed of all random numbers, 0 to 4294967295. On the CPU the same seed gives the same run.
 SEED = 0
-# Where every run leaves a folder with its model, metrics and report.
+# Where every run creates a folder with its model, metrics and report.
 RUNS_DIR = "runs"
 # Name of this run's folder; None: the date and time. A finished run is never overwritten.
 RUN_NAME = None
-# Go on with the last unfinished run, or with the one that RUN_NAME names.
+# Continue the last unfinished run, or the one named by RUN_NAME.
 RESUME = False

@@ -7,47 +7,48 @@ presets; a name or value that cannot be is refused.
 
 # --- Models ---------------------------------------------------------------------------------------
 
-# Folder by save_pretrained or name on the Hugging Face Hub | train (a small one is trained on the
-# data first) | none (no teacher: cross-entropy alone).
+# Folder written by save_pretrained, or name on the Hugging Face Hub | train (a small one is trained
+# on the data first) | none (no teacher: cross-entropy alone).
 TEACHER_MODEL = "train"
-# Folder or name | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new weights of the
-# teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
+# Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
+# weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
 STUDENT_MODEL = "fresh:2x128"
-# Folder that scripts/cache_teacher.py wrote; None: the teacher itself, live. With a cache, the
-# teacher needs no memory.
+# Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
+# takes no memory in training.
 TEACHER_CACHE = None
 # What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
 # topk (its likeliest tokens and the mass of the rest: for every divergence).
 CACHE_METHOD = "sample"
-# Tokens kept at each position of the cache, 1 to 65535. More: closer, and as much larger.
+# Tokens kept at each position of the cache, 1 to 65535. More: closer to the teacher, and a
+# proportionally larger cache.
 CACHE_K = 128
-# Precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16. Weights
-# that are trained and losses are float32 in any case. What the device is not fast in is not used,
+# Precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16.
+# Trainable weights and losses are always float32. A dtype that is slow on the device is not used,
 # and the log says so.
 MODEL_DTYPE = "auto"
-# With MODEL_DTYPE float16 on a CPU: compute in it all the same, slowly, to see what a GPU would.
+# With MODEL_DTYPE float16 on a CPU: emulate it, slowly, to see what a GPU would compute.
 EMULATE_FP16 = False
-# Steps of a teacher that is trained here, from 1.
+# Training steps of a teacher that is trained here (TEACHER_MODEL train), from 1.
 TEACHER_STEPS = 800
 # LAYERSxDIM of a teacher that is trained here.
 TEACHER_SIZE = "4x192"
 # Experts of a teacher that is trained here, two of them active, from 0; 0: a dense teacher.
 TEACHER_EXPERTS = 0
-# Tokens of a tokenizer that is trained here, 260 to 262144.
+# Vocabulary size of a tokenizer that is trained here, 260 to 262144.
 VOCABULARY = 1024
 
 # --- Data -----------------------------------------------------------------------------------------
 
 # Text to learn from: .jsonl (text | prompt, completion | question, answer | messages) | .txt | a
-# folder of them | hf:NAME | stdlib (the source of Python's own library).
+# folder of them | hf:NAME | stdlib (the source of Python's standard library).
 DATA_PATH = "stdlib"
-# Held-out text; None: the data's own test split, or a tenth of it that nothing is trained on.
+# Held-out text; None: the data's own test split, or a tenth of the data, left out of training.
 EVAL_PATH = None
-# Read no more megabytes than this of a text, above 0; None: all of it.
+# Read at most this many megabytes of a text, above 0; None: all of it.
 MAX_MEGABYTES = None
-# Tokens of a row, 8 to 1048576. Longer: more context, more memory.
+# Tokens in a row, 8 to 1048576. Longer: more context, more memory.
 BLOCK_SIZE = 256
-# Several documents in a row, where the model keeps them apart; off: one document a row, padded.
+# Several documents in a row, where the model keeps them apart; off: one document per row, padded.
 PACKING = True
 
 # --- Loss -----------------------------------------------------------------------------------------
@@ -66,16 +67,16 @@ ALPHA_CE = 0.5
 # window for the losses); None: no clamp. float32 arithmetic needs none.
 LEGACY_CLAMP = None
 
-# --- Teachers that do not match -------------------------------------------------------------------
+# --- Experts, routers and other tokenizers --------------------------------------------------------
 
-# How a teacher with another tokenizer is followed: auto (the tokenizers are the same) | hidden
+# How a teacher with another tokenizer is aligned: auto (the tokenizers are the same) | hidden
 # (states, by overlap) | uld (sorted probabilities) | chunks (of text).
 ALIGN = "auto"
-# Experts of a mixture-of-experts teacher: native (as it came) | all | ka (all but one, some
-# sampled) | sar (all, with a router that learns from the student) | auto (sar, and native for a
-# teacher that is none; so the presets have it).
+# Experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some sampled)
+# | sar (all, with a router that learns from the student) | auto (sar for a mixture, native for a
+# dense teacher; the presets use this).
 ROUTER_MODE = "native"
-# What the chosen experts' weights sum to: selected (one) | native (as in the model as it came) |
+# What the chosen experts' weights sum to: selected (one) | native (as in the unchanged model) |
 # auto (selected where the model itself renormalises).
 ROUTER_RENORM = "auto"
 # Learning rate of the router in sar, 0 to 100.
@@ -85,13 +86,14 @@ ROUTER_BETA = 0.01
 # The older scripts' sar: router and student step together, the router held by an L2 anchor (1e-4),
 # load balance (1e-3) and an entropy bonus (1e-4).
 ROUTER_JOINT = False
-# Nats from the original gate at which the router stops, above 0; beyond it may only imitate.
+# KL from the original gate, in nats, at which the router stops learning, above 0. A router that
+# drifts further may merely imitate the student.
 ROUTER_DRIFT = 0.5
 # Router file of an earlier run (router.safetensors), for the teacher; None: its own router.
 ROUTER_WEIGHTS = None
 # Probability that a token's experts are sampled in ka, 0 to 1.
 KA_LAMBDA = 0.05
-# Teacher forward passes of a batch in ka, from 1.
+# Teacher forward passes per batch in ka, from 1.
 KA_FORWARDS = 2
 
 # --- Optimisation ---------------------------------------------------------------------------------
@@ -100,15 +102,14 @@ KA_FORWARDS = 2
 MAX_STEPS = 500
 # Passes over the data, above 0; None: MAX_STEPS decides.
 EPOCHS = None
-# Rows of a forward pass, from 1. Where memory runs out lower it, and raise
-# GRADIENT_ACCUMULATION_STEPS.
+# Rows per forward pass, from 1. If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.
 BATCH_SIZE = 8
-# Forward passes of a step, from 1; the loss is the mean over all their tokens.
+# Forward passes per step, from 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
 # Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for layers cut from a
-# teacher, 2e-4 for adapters, 2e-5 for a model that was trained before.
+# teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
 LEARNING_RATE = None
-# Share of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
+# Fraction of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
 WARMUP_FRACTION = 0.1
 # Decoupled weight decay of AdamW, 0 to 10.
 WEIGHT_DECAY = 0.01
@@ -116,7 +117,7 @@ WEIGHT_DECAY = 0.01
 CLIP_GRAD = 1.0
 # Train low-rank adapters of this rank in place of all weights, from 0; 0: all weights.
 LORA_RANK = 0
-# Scale of the adapters, times 1 / LORA_RANK, above 0.
+# LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
 LORA_ALPHA = 16.0
 # Save adapters merged into their base, as one plain model.
 LORA_MERGE = False
@@ -125,7 +126,7 @@ LORA_MERGE = False
 
 # Skip a step whose gradient norm is this many times its running median, above 1.
 SPIKE_FACTOR = 100.0
-# Bad steps in a row that end the run, from 1; None: go back first, see RESTORE_AFTER.
+# Bad steps in a row that end the run, from 1; None: restore first, see RESTORE_AFTER.
 STOP_AFTER = 10
 # Bad steps in a row before the student goes back to its last good state with a fresh optimizer,
 # from 1; as many again end the run.
@@ -135,49 +136,49 @@ RESTORE_AFTER = 20
 
 # Keep the teacher in the host's memory between forward passes.
 TEACHER_OFFLOAD = False
-# Compute activations again in the backward pass in place of keeping them: less memory, more time.
+# Recompute activations in the backward pass instead of keeping them: less memory, more time.
 GRADIENT_CHECKPOINTING = False
-# Give the GPU's cached memory back after every step: slower, less fragmented.
+# Release the GPU's cached memory after every step: slower, less fragmented.
 CLEAR_CACHE_EVERY_STEP = False
 
-# --- Judging --------------------------------------------------------------------------------------
+# --- Evaluation -----------------------------------------------------------------------------------
 
 # Steps between two evaluations on held-out text, from 1; the best of them is the student that is
 # saved.
 EVAL_EVERY = 100
-# Held-out rows that an evaluation takes, at most, from 1.
+# Maximum held-out rows per evaluation, from 1.
 EVAL_ROWS = 200
-# Train the same student by cross-entropy alone, too, on an equal budget, to see whether distilling
+# Also train the same student by cross-entropy alone, on an equal budget, to see whether distilling
 # pays.
 BASELINE = False
-# Prompts that the report shows answers to, 0 to 100.
+# Prompts whose answers the report shows, 0 to 100.
 GENERATIONS = 4
-# Tokens of an answer, at most, from 1.
+# Maximum tokens of a generated answer, from 1.
 MAX_NEW_TOKENS = 64
-# Held-out prompts with answers that are asked, at most, from 0; 0: none.
+# Maximum held-out prompts with reference answers that the student is asked, from 0; 0: none.
 ANSWER_PROMPTS = 100
 
 # --- Run ------------------------------------------------------------------------------------------
 
 # Steps between two lines of metrics.jsonl, from 1.
 LOG_EVERY = 10
-# Steps between two checkpoints, from 1. An interruption costs at most as many.
+# Steps between two checkpoints, from 1. An interruption loses at most this many steps.
 CHECKPOINT_EVERY = 100
 # Five steps with evaluation and saving, to see whether everything fits.
 DRY_RUN = False
-# First steps whose logit shapes and loss terms are logged one by one, from 0.
+# Number of first steps whose logit shapes and loss terms are logged, from 0.
 VERBOSE_STEPS = 0
-# Rebuild a teacher's cache that is damaged or of something else.
+# Rebuild a teacher's cache that is damaged or stale.
 FORCE_RECOMPUTE = False
 # Write TensorBoard files into the run folder, beside metrics.jsonl.
 TENSORBOARD = False
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"
-# Seed of everything random, 0 to 4294967295. On the CPU the same seed gives the same run.
+# Seed of all random numbers, 0 to 4294967295. On the CPU the same seed gives the same run.
 SEED = 0
-# Where every run leaves a folder with its model, metrics and report.
+# Where every run creates a folder with its model, metrics and report.
 RUNS_DIR = "runs"
 # Name of this run's folder; None: the date and time. A finished run is never overwritten.
 RUN_NAME = None
-# Go on with the last unfinished run, or with the one that RUN_NAME names.
+# Continue the last unfinished run, or the one named by RUN_NAME.
 RESUME = False

@@ -56,7 +56,7 @@ class MultiHeadClusterer(
         n_heads: heads trained side by side.
         head: import path of the head's class.
         hidden_dim: width of a head's hidden layer.
-        bottleneck_dim: width before a head's last layer.
+        bottleneck_dim: width of a head's bottleneck, before its last layer.
         loss: `temi`, `sharpened` or the import path of an objective's class.
         beta: exponent of the pairwise mutual information, in (0, 1].
         student_temp: temperature of the students' softmax, at least 0.05.
@@ -70,7 +70,7 @@ class MultiHeadClusterer(
         weight_decay: decoupled, of AdamW.
         clip_grad: largest gradient norm of a head; None: no clipping.
         batch_size: pairs per step; at most n are used.
-        epochs: most passes over the data.
+        epochs: maximum passes over the data.
         max_steps: most steps; whichever of the two ends first.
         consensus_heads: heads that vote, the best ones; None: the better half.
         use_fp16: run the students in half precision where the device gains by it.

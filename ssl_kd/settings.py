@@ -292,22 +292,20 @@ class RunSettings(Settings):
     )
     seed: int = setting(
         0,
-        "seed of everything random",
+        "seed of all random numbers",
         "On the CPU the same seed gives the same run.",
         low=0,
         high=2**32 - 1,
     )
     runs_dir: str = setting(
-        "runs", "where every run leaves a folder with its model, metrics and report"
+        "runs", "where every run creates a folder with its model, metrics and report"
     )
     run_name: str | None = setting(
         None,
         "name of this run's folder; None: the date and time",
         "A finished run is never overwritten.",
     )
-    resume: bool = setting(
-        False, "go on with the last unfinished run, or with the one that RUN_NAME names"
-    )
+    resume: bool = setting(False, "continue the last unfinished run, or the one named by RUN_NAME")
 
     def check_together(self) -> None:
         """Raise SettingsError where no folder can be called by the run's name."""

@@ -43,19 +43,20 @@ presets; a name or value that cannot be is refused.
 
     teacher_model: str = setting(
         "train",
-        "folder by save_pretrained or name on the Hugging Face Hub | train (a small one is trained"
-        " on the data first) | none (no teacher: cross-entropy alone)",
+        "folder written by save_pretrained, or name on the Hugging Face Hub | train (a small one is"
+        " trained on the data first) | none (no teacher: cross-entropy alone)",
         section="Models",
     )
     student_model: str = setting(
         "fresh:2x128",
-        "folder or name | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new weights"
-        " of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is)",
+        "folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM"
+        " (new weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the"
+        " teacher is)",
     )
     teacher_cache: str | None = setting(
         None,
-        "folder that scripts/cache_teacher.py wrote; None: the teacher itself, live",
-        "With a cache, the teacher needs no memory.",
+        "folder that scripts/cache_teacher.py wrote; None: the teacher runs live",
+        "With a cache, the teacher takes no memory in training.",
     )
     cache_method: str = setting(
         "sample",
@@ -66,23 +67,24 @@ presets; a name or value that cannot be is refused.
     cache_k: int = setting(
         128,
         "tokens kept at each position of the cache",
-        "More: closer, and as much larger.",
+        "More: closer to the teacher, and a proportionally larger cache.",
         low=1,
         high=65_535,
     )
     model_dtype: str = setting(
         "auto",
         "precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16",
-        "Weights that are trained and losses are float32 in any case. What the device is not fast"
-        " in is not used, and the log says so.",
+        "Trainable weights and losses are always float32. A dtype that is slow on the device is"
+        " not used, and the log says so.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     emulate_fp16: bool = setting(
         False,
-        "with MODEL_DTYPE float16 on a CPU: compute in it all the same, slowly, to see what a GPU"
-        " would",
+        "with MODEL_DTYPE float16 on a CPU: emulate it, slowly, to see what a GPU would compute",
     )
-    teacher_steps: int = setting(800, "steps of a teacher that is trained here", low=1)
+    teacher_steps: int = setting(
+        800, "training steps of a teacher that is trained here (TEACHER_MODEL train)", low=1
+    )
     teacher_size: str = setting(
         "4x192", "LAYERSxDIM of a teacher that is trained here", forms=(("LAYERSxDIM", r"\d+x\d+"),)
     )
@@ -92,29 +94,29 @@ presets; a name or value that cannot be is refused.
         low=0,
     )
     vocabulary: int = setting(
-        1024, "tokens of a tokenizer that is trained here", low=260, high=262_144
+        1024, "vocabulary size of a tokenizer that is trained here", low=260, high=262_144
     )
 
     data_path: str = setting(
         "stdlib",
         "text to learn from: .jsonl (text | prompt, completion | question, answer | messages) |"
-        " .txt | a folder of them | hf:NAME | stdlib (the source of Python's own library)",
+        " .txt | a folder of them | hf:NAME | stdlib (the source of Python's standard library)",
         section="Data",
     )
     eval_path: str | None = setting(
         None,
-        "held-out text; None: the data's own test split, or a tenth of it that nothing is trained"
-        " on",
+        "held-out text; None: the data's own test split, or a tenth of the data, left out of"
+        " training",
     )
     max_megabytes: float | None = setting(
-        None, "read no more megabytes than this of a text; None: all of it", above=0
+        None, "read at most this many megabytes of a text; None: all of it", above=0
     )
     block_size: int = setting(
-        256, "tokens of a row", "Longer: more context, more memory.", low=8, high=1_048_576
+        256, "tokens in a row", "Longer: more context, more memory.", low=8, high=1_048_576
     )
     packing: bool = setting(
         True,
-        "several documents in a row, where the model keeps them apart; off: one document a row,"
+        "several documents in a row, where the model keeps them apart; off: one document per row,"
         " padded",
     )
 
@@ -145,22 +147,22 @@ presets; a name or value that cannot be is refused.
 
     align: str = setting(
         "auto",
-        "how a teacher with another tokenizer is followed: auto (the tokenizers are the same) |"
+        "how a teacher with another tokenizer is aligned: auto (the tokenizers are the same) |"
         " hidden (states, by overlap) | uld (sorted probabilities) | chunks (of text)",
-        section="Teachers that do not match",
+        section="Experts, routers and other tokenizers",
         choices=("auto", "hidden", "uld", "chunks"),
     )
     router_mode: str = setting(
         "native",
-        "experts of a mixture-of-experts teacher: native (as it came) | all | ka (all but one, some"
-        " sampled) | sar (all, with a router that learns from the student) | auto (sar, and native"
-        " for a teacher that is none; so the presets have it)",
+        "experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some"
+        " sampled) | sar (all, with a router that learns from the student) | auto (sar for"
+        " a mixture, native for a dense teacher; the presets use this)",
         choices=("native", "all", "ka", "sar", "auto"),
     )
     router_renorm: str = setting(
         "auto",
-        "what the chosen experts' weights sum to: selected (one) | native (as in the model as it"
-        " came) | auto (selected where the model itself renormalises)",
+        "what the chosen experts' weights sum to: selected (one) | native (as in the"
+        " unchanged model) | auto (selected where the model itself renormalises)",
         choices=("auto", "selected", "native"),
     )
     router_lr: float = setting(1e-5, "learning rate of the router in sar", low=0, high=100)
@@ -172,7 +174,8 @@ presets; a name or value that cannot be is refused.
     )
     router_drift: float = setting(
         0.5,
-        "nats from the original gate at which the router stops; beyond it may only imitate",
+        "KL from the original gate, in nats, at which the router stops learning",
+        "A router that drifts further may merely imitate the student.",
         above=0,
     )
     router_weights: str | None = setting(
@@ -182,30 +185,30 @@ presets; a name or value that cannot be is refused.
     ka_lambda: float = setting(
         0.05, "probability that a token's experts are sampled in ka", low=0, high=1
     )
-    ka_forwards: int = setting(2, "teacher forward passes of a batch in ka", low=1)
+    ka_forwards: int = setting(2, "teacher forward passes per batch in ka", low=1)
 
     max_steps: int = setting(500, "optimizer steps", section="Optimisation", low=1)
     epochs: float | None = setting(None, "passes over the data; None: MAX_STEPS decides", above=0)
     batch_size: int = setting(
         8,
-        "rows of a forward pass",
-        "Where memory runs out lower it, and raise GRADIENT_ACCUMULATION_STEPS.",
+        "rows per forward pass",
+        "If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.",
         low=1,
     )
     gradient_accumulation_steps: int = setting(
         1,
-        "forward passes of a step; the loss is the mean over all their tokens",
+        "forward passes per step; the loss is the mean over all their tokens",
         low=1,
     )
     learning_rate: float | None = setting(
         None,
         "peak learning rate of AdamW; None: 3e-3 for new weights, 5e-4 for layers cut from a"
-        " teacher, 2e-4 for adapters, 2e-5 for a model that was trained before",
+        " teacher, 2e-4 for adapters, 2e-5 for a pretrained model",
         low=0,
         high=100,
     )
     warmup_fraction: float = setting(
-        0.1, "share of the steps that warm up; a cosine to zero follows", low=0, below=1
+        0.1, "fraction of the steps that warm up; a cosine to zero follows", low=0, below=1
     )
     weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(
@@ -214,7 +217,9 @@ presets; a name or value that cannot be is refused.
     lora_rank: int = setting(
         0, "train low-rank adapters of this rank in place of all weights; 0: all weights", low=0
     )
-    lora_alpha: float = setting(16.0, "scale of the adapters, times 1 / LORA_RANK", above=0)
+    lora_alpha: float = setting(
+        16.0, "LoRA alpha; the adapters are scaled by LORA_ALPHA / LORA_RANK", above=0
+    )
     lora_merge: bool = setting(False, "save adapters merged into their base, as one plain model")
 
     spike_factor: float = setting(
@@ -224,7 +229,7 @@ presets; a name or value that cannot be is refused.
         above=1,
     )
     stop_after: int | None = setting(
-        10, "bad steps in a row that end the run; None: go back first, see RESTORE_AFTER", low=1
+        10, "bad steps in a row that end the run; None: restore first, see RESTORE_AFTER", low=1
     )
     restore_after: int = setting(
         20,
@@ -240,45 +245,48 @@ presets; a name or value that cannot be is refused.
     )
     gradient_checkpointing: bool = setting(
         False,
-        "compute activations again in the backward pass in place of keeping them: less memory,"
+        "recompute activations in the backward pass instead of keeping them: less memory,"
         " more time",
     )
     clear_cache_every_step: bool = setting(
-        False, "give the GPU's cached memory back after every step: slower, less fragmented"
+        False, "release the GPU's cached memory after every step: slower, less fragmented"
     )
 
     eval_every: int = setting(
         100,
         "steps between two evaluations on held-out text; the best of them is the student that is"
         " saved",
-        section="Judging",
+        section="Evaluation",
         low=1,
     )
-    eval_rows: int = setting(200, "held-out rows that an evaluation takes, at most", low=1)
+    eval_rows: int = setting(200, "maximum held-out rows per evaluation", low=1)
     baseline: bool = setting(
         False,
-        "train the same student by cross-entropy alone, too, on an equal budget, to see"
-        " whether distilling pays",
+        "also train the same student by cross-entropy alone, on an equal budget, to see whether"
+        " distilling pays",
     )
-    generations: int = setting(4, "prompts that the report shows answers to", low=0, high=100)
-    max_new_tokens: int = setting(64, "tokens of an answer, at most", low=1)
+    generations: int = setting(4, "prompts whose answers the report shows", low=0, high=100)
+    max_new_tokens: int = setting(64, "maximum tokens of a generated answer", low=1)
     answer_prompts: int = setting(
-        100, "held-out prompts with answers that are asked, at most; 0: none", low=0
+        100,
+        "maximum held-out prompts with reference answers that the student is asked; 0: none",
+        low=0,
     )
 
     log_every: int = setting(10, "steps between two lines of metrics.jsonl", section="Run", low=1)
     checkpoint_every: int = setting(
-        100, "steps between two checkpoints", "An interruption costs at most as many.", low=1
+        100,
+        "steps between two checkpoints",
+        "An interruption loses at most this many steps.",
+        low=1,
     )
     dry_run: bool = setting(
         False, "five steps with evaluation and saving, to see whether everything fits"
     )
     verbose_steps: int = setting(
-        0, "first steps whose logit shapes and loss terms are logged one by one", low=0
+        0, "number of first steps whose logit shapes and loss terms are logged", low=0
     )
-    force_recompute: bool = setting(
-        False, "rebuild a teacher's cache that is damaged or of something else"
-    )
+    force_recompute: bool = setting(False, "rebuild a teacher's cache that is damaged or stale")
     tensorboard: bool = setting(
         False, "write TensorBoard files into the run folder, beside metrics.jsonl"
     )

@@ -48,7 +48,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         None,
         "held-out folder or file of features; None: the data set's own test split, if it has one",
     )
-    data_dir: str = setting("data", "where data sets lie, and where DOWNLOAD puts them")
+    data_dir: str = setting("data", "where data sets are, and where DOWNLOAD puts them")
     embeddings_dir: str = setting(
         "data/embeddings",
         "where the teacher's embeddings are cached",
@@ -58,7 +58,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     download: bool = setting(
         False,
         "download the data set (torchvision's sets) where it is missing",
-        "Off: nothing is fetched unasked.",
+        "Off: no data set is downloaded.",
     )
 
     teacher: str = setting(
@@ -73,7 +73,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     )
     dinov2_model: str = setting(
         "dinov2_vits14",
-        "which DINOv2, where TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also"
+        "which DINOv2, when TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also"
         " with _reg (registers)",
         "Larger: better, slower.",
         choices=tuple(f"dinov2_vit{size}14{reg}" for reg in ("", "_reg") for size in "sblg"),
@@ -98,22 +98,24 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     token: str = setting(
         "class",
         "which output of a vision transformer is the embedding: class (token) | patch (mean of the"
-        " patch tokens) | both in a row",
+        " patch tokens) | both (concatenated)",
         choices=("class", "patch", "both"),
     )
     embedding_dim: int | None = setting(
         None,
-        "width that the embeddings must have; None: the teacher's own",
-        "Guards against a mix-up.",
+        "dimension that the embeddings must have; None: any",
+        "The run stops where the teacher gives another one.",
         low=1,
     )
     extract_batch_size: int = setting(
-        64, "images per forward pass of the teacher; halved by itself when memory runs out", low=1
+        64,
+        "images per forward pass of the teacher; halved automatically when memory runs out",
+        low=1,
     )
     workers: int = setting(
         0,
-        "threads that decode images; 0: as many as fit the device",
-        "They decode ahead of a GPU's teacher, and between the batches of a CPU's. Raise it where"
+        "threads that decode images; 0: chosen by the device",
+        "They decode ahead of a GPU's teacher, and between the batches of a CPU's. Raise it if"
         " the progress bar waits for the disk.",
         low=0,
         high=256,
@@ -121,7 +123,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 
     pca_dim: int | None = setting(
         256,
-        "wider embeddings are rotated to this many principal components; None: never",
+        "wider embeddings are reduced to this many principal components by PCA; None: never",
         "The heads then reach the same accuracy in a fraction of the time.",
         section="Neighbours and heads",
         low=1,
@@ -135,10 +137,10 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     mutual_neighbours: bool = setting(
         True,
         "pair only samples that are each other's neighbours: fewer wrong pairs",
-        "Off for sparse data.",
+        "Turn off for sparse data.",
     )
     n_clusters: int | None = setting(
-        None, "clusters to look for; None: as many as the data set declares classes", low=2
+        None, "number of clusters; None: as many as the data set declares classes", low=2
     )
     n_heads: int = setting(
         48,
@@ -156,10 +158,10 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     hidden_dim: int = setting(
         96,
         "width of a head's hidden layer",
-        "Wider for high-dimensional embeddings of many classes.",
+        "Wider for high-dimensional embeddings and many classes.",
         low=1,
     )
-    bottleneck_dim: int = setting(48, "width before a head's last layer", low=1)
+    bottleneck_dim: int = setting(48, "width of a head's bottleneck, before its last layer", low=1)
 
     loss: str = setting(
         "temi",
@@ -170,8 +172,8 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     )
     beta: float = setting(
         0.6,
-        "exponent of the pairwise mutual information; 1: plain",
-        "Lower: clusters of more even size.",
+        "exponent of the pairwise mutual information; 1: the plain objective",
+        "Lower: more evenly sized clusters.",
         above=0,
         high=1,
     )
@@ -191,13 +193,13 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     )
     instance_weight: str = setting(
         "none",
-        "weight of a pair in the loss: none | own (the head's own agreement) | mean (that of all"
+        "weight of a pair in the loss: none | own (agreement of the head itself) | mean (of all"
         " heads, as in the paper; couples the heads)",
         choices=("none", "own", "mean"),
     )
     centering: str = setting(
         "center",
-        "what keeps LOSS sharpened from collapse: center | sinkhorn",
+        "what keeps LOSS sharpened from collapsing: center | sinkhorn",
         choices=("center", "sinkhorn"),
     )
     marginal_momentum: float = setting(
@@ -218,24 +220,29 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     learning_rate: float = setting(
         4e-3,
         "peak learning rate of AdamW",
-        "Lower it where the loss curves are jagged.",
+        "Lower it if the loss curves are jagged.",
         section="Training",
         above=0,
         high=100,
     )
     warmup_fraction: float = setting(
-        0.1, "share of the steps that warm up; a cosine to zero follows", low=0, below=1
+        0.1, "fraction of the steps that warm up; a cosine to zero follows", low=0, below=1
     )
     weight_decay: float = setting(1e-4, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(
         1.0, "largest gradient norm of each head; None: no clipping", above=0
     )
     batch_size: int = setting(256, "pairs per step", "Several times the number of clusters.", low=1)
-    epochs: int = setting(200, "most passes over the data", low=1)
-    max_steps: int = setting(800, "most steps; whichever of the two ends first", low=1)
+    epochs: int = setting(200, "maximum passes over the data", low=1)
+    max_steps: int = setting(
+        800,
+        "maximum optimizer steps; the first of EPOCHS and MAX_STEPS to be reached ends the run",
+        low=1,
+    )
     consensus_heads: int | None = setting(
         None,
-        "heads that vote on the answer, best first by a criterion without labels; None: half",
+        "heads that vote on the answer, best first by a criterion without labels; None: half of"
+        " them",
         low=1,
     )
 
@@ -256,32 +263,36 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         low=1,
     )
     min_heads: int | None = setting(
-        None, "stop the run where fewer heads than this are left; None: a quarter of them", low=1
+        None, "stop the run when fewer heads than this are left; None: a quarter of N_HEADS", low=1
     )
 
     log_every: int = setting(20, "steps between two lines of metrics.jsonl", section="Run", low=1)
     checkpoint_every: int = setting(
-        200, "steps between two checkpoints", "An interruption costs at most as many.", low=1
+        200,
+        "steps between two checkpoints",
+        "An interruption loses at most this many steps.",
+        low=1,
     )
     keep_in_memory_gib: float = setting(
-        2.0, "embeddings up to this many GiB live in memory; larger ones stay on disk", low=0
+        2.0, "embeddings up to this many GiB are kept in memory; larger ones stay on disk", low=0
     )
     use_fp16: bool = setting(
         False,
-        "run the students in half precision where the device gains by it (GPUs; CPUs with bf16"
-        " products)",
+        "run the students in half precision where the device is faster with it (GPUs; CPUs with"
+        " bf16 products)",
         "Weights and losses stay float32 in any case.",
     )
     force_recompute: bool = setting(
         False,
-        "rebuild cached embeddings that are damaged or of something else; verified shards are kept",
+        "rebuild cached embeddings that are damaged or stale; verified shards are kept",
     )
     tensorboard: bool = setting(
         True, "write TensorBoard files into the run folder, beside metrics.jsonl"
     )
     probe: bool = setting(
         True,
-        "judge the embeddings by a linear probe (needs labels; they are never used for training)",
+        "evaluate the embeddings by a linear probe (needs labels; they are never used for"
+        " training)",
     )
     baselines: bool = setting(
         True,
