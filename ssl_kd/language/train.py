@@ -1,8 +1,8 @@
 """The training of the language mode: what one step of the loop is for a student.
 
-It is our own, and not transformers' Trainer: there a step is one loss and one clip, done before
-anybody is asked, so a sick term could only be seen when it is already in the weights that all terms
-share. For a Trainer of one's own there is `ssl_kd.hf_trainer.GuardCallback`.
+transformers' Trainer is not used: there a step is one loss and one clip before any callback can
+check it, so a sick term would only be seen once it is summed into the gradient of the weights that
+all terms share. If you use a Trainer, there is `ssl_kd.hf_trainer.GuardCallback`.
 """
 
 from __future__ import annotations
