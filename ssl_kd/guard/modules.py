@@ -51,7 +51,7 @@ class ModulePart:
 
     @property
     def resettable(self) -> bool:
-        """Whether some module of it knows how to begin anew."""
+        """Whether some module of it has `reset_parameters`."""
         children = (child for module in self.modules for child in module.modules())
         return any(callable(getattr(child, "reset_parameters", None)) for child in children)
 
@@ -183,7 +183,7 @@ class ModuleParts:
         return [p for part in self._parts for p in part.weights]
 
     def can_reinitialise(self, part: int) -> bool:
-        """Whether there is a way to begin anew."""
+        """Whether there is a way to re-initialise it."""
         return self._by_user is not None or self._parts[part].resettable
 
     def snapshot(self, part: int, step: int, every: int) -> None:

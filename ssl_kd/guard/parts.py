@@ -68,7 +68,7 @@ class RowParts:
     Args:
         names: of the parts.
         live: name -> tensor that training changes in place.
-        fresh: part, seed -> name -> that part's row, begun anew.
+        fresh: part, seed -> name -> that part's row, re-initialised.
 
     Attributes:
         good: name -> the last good state of every part; where training began to begin with.

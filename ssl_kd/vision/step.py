@@ -155,14 +155,14 @@ class HeadTrainer:
         self.decay = bank.decay_mask().to(precision.device) * settings.weight_decay
         self.state = self._fresh(bank.initial_weights(settings.seed))
         names = [f"head {i}" for i in range(bank.n_heads)]
-        self._rows = RowParts(names, self.state.owned(), self._begun_anew)
+        self._rows = RowParts(names, self.state.owned(), self._new_row)
         self.recovery = Recovery(self._rows, self.state.health, lambda: self.thresholds)
 
     def _fresh(self, students: Tensor) -> HeadsState:
         marginal = self.objective.initial_marginal(self.n_clusters)
         return HeadsState.fresh(students, self.n_clusters, marginal, self.precision)
 
-    def _begun_anew(self, head: int, seed: int) -> dict[str, Tensor]:
+    def _new_row(self, head: int, seed: int) -> dict[str, Tensor]:
         """One head's row, with other weights than those that it began with, which led here."""
         seed = seed_of(self.settings.seed, seed)
         fresh = self._fresh(self.bank.new_row(seed).unsqueeze(0))
