@@ -564,6 +564,17 @@ def test_a_term_whose_gradient_is_clamped_away_is_reported_as_dead():
     assert [(e.step, e.part, e.stage) for e in guard.events.events] == [(99, "kd", "dead")]
 
 
+def test_terms_that_are_finite_alone_but_not_together_cost_the_step():
+    model = nn.Linear(6, 2)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    logits = model(batch(0)[0])
+    before = model.weight.detach().clone()
+    guard.backward({"ce": logits.mean() + 3e38, "kd": logits.mean() + 3e38})
+    assert guard.step() == set() and torch.equal(before, model.weight)
+    assert [(e.part, e.stage) for e in guard.events.events] == [("model", "loss")]
+    assert guard.diagnosis().startswith("model, 1 steps: the loss is not finite (1 times).")
+
+
 def test_a_term_may_be_a_constant():
     """A term that found nothing in this batch is 0 without a gradient; alone it is a mistake."""
     model = nn.Linear(6, 2)
@@ -609,6 +620,18 @@ def test_float16_parameters_get_float32_masters(caplog):
     guard.backward(model(torch.full((1, 6), 6e4).half()).sum() * 10)
     guard.step()
     assert same(before, bits(optimizer.param_groups[0]["params"], optimizer))
+
+
+def test_a_gradient_that_came_past_the_guard_reaches_the_masters():
+    """As of a penalty whose own `backward` the user calls."""
+    model = nn.Linear(6, 2).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    guard = Guard(model, optimizer, scaler=False)
+    guard.backward(model(torch.zeros(1, 6).half()).sum())  # moves the bias alone
+    before = model.weight.detach().clone()
+    model.weight.sum().backward()
+    assert guard.step() == {"model"}
+    torch.testing.assert_close(model.weight, before - 1, rtol=0, atol=1e-3)
 
 
 def test_float16_parameters_with_moments_are_refused():

@@ -120,6 +120,18 @@ def test_a_buffer_put_back_in_place_is_still_the_same_tensor():
     assert model.running_mean is before and not before.any()
 
 
+def test_a_buffer_that_a_step_took_away_is_put_back():
+    model = nn.BatchNorm1d(3)
+    parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
+    model.running_mean.fill_(4.0)
+    parts[0].keep_buffers()
+    model.running_mean = None
+    parts[0].put_back(parts[0].kept)
+    assert (model.running_mean == 4).all()
+    model.running_mean.fill_(9.0)  # what was remembered is not what the module goes on with
+    assert (parts[0].kept[0] == 4).all()
+
+
 def test_a_part_is_finite_only_with_its_moments_and_buffers():
     for what in ("weight", "moment", "buffer"):
         model = nn.BatchNorm1d(3)
