@@ -5,7 +5,7 @@ import json
 import os
 import pickle
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from ssl_kd.store import (
     nearest_neighbours,
     shards,
 )
+from ssl_kd.store.fingerprint import BaseFingerprint
 from ssl_kd.store.shards import read_manifest, write_manifest
 from tests.damage import FullDisk, Payload
 
@@ -164,6 +165,13 @@ def test_half_precision_is_read_as_float32(tmp_path, dtype):
 def test_no_labels(tmp_path):
     store = write(tmp_path, labels=None, class_names=None)
     assert store.labels is None and store.class_names is None
+
+
+def test_a_column_of_some_rows_is_theirs_whether_it_is_mapped_or_held(tmp_path):
+    store, rows = write(tmp_path), torch.tensor([49, 0, 13, 13])
+    assert store.take("indices", rows).tolist() == [49, 0, 13, 13]
+    assert torch.equal(store.take("labels", rows), LABELS[rows])
+    assert torch.equal(store.take("embeddings", rows), rows_of()[rows])
 
 
 def test_what_is_gathered_is_the_callers(tmp_path):
@@ -532,6 +540,31 @@ def test_a_cache_of_something_else_is_refused_by_field(tmp_path, field):
     assert torch.equal(store.tensor(), rows_of() * 2)
 
 
+def test_a_mismatch_says_where_what_and_what_to_do(tmp_path):
+    write(tmp_path)
+    with pytest.raises(FingerprintMismatch) as caught:
+        EmbeddingStore.open(tmp_path, "train", expect=replace(FINGERPRINT, dtype="float16"))
+    path = tmp_path / "embeddings_train.json"
+    difference = "dtype: cache has 'float32', this run asks for 'float16'"
+    assert caught.value.path == path and caught.value.differences == [difference]
+    message = f"{path} was made from something else: {difference}. {FINGERPRINT.way_out}"
+    assert str(caught.value) == message
+
+
+def test_a_digest_is_of_every_field_in_no_order():
+    @dataclass(frozen=True)
+    class Reversed(BaseFingerprint):
+        data: str
+        dtype: str
+        transform: str
+        weights: str
+        teacher: str
+
+    assert Reversed(**vars(FINGERPRINT)).digest == FINGERPRINT.digest
+    digests = {replace(FINGERPRINT, **{name: "other"}).digest for name in vars(FINGERPRINT)}
+    assert len(digests | {FINGERPRINT.digest}) == 6
+
+
 def test_every_differing_field_is_named():
     other = Fingerprint("a", "b", "28px", "c", "digits")
     assert [text.split(":")[0] for text in FINGERPRINT.differences(other)] == [
@@ -631,6 +664,37 @@ def test_an_interrupted_writer_goes_on_at_the_last_complete_shard(tmp_path):
         rows = torch.tensor([row for row in range(N) if row != 3])
         writer.append(rows_of()[rows], rows)
     assert content(tmp_path / "resumed") == content(tmp_path / "straight")
+
+
+def test_what_is_stored_already_cannot_be_skipped_any_more(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        with make_writer(tmp_path) as writer:
+            writer.append(rows_of()[:30], torch.arange(30))
+            raise KeyboardInterrupt
+    with make_writer(tmp_path) as writer:
+        for row in (0, 13, 23):
+            writer.skip(row, IDS[row], "gone in the meantime")
+        fill(writer)
+    store = EmbeddingStore.open(tmp_path, "train")
+    assert torch.equal(store.tensor(), rows_of()) and store.manifest["unreadable"] == []
+
+
+def test_shards_that_are_missing_side_by_side_are_one_range(tmp_path):
+    write(tmp_path)
+    for shard in (0, 2, 3):
+        (tmp_path / f"embeddings_train_{shard:05d}.pt").unlink()
+    with pytest.raises(CorruptFileError, match="embeddings_train_00000.pt is missing"):
+        EmbeddingStore.open(tmp_path, "train")
+    with make_writer(tmp_path, force=True) as writer:
+        assert writer.missing == [(0, 12), (24, 48)] and writer.done == 0
+        assert writer.batches(10) == [
+            range(0, 10),
+            range(10, 20),
+            range(20, 30),
+            range(30, 40),
+            range(40, 50),
+        ]
+        assert fill(writer) == [*range(12), *range(24, 48)]
 
 
 def test_a_sample_that_can_be_read_after_all_is_not_listed(tmp_path):
