@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssl_kd.guard import TooFewHealthyParts
+from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage, Thresholds, is_healthy
 from ssl_kd.guard.health import Health
 from ssl_kd.guard.update import rescale_
@@ -78,6 +79,13 @@ def test_the_numbers_of_the_stages_are_those_that_checkpoints_hold():
         "WEIGHT": 10,
         "DRIFT": 11,
     }
+
+
+def test_an_event_knows_the_kind_of_fault_that_it_is_of():
+    for stage in Stage:
+        fill = {"row": 1, "drift": 0.5, "limit": 0.1}
+        assert Stage.of(stage.event(3, "head 1", **fill)) is stage
+    assert Stage.of(Event(3, "head 1", "escalation", "10 bad steps in a row", "retired")) is None
 
 
 def test_a_median_is_trusted_after_twenty_norms_and_not_before():

@@ -100,6 +100,20 @@ def test_a_part_goes_back_with_its_moments_and_its_buffers():
     assert all(torch.equal(a, b) for a, b in zip(kept, model.buffers(), strict=True))
 
 
+def test_what_an_optimizer_remembers_beside_tensors_goes_back_too():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = ModuleParts(model, optimizer, None)
+    optimizer.state[model.weight] = {"steps": 3, "history": [1, 2]}
+    parts.snapshot(0, 1, every=1)
+    for _ in range(2):  # what is put back is a copy: it can be put back again
+        optimizer.state[model.weight]["steps"] += 1
+        optimizer.state[model.weight]["history"].append(9)
+        optimizer.state[model.weight]["late"] = 1
+        parts.restore(0)
+        assert optimizer.state[model.weight] == {"steps": 3, "history": [1, 2]}
+
+
 def test_after_a_state_was_loaded_a_sick_step_goes_back_to_the_buffers_of_then():
     model = nn.BatchNorm1d(3)
     parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)

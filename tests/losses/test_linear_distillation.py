@@ -303,6 +303,21 @@ def test_no_tokens_are_two_zeros_on_the_graph():
     assert empty.grad.shape == (0, DIM) and student[1].grad.abs().max() == 0
 
 
+def test_logits_of_no_tokens_are_two_zeros_too():
+    logits = torch.zeros(0, VOCAB, requires_grad=True)
+    targets = torch.zeros(0, dtype=torch.int64)
+    teacher = LogitsTeacher(torch.zeros(0, VOCAB))
+    terms = logits_distillation(logits, targets, [teacher], temperature=2.0)
+    assert terms.tolist() == [0.0, 0.0]
+    terms.sum().backward()
+    assert logits.grad.shape == (0, VOCAB)
+
+
+def test_logits_of_a_batch_that_was_not_flattened_are_refused():
+    with pytest.raises(ValueError, match=r"student_logits \(2, 3, 5\), expected \[n, vocab\]"):
+        logits_distillation(torch.zeros(2, 3, 5), None, temperature=2.0)
+
+
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_a_bias_of_minus_infinity_is_outside_the_vocabulary(name, side):

@@ -150,6 +150,16 @@ def test_bad_arguments_are_named(argument, value):
         losses.beta_mi(student, teacher, marginal, **{argument: value})
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"), [("beta", 0.0), ("student_temperature", -1.0), ("clip_min", math.inf)]
+)
+def test_bad_arguments_of_the_whole_objective_are_named_too(argument, value):
+    student, teacher, marginal = _case()
+    log_q = losses.log_probabilities(teacher, 0.1)
+    with pytest.raises(ValueError, match=argument):
+        losses.temi(student[:, None], log_q[:, None], marginal, **{argument: value})
+
+
 def test_shapes_that_do_not_fit_are_named():
     student, teacher, marginal = _case()
     with pytest.raises(ValueError, match="do not fit"):

@@ -67,6 +67,33 @@ def test_one_step_equals_the_float64_oracle(how):
         torch.testing.assert_close(trainer.state.teacher[i], ema)
 
 
+def test_the_loss_that_is_shown_begins_with_the_first_and_follows_slowly():
+    trainer = _trainer()
+    first = trainer.step(_views(), 1e-2).loss
+    torch.testing.assert_close(trainer.state.loss, first)
+    second = trainer.step(_views(1), 1e-2).loss
+    torch.testing.assert_close(trainer.state.loss, 0.98 * first + 0.02 * second)
+
+
+def test_what_a_checkpoint_holds_is_taken_over_whole():
+    old, new = _trainer(), _trainer()
+    for name, tensor in old.tensors().items():
+        tensor.fill_(3 if tensor.dtype != torch.bool else True)
+        assert not torch.equal(new.tensors()[name], tensor), name
+    new.load(old.tensors())
+    for name, tensor in new.tensors().items():
+        assert torch.equal(tensor, old.tensors()[name]), name
+
+
+@pytest.mark.parametrize("name", ["student", "marginal", "health.level", "good.exp_avg"])
+def test_a_checkpoint_of_other_heads_is_refused_by_name(name):
+    trainer = _trainer()
+    tensors = {key: tensor.clone() for key, tensor in trainer.tensors().items()}
+    tensors[name] = tensors[name][:-1]
+    with pytest.raises(ValueError, match=rf"{name} is \[{HEADS - 1}.*\], expected \[{HEADS}"):
+        trainer.load(tensors)
+
+
 def test_sharpened_step_equals_the_oracle_loss():
     trainer = _trainer(loss="sharpened", teacher_temp=0.05)
     trainer.step(_views(0), 1e-2)  # so that the center is not zero
