@@ -139,7 +139,7 @@ def test_a_buffer_that_a_step_took_away_is_put_back():
     parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
     model.running_mean.fill_(4.0)
     parts[0].keep_buffers()
-    model.running_mean = None
+    model.register_buffer("running_mean", None)
     parts[0].put_back(parts[0].kept)
     assert (model.running_mean == 4).all()
     model.running_mean.fill_(9.0)  # what was remembered is not what the module goes on with
