@@ -94,6 +94,14 @@ def test_a_checkpoint_of_other_heads_is_refused_by_name(name):
         trainer.load(tensors)
 
 
+@pytest.mark.parametrize("name", ["teacher", "health.level"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(name):
+    trainer = _trainer()
+    tensors = {key: tensor for key, tensor in trainer.tensors().items() if key != name}
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        trainer.load(tensors)
+
+
 def test_sharpened_step_equals_the_oracle_loss():
     trainer = _trainer(loss="sharpened", teacher_temp=0.05)
     trainer.step(_views(0), 1e-2)  # so that the center is not zero
