@@ -461,7 +461,7 @@ def test_draws_of_experts_are_cached_each_in_a_folder(settings, models, tmp_path
         run(settings(**{**ka, "ka_lambda": 0.1}, run_name="other"))
     sampled = ka | {"divergence": "forward_kl", "cache_method": "sample", "force_recompute": True}
     cache_teacher(settings(**sampled))
-    with pytest.raises(SettingsError, match="a cache of CACHE_METHOD 'sample' knows forward_kl"):
+    with pytest.raises(SettingsError, match="a cache of CACHE_METHOD 'sample' supports forward_kl"):
         run(settings(**ka, run_name="other"))
 
 

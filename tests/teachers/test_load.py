@@ -98,7 +98,7 @@ def test_features_need_a_feature_file():
         ({"name": "pixels", "image_size": 0}, "image_size must be at least 1"),
         ({"name": "pixels", "weights": "w.pth"}, "has no weights"),
         ({"name": "dinov2", "dinov2_model": "dinov2_vits16"}, "dinov2_model must be one of"),
-        ({"name": "dinov2", "image_size": 225}, "a multiple, 224 say"),
+        ({"name": "dinov2", "image_size": 225}, "a multiple of 14, such as 224"),
         ({"name": "dinov2", "source": "huggingface"}, "source must be"),
     ],
 )

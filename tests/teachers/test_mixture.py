@@ -572,7 +572,7 @@ def test_a_router_that_drifts_is_stopped():
     records = [step.step(_objective(model, _student()), step=i) for i in range(10)]
     events = [record.event for record in records if record.event]
     assert [(e.stage, e.action) for e in events] == [("drift", "stopped")]
-    assert float(events[0].value) > 0.05 and "imitate" in events[0].reason
+    assert float(events[0].value) > 0.05 and "imitating" in events[0].reason
     assert step.stopped and not records[-1].applied
     assert records[-1].drift == records[events[0].step].drift  # it moved no more
 
