@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -290,11 +290,15 @@ def aligned_blocks(
         for k in (0, 1)
     )
     blocks = AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
-    fit = blocks.statistics()
+    _log_fit(dataset.name, blocks.statistics())
+    return blocks
+
+
+def _log_fit(name: str, fit: Mapping[str, float]) -> None:
     logger.info(
         "%s: groups cover %.1f %% of the characters to learn, %.1f %% by tokens of the same text; "
         "per group %.2f tokens of the student, %.2f of the teacher, %.1f characters, at most %.0f",
-        dataset.name,
+        name,
         100 * fit["coverage"],
         100 * fit["matched"],
         fit["student_tokens_per_group"],
@@ -302,7 +306,6 @@ def aligned_blocks(
         fit["characters_per_group"],
         fit["longest_group"],
     )
-    return blocks
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,7 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
             generations["after"] = judge.generations(student)
             tell("judge", 2, 2, {})
         with clock("save"):  # before the baseline, which may stop
-            save_student(
-                student,
-                task.student.tokenizer,
-                folder.path / "student",
-                table,
-                merge=settings.lora_merge,
-            )
-            if isinstance(distiller.source, Routed) and distiller.source.router is not None:
-                distiller.source.mixture.save_router(folder.path / "router.safetensors")
+            _save(settings, folder, task, distiller, table)
         if alone is not None:
             with clock("baseline"):
                 try:
@@ -116,6 +109,20 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
             **_facts(task, distiller, steps),
         )
     return folder.path
+
+
+def _save(
+    settings: LanguageSettings,
+    folder: RunFolder,
+    task: Task,
+    distiller: Distiller,
+    table: list[Row],
+) -> None:
+    """The student as a model's folder, and the teacher's router where one has learned."""
+    path, tokenizer = folder.path / "student", task.student.tokenizer
+    save_student(distiller.student, tokenizer, path, table, merge=settings.lora_merge)
+    if isinstance(distiller.source, Routed) and distiller.source.router is not None:
+        distiller.source.mixture.save_router(folder.path / "router.safetensors")
 
 
 def _facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
@@ -280,20 +287,15 @@ def _train(
 
     with Board(folder.path, settings.tensorboard) as board:
 
-        def on_step(step: int, result: StudentStep) -> None:
-            for name, value in (("ce", result.ce), ("kd", result.kd)):
-                if settings.stop_after == 1 and value is not None and not math.isfinite(value):
-                    raise TooFewHealthyParts(f"step {step}: {name} is {value}")
-            if step < settings.verbose_steps:
-                kd = "" if result.kd is None else f", kd {result.kd:.4f}"
-                words = (step + 1, result.ce, kd, result.grad_norm)
-                logger.info("step %d: ce %.4f%s, gradient norm %.3g", *words)
-
         def on_log(row: Row) -> None:
             folder.log(row)
             board.log(row["step"], {k: v for k, v in row.items() if v is not None})
             info = {k: row[k] for k in ("train_loss", "ce", "kd") if row[k] is not None}
             tell("train", row["step"], steps, info | {"tokens/s": row["tokens_per_second"]})
+
+        def on_checkpoint(done: int) -> None:
+            state = {"distiller": distiller.state(), "best": best.state()}
+            folder.save_checkpoint(done, state)
 
         def on_eval(done: int) -> None:
             scores = judge.scores(distiller.student)
@@ -308,17 +310,26 @@ def _train(
                 task.blocks,
                 steps,
                 start=start,
-                on_step=on_step,
+                on_step=partial(_check_step, settings),
                 on_log=on_log,
                 on_eval=on_eval,
-                on_checkpoint=lambda step: folder.save_checkpoint(
-                    step, {"distiller": distiller.state(), "best": best.state()}
-                ),
+                on_checkpoint=on_checkpoint,
                 should_stop=lambda: bool(signals.caught),
             )
         except TooFewHealthyParts as error:
             raise TooFewHealthyParts(_why(error, settings, distiller)) from error
     return best
+
+
+def _check_step(settings: LanguageSettings, step: int, result: StudentStep) -> None:
+    """Stop at once where STOP_AFTER is 1 and a term is not finite; log the first steps."""
+    for name, value in (("ce", result.ce), ("kd", result.kd)):
+        if settings.stop_after == 1 and value is not None and not math.isfinite(value):
+            raise TooFewHealthyParts(f"step {step}: {name} is {value}")
+    if step < settings.verbose_steps:
+        kd = "" if result.kd is None else f", kd {result.kd:.4f}"
+        words = (step + 1, result.ce, kd, result.grad_norm)
+        logger.info("step %d: ce %.4f%s, gradient norm %.3g", *words)
 
 
 def _why(error: TooFewHealthyParts, settings: LanguageSettings, distiller: Distiller) -> str:

@@ -128,11 +128,14 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             "seconds": clock.seconds,
         }
         folder.update_json("metrics.json", **metrics)  # the last file: it says "finished"
-    images = None
-    if isinstance(train_set, ImageDataset):
-        pictures, rows = train_set, store.indices
-        images = lambda wanted: [pictures.image(int(rows[i])) for i in wanted]  # noqa: E731
-    return Run(folder.path, images)
+    return Run(folder.path, _images(train_set, store))
+
+
+def _images(dataset: Dataset, store: EmbeddingStore) -> Images | None:
+    """The pictures of some rows of the store; None where there are none."""
+    if not isinstance(dataset, ImageDataset):
+        return None
+    return lambda wanted: [dataset.image(int(store.indices[i])) for i in wanted]
 
 
 class _Source:
