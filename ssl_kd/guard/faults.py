@@ -58,6 +58,10 @@ class Thresholds:
                 raise ValueError(f"{field.name} is {value!r}; expected a whole number from 1")
 
 
+SKIPPED = "skipped"
+"""What is done at once with most parts that are sick: the step leaves them out."""
+
+
 class Memory(Protocol):
     """What detectors may ask of the past, `[part]` each; see `ssl_kd.guard.health.Health`."""
 
@@ -137,7 +141,7 @@ class Kind:
     reason: str = ""
     detect: Callable[[Observation], Tensor | None] | None = None
     value: Literal["loss", "norm", ""] = ""
-    action: str = "skipped"
+    action: str = SKIPPED
     updates: bool = False
     not_finite: bool = False
     advice: str = ""

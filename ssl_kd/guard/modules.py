@@ -264,7 +264,6 @@ class ModuleParts:
             self._optimizer.state.pop(p, None)
         mine.good, mine.due = None, 0
         mine.keep_buffers()
-        self.masters.write()
 
     def state_dict(self) -> dict[str, Any]:
         """Name -> last good state, for a checkpoint."""

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.diagnosis import Diagnosis
 from ssl_kd.guard.microscope import Fault
 from ssl_kd.guard.recorder import Bundle
+
+DTYPES = ("float32", "float16", "bfloat16")
+"""What a recorded step may have been computed in."""
+
+
+def damaged(path: str | Path, reason: str) -> CorruptFileError:
+    """The error for a bundle that holds no step as a run records them."""
+    return CorruptFileError(f"{path} cannot be run again: {reason}. Expected a bundle of a run.")
 
 
 @dataclass(frozen=True)

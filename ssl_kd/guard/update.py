@@ -89,10 +89,6 @@ class AdamWState:
             torch.zeros(len(weights), device=weights.device),
         )
 
-    def rows(self, rows: slice) -> AdamWState:
-        """The state of some parts, sharing memory with the whole."""
-        return AdamWState(self.exp_avg[rows], self.exp_avg_sq[rows], self.steps[rows])
-
 
 def adamw_(
     weights: Tensor,

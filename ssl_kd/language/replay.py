@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
-from ssl_kd.guard.replay import Replay
+from ssl_kd.guard.replay import DTYPES, Replay, damaged
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import named_rows
 from ssl_kd.language.step import Distiller
@@ -22,7 +21,6 @@ from ssl_kd.settings import SettingsError
 
 _REPLAY = {"mode": str, "student": str, "teacher": str, "scale": bool, "device": str, "exact": bool}
 _REPLAY |= {"explained": str, "learns_from": str}
-_DTYPES = ("float32", "float16", "bfloat16")
 _CPU = torch.device("cpu")
 
 
@@ -58,7 +56,7 @@ def replay(path: str | Path) -> Replay:
         )
     rows = bundle.indices
     if not len(rows) or not 0 <= int(rows.min()) <= int(rows.max()) < len(task.blocks):
-        raise _damaged(path, f"indices are not rows of the text, which has {len(task.blocks)}")
+        raise damaged(path, f"indices are not rows of the text, which has {len(task.blocks)}")
     distiller = make_distiller(settings, task)
     _load(path, bundle, distiller)
     batch = task.blocks.batch(rows, _CPU)
@@ -77,14 +75,14 @@ def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[
     how = values.pop("replay", None)
     if not isinstance(how, dict) or how.get("mode") != "language":
         raise InputError(f"{path} is not a step of the language mode")
-    if not has_fields(how, _REPLAY) or not {how["student"], how["teacher"]} <= {*_DTYPES}:
-        raise _damaged(path, "its replay settings are not those of a step")
+    if not has_fields(how, _REPLAY) or not {how["student"], how["teacher"]} <= {*DTYPES}:
+        raise damaged(path, "its replay settings are not those of a step")
     if bundle.indices.ndim != 1 or bundle.indices.dtype != torch.int64:
-        raise _damaged(path, "indices are not int64 [row]")
+        raise damaged(path, "indices are not int64 [row]")
     try:
         return LanguageSettings.from_dict(values).replace(resume=False, device="cpu"), how
     except SettingsError as error:
-        raise _damaged(path, str(error)) from error
+        raise damaged(path, str(error)) from error
 
 
 @torch.no_grad()
@@ -93,16 +91,12 @@ def _load(path: str | Path, bundle: Bundle, distiller: Distiller) -> None:
     for name, tensor in trained(distiller).items():
         saved = bundle.tensors.get(name)
         if saved is None or _kind(saved) != _kind(tensor):
-            raise _damaged(path, f"{name} is not {tensor.dtype} {list(tensor.shape)}")
+            raise damaged(path, f"{name} is not {tensor.dtype} {list(tensor.shape)}")
         tensor.copy_(saved)
     saved = bundle.tensors.get("rng cpu")
     if saved is None or _kind(saved) != _kind(torch.get_rng_state()):
-        raise _damaged(path, "the state of the random numbers is missing, or of another torch")
+        raise damaged(path, "the state of the random numbers is missing, or of another torch")
 
 
 def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.layout]:
     return x.shape, x.dtype, x.layout
-
-
-def _damaged(path: str | Path, reason: str) -> CorruptFileError:
-    return CorruptFileError(f"{path} cannot be run again: {reason}. Expected a bundle of a run.")

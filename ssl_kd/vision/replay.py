@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.diagnosis import diagnose
 from ssl_kd.guard.faults import Stage, is_healthy
 from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
-from ssl_kd.guard.replay import Replay
+from ssl_kd.guard.replay import DTYPES, Replay, damaged
 from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.fit import make_trainer
@@ -32,7 +31,6 @@ _REPLAY = {
     "device": str,
     "exact": bool,
 }
-_STUDENTS = ("float32", "float16", "bfloat16")
 
 
 def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any]) -> Bundle:
@@ -134,26 +132,26 @@ def _trainer(path: str | Path, bundle: Bundle) -> HeadTrainer:
     if isinstance(how, dict):
         how = {"mode": "vision", **how}  # version 0.1 recorded one mode only
     views, marginal = tensors.get("views"), tensors.get("marginal")
-    if not has_fields(how, _REPLAY) or how["student"] not in _STUDENTS:
-        raise _damaged(path, "its replay settings are not those of a step")
+    if not has_fields(how, _REPLAY) or how["student"] not in DTYPES:
+        raise damaged(path, "its replay settings are not those of a step")
     if (
         views is None
         or (views.ndim, views.dtype, views.layout) != (3, torch.float32, torch.strided)
         or len(views) < 2
         or not views.numel()
     ):
-        raise _damaged(path, "views are not float32 [view, batch, dim], two views or more")
+        raise damaged(path, "views are not float32 [view, batch, dim], two views or more")
     if bundle.indices.shape != views.shape[:2] or bundle.indices.dtype != torch.int64:
-        raise _damaged(path, "indices are not int64 [view, batch], one for each embedding")
+        raise damaged(path, "indices are not int64 [view, batch], one for each embedding")
     if marginal is None or marginal.ndim != 2 or marginal.shape[1] < 2:
-        raise _damaged(path, "marginal is not [1, cluster]")
+        raise damaged(path, "marginal is not [1, cluster]")
     if odd := settings.keys() ^ VisionSettings.rules().keys():
         names = ", ".join(sorted(map(str, odd)))
-        raise _damaged(path, f"its settings are not those of this version: {names}")
+        raise damaged(path, f"its settings are not those of this version: {names}")
     try:
         run = VisionSettings(**settings).replace(n_heads=1)
     except SettingsError as error:
-        raise _damaged(path, str(error)) from error
+        raise damaged(path, str(error)) from error
     precision = Precision(
         device=torch.device("cpu"),
         teacher=torch.float32,
@@ -167,13 +165,9 @@ def _trainer(path: str | Path, bundle: Bundle) -> HeadTrainer:
         kind = (mine.shape, mine.dtype, mine.layout)
         if saved is None or (saved.shape, saved.dtype, saved.layout) != kind:
             words = str(mine.dtype).removeprefix("torch.")
-            raise _damaged(path, f"{name} is not {words} {list(mine.shape)}")
+            raise damaged(path, f"{name} is not {words} {list(mine.shape)}")
         mine.copy_(saved)
     return trainer
-
-
-def _damaged(path: str | Path, reason: str) -> CorruptFileError:
-    return CorruptFileError(f"{path} cannot be run again: {reason}. Expected a bundle of a run.")
 
 
 def _sample(bundle: Bundle, fault: Fault) -> str:

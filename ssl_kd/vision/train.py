@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.faults import Stage, is_healthy
+from ssl_kd.guard.faults import SKIPPED, Stage, is_healthy
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.seeds import seed_of
 from ssl_kd.training.loop import Pace, run_loop
@@ -227,7 +227,7 @@ class _Heads:
                 events.append(Stage.MARGINAL.event(seen.step, f"head {head}", 0.0))
         faults = recovery.report(seen.step, result.stage, result.loss, result.grad_norm)
         for event in faults:
-            if event.action == Stage.LOSS.kind.action:
+            if event.action == SKIPPED:
                 head = names.index(event.part)
                 self.on_fault(self._fault(head, event, seen, unread[number + 1 :]))
         return events + faults
