@@ -6,9 +6,9 @@
 All train copies of one student towards the same teacher on the same batch by forward KL, off
 policy, in fp32 on the CPU: forward passes, loss, backward pass, clipping and AdamW as each comes,
 data loading left out. TRL's DistillationTrainer is given the completions that it would otherwise
-generate. The three take turns, and each ratio is the median over rounds, so that a machine whose
-speed drifts does not matter. Memory is the growth of the peak resident set over two steps, each in
-a process of its own.
+generate. The three take turns, and each ratio is the median over rounds (in brackets the middle
+half of them), so that a machine whose speed drifts does not matter. Memory is the growth of the
+peak resident set over two steps, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_cost import peak_growth
+from benchmarks.step_cost import peak_growth, versions
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard import Precision
 from ssl_kd.language.settings import LanguageSettings
@@ -239,7 +239,8 @@ def main() -> None:
     print(
         f"teacher {parameters[0]:.1f} M, student {parameters[1]:.1f} M, vocabulary "
         f"{teacher.model.config.vocab_size:,}, batch {args.batch} x {args.length}, fp32, "
-        f"{args.threads} threads, {args.rounds} rounds of {args.steps} steps\n"
+        f"{args.threads} threads, {args.rounds} rounds of {args.steps} steps; "
+        f"{versions('trl', 'transformers')}\n"
     )
     columns = ["step", "ms", "tokens per second", "times the time of ours", "extra peak MiB"]
     print(f"| {' | '.join([*columns, 'first loss'])} |\n|{'---|' * 6}")

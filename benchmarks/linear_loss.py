@@ -5,7 +5,8 @@
 All get the same hidden states and output weights of a student and a teacher and return the loss and
 the gradients of the student's. Times are medians over rounds in which all take turns, each in a
 process of its own that lives through the run; memory is the growth of the peak resident set over
-the first step of such a process, gradients included.
+the first step of such a process, gradients included. Ratios are to ours in the same round: their
+median, and the middle half of them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.step_cost import peak_mib
+from benchmarks.step_cost import peak_mib, versions
 from ssl_kd.losses import LinearTeacher, linear_distillation
 
 CHUNK_OF_LIGER = 128  # tokens; its own 1,024 needs several times the memory
@@ -70,11 +72,11 @@ def trl_chunked(heads: Heads, temperature: float, beta: float) -> Tensor:
     )[0]
 
 
-def liger(heads: Heads, temperature: float, beta: float) -> Tensor:
+def liger(heads: Heads, temperature: float, beta: float, compiled: bool = True) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # pyright: ignore[reportMissingImports]
 
     loss = LigerFusedLinearJSDLoss(
-        0.0, 1.0, beta=beta, temperature=temperature, compiled=False, chunk_size=CHUNK_OF_LIGER
+        0.0, 1.0, beta=beta, temperature=temperature, compiled=compiled, chunk_size=CHUNK_OF_LIGER
     )
     return loss(*heads, torch.zeros(len(heads[0]), dtype=torch.long))
 
@@ -104,15 +106,16 @@ METHODS: dict[str, Callable[[Heads, float, float], Tensor]] = {
     "TRL, generalized_jsd_loss": trl_logits,
     "TRL, DistillationTrainer's": trl_chunked,
     "Liger, chunked JSD": liger,
+    "Liger, not compiled": partial(liger, compiled=False),
     "plain PyTorch": plain,
 }
 
 
-def _serve(pipe, method: str, args: argparse.Namespace) -> None:
+def _serve(pipe, method: str, tokens: int, args: argparse.Namespace) -> None:
     """In a process of its own: one step for each word that comes in."""
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(args.tokens, args.dim), (args.vocab, args.dim)] * 2
+    shapes = [(tokens, args.dim), (args.vocab, args.dim)] * 2
     heads: list[Tensor] = [torch.randn(shape, generator=generator) for shape in shapes]
     for tensor in heads[1::2]:
         tensor.mul_(3 / args.dim**0.5)
@@ -139,21 +142,37 @@ def _serve(pipe, method: str, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Distillation from hidden states, beside peers.")
     parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--tokens", type=int, default=2_048, help="batch x length")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[512, 2_048], help="batch x length"
+    )
     parser.add_argument("--dim", type=int, default=512, help="hidden size, of both models")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--beta", type=float, default=0.0, choices=[0.0, 0.5, 1.0])
     parser.add_argument("--temperature", type=float, default=2.0)
-    parser.add_argument("--runs", type=int, default=3, help="timed rounds, after one to warm up")
+    parser.add_argument("--runs", type=int, default=7, help="timed rounds, after one to warm up")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     args = parser.parse_args()
 
+    print(
+        f"{args.vocab:,} entries, {args.dim} wide, {args.dtype}, beta {args.beta:g}, "
+        f"T {args.temperature:g}; {args.threads} threads, {args.runs} rounds; "
+        + versions("trl", "liger-kernel")
+    )
+    columns = ["tokens", "loss", "forward s", "backward s", "both s", "time relative to ours"]
+    columns += ["extra peak MiB", "relative to ours", "value", "gradient norm"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for tokens in args.tokens:
+        _compare(tokens, args)
+
+
+def _compare(tokens: int, args: argparse.Namespace) -> None:
+    """The table's rows of one size."""
     context = multiprocessing.get_context("spawn")
     pipes = {}
     for method in args.methods:
         pipes[method], theirs = context.Pipe()
-        context.Process(target=_serve, args=(theirs, method, args), daemon=True).start()
+        context.Process(target=_serve, args=(theirs, method, tokens, args), daemon=True).start()
         theirs.close()
     rounds = {method: [] for method in args.methods}
     for _ in range(args.runs + 1):
@@ -162,23 +181,16 @@ def main() -> None:
             rounds[method].append(pipe.recv())
     for pipe in pipes.values():
         pipe.send(False)
-    print(
-        f"{args.tokens:,} tokens, {args.vocab:,} entries, {args.dim} wide, {args.dtype}, "
-        f"beta {args.beta:g}, T {args.temperature:g}; {args.threads} threads, {args.runs} rounds"
-    )
-    columns = ["loss", "forward s", "backward s", "both s", "of ours", "extra peak MiB", "of ours"]
-    print(f"| {' | '.join([*columns, 'value', 'gradient norm'])} |\n|{'---|' * 9}")
     first = rounds[args.methods[0]]
     for method, each in rounds.items():
         seconds = [statistics.median(x[i] for x in each[1:]) for i in (0, 1)]
-        ratio = statistics.median(
-            (x[0] + x[1]) / (y[0] + y[1]) for x, y in zip(each[1:], first[1:], strict=True)
-        )
         memory, value, norm = each[0][2:]
-        print(
-            f"| {method} | {seconds[0]:.2f} | {seconds[1]:.2f} | {sum(seconds):.2f} | {ratio:.2f} "
-            f"| {memory:.0f} | {memory / first[0][2]:.2f} | {value:.6f} | {norm:.6f} |"
-        )
+        pairs = zip(each[1:], first[1:], strict=True)
+        low, middle, high = statistics.quantiles(((x[0] + x[1]) / (y[0] + y[1]) for x, y in pairs))
+        cells = [f"{tokens:,}", method, *(f"{s:.2f}" for s in (*seconds, sum(seconds)))]
+        cells += [f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{memory:.0f}"]
+        cells += [f"{memory / first[0][2]:.2f}", f"{value:.6f}", f"{norm:.6f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ is the growth of the peak resident set over one step, each side in a process of 
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import torch
@@ -69,6 +71,13 @@ def peak_growth(build, views) -> float:
     step(views)
     step(views)
     return peak_mib() - before
+
+
+def versions(*packages: str) -> str:
+    """Python, torch and those packages that are installed, with their versions."""
+    installed = {found.name.lower().replace("_", "-") for found in distributions()}
+    said = [f"{name} {version(name)}" for name in ("torch", *packages) if name in installed]
+    return ", ".join([f"Python {platform.python_version()}", *said])
 
 
 def peak_mib() -> float:
