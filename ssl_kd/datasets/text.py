@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -157,6 +158,8 @@ def open_text(
     if not examples:
         reasons = "; ".join(first_few(left_out, 3)) or "it is empty"
         raise InputError(f"{name} holds nothing to learn from: {reasons}")
+    if name == "stdlib":  # each version's is another text
+        name = f"stdlib of Python {platform.python_version()}"
     return TextDataset(name, split, tuple(examples), _digest(examples), first_few(left_out))
 
 

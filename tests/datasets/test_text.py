@@ -1,5 +1,6 @@
 import builtins
 import json
+import platform
 
 import pytest
 from hypothesis import given, settings
@@ -199,6 +200,7 @@ def test_the_standard_library():
     (stopped,) = train.left_out  # and no complaint of modules that are empty on purpose
     assert stopped.endswith("and all after it: max_bytes is 1,000,000")
     assert open_text("stdlib", "train", max_bytes=1_000_000) == train
+    assert train.name == f"stdlib of Python {platform.python_version()}"  # each one's is another
 
 
 @pytest.mark.parametrize("name", ["nothing.jsonl", "table.csv"])
