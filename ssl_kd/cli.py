@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
 from ssl_kd.errors import BAD_INPUT, FAILED, InputError, Interrupted, UserError
-from ssl_kd.flags import read_settings
+from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.settings import nearest
 
 if TYPE_CHECKING:
@@ -249,23 +249,37 @@ def _config(argv: Sequence[str]) -> int:
 def _replay(argv: Sequence[str]) -> int:
     """Run the recorded step of a sick head or student again, and name the cause."""
     if argv and argv[0] in ("-h", "--help"):
-        print("usage: ssl_kd replay BUNDLE\n\nBUNDLE is a file of a run's folder `faults`.")
+        print(
+            "usage: ssl_kd replay BUNDLE [--head CLASS] [--loss CLASS]\n\n"
+            "BUNDLE is a file of a run's folder `faults`. CLASS is the import path of a head or "
+            "loss of your own:\nonly what you name here is imported, whatever the bundle names."
+        )
         return OK
 
     def work() -> int:
-        if len(argv) != 1:
+        parser = FlagParser(prog="ssl_kd replay", allow_abbrev=False)
+        parser.add_argument("bundle", nargs="?")
+        parser.add_argument("--head")
+        parser.add_argument("--loss")
+        given, more = parser.parse_known_args(argv)
+        if given.bundle is None or more:
             raise InputError(
                 "replay takes one file, a bundle that a run saved: ssl_kd replay BUNDLE"
             )
+        from ssl_kd.screen import open_screen
+
+        open_screen()
         from ssl_kd.guard.recorder import load_bundle
 
-        how = load_bundle(argv[0]).settings.get("replay")
+        how = load_bundle(given.bundle).settings.get("replay")
         if isinstance(how, dict) and how.get("mode") == "language":
-            from ssl_kd.language.replay import replay
-        else:
-            from ssl_kd.vision.replay import replay
+            from ssl_kd.language import replay as language
 
-        report = replay(argv[0])
+            report = language.replay(given.bundle)
+        else:
+            from ssl_kd.vision import replay as vision
+
+            report = vision.replay(given.bundle, head=given.head, loss=given.loss)
         print(report)
         return OK if report.reproduced else FAILED
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import numbers
 from pathlib import Path
@@ -24,9 +23,11 @@ from typing_extensions import Self
 
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.precision import Precision
+from ssl_kd.imports import path_of_file
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
-from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.model import ClusterModel, read_config
+from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import train
@@ -227,14 +228,24 @@ class MultiHeadClusterer(
         self.model_.save_pretrained(folder, config=config)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Self:
+    def from_pretrained(
+        cls, folder: str | Path, *, head: str | None = None, loss: str | None = None
+    ) -> Self:
         """Load what `save_pretrained` wrote, or a finished run folder; it predicts at once.
 
         Parameters are those of the training. A run folder's model takes embeddings of the run's
         teacher, not images.
 
+        Args:
+            folder: where it is.
+            head: import path of the head's class. Only this library's own head is imported because
+                the folder names it; any other has to be named here, for an import runs code.
+            loss: import path of the objective's class, likewise: another `fit` would import it.
+
         Raises:
             FileNotFoundError: the folder is not there or holds no trained model.
+            CorruptFileError: one of its files is damaged; the message names it.
+            ValueError: it names a head or loss that is not this library's and was not named here.
         """
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
@@ -243,9 +254,16 @@ class MultiHeadClusterer(
                     f"{folder} holds no {name}: expected a finished run's folder, or one that "
                     "save_pretrained wrote"
                 )
-        model = ClusterModel.from_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        saved = config.get("settings", {}) | {
+        config = read_config(folder)
+        saved = config.get("settings", {})
+        if "LOSS" in saved:
+            way = f"from_pretrained(..., loss={saved['LOSS']!r})"
+            file = folder / "config.json"
+            saved["LOSS"] = path_of_file(
+                saved["LOSS"], loss, OBJECTIVES, what="loss", file=file, way=way
+            )
+        model = ClusterModel.from_pretrained(folder, head=head)
+        saved |= {
             "N_CLUSTERS": model.n_clusters,
             "TEACHER_TEMP": model.temperature,
             **{name.upper(): model.options[name] for name in ("head", *_WIDTHS)},

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 from ssl_kd.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -27,8 +32,13 @@ def import_class(path: str, base: type[T], what: str) -> type[T]:
     module, _, name = path.rpartition(".")
     if not module:
         raise InputError(f"{what} {path!r}: expected an import path, package.module.Class")
+    known = module in sys.modules
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        imported = importlib.import_module(module)
+        if not known:
+            file = getattr(imported, "__file__", None)
+            logger.info("%s %s: imported the module from %s", what, path, file)
+        found: Any = getattr(imported, name)
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"{what} {path!r} cannot be imported: {error}; expected package.module.Class, in an "
@@ -37,4 +47,32 @@ def import_class(path: str, base: type[T], what: str) -> type[T]:
     if not (isinstance(found, type) and issubclass(found, base)):
         expected = f"{base.__module__}.{base.__qualname__}"
         raise InputError(f"{what} {path!r} is {found!r}, expected a subclass of {expected}")
+    return found
+
+
+def path_of_file(
+    found: Any, named: str | None, own: Collection[str], *, what: str, file: object, way: str
+) -> str:
+    """The import path to follow where a file names one: this library's own, or the caller's.
+
+    An import runs the code of what is imported, and a file from somebody else can name any module.
+
+    Args:
+        found: what the file names.
+        named: what the caller names instead; None: nothing.
+        own: the paths that may be followed unasked.
+        what: what it is used as, for the message: `head`, `loss`.
+        file: the file.
+        way: how the caller would name it, up to the path itself: `--head `.
+
+    Raises:
+        ValueError: the file names another one, and the caller none.
+    """
+    if named is not None:
+        return named
+    if found not in list(own):
+        raise InputError(
+            f"{file} names the {what} {found!r}, which is not one of ssl_kd's: to import it would "
+            f"run its code, so nothing was imported. If you trust it, name it yourself: {way}"
+        )
     return found

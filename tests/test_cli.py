@@ -402,7 +402,7 @@ def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returne
     class Report(str):
         pass
 
-    def again(path):
+    def again(path, **classes):
         report = Report(f"cause of {path}")
         report.reproduced = reproduced  # type: ignore[attr-defined]
         return report

@@ -20,6 +20,9 @@ from ssl_kd.imports import import_class
 
 logger = logging.getLogger(__name__)
 
+OWN_HEADS = ("ssl_kd.heads.TEMIHead", "ssl_kd.heads.temi.TEMIHead")
+"""Import paths of this library's heads."""
+
 _RANDOM_STATE = threading.Lock()
 
 

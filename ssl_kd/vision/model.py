@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from ssl_kd.heads import HeadBank, TEMIHead, head_maker
+from ssl_kd.errors import UserError
+from ssl_kd.files import CorruptFileError
+from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
+from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
 from ssl_kd.vision.projection import Projection
 
@@ -71,10 +78,51 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         self.projection = Projection(in_dim, head_dim)
 
     @classmethod
-    def _from_pretrained(cls, *, strict: bool = True, **options: Any) -> Any:
-        # The mixin prints, and passes over tensors that a file lacks or this model does not know.
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            return super()._from_pretrained(strict=strict, **options)
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, folder: str | Path, *, head: str | None = None, **options: Any
+    ) -> Self:
+        """Load what `save_pretrained` wrote, a run folder, or a model of the Hugging Face hub.
+
+        Args:
+            folder: the folder, or the model's name on the hub.
+            head: import path of the head's class. Only this library's own head is imported because
+                the folder names it; any other has to be named here, for an import runs code.
+            **options: of `PyTorchModelHubMixin.from_pretrained`.
+
+        Raises:
+            CorruptFileError: config.json or model.safetensors is damaged, or they do not fit.
+            ValueError: a head that is not this library's and was not named.
+        """
+        if Path(folder).is_dir():
+            read_config(folder)
+        return super().from_pretrained(folder, own_head=head, **options)
+
+    @classmethod
+    def _from_pretrained(
+        cls, *, model_id: str, own_head: str | None = None, strict: bool = True, **options: Any
+    ) -> Any:
+        if "head" in options:
+            options["head"] = path_of_file(
+                options["head"],
+                own_head,
+                OWN_HEADS,
+                what="head",
+                file=f"config.json of {model_id}",
+                way=f"from_pretrained(..., head={options['head']!r})",
+            )
+        try:
+            # The mixin prints, and passes over tensors that a file lacks or this model does not
+            # know.
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                return super()._from_pretrained(model_id=model_id, strict=strict, **options)
+        except UserError:
+            raise
+        except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
+            raise CorruptFileError(
+                f"{Path(model_id) / 'model.safetensors'} cannot be loaded as the config.json "
+                f"beside it describes it: {' '.join(str(error).split())[:300]}. One of the two is "
+                "damaged or of another model: copy both again"
+            ) from error
 
     def forward(self, x: Tensor) -> Tensor:
         """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32."""
@@ -101,3 +149,20 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     def predict(self, x: Tensor) -> Tensor:
         """Embeddings `[n, in_dim]` -> clusters `[n]` int64."""
         return self.predict_proba(x).argmax(-1)
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The `config.json` of a run folder, or of one that `save_pretrained` wrote.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        CorruptFileError: it is not JSON, or not an object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
+    if not isinstance(config, dict):
+        raise CorruptFileError(f"{path} is damaged (not an object): copy it again")
+    return config

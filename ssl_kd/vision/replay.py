@@ -16,9 +16,12 @@ from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
 from ssl_kd.guard.replay import DTYPES, Replay, damaged
+from ssl_kd.heads import OWN_HEADS
+from ssl_kd.imports import path_of_file
 from ssl_kd.seeds import seed_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.fit import make_trainer
+from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadsStep, HeadTrainer
 from ssl_kd.vision.train import HeadFault
@@ -57,20 +60,23 @@ def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any
     )
 
 
-def replay(path: str | Path) -> Replay:
+def replay(path: str | Path, *, head: str | None = None, loss: str | None = None) -> Replay:
     """Run the step of a bundle again, on the CPU, under the microscope.
 
     With `INSTANCE_WEIGHT` `mean` the weights are this head's own: bounded and summing to one like
     the mean, so what becomes NaN is the same.
 
-    The head's class is imported by the name in the bundle, and an import runs code: a bundle from
-    somebody else can name any module, so replay only bundles that you trust.
+    Args:
+        path: the bundle.
+        head: import path of the head's class. Only this library's own head is imported because the
+            bundle names it; any other has to be named here, for an import runs code.
+        loss: import path of the objective's class, likewise.
 
     Raises:
         FileNotFoundError: there is no such file.
         CorruptFileError: it is damaged, no bundle, or of another version's settings.
-        ValueError: the batch was left out of it, it is not of this mode, or its head cannot be
-            imported.
+        ValueError: the batch was left out of it, it is not of this mode, its head or loss is not
+            this library's and was not named, or cannot be imported.
     """
     bundle = load_bundle(path)
     if "replay" not in bundle.settings:
@@ -79,7 +85,7 @@ def replay(path: str | Path) -> Replay:
         raise InputError(
             f"{path} cannot be run again: {', '.join(bundle.left_out)} was over its size limit"
         )
-    trainer = _trainer(path, bundle)
+    trainer = _trainer(path, bundle, head, loss)
     views, state = bundle.tensors["views"], trainer.state
     named = {"input": views, "marginal": state.marginal, "loss scale": state.scale}
     for owner in ("student", "teacher"):
@@ -121,7 +127,7 @@ def _fault(scope: Microscope, result: HeadsStep, views: Tensor) -> Fault | None:
     return scope.fault() if fault is None and sick else fault
 
 
-def _trainer(path: str | Path, bundle: Bundle) -> HeadTrainer:
+def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | None) -> HeadTrainer:
     """The head as it was before the step.
 
     Raises:
@@ -152,6 +158,12 @@ def _trainer(path: str | Path, bundle: Bundle) -> HeadTrainer:
         run = VisionSettings(**settings).replace(n_heads=1)
     except SettingsError as error:
         raise damaged(path, str(error)) from error
+    own = {"head": (head, OWN_HEADS), "loss": (loss, OBJECTIVES)}
+    for what, (named, ours) in own.items():
+        found = getattr(run, what)
+        way = f"--{what} {found}"
+        path_to = path_of_file(found, named, ours, what=what, file=path, way=way)
+        run = run.replace(**{what: path_to})
     precision = Precision(
         device=torch.device("cpu"),
         teacher=torch.float32,

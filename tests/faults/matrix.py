@@ -46,6 +46,7 @@ GROUPS = {
     39: "checkpoint, process, system",
     48: "user, configuration, security",
     54: "language models",
+    86: "what is read",
 }
 """First row of each group -> its name."""
 
@@ -334,5 +335,10 @@ ROWS = {
     73: Row(
         "a recorded step whose text or teacher has changed since, or whose bundle is cut",
         "refused with the file and what differs",
+    ),
+    86: Row(
+        "a config.json or a recorded step names a class of somebody else as its head or loss",
+        "nothing is imported; the message names the class, and how to name it oneself",
+        how="a module beside config.json that leaves a trace",
     ),
 }

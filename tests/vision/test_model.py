@@ -93,7 +93,9 @@ def test_a_head_of_ones_own_loads_by_its_import_path(tmp_path):
     model.weights.copy_(model.bank.initial_weights(1))
     model.votes.fill_(1 / K)
     model.save_pretrained(tmp_path)
-    again = ClusterModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="head='heads.cosine_head.CosineHead'"):
+        ClusterModel.from_pretrained(tmp_path)
+    again = ClusterModel.from_pretrained(tmp_path, head="heads.cosine_head.CosineHead")
     x = torch.randn(3, DIM)
     assert torch.equal(again.head_probabilities(x), model.head_probabilities(x))
 

@@ -72,7 +72,8 @@ def test_a_users_head_is_placed_at_its_line(tmp_path):
     def spoil(trainer, views):
         views[:, 2] = 0
 
-    report = replay(record(tmp_path, spoil, head=f"{__name__}.NaiveHead"))
+    path, head = record(tmp_path, spoil, head=f"{__name__}.NaiveHead"), f"{__name__}.NaiveHead"
+    report = replay(path, head=head)
     assert report.fault.op == "aten.div" and report.diagnosis.cause == Cause.ZERO_NORM
     assert report.fault.place.file == __file__ and report.fault.place.text.startswith("return z /")
 
