@@ -58,7 +58,10 @@ class FeatureDataset:
         self.labels: np.ndarray | None = None
         self.class_names: tuple[str, ...] | None = None
         if labels is not None:
-            numbers, names = class_numbers(labels, class_names)
+            try:
+                numbers, names = class_numbers(labels, class_names)
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from error
             if names:
                 self.labels, self.class_names = numbers, names
         self.fingerprint = digest_array(features, self.labels)

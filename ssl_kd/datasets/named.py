@@ -37,6 +37,7 @@ def open_dataset(
     download: bool = ...,
     missing_ok: Literal[False] = ...,
     class_names: tuple[str, ...] | None = ...,
+    whole: bool = ...,
 ) -> ImageDataset | FeatureDataset: ...
 
 
@@ -49,6 +50,7 @@ def open_dataset(
     download: bool = ...,
     missing_ok: bool,
     class_names: tuple[str, ...] | None = ...,
+    whole: bool = ...,
 ) -> ImageDataset | FeatureDataset | None: ...
 
 
@@ -60,6 +62,7 @@ def open_dataset(
     download: bool = False,
     missing_ok: bool = False,
     class_names: tuple[str, ...] | None = None,
+    whole: bool = False,
 ) -> ImageDataset | FeatureDataset | None:
     """Open one split of a data set.
 
@@ -76,6 +79,8 @@ def open_dataset(
         missing_ok: return None for a split that the source does not have.
         class_names: the classes in the order to keep, for a test set from another source; folders
             and feature files only. Both splits of one source agree without it.
+        whole: the source was named for this split alone: a feature file is it, and so is a folder
+            without folders of splits in it.
 
     Raises:
         DatasetUnavailable: nothing there; says where it was looked for.
@@ -88,9 +93,11 @@ def open_dataset(
         return NAMES[name](name, split, Path(root), download)
     path = Path(name).expanduser()
     if path.is_dir():
-        dataset = _open_folder(path, name, split, class_names)
+        dataset = _open_folder(path, name, split, class_names, whole)
     elif path.suffix.lower() in FEATURE_FILES and path.is_file():
-        dataset = _open_feature_file(path, split, class_names)
+        alone = split == "train" or whole
+        read = open_features if alone else _open_test_features
+        dataset = read(path, split, class_names)
     else:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -104,14 +111,14 @@ def open_dataset(
 
 
 def _open_folder(
-    path: Path, name: str, split: Split, class_names: tuple[str, ...] | None
+    path: Path, name: str, split: Split, class_names: tuple[str, ...] | None, whole: bool = False
 ) -> ImageDataset | None:
     splits = {
         s: next((path / f for f in folders if (path / f).is_dir()), None)
         for s, folders in _FOLDER_OF_SPLIT.items()
     }
-    if splits["train"] is None:
-        splits = {"train": path, "test": None}
+    if splits["train"] is None and not (whole and splits["test"]):
+        splits = {"train": path, "test": path if whole else None}
     folder = splits[split]
     if folder is None:
         return None
@@ -132,11 +139,9 @@ def _class_folders(train: Path | None) -> tuple[str, ...] | None:
     return tuple(names) or None
 
 
-def _open_feature_file(
+def _open_test_features(
     path: Path, split: Split, class_names: tuple[str, ...] | None
 ) -> FeatureDataset | None:
-    if split == "train":
-        return open_features(path, split, class_names)
     if not path.stem.endswith("train"):
         return None
     test_path = path.with_name(path.stem.removesuffix("train") + "test" + path.suffix)

@@ -115,6 +115,11 @@ def extract(
             f"data set {dataset.name!r} and teacher {teacher.name!r} do not go together: feature "
             "files need --teacher features, images any other"
         )
+    if isinstance(dataset, FeatureDataset) and dataset.features.shape[1] != teacher.dim:
+        raise InputError(
+            f"the features of {dataset.name} have {dataset.features.shape[1]} dimensions, those "
+            f"to learn from {teacher.dim}: both must be of one teacher"
+        )
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     expected = fingerprint(dataset, teacher, precision)

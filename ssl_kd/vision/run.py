@@ -163,10 +163,15 @@ def _embed(
     train_set = open_dataset(settings.dataset, "train", root=root, download=download)
     n_clusters_of(settings, train_set.class_names, len(train_set))  # before hours of extraction
     if settings.dataset_test is not None:
-        names = train_set.class_names
+        names, source = train_set.class_names, settings.dataset_test
         test_set = open_dataset(
-            settings.dataset_test, "test", class_names=names, root=root, download=download
+            source, "test", class_names=names, root=root, download=download, whole=True
         )
+        if None not in (names, test_set.class_names) and names != test_set.class_names:
+            raise SettingsError(
+                f"DATASET_TEST {source} has the classes {list(test_set.class_names)[:10]}, but "
+                f"DATASET {settings.dataset} has {list(names)[:10]}: name a test set of the same"
+            )
     else:
         test_set = open_dataset(
             settings.dataset, "test", missing_ok=True, root=root, download=download

@@ -488,3 +488,54 @@ def test_samples_are_scored_on_a_sample_where_there_are_very_many(settings, monk
     lines = [line for line in assignments(path) if line["split"] == "train"]
     assert len(lines) == 64 and len(arrays["map"]) == 40
     assert sum(metrics(path)["cluster_sizes"]) == 64
+
+
+# --- A test set of its own ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["features", "a folder of classes", "a folder with test in it"])
+def test_a_test_set_named_for_itself_is_scored_whole(settings, tmp_path, digits, kind):
+    images, labels = digits
+    if kind == "features":
+        held_out = save_features(tmp_path / "te.npz", images[64:].reshape(32, -1), y=labels[64:])
+        changes = {}
+    else:
+        for digit in range(10):
+            for part, rows in (("mine", slice(64)), ("te", slice(64, None))):
+                part += "/test" if part == "te" and "with test" in kind else ""
+                folder = tmp_path / part / f"digit {digit}"
+                save_images(folder, images[rows][labels[rows] == digit])
+        held_out = str(tmp_path / "te")
+        changes = {"dataset": str(tmp_path / "mine"), "image_size": 8}
+    path = run(settings(**changes, dataset_test=held_out, probe=True)).path
+    found = metrics(path)
+    assert (found["dataset"]["n_train"], found["dataset"]["n_test"]) == (64, 32)
+    assert all(row["acc"] is not None for row in found["table"])
+    assert found["linear_probe"]["note"] is None  # judged on the held-out samples
+    truth = [line["label"] for line in assignments(path) if line["split"] == "test"]
+    assert sorted(label[-1] for label in truth) == sorted(map(str, labels[64:]))
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ({"x": np.ones((4, 64)), "y": [0, 1, 2, 99]}, r"te.npz: classes \['99'\] are not among"),
+        ({"x": np.ones((4, 9)), "y": [0, 1, 2, 3]}, "te.npz have 9 dimensions, .* learn from 64"),
+        (None, "'.*te.npz' is neither"),
+        ("digits", "do not go together"),
+    ],
+)
+def test_a_test_set_that_does_not_fit_is_named(settings, tmp_path, file, words):
+    if isinstance(file, dict):
+        np.savez(tmp_path / "te.npz", **file)
+    held_out = file if isinstance(file, str) else str(tmp_path / "te.npz")
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        run(settings(dataset_test=held_out))
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_test_set_of_other_classes_is_refused(settings, tmp_path, digits):
+    for digit in range(10):
+        save_images(tmp_path / "mine" / f"digit {digit}", digits[0][:2])
+    with pytest.raises(SettingsError, match="DATASET_TEST digits has the classes"):
+        run(settings(dataset=str(tmp_path / "mine"), dataset_test="digits"))
