@@ -11,6 +11,11 @@ from ssl_kd.errors import UserError
 
 __all__ = ["UnreadableImage", "decode"]
 
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+"""What is decoded; some of PIL's other formats start a program, as EPS starts Ghostscript."""
+LARGEST = 512 << 20
+"""Bytes of one image, decoded, above which it counts as unreadable."""
+
 
 class UnreadableImage(UserError, ValueError):
     """An image that cannot be decoded; `id` names it, `reason` says why in a few words."""
@@ -27,8 +32,7 @@ def _eight_bits(values: np.ndarray, full_scale: float | None) -> Image.Image:
     A file without a declared scale (floats, 32-bit integers) has the smallest of 1 (floats only),
     255 and 65535 that holds its values; beyond that, or below zero, it is stretched.
     """
-    values = values.astype(np.float64)
-    if not np.isfinite(values).all():
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ValueError("NaN or infinity among the pixels")
     low, high = 0.0, float(values.max())
     if full_scale is None and values.min() >= 0 and high <= 65535:
@@ -36,7 +40,10 @@ def _eight_bits(values: np.ndarray, full_scale: float | None) -> Image.Image:
     if full_scale is None:
         low = float(values.min())
         full_scale = high - low or 1.0
-    return Image.fromarray(np.rint((values - low) * (255 / full_scale)).astype(np.uint8))
+    grey = np.empty(values.shape, np.uint8)
+    for row, of_file in zip(grey, values, strict=True):  # float64 of all would be eight times this
+        row[:] = np.rint((of_file.astype(np.float64) - low) * (255 / full_scale))
+    return Image.fromarray(grey)
 
 
 def decode(source: str | os.PathLike[str], id: str | None = None) -> Image.Image:
@@ -53,10 +60,12 @@ def decode(source: str | os.PathLike[str], id: str | None = None) -> Image.Image
         An image in mode `L` (grey, 1-bit and 16-bit sources) or `RGB`.
 
     Raises:
-        UnreadableImage: for whatever cannot be decoded, oversized "bombs" included.
+        UnreadableImage: for whatever cannot be decoded, is none of `FORMATS`, or would take more
+            than `LARGEST` bytes.
     """
     try:
-        with Image.open(source) as image:
+        with Image.open(source, formats=FORMATS) as image:
+            _check_size(image)
             return _as_seen(image)
     except MemoryError:
         raise
@@ -66,9 +75,21 @@ def decode(source: str | os.PathLike[str], id: str | None = None) -> Image.Image
         raise UnreadableImage(id or name, reason.replace(f" {name!r}", "")[:300]) from error
 
 
+def _check_size(image: Image.Image) -> None:
+    # As PIL holds it: three channels take four bytes, and what is transparent becomes RGBA.
+    deep = 2 if image.mode.startswith("I;16") else 4
+    plain = image.mode in ("1", "L", "P") and not image.has_transparency_data
+    size = image.width * image.height * (1 if plain else deep)
+    if size > LARGEST:
+        raise ValueError(
+            f"{image.width} x {image.height} pixels ({image.mode}) take {size >> 20} MiB decoded, "
+            f"more than {LARGEST >> 20}"
+        )
+
+
 def _as_seen(image: Image.Image) -> Image.Image:
     image.load()
-    image = ImageOps.exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I;16"):
         return _eight_bits(np.asarray(image), 65535.0)
     if image.mode == "F":
@@ -78,7 +99,7 @@ def _as_seen(image: Image.Image) -> Image.Image:
     if image.mode == "I":
         return _eight_bits(np.asarray(image), None)
     if image.has_transparency_data:
-        image = image.convert("RGBA")
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
     if image.mode in ("1", "L"):

@@ -167,9 +167,10 @@ def _embed(
         test_set = open_dataset(
             source, "test", class_names=names, root=root, download=download, whole=True
         )
-        if None not in (names, test_set.class_names) and names != test_set.class_names:
+        other = test_set.class_names
+        if names is not None and other is not None and names != other:
             raise SettingsError(
-                f"DATASET_TEST {source} has the classes {list(test_set.class_names)[:10]}, but "
+                f"DATASET_TEST {source} has the classes {list(other)[:10]}, but "
                 f"DATASET {settings.dataset} has {list(names)[:10]}: name a test set of the same"
             )
     else:

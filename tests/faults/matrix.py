@@ -341,4 +341,13 @@ ROWS = {
         "nothing is imported; the message names the class, and how to name it oneself",
         how="a module beside config.json that leaves a trace",
     ),
+    87: Row(
+        "PostScript, or another format that PIL hands to a program, called photo.jpg",
+        "named and left out; no program is started",
+    ),
+    88: Row(
+        "an image of a few kilobytes that takes gigabytes once it is decoded",
+        "named and left out before it is decoded",
+        how="a 16-bit PNG of zeros, above a lowered limit",
+    ),
 }

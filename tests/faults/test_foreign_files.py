@@ -1,23 +1,29 @@
 """Rows 86 to 97: what is read is checked, what is left out is said, nothing of a file is run."""
 
 import json
+import struct
 import sys
+import tracemalloc
+import zlib
 
 import pytest
 import torch
 
 from ssl_kd import MultiHeadClusterer, cli
+from ssl_kd.datasets import UnreadableImage, decode
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
 from ssl_kd.heads import TEMIHead
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import bundle_of, replay
+from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import HeadFault
-from tests.faults.inject import one_line
+from tests.faults.inject import metrics, one_line, opened
 from tests.faults.matrix import row
 
+decoding = sys.modules[decode.__module__]
 DIM, CLUSTERS = 4, 3
 
 
@@ -114,3 +120,60 @@ def test_a_replay_imports_the_head_that_it_is_given(tmp_path, capfd):
     assert cli.main(["replay", "--head", OWN, str(path)]) == 1  # it runs, and is healthy
     assert "the same step is healthy" in capfd.readouterr().out
     assert cli.main(["replay", str(path), "--hed=x"]) == 2
+
+
+# --- 87, 88: images ------------------------------------------------------------------------------
+
+
+@row(87)
+@pytest.mark.parametrize("name", ["photo.jpg", "photo.png", "photo.tif"])
+def test_a_file_of_another_format_starts_no_program(name, tmp_path, monkeypatch):
+    def started(*args, **kwargs):
+        raise AssertionError("a program was started")
+
+    monkeypatch.setattr("subprocess.check_call", started)
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", "gs")
+    (tmp_path / name).write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n")
+    with pytest.raises(UnreadableImage, match=f"{name}: UnidentifiedImageError"):
+        decode(tmp_path / name)
+
+
+def png_of_zeros(path, width, height, depth):
+    """A grey PNG of a few kilobytes that is large once it is decoded."""
+
+    def chunk(kind, data):
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    rows = zlib.compressobj()
+    line = bytes(1 + width * depth // 8)
+    data = b"".join(rows.compress(line) for _ in range(height)) + rows.flush()
+    header = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
+    chunks = [chunk(b"IHDR", header), chunk(b"IDAT", data), chunk(b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+
+@row(88)
+def test_an_image_that_is_too_large_decoded_is_named_and_left_out(settings, tmp_path, monkeypatch):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for i in range(6):
+        png_of_zeros(folder / f"{i}.png", 8, 8 + i, 16)
+    png_of_zeros(folder / "bomb.png", 2000, 900, 16)
+    monkeypatch.setattr(decoding, "LARGEST", 3 << 20)
+    path = run(settings(dataset=str(folder), image_size=8, n_clusters=2)).path
+    (left_out,) = opened(settings()).manifest["unreadable"]
+    assert left_out["id"] == "bomb.png" and metrics(path)["dataset"]["unreadable"] == 1
+    assert "2000 x 900 pixels (I;16) take 3 MiB decoded, more than 3" in left_out["reason"]
+
+
+@row(88)
+def test_sixteen_bits_become_eight_without_eight_times_the_memory(tmp_path):
+    png_of_zeros(tmp_path / "x.png", 3000, 3000, 16)  # 17 MiB
+    decode(tmp_path / "x.png")
+    tracemalloc.start()
+    decode(tmp_path / "x.png")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 70 << 20  # float64 of all of it alone is 69 MiB
