@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ class FeatureDataset:
         ids: one name per row.
         labels: int64 `[n]`, -1 where unknown; None when nothing is labelled.
         class_names: name of each class, or None.
-        fingerprint: SHA-256 of the content, see `digest_array`.
     """
 
     def __init__(
@@ -64,10 +64,19 @@ class FeatureDataset:
                 raise InputError(f"{name}: {error}") from error
             if names:
                 self.labels, self.class_names = numbers, names
-        self.fingerprint = digest_array(features, self.labels)
 
     def __len__(self) -> int:
         return len(self.features)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content, see `digest_array`."""
+        return digest_array(self.features, self.labels)
+
+    @property
+    def older_fingerprint(self) -> str:
+        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
+        return digest_array(self.features, self.labels, sampled=True)
 
 
 def class_numbers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,11 +16,15 @@ from ssl_kd.errors import InputError
 
 __all__ = ["EXTENSIONS", "ArrayDataset", "FolderDataset", "ImageDataset"]
 
+logger = logging.getLogger(__name__)
+
 EXTENSIONS = frozenset(
     ".jpg .jpeg .jfif .png .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .pnm".split()
 )
-HASH_FULLY = 256 * 2**20
-"""Up to this many bytes a data set's fingerprint covers every byte of it."""
+LARGE = 256 << 20
+"""Bytes of a data set beyond which versions up to 0.1 took a sample of it as its fingerprint."""
+BLOCK = 1 << 20
+"""Bytes that are read at a time."""
 
 
 class ImageDataset:
@@ -55,6 +60,11 @@ class ImageDataset:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def older_fingerprint(self) -> str:
+        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
+        return self.fingerprint
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`.
@@ -97,6 +107,12 @@ class ArrayDataset(ImageDataset):
             digest_array(arrays, labels),
             np.ascontiguousarray(arrays),
         )
+
+    @property
+    def older_fingerprint(self) -> str:
+        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
+        assert self.arrays is not None
+        return digest_array(self.arrays, self.labels, sampled=True)
 
     def image(self, i: int) -> Image.Image:
         """Image `i`, in mode `L` or `RGB`."""
@@ -157,6 +173,11 @@ class FolderDataset(ImageDataset):
             digest_files(self.root, self.paths),
         )
 
+    @property
+    def older_fingerprint(self) -> str:
+        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
+        return digest_files(self.root, self.paths, sampled=True)
+
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raises UnreadableImage."""
         path = self.root / self.paths[i]
@@ -191,22 +212,27 @@ def find_images(root: Path) -> Iterator[str]:
                 yield os.path.relpath(os.path.join(folder, file), root)
 
 
-def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
-    """SHA-256 of shape, dtype, labels and values; of 4096 rows, evenly spaced, when it is large."""
+def digest_array(
+    array: np.ndarray, labels: np.ndarray | None = None, *, sampled: bool = False
+) -> str:
+    """SHA-256 of shape, dtype, labels and every value; of a `sampled` large array, 4096 rows'."""
     digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-    if array.nbytes > HASH_FULLY:
+    if array.nbytes > LARGE and sampled:
         array = array[np.linspace(0, len(array) - 1, 4096).astype(np.int64)]
-    digest.update(np.ascontiguousarray(array).data)
+    _say_if_large(array.nbytes)
+    rows = max(1, BLOCK * len(array) // max(array.nbytes, 1))
+    for start in range(0, len(array), rows):
+        digest.update(np.ascontiguousarray(array[start : start + rows]).data)
     if labels is not None:
         digest.update(np.ascontiguousarray(labels).data)
     return digest.hexdigest()
 
 
-def digest_files(root: Path, paths: Sequence[str]) -> str:
-    """SHA-256 of names, sizes and bytes; of the bytes of 1000 files when there are many.
+def digest_files(root: Path, paths: Sequence[str], *, sampled: bool = False) -> str:
+    """SHA-256 of names, sizes and every byte; of a `sampled` large set, 1000 files' bytes.
 
-    Times are left out on purpose: a copy of a data set is the same data set. An edit that keeps
-    the size of a file which is not among the thousand goes unseen.
+    Times are left out on purpose: a copy of a data set is the same data set, and an edit may keep
+    the time.
     """
     digest = hashlib.sha256()
     total = 0
@@ -215,13 +241,22 @@ def digest_files(root: Path, paths: Sequence[str]) -> str:
         size = file.stat().st_size if is_inside(file, root) and file.is_file() else -1
         digest.update(f"{size} ".encode() + os.fsencode(path) + b"\0")
         total += max(size, 0)
-    if total > HASH_FULLY:
+    if total > LARGE and sampled:
         paths = [paths[int(i)] for i in np.linspace(0, len(paths) - 1, 1000)]
+    else:
+        _say_if_large(total)
     for path in paths:
         file = root / path
         try:
             if is_inside(file, root) and file.is_file():
-                digest.update(file.read_bytes())
+                with open(file, "rb", buffering=0) as content:
+                    while block := content.read(BLOCK):
+                        digest.update(block)
         except OSError as error:  # its name and size are in the digest, decoding will report it
             digest.update(type(error).__name__.encode())
     return digest.hexdigest()
+
+
+def _say_if_large(size: int) -> None:
+    if size > LARGE:
+        logger.info("reading all %.1f GiB of the data for its fingerprint", size / 2**30)

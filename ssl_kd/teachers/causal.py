@@ -26,7 +26,7 @@ from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
-from ssl_kd.teachers.weights import weights_id
+from ssl_kd.teachers.weights import model_files, weights_id
 
 __all__ = [
     "CausalLM",
@@ -148,8 +148,7 @@ def files_id(name_or_path: str | os.PathLike[str]) -> str:
             folder = Path(str(cached_file(name, "config.json"))).parent
         except OSError as error:
             raise CausalLMUnavailable(name, error) from error
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    files = [folder / "config.json", *sorted(folder.glob("adapter_*")), *files]
+    files = [folder / "config.json", *sorted(folder.glob("adapter_*")), *model_files(folder)]
     parts = [f"{f.name} {sha256_file(f)}" for f in files if f.is_file()]
     if base := _base_of_adapters(folder):
         parts.append(f"base {files_id(base)}")

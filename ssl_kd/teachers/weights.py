@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -14,9 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from ssl_kd.errors import InputError
-from ssl_kd.files import load_tensors
+from ssl_kd.files import CorruptFileError, load_tensors
 
-__all__ = ["efficientnet_lite0_file", "load_strict", "read_weights", "rename_lite0", "weights_id"]
+__all__ = [
+    "efficientnet_lite0_file",
+    "load_strict",
+    "model_files",
+    "read_weights",
+    "rename_lite0",
+    "weights_id",
+]
 
 State = dict[str, Tensor]
 
@@ -62,6 +70,41 @@ def read_weights(path: str | os.PathLike[str]) -> State:
     if not tensors:
         raise InputError(f"{path} holds no state dict: a {type(state).__name__} without tensors")
     return tensors
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold a language model's weights, found as transformers does.
+
+    These are `model*.safetensors`, else `pytorch_model*.bin`. Where an index of shards or the
+    configuration names others, the index and those come after them.
+
+    Raises:
+        CorruptFileError: the index or the configuration is damaged.
+    """
+    usual = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    own = _names(folder / "config.json", "transformers_weights")
+    kinds = ("model.safetensors", "pytorch_model.bin")
+    loaded = own or [name for kind in kinds for name in (kind, f"{kind}.index.json")]
+    first = next((folder / name for name in loaded if (folder / name).is_file()), None)
+    if first is None:
+        return usual
+    shards = {first}
+    if first.name.endswith(".index.json"):
+        shards = {folder / name for name in _names(first, "weight_map")}
+    others = sorted(shards - {*usual})
+    return [*usual, *([first] if others and first not in others else []), *others]
+
+
+def _names(path: Path, key: str) -> list[str]:
+    """The file names under a key of a JSON file, one or those of a mapping; none without it."""
+    try:
+        found = json.loads(path.read_bytes()).get(key) if path.is_file() else None
+        names = [] if found is None else [found] if isinstance(found, str) else [*found.values()]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{key} does not name files")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
+    return names
 
 
 def load_strict(model: nn.Module, state: State, what: str) -> None:

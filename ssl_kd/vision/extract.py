@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.precision import Precision
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch
 from ssl_kd.teachers import Features, Pixels, Teacher
 
 __all__ = ["ExtractProgress", "extract", "fingerprint"]
@@ -125,9 +126,7 @@ def extract(
     expected = fingerprint(dataset, teacher, precision)
     if not force:
         try:
-            return EmbeddingStore.open(
-                Path(folder), split, expect=expected, exclude_bad=exclude_bad
-            )
+            return _open(dataset, Path(folder), split, expected, exclude_bad)
         except FileNotFoundError:
             pass
     if isinstance(dataset, FeatureDataset):
@@ -153,6 +152,31 @@ def extract(
             with closing(load(dataset, teacher, batches, workers)) as loaded:
                 _write(writer, dataset, embed, loaded, progress)
         return writer.close()
+
+
+def _open(
+    dataset: ImageDataset | FeatureDataset,
+    folder: Path,
+    split: str,
+    expected: Fingerprint,
+    exclude_bad: bool,
+) -> EmbeddingStore:
+    """The cache, also one whose version compared a sample of large data only."""
+    try:
+        return EmbeddingStore.open(folder, split, expect=expected, exclude_bad=exclude_bad)
+    except FingerprintMismatch as mismatch:
+        expected = replace(expected, data=dataset.older_fingerprint)
+        try:
+            store = EmbeddingStore.open(folder, split, expect=expected, exclude_bad=exclude_bad)
+        except FingerprintMismatch:
+            raise mismatch from None
+    logger.warning(
+        "%s, %s: an earlier version made this cache and compared a sample of the data only; a "
+        "change elsewhere in the data would go unseen. --force-recompute makes sure",
+        folder,
+        split,
+    )
+    return store
 
 
 def _write(

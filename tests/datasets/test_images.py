@@ -116,19 +116,28 @@ def test_fingerprint_follows_content_names_and_labels_not_times(tmp_path):
     assert fingerprint() != first
 
 
-def test_large_sets_are_sampled(tmp_path, monkeypatch):
+def test_every_byte_of_a_large_set_counts(tmp_path, monkeypatch, caplog):
     from ssl_kd.datasets import images
 
-    for i in range(5):
-        picture(tmp_path / f"{i}.png", i)
-    monkeypatch.setattr(images, "HASH_FULLY", 10)
-    first = FolderDataset(tmp_path, "mine", "train").fingerprint
-    picture(tmp_path / "0.png", 99)
-    assert FolderDataset(tmp_path, "mine", "train").fingerprint != first
-    array = np.zeros((9000, 3), np.uint8)
-    digest = images.digest_array(array)
-    array[0] = 1
-    assert images.digest_array(array) != digest
+    small = np.random.default_rng(0).random((5000, 3))
+    before = images.digest_array(small, np.arange(5000))
+    monkeypatch.setattr(images, "LARGE", 10)
+    monkeypatch.setattr(images, "BLOCK", 1000)
+    assert images.digest_array(small, np.arange(5000)) == before  # in blocks, the same
+    older = images.digest_array(small, sampled=True)
+    small[5] += 1  # not one of 4096 evenly spaced rows
+    assert images.digest_array(small, np.arange(5000)) != before
+    assert images.digest_array(small, sampled=True) == older
+
+    for i in range(1005):
+        (tmp_path / f"{i:04}.png").write_bytes(bytes([i % 256]) * 20)
+    first = FolderDataset(tmp_path, "mine", "train")
+    before, older = first.fingerprint, first.older_fingerprint
+    with caplog.at_level("INFO", "ssl_kd"):
+        (tmp_path / "0401.png").write_bytes(b"y" * 20)  # not one of 1000 evenly spaced
+        assert FolderDataset(tmp_path, "mine", "train").fingerprint != before
+    assert "reading all 0.0 GiB of the data" in caplog.text
+    assert first.older_fingerprint == older != before
 
 
 def test_class_numbers_can_be_fixed_by_another_split(tmp_path):

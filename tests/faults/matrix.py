@@ -350,4 +350,8 @@ ROWS = {
         "named and left out before it is decoded",
         how="a 16-bit PNG of zeros, above a lowered limit",
     ),
+    89: Row(
+        "a row of a large file, or a language model's weights under any name, replaced since",
+        "the cache is refused: every byte counts, as do the files that an index names",
+    ),
 }

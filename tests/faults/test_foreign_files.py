@@ -5,22 +5,28 @@ import struct
 import sys
 import tracemalloc
 import zlib
+from hashlib import sha256
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ssl_kd import MultiHeadClusterer, cli
-from ssl_kd.datasets import UnreadableImage, decode
+from ssl_kd.datasets import UnreadableImage, decode, images, open_dataset
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
 from ssl_kd.heads import TEMIHead
+from ssl_kd.store.shards import read_manifest, write_manifest
+from ssl_kd.teachers.causal import files_id
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import HeadFault
-from tests.faults.inject import metrics, one_line, opened
+from tests.faults.inject import cache, content, metrics, no_run, one_line, opened
 from tests.faults.matrix import row
 
 decoding = sys.modules[decode.__module__]
@@ -177,3 +183,75 @@ def test_sixteen_bits_become_eight_without_eight_times_the_memory(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 70 << 20  # float64 of all of it alone is 69 MiB
+
+
+# --- 89: a cache of data or weights that have changed since ---------------------------------------
+
+
+@row(89)
+def test_a_row_that_was_replaced_in_a_large_file_is_noticed(
+    settings, tmp_path, monkeypatch, train_py
+):
+    monkeypatch.setattr(images, "LARGE", 100)
+    x = np.random.default_rng(0).random((5000, 4), np.float32)
+    np.save(tmp_path / "x.npy", x)
+    large = settings(dataset=str(tmp_path / "x.npy"), n_clusters=2, max_steps=2)
+    cache(large, 5000)
+    x[5] += 1  # not one of 4096 evenly spaced rows
+    np.save(tmp_path / "x.npy", x)
+    code, error = train_py(large)
+    assert code == 1 and "data: cache has" in one_line(error) and no_run(large)
+
+
+@row(89)
+def test_a_cache_whose_version_compared_a_sample_still_opens_and_says_so(
+    settings, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(images, "LARGE", 100)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((5000, 4), np.float32))
+    large = settings(dataset=str(tmp_path / "x.npy"))
+    data = open_dataset(large.dataset, "train")
+    manifest = Path(cache(large, 5000).folder) / "embeddings_train.json"
+    old = read_manifest(manifest)
+    old["fingerprint"]["data"] = data.older_fingerprint
+    write_manifest(manifest, old)
+    before = content(manifest.parent)
+    cache(large, 5000)
+    assert "compared a sample of the data only" in caplog.text
+    assert content(manifest.parent) == before
+    cache(large, 5000, force=True)
+    assert read_manifest(manifest)["fingerprint"]["data"] == data.fingerprint
+
+
+@row(89)
+@pytest.mark.parametrize("how", ["index", "configuration", "index of .bin"])
+def test_weights_under_any_name_identify_a_language_model(how, tmp_path):
+    def write(name, value):
+        (tmp_path / name).write_text(value if isinstance(value, str) else json.dumps(value))
+
+    write("config.json", {"transformers_weights": "own.safetensors"} if how[0] == "c" else {})
+    write("own.safetensors", "one")
+    write("second.bin", "two")
+    index = {"weight_map": {"a": "own.safetensors", "b": "second.bin"}}
+    if how[0] == "i":
+        kind = "pytorch_model.bin" if "bin" in how else "model.safetensors"
+        write(f"{kind}.index.json", index)
+    found = [files_id(tmp_path)]
+    for name, value in (("own.safetensors", "other"), ("second.bin", "another")):
+        write(name, value)
+        found.append(files_id(tmp_path))
+    assert len(set(found)) == (2 if how[0] == "c" else 3)
+    write("config.json" if how[0] == "c" else f"{kind}.index.json", "{")
+    with pytest.raises(CorruptFileError, match="is damaged"):
+        files_id(tmp_path)
+
+
+@row(89)
+def test_a_model_of_usual_names_is_identified_as_ever(tmp_path):
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = json.dumps({"weight_map": dict(zip("ab", names, strict=True))})
+    files = {"config.json": "{}", names[0]: "one", names[1]: "two"}
+    for name, text in {**files, "model.safetensors.index.json": index}.items():
+        (tmp_path / name).write_text(text)
+    parts = [f"{name} {sha256(text.encode()).hexdigest()}" for name, text in files.items()]
+    assert files_id(tmp_path) == sha256("\n".join(parts).encode()).hexdigest()[:16]
