@@ -10,7 +10,10 @@ import errno
 import hashlib
 import json
 import os
+import pickle
+import re
 import secrets
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -114,15 +117,21 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
         CorruptFileError: empty, cut off, not a file of tensors, or a pickle that wants to run code.
     """
     try:
+        mmap = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
         return torch.load(str(path), weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:  # each kind of damage has an exception of its own
         cut = isinstance(error, OSError) and error.errno == errno.EINVAL  # a seek before its start
         if isinstance(error, OSError | MemoryError) and not cut:
             raise
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        if "GLOBAL" in str(error):
-            reason = "it is a pickle that asks to run code, which was refused; nothing was executed"
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to load it anyway
+            asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+            reason = (
+                f"it asks for {asked[1]}, which might run code" if asked else "it is something else"
+            )
+            reason += "; it was refused, and nothing was executed"
         raise CorruptFileError(
             f"{path} cannot be read as a file of tensors: {reason}. "
-            "Expected what torch.save writes; delete the file or write it again."
+            "Expected tensors in plain containers, as torch.save writes them; delete the file or "
+            "write it again."
         ) from error

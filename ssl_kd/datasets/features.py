@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ import torch
 
 from ssl_kd.datasets.images import digest_array
 from ssl_kd.errors import InputError, MissingPackage
+from ssl_kd.files import CorruptFileError, load_tensors
 
 __all__ = ["FEATURE_FILES", "FeatureDataset", "class_numbers", "open_features"]
 
-FEATURE_FILES = (".npy", ".npz", ".pt", ".pth", ".safetensors", ".parquet")
+logger = logging.getLogger(__name__)
+
 _FEATURES = ("features", "embeddings", "x", "X", "data")
 _LABELS = ("labels", "label", "targets", "target", "y", "Y")
 _IDS = ("ids", "id", "file", "path")
+_INDEX = re.compile(r"__index_level_\d+__$")  # what pandas calls an index without a name
 
 
 class FeatureDataset:
@@ -62,6 +67,16 @@ class FeatureDataset:
                 numbers, names = class_numbers(labels, class_names)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from error
+            unknown = int((numbers < 0).sum())
+            if 0 < unknown < len(numbers):
+                logger.info(
+                    "%s: %d of %d samples have no label (negative, NaN, empty): not scored",
+                    name,
+                    unknown,
+                    len(numbers),
+                )
+            if names[:2] == ("-1", "1"):
+                logger.info("%s: the labels -1 and 1 are taken as two classes", name)
             if names:
                 self.labels, self.class_names = numbers, names
 
@@ -84,10 +99,11 @@ def class_numbers(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Number classes 0 to C-1 in sorted order, whatever the labels were.
 
-    Negative numbers, NaN, None and empty strings are unknown and become -1.
+    Negative numbers, NaN, None and empty strings are unknown and become -1. But -1 is a class where
+    the numbers are -1 and 1, both of them and no other, or where `class_names` has it.
 
     Args:
-        labels: numbers or strings `[n]`.
+        labels: numbers, strings or bytes (UTF-8) `[n]`.
         class_names: the order to keep, when another split has set it.
 
     Returns:
@@ -102,13 +118,16 @@ def class_numbers(
     values: Any = np.asarray(labels)
     if values.ndim != 1 or values.dtype.kind not in "biufUSO":
         raise InputError(f"labels must be [samples], got {values.dtype} {list(values.shape)}")
-    if values.dtype.kind == "S":
-        values = np.char.decode(values, "utf-8")
+    if values.dtype.kind in "SO":
+        values = np.array([_text(v) for v in values.tolist()], dtype=object)
     if values.dtype.kind in "OU":
         known = np.array([v is not None and v == v and str(v) != "" for v in values], dtype=bool)
         values = values.astype(str)
     else:
-        known = np.isfinite(values) & (values >= 0)
+        finite = np.isfinite(values)
+        signs = set(np.unique(values[finite]).tolist()) == {-1, 1}
+        low = -1 if signs or "-1" in (class_names or ()) else 0
+        known = finite & (values >= low)
         if not np.equal(np.trunc(values[known]), values[known]).all():
             raise InputError("labels must be whole numbers or strings, got fractions")
         values = np.where(known, values, -1).astype(np.int64)
@@ -125,15 +144,8 @@ def class_numbers(
     return numbers, names
 
 
-def _pick(table: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((table[name] for name in names if name in table), None)
-
-
-def _array(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    return value
+def _text(value: Any) -> Any:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
 
 
 def open_features(
@@ -146,7 +158,8 @@ def open_features(
     Args:
         path: `.npy` (an array; labels may lie beside it in `NAME_labels.npy`), `.npz`, `.pt` or
             `.safetensors` (arrays named `features`, `embeddings` or `x`, and perhaps `labels` or
-            `y`, `ids`), or `.parquet` (one list column of such a name or many number columns).
+            `y`, `ids`), or `.parquet` (one list column of such a name, or columns of numbers or
+            booleans; any other column is left out with a warning, a pandas index silently).
         split: what to call it.
         class_names: the order of classes to keep, when another split has set it.
 
@@ -158,61 +171,125 @@ def open_features(
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     try:
-        table = _read(path)
-    except (ImportError, FileNotFoundError):
+        features, labels, ids = (_array(value) for value in _READERS[path.suffix.lower()](path))
+        features = np.asanyarray(features)
+    except (ImportError, FileNotFoundError, InputError):
         raise
+    except CorruptFileError as error:
+        raise InputError(str(error)) from error
     except Exception as error:  # each format has its own exceptions for a broken file
         reason = " ".join(str(error).split())[:200]
+        if "allow_pickle" in reason:  # NumPy advises to set it
+            reason = "it holds Python objects, not numbers or text; they were not loaded"
         raise InputError(f"{path} is not a readable {path.suffix} file: {reason}") from error
-    features = _array(_pick(table, _FEATURES))
-    if features is None:
+    return FeatureDataset(str(path), split, features, labels, ids, class_names)
+
+
+Columns = tuple[Any, Any, Any]
+"""Features, labels and ids; None for what is not there."""
+
+
+def _array(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.layout != torch.strided or value.is_quantized:
+        kind = "quantised" if value.is_quantized else "sparse"
+        way = "dequantize()" if value.is_quantized else "to_dense()"
+        raise ValueError(f"a {kind} tensor: save its {way} instead")
+    value = value.detach().cpu()
+    # NumPy has neither bfloat16 nor float8.
+    known = value.dtype in (torch.float16, torch.float32, torch.float64)
+    return (value.float() if value.is_floating_point() and not known else value).numpy()
+
+
+def _columns(path: Path, names: Sequence[str], get: Callable[[str], Any]) -> Columns:
+    """The columns by their names in the file; nothing else of it is read."""
+    wanted = [next((n for n in known if n in names), None) for known in (_FEATURES, _LABELS, _IDS)]
+    if wanted[0] is None:
         raise InputError(
-            f"{path} holds {list(table)[:10]}; its features must be called one of {_FEATURES}"
+            f"{path} holds {list(names)[:10]}; its features must be called one of {_FEATURES}"
         )
-    labels, ids = _array(_pick(table, _LABELS)), _array(_pick(table, _IDS))
-    return FeatureDataset(str(path), split, np.asanyarray(features), labels, ids, class_names)
+    features, labels, ids = (None if name is None else get(name) for name in wanted)
+    return features, labels, ids
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    kind = path.suffix.lower()
-    if kind == ".npy":
-        table = {"features": np.load(path, mmap_mode="r", allow_pickle=False)}
-        labels = path.with_name(path.stem + "_labels.npy")
-        if labels.is_file():
-            table["labels"] = np.load(labels, allow_pickle=False)
-        return table
-    if kind == ".npz":
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    if kind in (".pt", ".pth"):
-        # weights_only: a pickle that carries code is refused, not run.
-        value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return value if isinstance(value, Mapping) else {"features": value}
-    if kind == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    return _read_parquet(path)
+def _read_npy(path: Path) -> Columns:
+    features = np.load(path, mmap_mode="r", allow_pickle=False)
+    labels = path.with_name(path.stem + "_labels.npy")
+    return features, np.load(labels, allow_pickle=False) if labels.is_file() else None, None
 
 
-def _read_parquet(path: Path) -> Mapping[str, Any]:
+def _read_npz(path: Path) -> Columns:
+    with np.load(path, allow_pickle=False) as file:
+        return _columns(path, file.files, file.__getitem__)
+
+
+def _read_pt(path: Path) -> Columns:
+    value = load_tensors(path, mmap=True)
+    if not isinstance(value, Mapping):
+        return value, None, None
+    return _columns(path, list(value), value.__getitem__)
+
+
+def _read_safetensors(path: Path) -> Columns:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return _columns(path, list(file.keys()), file.get_tensor)
+
+
+def _read_parquet(path: Path) -> Columns:
     try:
         import pyarrow.parquet as parquet
+        from pyarrow import float64, types
     except ImportError as error:
         raise MissingPackage(f"{path}: reading parquet needs `pip install pyarrow`") from error
-    frame = parquet.read_table(path)
-    columns = {name: frame.column(name) for name in frame.column_names}
-    table: dict[str, Any] = {}
-    for names in (_LABELS, _IDS):
-        column = _pick(columns, names)
-        if column is not None:
-            table[names[0]] = np.asarray(column.to_pylist())
-    wide = _pick(columns, _FEATURES)
-    if wide is not None and hasattr(wide.type, "value_type"):
-        table["features"] = np.stack([np.asarray(row) for row in wide.to_pylist()])
-        return table
-    kinds = {n: c.type.to_pandas_dtype() for n, c in columns.items() if n not in _LABELS + _IDS}
-    numbers = [n for n, kind in kinds.items() if np.issubdtype(np.dtype(kind), np.number)]
-    if numbers:
-        table["features"] = np.stack([columns[n].to_numpy() for n in numbers], axis=1)
-    return table
+    file = parquet.ParquetFile(path)  # not read_table, which adds columns out of the folders' names
+    schema = file.schema_arrow
+    kinds = {field.name: field.type for field in schema}
+    if len(kinds) < len(schema):
+        raise ValueError(f"two columns of one name, among {schema.names[:10]}")
+    labels, ids = (
+        None if name is None else np.asarray(file.read([name]).column(name).to_pylist())
+        for name in (next((n for n in known if n in kinds), None) for known in (_LABELS, _IDS))
+    )
+    wide = next((n for n in _FEATURES if n in kinds and hasattr(kinds[n], "value_type")), None)
+    if wide is not None:
+        rows = file.read([wide]).column(wide).to_pylist()
+        return np.stack([np.asarray(row) for row in rows]), labels, ids
+
+    index = [n for n in (schema.pandas_metadata or {}).get("index_columns", []) if n in kinds]
+    passed = {*_LABELS, *_IDS, *index}
+    asked = {n: kind for n, kind in kinds.items() if n not in passed and not _INDEX.match(n)}
+    is_number = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    numbers = [n for n, kind in asked.items() if any(is_it(kind) for is_it in is_number)]
+    if left_out := [f"{n} ({kind})" for n, kind in asked.items() if n not in numbers]:
+        logger.warning(
+            "%s: %d columns are not numbers and are left out of the features: %s. Labels are read "
+            "from a column called one of %s",
+            path,
+            len(left_out),
+            ", ".join(left_out[:10]) + (", ..." if len(left_out) > 10 else ""),
+            ", ".join(_LABELS),
+        )
+    if not numbers:
+        raise InputError(
+            f"{path} holds {schema.names[:10]}; expected columns of numbers, or a list column "
+            f"called one of {_FEATURES}"
+        )
+    frame = file.read(numbers)
+    exact = [n for n in numbers if types.is_decimal(kinds[n])]
+    columns = [frame.column(n).cast(float64()) if n in exact else frame.column(n) for n in numbers]
+    return np.stack([column.to_numpy() for column in columns], axis=1), labels, ids
+
+
+_READERS: Mapping[str, Callable[[Path], Columns]] = {
+    ".npy": _read_npy,
+    ".npz": _read_npz,
+    ".pt": _read_pt,
+    ".pth": _read_pt,
+    ".safetensors": _read_safetensors,
+    ".parquet": _read_parquet,
+}
+FEATURE_FILES = tuple(_READERS)
+"""How the names of feature files end."""

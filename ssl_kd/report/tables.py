@@ -36,6 +36,9 @@ def language_table(metrics: dict[str, Any]) -> Table:
 def results_table(metrics: dict[str, Any]) -> Table:
     """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
     title = "Clusters against the labels, in percent" if metrics.get("table") else None
+    data = metrics.get("dataset", {})
+    if title and data.get("n_labelled", data.get("n_train")) != data.get("n_train"):
+        title += f" ({data['n_labelled']:,} of {data['n_train']:,} training samples have one)"
     # 80 columns are enough for every name; only a long note takes a second line.
     table = _table(title, "answer")
     table.add_column("split")

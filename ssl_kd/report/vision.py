@@ -94,6 +94,8 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     table = metrics.get("table", [])
     n = data.get("n_train")
     count = f"{n:,} {noun}s" if isinstance(n, int) else f"{noun}s"
+    scored = data.get("n_labelled", n)  # runs of version 0.1 did not count them
+    scored = count if scored == n else f"the {scored:,} labelled {noun}s (of {n:,})"
     k = len(metrics.get("cluster_sizes", [])) or data.get("n_classes")
     scores = {(row.get("name"), row.get("split", "train")): row for row in table}
     answer = scores.get((ANSWER, "train")) or next(
@@ -102,7 +104,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     total: Any = seconds.get("total")
     lead: list[str] = []
     if labelled and finite(answer.get("acc")):
-        headline = f"{percent(answer['acc'])} % of {count} in the right cluster, without a label"
+        headline = f"{percent(answer['acc'])} % of {scored} in the right cluster, without a label"
         lead.append(_against(answer, scores))
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()

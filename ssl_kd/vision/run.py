@@ -325,5 +325,6 @@ def _about(dataset: Dataset, stores: dict[str, EmbeddingStore], n_clusters: int)
         "n_clusters": n_clusters,
         "class_names": None if store.class_names is None else list(store.class_names),
         "labelled": store.labels is not None,
+        "n_labelled": 0 if store.labels is None else int((store.labels >= 0).sum()),
         "unreadable": len(store.manifest.get("unreadable", [])),
     }

@@ -1,5 +1,8 @@
+import datetime
+import decimal
 import os
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -76,12 +79,56 @@ def test_plain_tensors_and_bfloat16(tmp_path):
 def test_a_pickle_with_code_is_refused(tmp_path):
     marker = str(tmp_path / "executed")
     torch.save({"features": Payload(marker)}, tmp_path / "f.pt")
-    (tmp_path / "g.pt").write_bytes(pickle.dumps(Payload(marker)))
+    (tmp_path / "g.pt").write_bytes(pickle.dumps(Payload(marker), protocol=2))
     np.save(tmp_path / "f.npy", np.array([Payload(marker)], dtype=object), allow_pickle=True)
     for name in ("f.pt", "g.pt", "f.npy"):
-        with pytest.raises(ValueError, match="is not a readable"):
+        with pytest.raises(ValueError, match="nothing was executed|Python objects") as refused:
             open_features(tmp_path / name)
+        advice = ("weights_only", "allow_pickle", "unsafe", "likely succeed", "\n", "\x1b")
+        assert not [word for word in advice if word in str(refused.value)]
     assert not os.path.exists(marker)
+
+
+def test_what_a_pickle_asks_for_is_named(tmp_path):
+    torch.save(torch.nn.Linear(2, 3), tmp_path / "f.pt")
+    with pytest.raises(ValueError, match=r"f.pt .* asks for torch.nn.modules.linear.Linear, .*was"):
+        open_features(tmp_path / "f.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(3, 2).to_sparse(), "sparse tensor: save its to_dense()"),
+        (torch.zeros(3, 2, device="meta"), "meta tensor"),
+        ([[1.0, 2.0], [3.0]], "inhomogeneous"),
+        (torch.zeros(3, 2, dtype=torch.complex64), "must be numbers"),
+    ],
+)
+def test_tensors_that_are_no_plain_numbers_are_one_line(tmp_path, value, words):
+    torch.save({"features": value}, tmp_path / "f.pt")
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        open_features(tmp_path / "f.pt")
+    assert "f.pt" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that its quantised tensors are to go
+def test_quantised_tensors_are_one_line(tmp_path):
+    x = torch.quantize_per_tensor(torch.rand(3, 2), 0.1, 0, torch.qint8)
+    torch.save({"features": x}, tmp_path / "f.pt")
+    with pytest.raises(ValueError, match="quantised tensor: save its dequantize"):
+        open_features(tmp_path / "f.pt")
+
+
+def test_float8_and_files_of_torchs_older_format(tmp_path):
+    x = torch.rand(3, 2).to(torch.float8_e4m3fn)
+    torch.save(x, tmp_path / "f.pt")
+    assert open_features(tmp_path / "f.pt").features.tolist() == x.float().tolist()
+
+
+def test_only_what_is_asked_for_is_read(tmp_path):
+    np.savez(tmp_path / "f.npz", x=X, junk=np.array([Payload("/nowhere")], dtype=object))
+    assert open_features(tmp_path / "f.npz").features.tolist() == X.tolist()
 
 
 @pytest.mark.parametrize("kind", ["npy", "npz", "pt", "safetensors", "parquet"])
@@ -121,6 +168,12 @@ def test_unfit_contents_are_described(tmp_path):
         ([True, False, True], [1, 0, 1], ("0", "1")),
         ([b"b", b"a", b"b"], [1, 0, 1], ("a", "b")),
         ([-1, -1], [-1, -1], ()),
+        ([-1, 1, -1], [0, 1, 0], ("-1", "1")),
+        ([1.0, -1.0, float("nan")], [1, 0, -1], ("-1", "1")),
+        ([-1, 1, 0], [-1, 1, 0], ("0", "1")),
+        ([-2, 1, 1], [-1, 0, 0], ("1",)),
+        ([b"b", None, b""], [0, -1, -1], ("b",)),
+        ([b"\xe9", b"b"], [0, 1], ("\\xe9", "b")),
     ],
 )
 def test_any_labels_become_numbers(labels, numbers, names):
@@ -136,6 +189,7 @@ def test_labels_that_cannot_be_classes_are_refused():
     with pytest.raises(ValueError, match="not among"):
         class_numbers(["new"], ("old",))
     assert class_numbers(["b"], ("a", "b"))[0].tolist() == [1]
+    assert class_numbers([-1, -1], ("-1", "1"))[0].tolist() == [0, 0]
 
 
 def test_fingerprint_follows_values_and_labels(tmp_path):
@@ -146,3 +200,68 @@ def test_fingerprint_follows_values_and_labels(tmp_path):
     first = fingerprint(X, Y)
     assert fingerprint(X, Y) == first
     assert fingerprint(X + 1, Y) != first and fingerprint(X, Y[::-1]) != first
+
+
+# --- Parquet ------------------------------------------------------------------------------------
+
+
+def test_an_index_of_pandas_is_no_feature(tmp_path):
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    frame = pandas.DataFrame(X, columns=list("abc")).assign(label=Y)
+    order = [3, 1, 4, 0, 2]
+    frame.iloc[order].to_parquet(tmp_path / "shuffled.parquet")
+    frame.set_index(pandas.Index(Y * 100, name="row")).to_parquet(tmp_path / "named.parquet")
+    shuffled, named = (open_features(tmp_path / f"{n}.parquet") for n in ("shuffled", "named"))
+    np.testing.assert_array_equal(shuffled.features, X[order])
+    np.testing.assert_array_equal(named.features, X)
+    assert shuffled.labels is not None and shuffled.labels.tolist() == Y[order].tolist()
+
+
+def test_an_index_that_another_program_kept_as_a_column_is_no_feature(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"a": X[:, 0], "b": X[:, 1], "__index_level_0__": Y * 1000}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "f.parquet")
+    assert open_features(tmp_path / "f.parquet").features.shape == (5, 2)
+
+
+def test_columns_that_are_no_numbers_are_named(tmp_path, caplog):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {
+        "a": X[:, 0],
+        "flag": X[:, 1] > 0,
+        "price": [decimal.Decimal("1.5")] * 5,
+        "species": ["x"] * 5,
+        "when": [datetime.datetime(2026, 1, 1)] * 5,
+        "kind": pyarrow.array(list("vwvwv")).dictionary_encode(),
+    }
+    (tmp_path / "part=3").mkdir()  # which pyarrow takes for a column, if asked for a data set
+    path = tmp_path / "part=3" / "f.parquet"
+    parquet.write_table(pyarrow.table(columns), path)
+    data = open_features(path)
+    np.testing.assert_allclose(data.features, np.c_[X[:, 0], X[:, 1] > 0, np.full(5, 1.5)])
+    assert "3 columns are not numbers and are left out of the features: species (string), when" in (
+        caplog.text
+    )
+    assert "kind (dictionary" in caplog.text and "called one of labels, label" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [(["s", "t"], r"holds \['s', 't'\]; expected columns of numbers"), (["a", "a"], "of one name")],
+)
+def test_a_table_without_features_is_described(tmp_path, names, words):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], names=names)
+    parquet.write_table(table, tmp_path / "f.parquet")
+    with pytest.raises(ValueError, match=words):
+        open_features(tmp_path / "f.parquet")
+
+
+def test_what_the_labels_were_taken_for_is_said(tmp_path, caplog):
+    caplog.set_level("INFO", "ssl_kd")
+    np.savez(tmp_path / "f.npz", x=X, y=[-1, 1, 1, -1, 1])
+    assert open_features(tmp_path / "f.npz").class_names == ("-1", "1")
+    assert "the labels -1 and 1 are taken as two classes" in caplog.text
+    np.savez(tmp_path / "f.npz", x=X, y=[-1, 1, 0, -1, 1])
+    assert open_features(tmp_path / "f.npz").class_names == ("0", "1")
+    assert "2 of 5 samples have no label" in caplog.text

@@ -354,4 +354,8 @@ ROWS = {
         "a row of a large file, or a language model's weights under any name, replaced since",
         "the cache is refused: every byte counts, as do the files that an index names",
     ),
+    90: Row(
+        "parquet of a shuffled data frame, with columns that are no numbers; labels of -1 and 1",
+        "its index is no feature, what is left out is named; two classes, and all are scored",
+    ),
 }

@@ -18,6 +18,7 @@ from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
 from ssl_kd.heads import TEMIHead
+from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers.causal import files_id
 from ssl_kd.vision.fit import make_trainer
@@ -26,7 +27,7 @@ from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import HeadFault
-from tests.faults.inject import cache, content, metrics, no_run, one_line, opened
+from tests.faults.inject import cache, content, metrics, no_run, one_line, opened, weights
 from tests.faults.matrix import row
 
 decoding = sys.modules[decode.__module__]
@@ -255,3 +256,30 @@ def test_a_model_of_usual_names_is_identified_as_ever(tmp_path):
         (tmp_path / name).write_text(text)
     parts = [f"{name} {sha256(text.encode()).hexdigest()}" for name, text in files.items()]
     assert files_id(tmp_path) == sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+# --- 90: columns and labels that are not what they look like --------------------------------------
+
+
+@row(90)
+def test_a_shuffled_frame_gives_the_same_run_as_the_unshuffled_one(settings, tmp_path, digits):
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    flat = pandas.DataFrame(digits[0][:64].reshape(64, -1)).add_prefix("pixel ")
+    shuffled = flat.sample(frac=1, random_state=0)
+    shuffled.assign(name="x").to_parquet(tmp_path / "shuffled.parquet")
+    np.save(tmp_path / "plain.npy", shuffled.to_numpy())
+    found = []
+    for file in ("shuffled.parquet", "plain.npy"):
+        folders = {"dataset": str(tmp_path / file), "embeddings_dir": str(tmp_path / file[0])}
+        found.append(weights(run(settings(**folders, n_clusters=10)).path))
+    assert found[0] == found[1]
+
+
+@row(90)
+def test_labels_minus_one_and_one_are_two_classes(settings, tmp_path, digits):
+    flat = digits[0][:64].reshape(64, -1)
+    np.savez(tmp_path / "x.npz", x=flat, y=np.where(digits[1][:64] < 5, -1, 1))
+    path = run(settings(dataset=str(tmp_path / "x.npz"))).path
+    about = metrics(path)["dataset"]
+    assert about["class_names"] == ["-1", "1"] and about["n_labelled"] == 64
+    assert "64 samples in the right cluster" in write_report(path).read_text()

@@ -17,6 +17,7 @@ from ssl_kd.files import CorruptFileError, load_tensors
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.report import write_report
+from ssl_kd.report.tables import results_table
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from ssl_kd.training.stop import Interrupted
@@ -313,6 +314,9 @@ def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp
     assert all(line["label"] in line["file"] for line in lines)
     found = metrics(done.path)
     assert found["dataset"]["n_classes"] == 10 and found["table"][0]["acc"] > 0
+    assert (found["dataset"]["n_labelled"], found["dataset"]["n_train"]) == (64, 96)
+    assert "the 64 labelled samples (of 96)" in write_report(done.path).read_text()
+    assert "(64 of 96 training samples have one)" in str(results_table(found).title)
     assert np.load(done.path / "arrays.npz")["confusion"].sum() == 64
 
 
