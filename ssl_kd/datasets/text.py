@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -23,6 +24,13 @@ LONGEST = 1_000_000
 """Bytes of one example, above which it is taken for an accident and left out."""
 _DOCUMENT, _LONG_DOCUMENT = 4_096, 16_384
 _SPLIT_NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val", "eval")}
+_HEAD = 4_096  # bytes in which a file shows whether it is text
+_MARKS = {  # UTF-32's begins like UTF-16's, so it comes first
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 _NOT_STDLIB = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
 
@@ -116,7 +124,8 @@ def open_text(
 
     A line of a `.jsonl` file (a row of a Hugging Face data set) is the first of these that it
     holds: `messages`, `prompt` and `completion`, `question` and `answer` (the question and a line
-    break are the prompt; GSM8K), or the text in `field`. A `.txt`, `.raw` or `.md` file is cut into
+    break are the prompt; GSM8K), or the text in `field`. Files are UTF-8, or UTF-16 or UTF-32 with
+    a byte order mark. A `.txt`, `.raw` or `.md` file is cut into
     documents: at the first blank line after 4,096 characters, or the first line break after 16,384.
 
     The test split is what the source itself calls so: `NAME_test.jsonl` (or `validation`, `valid`,
@@ -243,17 +252,37 @@ def _read_path(path: Path, field: str) -> Iterator[Example | str]:
         yield from _read_plain(path)
 
 
+def _lines(path: Path) -> Iterator[bytes | str]:
+    """Lines of a text file as UTF-8; one that is a string says what is wrong in its place."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+        file.seek(0)
+        encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
+        if encoding is None and b"\0" not in head:
+            for line in file:
+                yield "holds NUL bytes" if b"\0" in line else line
+            return
+    if encoding is None:
+        yield "the file holds NUL bytes: binary, or UTF-16 without a byte order mark"
+        return
+    try:
+        with path.open(encoding=encoding, newline="\n") as text:
+            for line in text:
+                yield line.encode()
+    except UnicodeError as error:
+        yield f"not {encoding.upper()} ({error}); it and all after it are left out"
+
+
 def _read_jsonl(path: Path, field: str) -> Iterator[Example | str]:
     usable, complaint = False, ""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path.name}:{number}"
-            item = _parse(line, where, field)
-            if isinstance(item, str):
-                complaint = complaint or item
-            else:
-                usable = True
-            yield item
+    for number, line in enumerate(_lines(path), 1):
+        where = f"{path.name}:{number}"
+        item = f"{where}: {line}" if isinstance(line, str) else _parse(line, where, field)
+        if isinstance(item, str):
+            complaint = complaint or item
+        else:
+            usable = True
+        yield item
     if not usable:
         raise InputError(f"{path} has no usable line: {complaint or 'it is empty'}")
 
@@ -306,18 +335,20 @@ def _chat(messages: list[Any], where: str) -> Example | str:
 def _read_plain(path: Path) -> Iterator[Example | str]:
     lines: list[str] = []
     first, length = 1, 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
-            except UnicodeDecodeError as error:
-                yield f"{path.name}:{number}: not UTF-8 ({error.reason})"
-                continue
-            lines.append(line)
-            length += len(line)
-            if length > _LONG_DOCUMENT or (length > _DOCUMENT and not line.strip()):
-                yield _document(lines, f"{path.name}:{first}")
-                lines, first, length = [], number + 1, 0
+    for number, raw in enumerate(_lines(path), 1):
+        if isinstance(raw, str):
+            yield f"{path.name}:{number}: {raw}"
+            continue
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            yield f"{path.name}:{number}: not UTF-8 ({error.reason})"
+            continue
+        lines.append(line)
+        length += len(line)
+        if length > _LONG_DOCUMENT or (length > _DOCUMENT and not line.strip()):
+            yield _document(lines, f"{path.name}:{first}")
+            lines, first, length = [], number + 1, 0
     if first == 1 or any(map(str.strip, lines)):
         yield _document(lines, f"{path.name}:{first}")
 
