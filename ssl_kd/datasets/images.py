@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -135,6 +136,7 @@ class FolderDataset(ImageDataset):
 
     Raises:
         FileNotFoundError: no folder, or no image in it.
+        PermissionError: it cannot be listed.
         ValueError: a class that is not among `class_names`.
     """
 
@@ -149,6 +151,8 @@ class FolderDataset(ImageDataset):
         if not self.root.is_dir():
             raise FileNotFoundError(f"no folder {self.root}")
         self.paths = sorted(find_images(self.root))
+        if self.paths == [os.curdir]:
+            raise PermissionError(errno.EACCES, "the folder cannot be listed", str(self.root))
         if not self.paths:
             raise FileNotFoundError(
                 f"no image in {self.root}: looked for {' '.join(sorted(EXTENSIONS))} at any depth"
@@ -181,10 +185,18 @@ class FolderDataset(ImageDataset):
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raises UnreadableImage."""
         path = self.root / self.paths[i]
-        if not is_inside(path, self.root):
-            raise UnreadableImage(self.ids[i], "a symbolic link out of the data folder")
-        if not path.is_file():  # opening a pipe would wait for ever
-            raise UnreadableImage(self.ids[i], "a broken link, a folder or a device, not a file")
+        reason = ""
+        try:
+            if not is_inside(path, self.root):
+                reason = "a symbolic link out of the data folder"
+            elif path.is_dir() and not path.is_symlink():
+                reason = "a folder that cannot be listed"
+            elif not path.is_file():  # opening a pipe would wait for ever
+                reason = "a broken link, a folder or a device, not a file"
+        except OSError as error:
+            reason = error.strerror
+        if reason:
+            raise UnreadableImage(self.ids[i], reason)
         return decode(path, self.ids[i])
 
 
@@ -201,8 +213,12 @@ def is_inside(path: Path, root: Path) -> bool:
 
 
 def find_images(root: Path) -> Iterator[str]:
-    """Paths, relative to `root`, of the image files below it; linked folders are not entered."""
-    for folder, folders, files in os.walk(root):
+    """Paths, relative to `root`, of the image files below it; linked folders are not entered.
+
+    A folder that cannot be listed is one entry: `.` where it is `root` itself.
+    """
+    closed: list[OSError] = []
+    for folder, folders, files in os.walk(root, onerror=closed.append):
         folders[:] = [f for f in folders if not f.startswith(".")]
         # A linked folder is listed as one entry, so that leaving it out does not go unnoticed.
         links = [f for f in folders if os.path.islink(os.path.join(folder, f))]
@@ -210,6 +226,15 @@ def find_images(root: Path) -> Iterator[str]:
             is_image = os.path.splitext(file)[1].lower() in EXTENSIONS and not file.startswith(".")
             if is_image or file in links:
                 yield os.path.relpath(os.path.join(folder, file), root)
+    for error in closed:
+        yield os.path.relpath(error.filename, root)
+
+
+def _is_file(path: Path, root: Path) -> bool:
+    try:
+        return is_inside(path, root) and path.is_file()
+    except OSError:  # a folder that may be listed but not entered
+        return False
 
 
 def digest_array(
@@ -238,7 +263,7 @@ def digest_files(root: Path, paths: Sequence[str], *, sampled: bool = False) -> 
     total = 0
     for path in paths:
         file = root / path
-        size = file.stat().st_size if is_inside(file, root) and file.is_file() else -1
+        size = file.stat().st_size if _is_file(file, root) else -1
         digest.update(f"{size} ".encode() + os.fsencode(path) + b"\0")
         total += max(size, 0)
     if total > LARGE and sampled:
@@ -248,7 +273,7 @@ def digest_files(root: Path, paths: Sequence[str], *, sampled: bool = False) -> 
     for path in paths:
         file = root / path
         try:
-            if is_inside(file, root) and file.is_file():
+            if _is_file(file, root):
                 with open(file, "rb", buffering=0) as content:
                     while block := content.read(BLOCK):
                         digest.update(block)

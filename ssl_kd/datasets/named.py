@@ -135,7 +135,7 @@ def _class_folders(train: Path | None) -> tuple[str, ...] | None:
     if train is None:
         return None
     folders = [f for f in train.iterdir() if f.is_dir() and not f.is_symlink()]
-    names = sorted(f.name for f in folders if f.name[0] != "." and next(find_images(f), None))
+    names = sorted(f.name for f in folders if f.name[0] != "." and next(find_images(f), ".") != ".")
     return tuple(names) or None
 
 

@@ -112,6 +112,10 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     agreement = _agreement(run)
     if agreement is not None and not labelled:
         lead.append(f"The heads' mean agreement is {100 * agreement:.0f}\u00a0%.")
+    if lost := data.get("unreadable"):
+        lead.append(
+            f"{lost:,} {noun}{'s' if lost > 1 else ''} could not be read and were left out."
+        )
     if finite(total):
         lead.append(f"The whole run took {duration(total)}.")
 

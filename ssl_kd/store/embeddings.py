@@ -7,7 +7,7 @@ makes. Labels are int64, -1 where unknown.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         force: replace a cache of another fingerprint; in one of the same fingerprint, rebuild
             damaged shards alone (`missing` says what they held).
         exclude_bad: skip an embedding that is NaN, infinite or out of range instead of raising.
+        back: whether a sample that was left out can be had now, as a `ShardWriter` asks it.
 
     Raises:
         FingerprintMismatch, CorruptFileError, NonFiniteRow, LockHeld: as a `ShardWriter`.
@@ -227,6 +228,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         shard_rows: int | None = None,
         force: bool = False,
         exclude_bad: bool = False,
+        back: Callable[[Manifest], bool] = lambda entry: False,
     ):
         if n < 1 or dim < 1:
             raise ValueError(f"n is {n} and dim is {dim}; a cache needs at least 1 of each")
@@ -254,6 +256,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
             shard_rows=shard_rows,
             force=force,
             exclude_bad=exclude_bad,
+            back=back,
         )
 
     def append(self, embeddings: Tensor, rows: Tensor) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -55,6 +55,8 @@ class ShardWriter(Generic[S]):
         force: replace a cache of another fingerprint; in one of the same fingerprint, rebuild
             damaged shards alone (`missing` says what they held).
         exclude_bad: skip a bad row instead of raising.
+        back: whether a sample that an earlier writer left out can be had now, by its entry in the
+            manifest; the shard that lacks it is then missing.
 
     Raises:
         FingerprintMismatch: there is a cache of something else, or an interrupted writer's
@@ -76,9 +78,10 @@ class ShardWriter(Generic[S]):
         shard_rows: int | None = None,
         force: bool = False,
         exclude_bad: bool = False,
+        back: Callable[[Manifest], bool] = lambda entry: False,
     ):
         self.kind, self.folder, self.name = kind, Path(folder), name
-        self.fingerprint, self.exclude_bad = fingerprint, exclude_bad
+        self.fingerprint, self.exclude_bad, self._back = fingerprint, exclude_bad, back
         self.n = len(ids)
         self._ids = ids
         self._header = {"version": 1, "fingerprint": vars(fingerprint), "n": self.n, **header}
@@ -245,7 +248,7 @@ class ShardWriter(Generic[S]):
                 for entry in manifest["shards"]:
                     faults += self._recover_shard(entry, manifest, place)
         missing = self.missing
-        if missing and self.folder in same and not force:
+        if faults and missing and self.folder in same and not force:
             raise faults[0]
         self._unpublished = bool(missing) or self._partial in same
         if missing:
@@ -259,7 +262,7 @@ class ShardWriter(Generic[S]):
 
     def _recover_shard(self, entry: Manifest, manifest: Manifest, place: Path) -> list[Exception]:
         shard = entry["start"] // self.shard_rows
-        if shard in self._stored:
+        if shard in self._stored or any(map(self._back, entry["unreadable"])):
             return []
         # A writer killed while publishing leaves some of its shards in the folder already.
         places = [self.folder] if place == self.folder else [self._partial, self.folder]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
+from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.precision import Precision
@@ -126,9 +128,18 @@ def extract(
     expected = fingerprint(dataset, teacher, precision)
     if not force:
         try:
-            return _open(dataset, Path(folder), split, expected, exclude_bad)
+            store = _open(dataset, Path(folder), split, expected, exclude_bad)
         except FileNotFoundError:
             pass
+        else:
+            _name_left_out(store)
+            if back := [e["id"] for e in store.manifest["unreadable"] if _is_back(dataset, e)]:
+                logger.warning(
+                    "%d of them can be read now, the first is %s: --force-recompute embeds them",
+                    len(back),
+                    back[0],
+                )
+            return store
     if isinstance(dataset, FeatureDataset):
         batch_size = _FEATURE_ROWS
     with EmbeddingWriter(
@@ -143,6 +154,7 @@ def extract(
         shard_rows=shard_rows,
         force=force,
         exclude_bad=exclude_bad,
+        back=partial(_is_back, dataset),
     ) as writer:
         if batches := writer.batches(batch_size):
             teacher.to(precision.device)
@@ -151,7 +163,34 @@ def extract(
             load = _load_between if on_cpu else _load_ahead
             with closing(load(dataset, teacher, batches, workers)) as loaded:
                 _write(writer, dataset, embed, loaded, progress)
-        return writer.close()
+        store = writer.close()
+    _name_left_out(store)
+    return store
+
+
+def _name_left_out(store: EmbeddingStore) -> None:
+    left_out = store.manifest["unreadable"]
+    if left_out:
+        named = [f"{entry['id']} ({entry['reason']})" for entry in left_out]
+        logger.warning(
+            "%d of %d samples of %s are left out: %s. %s lists them",
+            len(left_out),
+            store.manifest["n"],
+            store.split,
+            "; ".join(first_few(named, 5)),
+            store.folder / f"{store.name}.json",
+        )
+
+
+def _is_back(dataset: ImageDataset | FeatureDataset, entry: dict[str, Any]) -> bool:
+    """Whether an image that could not be read can be now."""
+    if isinstance(dataset, FeatureDataset) or entry["reason"].startswith("embedding is "):
+        return False  # of another kind: its row was not finite
+    try:
+        dataset.image(entry["row"])
+    except UnreadableImage:
+        return False
+    return True
 
 
 def _open(

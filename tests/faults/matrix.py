@@ -358,4 +358,9 @@ ROWS = {
         "parquet of a shuffled data frame, with columns that are no numbers; labels of -1 and 1",
         "its index is no feature, what is left out is named; two classes, and all are scored",
     ),
+    91: Row(
+        "a folder that may not be listed; a file that was gone for a moment",
+        "named, counted and shown at each run; once it is back, --force-recompute embeds it alone",
+        how="permission refused to this process; the shard that lacks the sample is rebuilt",
+    ),
 }

@@ -1,6 +1,7 @@
 """Rows 86 to 97: what is read is checked, what is left out is said, nothing of a file is run."""
 
 import json
+import os
 import struct
 import sys
 import tracemalloc
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ssl_kd import MultiHeadClusterer, cli
 from ssl_kd.datasets import UnreadableImage, decode, images, open_dataset
@@ -283,3 +285,78 @@ def test_labels_minus_one_and_one_are_two_classes(settings, tmp_path, digits):
     about = metrics(path)["dataset"]
     assert about["class_names"] == ["-1", "1"] and about["n_labelled"] == 64
     assert "64 samples in the right cluster" in write_report(path).read_text()
+
+
+# --- 91: what could not be read -------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """`closed(path)`: nobody may list that folder, or open that file, until `closed(None)`."""
+    shut: list[str] = []
+    scan, opening = os.scandir, Image.open
+
+    def refuse(path):
+        if str(path) in shut:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    def scandir(path="."):
+        refuse(path)
+        return scan(path)
+
+    def open_image(path, *args, **kwargs):
+        refuse(path)
+        return opening(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(Image, "open", open_image)
+    return lambda path: shut.clear() if path is None else shut.append(str(path))
+
+
+def save_images(folder, images):
+    folder.mkdir(parents=True)
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(folder / f"{i:02}.png")
+
+
+@row(91)
+def test_a_folder_that_may_not_be_listed_is_named(settings, tmp_path, digits, closed, caplog):
+    for name, rows in (("one", slice(20)), ("two", slice(20, 40)), ("three", slice(40, 60))):
+        save_images(tmp_path / "images" / name, digits[0][rows])
+    closed(tmp_path / "images" / "two")
+    odd = settings(dataset=str(tmp_path / "images"), image_size=8, n_clusters=2)
+    path = run(odd).path
+    (left_out,) = opened(odd).manifest["unreadable"]
+    assert (left_out["id"], left_out["reason"]) == ("two", "a folder that cannot be listed")
+    assert "1 of 41 samples of train are left out: two (a folder that cannot be" in caplog.text
+    assert " could not be read and was left out" in write_report(path).read_text()
+    closed(tmp_path / "images")
+    with pytest.raises(PermissionError, match="the folder cannot be listed"):
+        run(odd)
+
+
+@row(91)
+def test_a_file_that_was_gone_for_a_moment_is_named_until_it_is_embedded(
+    settings, tmp_path, digits, closed, caplog
+):
+    save_images(tmp_path / "images", digits[0][:20])
+    odd = settings(dataset=str(tmp_path / "images"), image_size=8, n_clusters=2, max_steps=2)
+    closed(tmp_path / "images" / "07.png")
+    run(odd)
+    before = opened(odd).tensor()
+    for _ in range(2):  # each time the cache is used
+        caplog.clear()
+        run(odd)
+        assert "1 of 20 samples of train are left out: 07.png (PermissionError" in caplog.text
+        assert "can be read now" not in caplog.text
+    closed(None)
+    run(odd)
+    assert "1 of them can be read now, the first is 07.png: --force-recompute" in caplog.text
+    run(odd.replace(force_recompute=True))
+    store = opened(odd)
+    assert store.n == 20 and not store.manifest["unreadable"] and store.ids[7] == "07.png"
+    others = torch.tensor([i for i in range(20) if i != 7])
+    assert torch.equal(store.tensor()[others], before)
+    caplog.clear()
+    run(odd)
+    assert "left out" not in caplog.text
