@@ -11,7 +11,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import normalize
 
-from ssl_kd.evaluate.sample import random_rows
+from ssl_kd.evaluate.sample import in_range, random_rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def kmeans(
         A `Baseline`; always with clusters.
     """
     start = time.perf_counter()
-    x = np.asarray(x, np.float32)
+    x, *test = in_range(x, test_x)
     large = len(x) > max_rows
     method = MiniBatchKMeans if large else KMeans
     model = method(n_clusters, random_state=seed).set_params(n_init=n_init)
@@ -64,9 +64,7 @@ def kmeans(
         # Fewer distinct samples than clusters: some clusters stay empty, as they must.
         warnings.filterwarnings("ignore", "Number of distinct clusters", ConvergenceWarning)
         clusters = np.asarray(model.fit_predict(x), np.int64)
-    held = None
-    if test_x is not None:
-        held = np.asarray(model.predict(np.asarray(test_x, np.float32)), np.int64)
+    held = np.asarray(model.predict(test[0]), np.int64) if test else None
     note = f"mini-batches, because there are more than {max_rows} samples" if large else None
     return Baseline("k-means", clusters, held, note, time.perf_counter() - start)
 
@@ -101,7 +99,7 @@ def spectral(
     if n_clusters >= min(len(x), max_rows):
         return Baseline(name, None, note=f"not run: {n_clusters} clusters for {len(x)} samples")
     start = time.perf_counter()
-    unit = np.asarray(normalize(np.asarray(x, np.float32)))
+    unit, *test = (np.asarray(normalize(part)) for part in in_range(x, test_x))
     rows = random_rows(len(x), max_rows, seed)
     n_neighbors = min(n_neighbors, len(rows))
     model = SpectralClustering(
@@ -113,12 +111,11 @@ def spectral(
     broken = any("not fully connected" in str(w.message) for w in caught)
 
     voters = KNeighborsClassifier(n_neighbors, algorithm="brute").fit(unit[rows], found)
-    clusters, held = found, None
+    clusters = found
     if len(rows) < len(x):
         clusters = np.asarray(voters.predict(unit), np.int64)
         clusters[rows] = found
-    if test_x is not None:
-        held = np.asarray(voters.predict(normalize(np.asarray(test_x, np.float32))), np.int64)
+    held = np.asarray(voters.predict(test[0]), np.int64) if test else None
     notes = ["the neighbour graph has separate parts"] if broken else []
     if len(rows) < len(x):
         notes.append(f"of a random {len(rows)} samples, the others by their neighbours' vote")

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 from sklearn.decomposition import PCA
 from sklearn.manifold import TSNE
 
-from ssl_kd.evaluate.sample import random_rows
+from ssl_kd.evaluate.sample import in_range, random_rows
 
 
 def embedding_map(
@@ -28,7 +28,7 @@ def embedding_map(
         van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008.
     """
     rows = random_rows(len(x), max_points, seed)
-    z = np.asarray(x[rows], np.float32)
+    (z,) = in_range(x[rows])
     if min(z.shape) > 50:
         z = PCA(50, random_state=seed).fit_transform(z)
     if len(z) < 4 or np.ptp(z, axis=0).max() == 0:  # too few, or all alike: nothing to lay out

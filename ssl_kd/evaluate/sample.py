@@ -15,6 +15,19 @@ def random_rows(n: int, max_rows: int, seed: int) -> NDArray[np.int64]:
     return np.sort(np.random.default_rng(seed).choice(n, max_rows, replace=False))
 
 
+def in_range(x: NDArray, *others: NDArray | None) -> list[NDArray]:
+    """Embeddings `[n, d]` as float32, and others in the same unit, None left out.
+
+    The unit is changed only where squares of `x` would leave float32, which reaches from 1e-38 to
+    1e38: then the largest absolute value of `x` becomes 1.
+    """
+    arrays = [np.asarray(a, np.float32) for a in (x, *others) if a is not None]
+    largest = float(np.abs(arrays[0]).max(initial=0))
+    if largest == 0 or 1e-6 < largest < 1e6:
+        return arrays
+    return [(a.astype(np.float64) / largest).astype(np.float32) for a in arrays]
+
+
 def labelled_sample(x: NDArray, y: NDArray, max_rows: int, seed: int) -> tuple[NDArray, NDArray]:
     """The rows with a known label as float32, at random at most `max_rows` of them, in order.
 

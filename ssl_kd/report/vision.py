@@ -113,9 +113,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     if agreement is not None and not labelled:
         lead.append(f"The heads' mean agreement is {100 * agreement:.0f}\u00a0%.")
     if lost := data.get("unreadable"):
-        lead.append(
-            f"{lost:,} {noun}{'s' if lost > 1 else ''} could not be read and were left out."
-        )
+        lead.append(f"Not readable and left out: {lost:,} {noun}{'s' if lost > 1 else ''}.")
     if finite(total):
         lead.append(f"The whole run took {duration(total)}.")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.errors import InputError
+
 
 class Projection(nn.Module):
     """`(x - mean) @ basis`, or `(x - mean) * scale` where the embeddings are narrow already.
@@ -36,6 +38,9 @@ class Projection(nn.Module):
         Args:
             x: `[n, D]`, finite; ten thousand rows are plenty.
             most: rotate wider embeddings to this many principal components; None: never.
+
+        Raises:
+            ValueError: they are so small that float32 cannot scale them.
         """
         x = x.double()  # squares of 1e19 overflow in float32
         in_dim = x.shape[1]
@@ -49,6 +54,11 @@ class Projection(nn.Module):
             projection.basis.copy_(directions[:, -dim:].flip(1))
             centred = centred @ projection.basis.double()
         root_mean_square = float(centred.square().mean().sqrt())
+        if 0 < root_mean_square < 1 / torch.finfo(torch.float32).max:
+            raise InputError(
+                f"the embeddings differ by {root_mean_square:.2g} only, which float32 cannot scale "
+                "to 1: multiply them before they are saved"
+            )
         projection.scale.fill_(1 / root_mean_square if root_mean_square > 0 else 1.0)
         return projection
 

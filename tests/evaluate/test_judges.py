@@ -200,3 +200,19 @@ def test_map_of_tiny_and_alike_sets_is_finite(n, d):
     for x in (X[:n, 20 : 20 + d], np.ones((n, d))):
         rows, places = embedding_map(x)
         assert len(rows) == n and places.shape == (n, 2) and np.isfinite(places).all()
+
+
+@pytest.mark.parametrize("unit", [1e-44, 1e-30, 1e30])
+def test_a_map_of_values_whose_squares_float32_cannot_hold(unit):
+    """In such units scikit-learn's t-SNE ended the process, or put all into one point."""
+    x = (np.random.default_rng(0).normal(size=(60, 8)) * unit).astype(np.float32)
+    _, places = embedding_map(x)
+    assert np.isfinite(places).all() and np.ptp(places, axis=0).min() > 0.5
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e30])
+@pytest.mark.parametrize("method", [kmeans, spectral])
+def test_baselines_do_not_depend_on_the_unit(method, unit):
+    found = [method(X[:300] * u, 10, test_x=TEST_X[:60] * u) for u in (1.0, unit)]
+    assert accuracy(found[0].clusters, found[1].clusters) > 0.98
+    assert accuracy(found[0].test_clusters, found[1].test_clusters) > 0.96
