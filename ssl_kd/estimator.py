@@ -24,6 +24,7 @@ from typing_extensions import Self
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.precision import Precision
 from ssl_kd.imports import path_of_file
+from ssl_kd.ranks import refuse_ranks
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
 from ssl_kd.vision.model import ClusterModel, read_config
@@ -171,9 +172,11 @@ class MultiHeadClusterer(
             y: ignored.
 
         Raises:
-            ValueError: of a parameter out of range, of too few samples, of values not finite.
+            ValueError: of a parameter out of range, of too few samples, of values not finite, of
+                several processes that were started together.
             TooFewHealthyParts: no head could be trained.
         """
+        refuse_ranks()
         settings = self._settings()
         x = self._embeddings(X, reset=True)
         n = len(x)

@@ -24,6 +24,7 @@ from ssl_kd.language.sources import Routed
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.task import Progress, Task, make_distiller, prepare, without_router
 from ssl_kd.language.train import Row, train
+from ssl_kd.ranks import refuse_ranks
 from ssl_kd.teachers.causal import (
     CausalLM,
     FrozenTeacher,
@@ -49,10 +50,12 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         progress: called as `progress(stage, done, total, info)`.
 
     Raises:
+        InputError: this process is one of several that were started together.
         SettingsError: teacher, student and text do not fit.
         Interrupted: told to stop by Ctrl-C or SIGTERM.
         TooFewHealthyParts: the student does not become healthy any more.
     """
+    refuse_ranks()
     tell = progress or (lambda stage, done, total, info: None)
     clock, precision = Clock(), precision_of(settings)
     logger.info("%s", precision)

@@ -24,6 +24,7 @@ from ssl_kd.language.sources import Aligned, Plain, Routed, RoutedDraw
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.train import train
 from ssl_kd.losses.legacy_clamp import LegacyClamp
+from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import (
@@ -330,9 +331,11 @@ def cache_teacher(
         The cache; for ROUTER_MODE ka one for each of KA_FORWARDS draws of experts.
 
     Raises:
+        InputError: this process is one of several that were started together.
         SettingsError: there is no teacher or no folder to write to.
         FingerprintMismatch: the folder holds a cache of something else, and not FORCE_RECOMPUTE.
     """
+    refuse_ranks()
     tell = progress or (lambda stage, done, total, info: None)
     if settings.teacher_cache is None:
         raise SettingsError("TEACHER_CACHE is None: name the folder that the cache goes to.")

@@ -18,6 +18,7 @@ from ssl_kd.files import atomic_write_bytes
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, cached_neighbours
 from ssl_kd.teachers import Teacher, load_teacher
@@ -67,10 +68,12 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         progress: called as `progress(stage, done, total, info)`.
 
     Raises:
+        InputError: this process is one of several that were started together.
         SettingsError: EMBEDDING_DIM disagrees with the teacher, or N_CLUSTERS is needed.
         Interrupted: told to stop by Ctrl-C or SIGTERM.
         TooFewHealthyParts: no head is healthy any more.
     """
+    refuse_ranks()
     tell = progress or (lambda stage, done, total, info: None)
     clock = Clock()
     precision = Precision.for_device(settings.device, settings.use_fp16)

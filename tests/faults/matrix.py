@@ -363,4 +363,8 @@ ROWS = {
         "named, counted and shown at each run; once it is back, --force-recompute embeds it alone",
         how="permission refused to this process; the shard that lacks the sample is rebuilt",
     ),
+    98: Row(
+        "training or caching is started as several ranks, by torchrun or accelerate",
+        "refused with the rank, in a line from each, before anything is written",
+    ),
 }
