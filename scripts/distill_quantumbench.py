@@ -21,19 +21,15 @@ def main(words: list[str]) -> int:
     """Read the flags, print the settings, and distil."""
     parser = FlagParser(
         description=(__doc__ or "").partition("\n")[0],
-        epilog="Every other setting of scripts/distill.py is a flag here, too: --align chunks.",
+        epilog="Defaults: --epochs 3 --batch-size 2 --learning-rate 2e-5 --temperature 3; "
+        "every other setting of scripts/distill.py is a flag here, too: --dry-run, --align chunks.",
         allow_abbrev=False,
     )
     parser.add_argument("--teacher-model", required=True, help="folder or name on the Hub")
     parser.add_argument("--student-model-name", required=True, help="folder or name on the Hub")
     parser.add_argument("--data-path", required=True, help="a jsonl file")
-    parser.add_argument("--epochs", type=float, default=3.0, help="default: 3")
-    parser.add_argument("--batch-size", type=int, default=2, help="default: 2")
-    parser.add_argument("--learning-rate", type=float, default=2e-5, help="default: 2e-5")
     parser.add_argument("--alpha", type=float, default=0.5, help="teacher's share, default: 0.5")
-    parser.add_argument("--temperature", type=float, default=3.0, help="default: 3")
     parser.add_argument("--fp16", action="store_true", help="half precision, on a GPU only")
-    parser.add_argument("--dry-run", action="store_true", help="5 steps, evaluation and saving")
 
     def read() -> LanguageSettings:
         given, others = parser.parse_known_args(words)
@@ -43,14 +39,13 @@ def main(words: list[str]) -> int:
             "teacher_model": given.teacher_model,
             "student_model": given.student_model_name,
             "data_path": given.data_path,
-            "epochs": given.epochs,
-            "batch_size": given.batch_size,
-            "learning_rate": given.learning_rate,
+            "epochs": 3.0,
+            "batch_size": 2,
+            "learning_rate": 2e-5,
             "alpha_kd": given.alpha,
             "alpha_ce": 1 - given.alpha,
-            "temperature": given.temperature,
+            "temperature": 3.0,
             "model_dtype": "float32",
-            "dry_run": given.dry_run,
             "warmup_fraction": 0.1,
             "clip_grad": 1.0,
             "block_size": 512,

@@ -125,7 +125,8 @@ def main(words: list[str]) -> int:
         if given.job == "train":
             return distill_as(lambda: train(given, others), [sys.orig_argv[0], sys.argv[0], *words])
         if others:
-            testing.error(f"there is no flag {others[0]}")
+            flags = ", ".join(f"--{name}" for name in vars(given) if name != "job")
+            raise SettingsError(f"There is no flag {others[0]} of test, which takes {flags}.")
         return test(given)
 
     return guarded(work)

@@ -29,6 +29,18 @@ class FlagParser(argparse.ArgumentParser):
         """Raise what argparse would print below the usage."""
         raise SettingsError(f"{message}; --help lists all flags")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse, with `_` or `-` in a flag; what it does not know comes back as it was."""
+        spelt = {hyphenated(word): word for word in args}
+        known, unknown = super().parse_known_args(list(map(hyphenated, args)), namespace)
+        return known, [spelt.get(word, word) for word in unknown]
+
+
+def hyphenated(word: str) -> str:
+    """A word of the command line, with `-` in place of `_` where it is a flag."""
+    flag, equals, value = word.partition("=")
+    return f"{flag.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
+
 
 def read_settings(
     cls: type[S],
@@ -119,7 +131,7 @@ def _given(
                 raise SettingsError(
                     f"--{names[field]} and --{name} are the same setting: give one of them."
                 )
-            words[-1] = f"--{field.replace('_', '-')}{equals}{value}"
+            words[-1] = f"--{field}{equals}{value}"
         spelt[words[-1]] = word
     found, unknown = parser.parse_known_args(words)
     if unknown:
@@ -147,5 +159,4 @@ def _unknown(cls: type[Settings], word: str, extra: Sequence[str]) -> str:
     known += [f"no_{flag}" for flag, (kind, *_) in cls.rules().items() if kind is bool]
     if name in known:  # right but for its capitals, or a single dash
         return f"There is no flag {word}. Did you mean --{name}?"
-    hint = nearest(name, [*known, *cls.aliases], cls.aliases, "--{}".format)
-    return f"There is no flag {word}.{hint or ' --help lists all flags.'}"
+    return f"There is no flag {word}.{cls.hint(name, known) or ' --help lists all flags.'}"

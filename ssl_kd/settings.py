@@ -113,6 +113,9 @@ class Settings:
     # Older and foreign names that are taken for a setting: that name -> the setting's.
     aliases: typing.ClassVar[Mapping[str, str]] = {}
 
+    # Foreign names that no setting can stand for: that name -> the flags to use, in a sentence.
+    instead: typing.ClassVar[Mapping[str, str]] = {}
+
     file_heading: typing.ClassVar[str] = ""  # what the settings file says at its top
 
     def __post_init__(self) -> None:
@@ -190,9 +193,21 @@ class Settings:
         field = name.lower().replace("-", "_")
         field = cls.aliases.get(field, field)
         if field not in _fields(cls):
-            near = nearest(field, [*_fields(cls), *cls.aliases], cls.aliases, str.upper)
-            raise SettingsError(f"There is no setting {name}.{near}")
+            hint = re.sub(r"--(\w+)", lambda flag: flag[1].upper(), cls.hint(field))
+            raise SettingsError(f"There is no setting {name}.{hint}")
         return field
+
+    @classmethod
+    def hint(cls, field: str, more: typing.Iterable[str] = ()) -> str:
+        """What to use in place of a name that is no setting, as flags, or nothing.
+
+        Args:
+            field: The name.
+            more: Flags that it may have been meant to be, beside the settings.
+        """
+        if field in cls.instead:
+            return f" {cls.instead[field]}"
+        return nearest(field, [*more, *_fields(cls), *cls.aliases], cls.aliases, "--{}".format)
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,12 +291,40 @@ class RunSettings(Settings):
     # The names that transformers' TrainingArguments give to settings of every mode.
     aliases: typing.ClassVar[Mapping[str, str]] = {
         "logging_steps": "log_every",
+        "lr": "learning_rate",
         "max_grad_norm": "clip_grad",
         "num_train_epochs": "epochs",
         "output_dir": "runs_dir",
         "per_device_train_batch_size": "batch_size",
         "save_steps": "checkpoint_every",
+        "train_batch_size": "batch_size",
         "warmup_ratio": "warmup_fraction",
+    }
+    instead: typing.ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("ddp_backend", "ddp_timeout", "deepspeed", "fsdp", "fsdp_config", "local_rank"),
+            "One process trains on one device, see --device.",
+        ),
+        **dict.fromkeys(
+            ("adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
+            "The optimizer is AdamW; --learning_rate and --weight_decay set it.",
+        ),
+        **dict.fromkeys(
+            ("lr_scheduler_kwargs", "lr_scheduler_type"),
+            "The schedule is a cosine after a warm-up, see --warmup_fraction.",
+        ),
+        **dict.fromkeys(("data_seed", "full_determinism"), "Use --seed."),
+        **dict.fromkeys(
+            ("log_level", "logging_first_step", "logging_strategy"), "Use --log_every."
+        ),
+        **dict.fromkeys(("logging_dir", "report_to"), "Use --tensorboard."),
+        **dict.fromkeys(("no_cuda", "use_cpu"), "Use --device cpu."),
+        "auto_find_batch_size": "Use --batch_size.",
+        "overwrite_output_dir": "Use another --run_name: no run is ever overwritten.",
+        "resume_from_checkpoint": "Use --resume, and --run_name for a certain run.",
+        "save_strategy": "Use --checkpoint_every.",
+        "save_total_limit": "The last two checkpoints are kept, one each --checkpoint_every steps.",
+        "warmup_steps": "Use --warmup_fraction, a fraction of the steps.",
     }
 
     device: str = setting(
@@ -347,13 +390,20 @@ def nearest(
 ) -> str:
     """``" Did you mean X?"`` for the known word most like this one, or nothing.
 
+    A word that only one known word, no alias, begins with means that one.
+
     Args:
         word: What came.
         known: What it may have been meant to be.
         aliases: Known word -> the one to suggest in its place.
         shown: How a word is written.
     """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    words = list(dict.fromkeys(known))
+    close = [name for name in words if len(word) > 2 and name.startswith(word)]
+    close = [name for name in close if name not in aliases]
+    if len(close) != 1:
+        # Below three quarters alike, a word of the same ending would be taken for the same word.
+        close = difflib.get_close_matches(word, words, n=1, cutoff=0.75)
     return f" Did you mean {shown(aliases.get(close[0], close[0]))}?" if close else ""
 
 

@@ -1,5 +1,6 @@
 """The command line: flags over file over defaults, one line and a code for each known failure."""
 
+import dataclasses
 import importlib
 import io
 import json
@@ -439,6 +440,8 @@ ALIASES = [
 def other_than_default(cls, name):
     """A value that a setting may have and has not by default."""
     value = getattr(cls(), name)
+    if isinstance(value, int) and not value:
+        return 1
     return "elsewhere" if isinstance(value, str) else 0.25 if value is None else value / 2
 
 
@@ -491,6 +494,43 @@ def test_a_run_that_noted_a_setting_under_its_older_name_is_resumed(cls, old, ne
     if change and new not in cls.free_on_resume:
         with pytest.raises(SettingsError, match=f"other settings: {new.upper()} was "):
             RunFolder(cls(**place, resume=True))
+
+
+@pytest.mark.parametrize("cls", [VisionSettings, LanguageSettings])
+def test_no_name_of_transformers_is_answered_by_a_guess(cls):
+    transformers = pytest.importorskip("transformers")
+    for field in dataclasses.fields(transformers.TrainingArguments):
+        try:
+            assert cls.named(field.name) in cls.rules()
+        except SettingsError as error:
+            assert "Did you mean" not in str(error), error
+
+
+@pytest.mark.parametrize("cls", [VisionSettings, LanguageSettings])
+def test_what_is_said_in_place_of_a_foreign_name_names_settings(cls):
+    for name, said in cls.instead.items():
+        assert name not in cls.aliases and name not in cls.rules()
+        assert set(re.findall(r"--(\w+)", said)) <= cls.rules().keys(), said
+        with pytest.raises(SettingsError) as refused:
+            cls.named(name.upper())
+        assert "--" not in str(refused.value) and "setting " + name.upper() in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "word", "said"),
+    [
+        (LanguageSettings, "--student", "Did you mean --student_model?"),
+        (LanguageSettings, "--temp", "Did you mean --temperature?"),
+        (VisionSettings, "--clip", "Did you mean --clip_grad?"),
+        (VisionSettings, "--num_epochs", "Did you mean --epochs?"),
+        (VisionSettings, "--fp16", "Use --use_fp16"),
+        (VisionSettings, "--eval_steps", "--help lists all flags."),
+        (VisionSettings, "--steps", "--help lists all flags."),
+    ],
+)
+def test_a_flag_is_only_suggested_where_it_is_near(cls, word, said, tmp_path):
+    with pytest.raises(SettingsError, match=re.escape(f"There is no flag {word}. {said}")):
+        read_settings(cls, [word, "1"], tmp_path / "none.py", prog="x")
 
 
 def test_help_shows_no_alias(capsys, monkeypatch):

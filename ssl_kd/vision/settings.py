@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +29,24 @@ class VisionSettings(RunSettings):
         "log_every",
         "tensorboard",
         "workers",
+    }
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        **RunSettings.aliases,
+        "dataloader_num_workers": "workers",
+    }
+    instead: ClassVar[Mapping[str, str]] = {
+        **RunSettings.instead,
+        **dict.fromkeys(
+            ("bf16", "fp16"), "Use --use_fp16: half precision of the kind that suits the device."
+        ),
+        **dict.fromkeys(
+            ("dataloader_in_order", "dataloader_persistent_workers"),
+            "Use --workers for the number of threads; their order never matters.",
+        ),
+        "gradient_accumulation_steps": "A step is one batch: raise --batch_size.",
+        "gradient_checkpointing": "Where memory runs out, lower --batch_size or --n_heads.",
+        "per_device_eval_batch_size": "Use --extract_batch_size for the teacher's batches.",
     }
 
     file_heading: ClassVar[str] = """\

@@ -130,7 +130,8 @@ def test_quantumbench_stops_at_a_nan_and_names_its_cause(script, house):
         (["--techer-model", "x"], "required: --teacher-model"),
         (["--alpha", "1.5"], "--alpha is 1.5"),
         (["--lern-rate", "1"], "There is no flag --lern-rate."),
-        (["--temperature", "warm"], "invalid float value"),
+        (["--temperature", "warm"], "TEMPERATURE is 'warm', but must be"),
+        (["--alpha", "half"], "invalid float value"),
     ],
 )
 def test_quantumbench_one_line_and_code_2(script, house, words, said):
@@ -160,12 +161,44 @@ def test_adapters_are_trained_and_tested(script, house, tmp_path):
     assert "numbers equal within 0.0001 of their size" in out and "float32 on cpu" in out
 
 
+PLACES = {
+    "distill": [],
+    "cache_teacher": [],
+    **{name: [] for name in SAR},
+    "distill_quantumbench": ["--teacher-model=t", "--student_model_name=s", "--data_path=d"],
+    "sft_lora": ["train", "--model", "m", "--data_path", "d"],
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_foreign_flags_are_answered_with_what_to_use(script, name):
+    for words, said in (
+        (["--logging_steps", 0], "LOG_EVERY is 0"),
+        (["--num-train-epochs", 0], "EPOCHS is 0.0"),
+        (["--lr", "x"], "LEARNING_RATE is 'x'"),
+        (["--output_dir="], "RUNS_DIR is ''"),
+        (["--warmup_steps", 10], "no flag --warmup_steps. Use --warmup_fraction, a fraction of"),
+        (["--bf16"], "no flag --bf16. Use --model_dtype bfloat16."),
+        (["--optim", "sgd"], "no flag --optim. The optimizer is AdamW; --learning_rate"),
+        (["--push_to_hub"], "no flag --push_to_hub. --help lists all flags."),
+    ):
+        code, _, err = script(name, *PLACES[name], *words)
+        assert code == 2 and said in err and len(err.splitlines()) == 1, err
+
+
+def test_the_test_of_adapters_says_which_flags_it_has(script):
+    words = ["test", "--model", "m", "--data_path", "d", "--learning_rate", 1]
+    code, _, err = script("sft_lora", *words)
+    assert code == 2 and "--learning_rate of test, which takes --model" in err
+    assert "--batch_size" in err and "--learning_rate," not in err
+
+
 def test_sft_refuses_in_one_line(script, house):
     stories = ["--data-path", house / "stories.jsonl", "--device", "cpu"]
     for words, code, said in (
         (["test", "--model", house / "dense", *stories], 2, "<answer>...</answer>"),
         (["test", "--model", "./nowhere", *stories], 1, "no folder nowhere"),
-        (["test", "--model", house / "dense", *stories, "--limits", 3], 2, "no flag --limits"),
+        (["test", "--model", house / "dense", *stories, "--limits", 3], 2, "no flag --limits of"),
         (["train", "--model", house / "dense", *stories, "--epoch", 1], 2, "Did you mean --epochs"),
         (["train", *stories], 2, "required: --model"),
         ([], 2, "required: job"),
