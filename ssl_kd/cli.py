@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
-from ssl_kd.errors import BAD_INPUT, FAILED, InputError, Interrupted, UserError
+from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError, Interrupted, UserError, code_of
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.settings import nearest
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ssl_kd.screen import ProgressBars
     from ssl_kd.vision.settings import VisionSettings
 
-OK = 0
 LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
@@ -35,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The words after the program's name; None: this process's own.
     """
-    if argv is None and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # as `python train.py` has it: that is where heads/ is
+    if argv is None:
+        sys.path.append("")  # where one stands, as `python train.py` has it: heads/ is there
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "--help"
     if command in ("-h", "--help"):
@@ -141,6 +140,7 @@ def guarded(work: Callable[[], int], again: str = "") -> int:
         again: The command that started it, which with `--resume` goes on.
     """
     try:
+        _check_folder()
         return work()
     except (Exception, KeyboardInterrupt) as error:
         known = _explained(error, again)
@@ -424,8 +424,16 @@ def _explained(error: BaseException, again: str) -> tuple[int, str] | None:
         way = "lower BATCH_SIZE, N_HEADS or EXTRACT_BATCH_SIZE, or use --device cpu"
         return FAILED, f"Out of memory: {way}. ({str(error).partition('.')[0]})"
     if isinstance(error, OSError):  # no such data, disk full, folder not writable
-        return FAILED, str(error)
+        named = error.filename is not None and error.strerror
+        return code_of(error), f"{error.filename}: {error.strerror}" if named else str(error)
     return None
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("The folder that you stand in is gone: cd to another.") from None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -1,12 +1,29 @@
-"""Failures that a user can act on: a message with the way out, and the exit code of a command."""
+"""Failures that a user can act on: a message with the way out, and the exit code of a command.
+
+Every command ends with one of these codes:
+
+- 0: it is done.
+- 2: what was given cannot be: a flag, a setting, a path where nothing is or nothing may be written,
+  a file of another kind, two things that do not fit, a run that cannot be resumed. Nothing was
+  begun; give something else.
+- 1: what was given is right, and it failed: no network, no memory, a full disk, a package that is
+  not installed, a damaged file of an earlier run, a lock that another process holds. Also where a
+  check found what it looked for: `doctor`, `install-check`, `verify`, `replay`.
+- 3: the guard stopped a run in which nothing was healthy any more.
+- 128 + its number: a signal ended it, 130 after Ctrl-C and 143 after SIGTERM.
+
+A traceback is a fault of ours, and ends with 1, too.
+"""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import ClassVar
 
-FAILED, BAD_INPUT, GUARD_STOPPED = 1, 2, 3
-"""Exit codes; what a signal ends has 128 + its number: 130 after Ctrl-C, 143 after SIGTERM."""
+_NO_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
+
+OK, FAILED, BAD_INPUT, GUARD_STOPPED = 0, 1, 2, 3
 
 
 class UserError(Exception):
@@ -28,7 +45,12 @@ class InputError(UserError, ValueError):
 class MissingPackage(UserError, ImportError):
     """A package that only some need, and that is not installed; the message says how to."""
 
-    exit_code = BAD_INPUT
+
+def code_of(error: OSError) -> int:
+    """The exit code of what the system refused: about a path that was given, or otherwise."""
+    kinds = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+    about_path = isinstance(error, (*kinds, PermissionError)) or error.errno in _NO_PATH
+    return BAD_INPUT if about_path else FAILED
 
 
 class Interrupted(KeyboardInterrupt):

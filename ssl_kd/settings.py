@@ -155,10 +155,14 @@ class Settings:
         came, value = value, _widened(value, kind)
         fits = type(value) is kind and (kind is not float or math.isfinite(value))
         if fits and kind is str:
-            fits = bool(value.strip()) and (
-                not (rule.choices or rule.forms)
-                or value in rule.choices
-                or any(re.fullmatch(form, value) for _, form in rule.forms)
+            fits = (
+                bool(value.strip())
+                and _is_writable(value)
+                and (
+                    not (rule.choices or rule.forms)
+                    or value in rule.choices
+                    or any(re.fullmatch(form, value) for _, form in rule.forms)
+                )
             )
         elif fits and kind is not bool:
             fits = (
@@ -370,6 +374,11 @@ def _literal(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     return re.sub(r"e([-+])0", r"e\1", repr(value))
+
+
+def _is_writable(text: str) -> bool:
+    """Whether it can be a file's name, and stand in a file: no NUL, nothing but Unicode."""
+    return "\0" not in text and text.encode("utf-8", "replace").decode() == text
 
 
 def _widened(value: Any, kind: type) -> Any:

@@ -1,6 +1,7 @@
 """The command line: flags over file over defaults, one line and a code for each known failure."""
 
 import dataclasses
+import errno
 import importlib
 import io
 import json
@@ -26,7 +27,7 @@ from ssl_kd.guard.recorder import Bundle, save_bundle
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.screen import ProgressBars
 from ssl_kd.settings import SettingsError
-from ssl_kd.training.folder import RunFinished, RunFolder
+from ssl_kd.training.folder import RunFinished, RunFolder, RunFolderError
 from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.settings import VisionSettings
 
@@ -204,45 +205,127 @@ def raises(error):
 def known_errors():
     import torch
 
-    from ssl_kd.datasets import DatasetUnavailable
+    from ssl_kd.datasets import DatasetUnavailable, DatasetUnreachable
+    from ssl_kd.errors import MissingPackage
     from ssl_kd.files import CorruptFileError
     from ssl_kd.guard.parts import TooFewHealthyParts
     from ssl_kd.guard.precision import UnsupportedDevice
+    from ssl_kd.lock import LockHeld
     from ssl_kd.store import FingerprintMismatch, NonFiniteRow
     from ssl_kd.teachers import TeacherUnavailable
+    from ssl_kd.teachers.causal import CausalLMUnavailable
 
-    return [
-        (SettingsError("EMBEDDING_DIM is 3"), 2),
-        (TeacherUnavailable("dinov2", "no network:\n no route"), 1),
-        (DatasetUnavailable("cifar10 is not in data: --download"), 2),
-        (
-            FingerprintMismatch(
-                Path("embeddings_train.pt"), ["teacher: a, not b"], "embeddings_dir"
-            ),
-            1,
-        ),
-        (NonFiniteRow("embeddings_train.pt", 3, 3, "a.jpg", float("nan")), 1),
-        (CorruptFileError("embeddings_train.pt"), 1),
-        (UnsupportedDevice("sm_37"), 1),
-        (TooFewHealthyParts("all heads are sick"), 3),
-        (torch.OutOfMemoryError("tried to allocate 2 GiB\nand more"), 1),
-        (FileNotFoundError(2, "No such file or directory", "my_images"), 1),
-        (PermissionError(13, "Permission denied", "runs"), 1),
-        (ModuleNotFoundError("No module named 'timm'", name="timm"), 1),
-        (KeyboardInterrupt(), 130),
-        (Interrupted(signal.SIGINT, Path("runs/a")), 130),
-        (Interrupted(signal.SIGTERM, Path("runs/a")), 143),
-    ]
+    return {
+        2: [  # what was given cannot be
+            SettingsError("EMBEDDING_DIM is 3"),
+            DatasetUnavailable("cifar10 is not in data: --download"),
+            FingerprintMismatch(Path("a.pt"), ["teacher: a, not b"], "embeddings_dir"),
+            RunFinished(Path("a")),
+            RunFolderError("a holds no run to resume"),
+            FileNotFoundError("no folder my_images"),
+            FileNotFoundError(2, "No such file or directory", "my_images"),
+            PermissionError(13, "Permission denied", "runs"),
+            NotADirectoryError(20, "Not a directory", "runs"),
+            OSError(errno.ENAMETOOLONG, "File name too long", "runs"),
+        ],
+        1: [  # it failed otherwise
+            TeacherUnavailable("dinov2", "no network: no route"),
+            CausalLMUnavailable("gpt2", "no network"),
+            DatasetUnreachable("cifar10 could not be downloaded: no network"),
+            NonFiniteRow("embeddings_train.pt", 3, 3, "a.jpg", float("nan")),
+            CorruptFileError("embeddings_train.pt"),
+            LockHeld("process 3 holds .lock"),
+            UnsupportedDevice("sm_37"),
+            MissingPackage("reading parquet needs pyarrow"),
+            ModuleNotFoundError("No module named 'timm'", name="timm"),
+            torch.OutOfMemoryError("tried to allocate 2 GiB. And more"),
+            MemoryError(),
+            OSError(errno.ENOSPC, "No space left on device", "a.pt"),
+            ConnectionError("no route"),
+        ],
+        3: [TooFewHealthyParts("all heads are sick")],
+        130: [KeyboardInterrupt(), Interrupted(signal.SIGINT, Path("runs/a"))],
+        143: [Interrupted(signal.SIGTERM, Path("runs/a"))],
+    }
 
 
-@pytest.mark.parametrize("which", range(15))
-def test_a_known_failure_is_one_line_and_a_code(which, run_that, capfd):
-    error, code = known_errors()[which]
-    assert run_that(raises(error)) == code
+@pytest.mark.parametrize("code", [1, 2, 3, 130, 143])
+def test_a_known_failure_is_one_line_and_a_code(code, capfd):
+    for error in known_errors()[code]:
+
+        def fails(error=error):
+            raise error
+
+        assert cli.guarded(fails) == code, error
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert len(err.splitlines()) == 1 and err.startswith("ssl_kd: ")
+        assert "Traceback" not in err and "Errno" not in err
+
+
+def test_the_exit_codes_are_written_down():
+    from ssl_kd import errors
+
+    page = (ROOT / "README.md").read_text()
+    for code in (0, 1, 2, 3, 130, 143):
+        assert re.search(rf"\b{code}\b", str(errors.__doc__)) and f"| {code} |" in page
+
+
+NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--dataset", "./nowhere"], "neither a data set by name"),
+        (["train", "--runs_dir", "full"], "RUNS_DIR is 'full', but full cannot be made (File ex"),
+        (["train", "--runs_dir", "full/runs"], "full/runs cannot be made (Not a directory)"),
+        (["train", "--run_name", "x" * 300], "cannot be made (File name too long)"),
+        (["train", "--resume"], "no unfinished run in runs"),
+        (["train", "--resume", "--run_name", "a"], "holds no run to resume"),
+        (["train", "--device", "cuda:99"], "torch sees"),
+        (["train", "--config", "none.py"], "no settings file none.py"),
+        (["distill", *NOWHERE], "nowhere"),
+        (["distill", "--data_path", "full"], "nor a text file"),
+        (["distill", "--preset", "stabel"], "Did you mean stable?"),
+        (["distill", "--resume"], "no unfinished run"),
+        (["distill", *NOWHERE, "--teacher_cache", "no cache"], "nowhere"),
+        (["verify", *NOWHERE], "nowhere"),
+        (["verify", "--teacher_model", "none"], "none"),
+        (["doctor", "gradients", "--model", "./nowhere"], "nowhere"),
+        (["doctor", "--fast"], "--verbose only"),
+        (["install-check", "--fast"], "--verbose only"),
+        (["replay"], "replay takes one file"),
+        (["replay", "none.pt"], "none.pt"),
+        (["replay", "."], "."),
+        (["config", "trian"], "train or distill"),
+        (["tarin"], "Did you mean train?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_a_command_is_given_wrongly_is_code_2(words, said, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("transformers")
+    (tmp_path / "full").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
     out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1 and err.startswith("ssl_kd: ")
-    assert "Traceback" not in err
+    last = err.splitlines()[-1]
+    assert out == "" and last.startswith("ssl_kd: ") and said in last, err
+    assert "Traceback" not in err and "Errno" not in err
+    assert {path.name for path in tmp_path.iterdir()} <= {"full", "runs"}
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path, monkeypatch, capfd):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "argv", ["ssl_kd", "train"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main() == 2
+    monkeypatch.chdir(tmp_path)
+    assert "The folder that you stand in is gone" in capfd.readouterr().err
 
 
 def test_an_interrupted_run_says_how_to_go_on(run_that, capfd):
@@ -325,7 +408,7 @@ def test_a_run_that_ended_before_its_report_gets_it_on_resume(run_that, tmp_path
     page = (path / "report.html").read_text()
     assert "k-means" in page
 
-    assert run_that(run, ["--resume"]) == 1  # nothing is left to do
+    assert run_that(run, ["--resume"]) == 2  # nothing is left to do
     out, err = capfd.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert (path / "report.html").read_text() == page
@@ -419,7 +502,7 @@ def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returne
 
 def test_replay_of_nothing_or_of_no_bundle_is_one_line(tmp_path, capfd):
     assert cli.main(["replay"]) == 2
-    assert cli.main(["replay", str(tmp_path / "none.pt")]) == 1
+    assert cli.main(["replay", str(tmp_path / "none.pt")]) == 2
     (tmp_path / "b.pt").write_bytes(b"junk")
     assert cli.main(["replay", str(tmp_path / "b.pt")]) == 1
     out, err = capfd.readouterr()

@@ -49,6 +49,8 @@ def write(tmp_path, text):
         ("dish", "pie", "one of 'cake', 'bread'"),
         ("dish", "bred", "Did you mean bread?"),
         ("note", " ", "text (or None)"),
+        ("note", "a\0b", "text (or None)"),
+        ("note", "a\udcff", "text (or None)"),
         ("share", 1.0, "at least 0, below 1 (or None)"),
     ],
 )
@@ -142,7 +144,8 @@ def test_names_are_found_in_either_case_and_with_either_dash():
     heat=st.floats(50, 300),
     minutes=st.integers(1, 10**9),
     fan=st.booleans(),
-    note=st.none() | st.text(min_size=1).filter(str.strip),
+    note=st.none()
+    | st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip),
     share=st.none() | st.floats(0, 1, exclude_max=True),
 )
 def test_what_is_allowed_survives_json_and_back(heat, minutes, fan, note, share):

@@ -3,12 +3,13 @@
 from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset
-from ssl_kd.datasets.named import DatasetUnavailable, open_dataset
+from ssl_kd.datasets.named import DatasetUnavailable, DatasetUnreachable, open_dataset
 from ssl_kd.datasets.text import Example, TextDataset, open_text
 
 __all__ = [
     "ArrayDataset",
     "DatasetUnavailable",
+    "DatasetUnreachable",
     "Example",
     "FeatureDataset",
     "FolderDataset",

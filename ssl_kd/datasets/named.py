@@ -13,19 +13,21 @@ import numpy as np
 
 from ssl_kd.datasets.features import FEATURE_FILES, FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
-from ssl_kd.errors import BAD_INPUT, UserError
+from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import atomic_write_bytes
 
-__all__ = ["NAMES", "DatasetUnavailable", "open_dataset"]
+__all__ = ["NAMES", "DatasetUnavailable", "DatasetUnreachable", "open_dataset"]
 
 Split = Literal["train", "test"]
 _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "valid")}
 
 
-class DatasetUnavailable(UserError, RuntimeError):
+class DatasetUnavailable(InputError, RuntimeError):
     """The data are not there; the message says where they are expected and what to do."""
 
-    exit_code = BAD_INPUT  # DATASET names what is not there: misspelt, as a rule
+
+class DatasetUnreachable(UserError, RuntimeError):
+    """The data are elsewhere, and could not be fetched; the message says why and what to do."""
 
 
 @overload
@@ -180,7 +182,7 @@ def _torchvision(name: str, split: Split, root: Path, download: bool) -> ImageDa
     except (RuntimeError, OSError) as error:
         if download:
             reason = " ".join(str(error).split())
-            raise DatasetUnavailable(f"{name} could not be downloaded: {reason}") from error
+            raise DatasetUnreachable(f"{name} could not be downloaded: {reason}") from error
         raise DatasetUnavailable(
             f"{name} is not in {root / folder}, or damaged there: put it there as torchvision "
             "expects it, or let --download fetch it"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ssl_kd.datasets.named import DatasetUnavailable
+from ssl_kd.datasets.named import DatasetUnavailable, DatasetUnreachable
 from ssl_kd.errors import InputError, MissingPackage
 
 __all__ = ["TEXT_FILES", "Example", "TextDataset", "first_few", "open_text"]
@@ -144,7 +144,8 @@ def open_text(
         max_bytes: stop reading before the source exceeds this; None reads all.
 
     Raises:
-        DatasetUnavailable: no such source, or no network.
+        DatasetUnavailable: no such source.
+        DatasetUnreachable: no network.
         ImportError: `hf:` without the package `datasets`.
         ValueError: a bad argument, a `.jsonl` file without a usable line, or an empty split.
     """
@@ -396,7 +397,7 @@ def _read_hugging_face(
         rows = datasets.load_dataset(path, config or None, split=part)
     except Exception as error:  # the hub, the network and each builder have exceptions of their own
         reason = " ".join(str(error).split())[:300]
-        raise DatasetUnavailable(
+        raise DatasetUnreachable(
             f"{name} cannot be opened: {reason}. Without network, name a .jsonl file, a folder, or "
             "'stdlib'"
         ) from error

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 from typing_extensions import Self
 
-from ssl_kd.errors import UserError
+from ssl_kd.errors import InputError
 
 
-class FingerprintMismatch(UserError, ValueError):
+class FingerprintMismatch(InputError):
     """A cache was not computed from what this run asks for."""
 
     def __init__(self, path: Path, differences: Sequence[str], way_out: str):

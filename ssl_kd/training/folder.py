@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from ssl_kd import __version__
-from ssl_kd.errors import UserError
+from ssl_kd.errors import BAD_INPUT, InputError, code_of
 from ssl_kd.files import (
     CorruptFileError,
+    atomic_write_bytes,
     atomic_write_json,
     atomic_write_text,
     load_tensors,
@@ -39,7 +40,7 @@ _VERSIONS = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "faiss-cpu
 _VERSIONS += ("transformers", "tokenizers", "peft")
 
 
-class RunFolderError(UserError, RuntimeError):
+class RunFolderError(InputError, RuntimeError):
     """A run folder that cannot be used; the message says why and what to do."""
 
 
@@ -97,7 +98,8 @@ class RunFolder:
         """Let `latest`, beside the folder, point to it."""
         link, new = self.path.parent / "latest", self.path.parent / f".latest.{self.path.name}"
         if link.exists() and not link.is_symlink():
-            return  # a folder that a user made
+            logger.warning("%s is no link, so it is left as it is: this run is %s", link, self.path)
+            return
         try:
             new.unlink(missing_ok=True)
             new.symlink_to(self.path.name)
@@ -192,9 +194,12 @@ class RunFolder:
         """Begin the logs, or drop their lines after `step`: they will be logged again."""
         for name, last in (("metrics.jsonl", step), ("events.jsonl", step - 1)):
             path = self.path / name
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-            kept = [line for line in text.splitlines(keepends=True) if _step(line) <= last]
-            atomic_write_text(path, "".join(kept))
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            steps = {line: _step(line) for line in lines}
+            if damaged := sum(steps[line] is None for line in lines):
+                logger.warning("%s: %d line(s) that cannot be read were removed", path, damaged)
+            kept = [line for line in lines if (at := steps[line]) is not None and at <= last]
+            atomic_write_bytes(path, b"".join(kept))
 
 
 def _finite(value: Any) -> Any:
@@ -206,11 +211,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
 
 
-def _step(line: str) -> float:
+def _step(line: bytes) -> int | None:
+    """The step of a line of a log; None for half a line of a run that was killed."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")  # the half line of a run that was killed
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):  # ValueError: neither JSON nor UTF-8
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _finished(path: Path) -> bool:
@@ -218,10 +225,22 @@ def _finished(path: Path) -> bool:
 
 
 def _fresh(runs: Path, settings: RunSettings) -> Path:
-    runs.mkdir(parents=True, exist_ok=True)
-    if settings.run_name is None:
-        return _named_by_time(runs)
-    path = runs / settings.run_name
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        return (
+            _named_by_time(runs) if settings.run_name is None else _named(settings.run_name, runs)
+        )
+    except OSError as error:
+        if code_of(error) != BAD_INPUT:
+            raise
+        raise SettingsError(
+            f"RUNS_DIR is {settings.runs_dir!r}, but {error.filename} cannot be made "
+            f"({error.strerror}): name a folder that you may write to, --runs_dir FOLDER"
+        ) from error
+
+
+def _named(name: str, runs: Path) -> Path:
+    path = runs / name
     if path.exists() and {file.name for file in path.iterdir()} - {".lock"}:
         what = "a finished run" if _finished(path) else "an unfinished run or something else"
         raise RunFolderError(
@@ -275,7 +294,10 @@ def _check_same(path: Path, settings: RunSettings) -> None:
     try:
         saved = dict(json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"])
     except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{path / 'config.json'} cannot be read ({error})") from error
+        raise CorruptFileError(
+            f"{path / 'config.json'} cannot be read ({error}): put it back, or start a new run "
+            "without --resume"
+        ) from error
     renamed = {old.upper(): new.upper() for old, new in settings.aliases.items()}
     saved = {renamed.get(name, name): value for name, value in saved.items()}
     now = settings.to_dict()

@@ -8,6 +8,7 @@ from sklearn.datasets import load_digits
 from ssl_kd.datasets import (
     ArrayDataset,
     DatasetUnavailable,
+    DatasetUnreachable,
     FeatureDataset,
     FolderDataset,
     ImageDataset,
@@ -106,7 +107,7 @@ def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
         raise OSError("<urlopen error\nno route>")
 
     monkeypatch.setattr(datasets, "CIFAR10", refuse)
-    with pytest.raises(DatasetUnavailable, match="cifar10 could not be downloaded.*no route"):
+    with pytest.raises(DatasetUnreachable, match="cifar10 could not be downloaded.*no route"):
         open_dataset("cifar10", "train", root=tmp_path, download=True)
 
 

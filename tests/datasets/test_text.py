@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssl_kd.datasets import DatasetUnavailable, Example, open_text
+from ssl_kd.datasets import DatasetUnavailable, DatasetUnreachable, Example, open_text
 from ssl_kd.datasets.text import LONGEST, first_few
 
 
@@ -283,7 +283,7 @@ def test_hugging_face_that_cannot_be_opened(monkeypatch):
         raise ConnectionError(f"no route to the hub for {arguments}")
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", no_network)
-    with pytest.raises(DatasetUnavailable, match=r"\('wikitext', 'raw-v1'\).*name a \.jsonl file"):
+    with pytest.raises(DatasetUnreachable, match=r"\('wikitext', 'raw-v1'\).*name a \.jsonl file"):
         open_text("hf:wikitext:raw-v1")
 
 

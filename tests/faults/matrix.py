@@ -367,4 +367,13 @@ ROWS = {
         "training or caching is started as several ranks, by torchrun or accelerate",
         "refused with the rank, in a line from each, before anything is written",
     ),
+    99: Row(
+        "a run folder that cannot be: RUNS_DIR is a file, RUN_NAME has a NUL or is too long, the "
+        "working folder is gone",
+        "the setting, or the folder, is named; exit code 2, nothing is written",
+    ),
+    100: Row(
+        "bytes that are no line of a log at the end of metrics.jsonl of a stopped run",
+        "removed and counted in the log; resumed, weights and log are those of an undisturbed run",
+    ),
 }

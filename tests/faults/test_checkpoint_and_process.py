@@ -170,9 +170,9 @@ def test_other_data_under_the_same_name_are_refused(settings, tmp_path, digits, 
     resumed = settings(run_name="parts", resume=True)
     np.savez(tmp_path / "digits.npz", features=np.random.rand(64, 64), labels=digits[1][:64])
     code, error = train_py(resumed)
-    assert code == 1 and "data: cache has" in one_line(error)
+    assert code == 2 and "data: cache has" in one_line(error)
     code, error = train_py(resumed, "--force-recompute")
-    assert code == 1 and "the data or the teacher are not those" in one_line(error)
+    assert code == 2 and "the data or the teacher are not those" in one_line(error)
     assert content(path / "checkpoint") == before and not (path / "metrics.json").exists()
 
 
@@ -301,7 +301,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_any_work(
         pytest.skip("no /proc on this system")
     code, error = train_py(settings(runs_dir=str(runs[place])))
     line = one_line(error)
-    assert code == 1 and str(runs[place]) in line
+    assert code == 2 and str(runs[place]) in line
     assert not (tmp_path / "embeddings").exists()
     assert (tmp_path / "file").read_text() == "mine" and not list(locked.iterdir())
 
@@ -321,7 +321,7 @@ def test_a_run_folder_that_holds_something_is_never_overwritten(settings, train_
     shutil.rmtree(tmp_path / "embeddings", ignore_errors=True)
     code, error = train_py(settings(run_name="a"))
     line = one_line(error)
-    assert code == 1 and f"{path} already holds" in line
+    assert code == 2 and f"{path} already holds" in line
     assert "--run_name" in line and "--resume" in line
     assert content(path) == before and not (tmp_path / "embeddings").exists()
 
@@ -332,7 +332,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(settings, train_py):
     assert code == 0, error
     before = content(Path(settings().runs_dir) / "a")
     code, error = train_py(settings(run_name="a", resume=True))
-    assert code == 1 and "is finished" in one_line(error)
+    assert code == 2 and "is finished" in one_line(error)
     assert content(Path(settings().runs_dir) / "a") == before
 
 

@@ -217,6 +217,6 @@ def test_a_linked_run_folder_is_not_followed_out(settings, tmp_path, train_py):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "a").symlink_to(outside)
     code, error = train_py(settings(run_name="a"))
-    assert code == 1 and "already holds" in one_line(error)
+    assert code == 2 and "already holds" in one_line(error)
     assert os.listdir(outside) == ["precious.txt"]
     assert (outside / "precious.txt").read_text() == "mine"

@@ -76,7 +76,7 @@ def test_what_a_user_gets_wrong_is_one_line(script, house, name):
     text = ["--data_path", str(house / "stories.jsonl"), "--device", "cpu", "--block_size", "32"]
     for words, code, said in (
         (["--techer_model", "x"], 2, "Did you mean --teacher_model?"),
-        (["--teacher_model", "./nowhere", *text], 1, "no folder nowhere"),
+        (["--teacher_model", "./nowhere", *text], 2, "no folder nowhere"),
         (
             ["--teacher_model", str(house / "foreign"), "--student_model", str(house / "dense")]
             + text,
@@ -197,7 +197,7 @@ def test_sft_refuses_in_one_line(script, house):
     stories = ["--data-path", house / "stories.jsonl", "--device", "cpu"]
     for words, code, said in (
         (["test", "--model", house / "dense", *stories], 2, "<answer>...</answer>"),
-        (["test", "--model", "./nowhere", *stories], 1, "no folder nowhere"),
+        (["test", "--model", "./nowhere", *stories], 2, "no folder nowhere"),
         (["test", "--model", house / "dense", *stories, "--limits", 3], 2, "no flag --limits of"),
         (["train", "--model", house / "dense", *stories, "--epoch", 1], 2, "Did you mean --epochs"),
         (["train", *stories], 2, "required: --model"),

@@ -1,16 +1,18 @@
 """The run folder: never overwritten unasked, locked, resumed with the same settings only."""
 
+import errno
 import json
 import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import ssl_kd
-from ssl_kd.files import load_tensors, save_tensors, sha256_file
+from ssl_kd.files import CorruptFileError, load_tensors, save_tensors, sha256_file
 from ssl_kd.guard.events import Event
 from ssl_kd.lock import LockHeld
 from ssl_kd.settings import SettingsError
@@ -122,15 +124,49 @@ RunFolder(VisionSettings(**{settings(run_name="a", resume=True).__dict__})).__en
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a user who can be refused")
 def test_a_folder_that_may_not_be_written(settings, tmp_path):
     (tmp_path / "runs").mkdir(mode=0o500)
-    with pytest.raises(PermissionError, match="runs"):
+    with pytest.raises(SettingsError, match="RUNS_DIR is .*runs.*Permission denied"):
         RunFolder(settings())
 
 
 def test_a_place_where_no_folder_can_be_is_named(settings, tmp_path):
     (tmp_path / "runs").write_text("a file")
     for name in (None, "a"):
-        with pytest.raises(OSError, match="runs"):
+        with pytest.raises(
+            SettingsError, match="RUNS_DIR is .* cannot be made .*--runs_dir FOLDER"
+        ):
             RunFolder(settings(run_name=name))
+
+
+def test_a_full_disk_is_no_fault_of_the_setting(settings, monkeypatch):
+    def full(path, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match="No space left"):
+        RunFolder(settings())
+
+
+def test_a_folder_called_latest_is_left_alone_and_named(settings, tmp_path, caplog):
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    (tmp_path / "runs" / "latest" / "mine").write_text("mine")
+    with RunFolder(settings(run_name="a")) as folder:
+        folder.become_latest()
+    assert "latest is no link, so it is left as it is: this run is" in caplog.text
+    assert (tmp_path / "runs" / "latest" / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"step": 6, "lo', b"\xff\xfe\n", b'\xc3{"step": 6}', b"\0" * 40]
+)
+def test_a_damaged_tail_of_a_log_is_removed_and_named(settings, caplog, tail):
+    with RunFolder(settings()) as folder:
+        folder.log({"step": 5, "loss": 1.0})
+        path = folder.path / "metrics.jsonl"
+        good = path.read_bytes()
+        path.write_bytes(good + tail)
+        folder.rewind(10)
+    assert path.read_bytes() == good
+    assert f"{path}: 1 line(s) that cannot be read were removed" in caplog.text
 
 
 def test_resume_takes_the_last_unfinished_run(settings):
@@ -193,7 +229,7 @@ def test_what_does_not_change_the_result_may_change(settings):
 def test_a_config_that_cannot_be_read_is_named(settings, tmp_path, text):
     path = begun(settings(run_name="a"))
     (path / "config.json").write_text(text)
-    with pytest.raises(RunFolderError, match="config.json cannot be read"):
+    with pytest.raises(CorruptFileError, match="config.json cannot be read"):
         RunFolder(settings(resume=True))
 
 
