@@ -126,6 +126,9 @@ LORA_MERGE = False
 
 # Skip a step whose gradient norm is this many times its running median, above 1.
 SPIKE_FACTOR = 100.0
+# Skip a step whose gradient norm is above this, above 0; None: SPIKE_FACTOR alone decides. Older
+# scripts had it at 2.0; new weights have larger norms than that for many steps.
+GRAD_NORM_THRESHOLD = None
 # Bad steps in a row that end the run, from 1; None: restore first, see RESTORE_AFTER.
 STOP_AFTER = 10
 # Bad steps in a row before the student goes back to its last good state with a fresh optimizer,

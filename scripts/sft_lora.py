@@ -27,6 +27,8 @@ SFT = {
     "gradient_accumulation_steps": 8,
     "clip_grad": 1.0,
     "gradient_checkpointing": True,
+    "model_dtype": "float32",
+    "tensorboard": True,
     "packing": False,  # ... questions, one a row
     "block_size": 512,
     "max_new_tokens": 256,
@@ -35,12 +37,8 @@ SFT = {
 
 def train(given: argparse.Namespace, others: list[str]) -> LanguageSettings:
     """The settings of a run that trains adapters by cross-entropy with the answers."""
-    import torch
-
-    from ssl_kd.guard.precision import Precision
-
     values = {**SFT, "student_model": given.model, "data_path": given.data_path}
-    settings = read_settings(
+    return read_settings(
         LanguageSettings,
         others,
         CONFIG,
@@ -48,11 +46,6 @@ def train(given: argparse.Namespace, others: list[str]) -> LanguageSettings:
         presets={"sft": values},
         preset="sft",
     )
-    if settings.model_dtype != "auto":
-        return settings
-    # float16 is for inference: adapters train in bfloat16 products, or in float32 ones.
-    half = Precision.for_device(settings.device, torch.bfloat16).student == torch.bfloat16
-    return settings.replace(model_dtype="bfloat16" if half else "float32")
 
 
 def test(given: argparse.Namespace) -> int:

@@ -34,6 +34,8 @@ class Thresholds:
         min_parts: fewer parts than this that are not retired end the run.
         stop_after: bad steps in a row of every part that end the run, whatever was tried before;
             None: as `restore_after`, once going back was tried.
+        max_norm: a part's gradient norm above this is too large, whatever it was before; None: any
+            size will do.
 
     Raises:
         ValueError: a threshold is out of range.
@@ -46,11 +48,14 @@ class Thresholds:
     forgive_after: int = 100
     min_parts: int = 1
     stop_after: int | None = None
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 < self.spike_factor < math.inf:
             raise ValueError(f"spike_factor is {self.spike_factor}; expected a finite number > 1")
-        for field in fields(self)[1:]:
+        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
+            raise ValueError(f"max_norm is {self.max_norm}; expected a finite number > 0, or None")
+        for field in fields(self)[1:-1]:
             value = getattr(self, field.name)
             if value is None and field.name == "stop_after":
                 continue
@@ -94,6 +99,11 @@ class Observation:
 
 def _dead(seen: Observation) -> Tensor:
     return (seen.norm == 0) & (seen.memory.zeros + 1 == seen.thresholds.dead_after)
+
+
+def _large(seen: Observation) -> Tensor | None:
+    limit = seen.thresholds.max_norm
+    return None if limit is None else seen.norm > limit
 
 
 def _spike(seen: Observation) -> Tensor:
@@ -172,6 +182,18 @@ class Stage(IntEnum):
             value="norm",
             action="reported",
             updates=True,
+        ),
+    )
+    LARGE = (
+        12,
+        Kind(
+            "the gradient's norm is above the fixed threshold",
+            _large,
+            value="norm",
+            advice="lower the learning rate; if norms of this size are normal, raise "
+            "Thresholds.max_norm or leave it out",
+            remedy="lower LEARNING_RATE; where norms of this size are normal, raise "
+            "GRAD_NORM_THRESHOLD",
         ),
     )
     SPIKE = (

@@ -7,6 +7,7 @@ of `loss.backward()` and `guard.step()` in place of `optimizer.step()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ class Guard:
         self.scale = torch.full((n,), _FIRST_SCALE if self._scales else 1.0)
         self._one_scale = bool(self._shared)
         self.grad_norm = torch.zeros(n)
-        self._terms = LossTerms(lambda: self.thresholds)
+        # A fixed limit is one of a part's whole gradient.
+        self._terms = LossTerms(lambda: replace(self.thresholds, max_norm=None))
         self._forget()
 
     # -- the step ---------------------------------------------------------------------------------

@@ -421,6 +421,8 @@ def advice(settings: LanguageSettings, distiller: Distiller) -> str:
     tries = [f"--learning_rate {settings.peak_lr / 5:.1g}"]
     if settings.clip_grad is None or settings.clip_grad > 0.5:
         tries.append("--clip_grad 0.5")
+    if settings.grad_norm_threshold is not None:
+        tries.append("--grad_norm_threshold None")
     if distiller.source is not None and settings.temperature < 2:
         tries.append("--temperature 2")
     if distiller.precision.student != torch.float32:

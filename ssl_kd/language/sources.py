@@ -95,6 +95,7 @@ class Routed:
         renorm: Any = None if settings.router_renorm == "auto" else settings.router_renorm
         self.model = frozen.model
         self.mixture = Mixture(frozen.model, renorm)
+        frozen.keep(self.mixture.router_parameters().values())
         if settings.router_weights is not None:
             self.mixture.load_router(settings.router_weights)
         self.record: RouterRecord | None = None
@@ -147,7 +148,7 @@ class Routed:
             self.ce = float(ce.detach())
             return divergence
 
-        with torch.enable_grad():
+        with torch.enable_grad(), self.frozen.on_device():
             self._note(router.step(objective, batch.documents > 0), batch.rows)
 
     @contextmanager
@@ -166,11 +167,13 @@ class Routed:
         """
         learns = self.router is not None and self.learns
         if learns and not self.settings.router_joint:
-            self._learn_from_all(batches, student, autocast)
+            with self.frozen.on_device():
+                self._learn_from_all(batches, student, autocast)
         with fixed(self):
             yield
         if learns and self.settings.router_joint:
-            self._learn_from_all(batches, student, autocast)
+            with self.frozen.on_device():
+                self._learn_from_all(batches, student, autocast)
 
     def _learn_from_all(
         self,

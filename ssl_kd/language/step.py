@@ -139,6 +139,7 @@ class Distiller:
                 spike_factor=settings.spike_factor,
                 restore_after=settings.restore_after,
                 stop_after=settings.stop_after,
+                max_norm=settings.grad_norm_threshold,
             ),
             clip_grad=settings.clip_grad,
             scaler=precision.scale,

@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -294,6 +294,14 @@ class FrozenTeacher:
         # Frozen weights do not change: what lies on the device is dropped, never copied back.
         for parameter, home in self._home:
             parameter.data = home
+
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Let weights stay on the device for good, as those must that learn or were replaced."""
+        kept = set(map(id, parameters))
+        for parameter, home in self._home:
+            if id(parameter) in kept:
+                parameter.data = home.to(self.device)
+        self._home = [pair for pair in self._home if id(pair[0]) not in kept]
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -322,8 +322,8 @@ ROWS = {
         "refused with the file and what differs",
     ),
     71: Row(
-        "a dense teacher where experts are asked for; a router set to learn from a cache, from "
-        "an offloaded teacher or across tokenizers",
+        "a dense teacher where experts are asked for; a router set to learn from a cache or across "
+        "tokenizers",
         "refused with the settings that do not fit and the way out",
     ),
     72: Row(
@@ -375,5 +375,10 @@ ROWS = {
     100: Row(
         "bytes that are no line of a log at the end of metrics.jsonl of a stopped run",
         "removed and counted in the log; resumed, weights and log are those of an undisturbed run",
+    ),
+    101: Row(
+        "a gradient norm above a fixed threshold (Thresholds.max_norm, --grad_norm_threshold)",
+        "that step is skipped and counted, every bit as before; the running norm does not move",
+        kinds=(Stage.LARGE,),
     ),
 }

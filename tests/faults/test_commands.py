@@ -1,10 +1,15 @@
 """Rows 98 to 105: commands, settings, folders."""
 
+import json
+
 import numpy as np
 import pytest
+import torch
 
 from ssl_kd import MultiHeadClusterer, cli
 from ssl_kd.errors import InputError
+from ssl_kd.guard import Guard, Thresholds
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.vision.run import run
 from tests.faults.inject import no_run, one_line, stopped, weights
 from tests.faults.matrix import row
@@ -91,3 +96,49 @@ def test_a_damaged_tail_of_the_log_does_not_keep_a_run_from_being_resumed(
     assert weights(path) == weights(whole)
     steps = [(p / "metrics.jsonl").read_bytes().count(b'"step"') for p in (path, whole)]
     assert steps[0] == steps[1]
+
+
+@row(101)
+def test_a_norm_above_the_threshold_skips_the_step_of_its_part_alone():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 1), "b": torch.nn.Linear(4, 1)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parts = {name: list(part.parameters()) for name, part in model.items()}
+    guard = Guard(model, optimizer, parts, thresholds=Thresholds(max_norm=2.0))
+    for step in range(30):
+        x = torch.randn(8, 4)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        levels, seen = guard.health.level.clone(), guard.health.seen.clone()
+        guard.optimizer.zero_grad()
+        large = step in (7, 9)
+        losses = {name: model[name](x).sigmoid().mean() for name in parts}
+        guard.backward(
+            {name: loss * (1000 if large and name == "a" else 1) for name, loss in losses.items()}
+        )
+        assert guard.step() == ({"b"} if large else {"a", "b"})
+        assert torch.equal(before["a.weight"], model["a"].weight) is large
+        assert not torch.equal(before["b.weight"], model["b"].weight)
+        if large:
+            assert guard.health.level[0] == levels[0] and guard.health.seen[0] == seen[0]
+    events = [(e.step, e.part, e.stage, e.action) for e in guard.events.events]
+    assert events == [(7, "a", "large", "skipped"), (9, "a", "large", "skipped")]
+    for event in guard.events.events:
+        assert event.value and event.value > 2 and "above the fixed threshold" in event.reason
+    assert guard.health.skipped.tolist() == [2, 0]
+
+
+@row(101)
+def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_try(
+    world, tmp_path, capfd
+):
+    asked = world.settings(grad_norm_threshold=1e-6, run_name="a", max_steps=50)
+    flags = [
+        f"--{name.lower()}={value}"
+        for name, value in asked.to_dict().items()
+        if value != LanguageSettings().to_dict()[name]
+    ]
+    assert cli.distill(flags, config=tmp_path / "none.py") == 3
+    assert "--grad_norm_threshold None" in capfd.readouterr().err
+    rows = [
+        json.loads(line) for line in (world.runs / "a" / "events.jsonl").read_text().splitlines()
+    ]
+    assert [row["stage"] for row in rows[:10]] == ["large"] * 10

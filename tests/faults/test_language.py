@@ -1149,7 +1149,6 @@ def test_a_dense_teacher_is_refused_where_experts_are_asked_for(world, distill, 
     ("changes", "names"),
     [
         ({"TEACHER_CACHE": "somewhere"}, ["TEACHER_CACHE", "'ka'"]),
-        ({"TEACHER_OFFLOAD": True}, ["TEACHER_OFFLOAD", "'ka'"]),
         ({"ALIGN": "chunks"}, ["ALIGN", "'all' and 'ka'"]),
     ],
 )

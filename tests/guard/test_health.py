@@ -139,6 +139,9 @@ def test_an_overflow_of_the_loss_scale_is_skipped_but_costs_no_patience():
         {"min_parts": None},
         {"stop_after": 0},
         {"stop_after": 1.5},
+        {"max_norm": 0.0},
+        {"max_norm": math.nan},
+        {"max_norm": math.inf},
     ],
 )
 def test_a_threshold_out_of_range_is_named(wrong):

@@ -13,7 +13,7 @@ from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.language import sources  # noqa: E402
 from ssl_kd.language.sources import Aligned, Routed, RoutedDraw  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
-from ssl_kd.losses.teacher_output import LogitsTeacher  # noqa: E402
+from ssl_kd.losses.teacher_output import LogitsTeacher, logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
@@ -32,6 +32,19 @@ def routed(tiny, mode, precision=None, **changes) -> Any:
     frozen = FrozenTeacher(tiny.model("Mixtral", spread=0.3), dtype=precision.teacher)
     source = Routed(frozen, settings, scale_loss=precision.scale)
     return Distiller(tiny.model(seed=1), settings, precision, source)
+
+
+class Away(FrozenTeacher):
+    """An offloaded teacher on a CPU: once it has answered, its weights are NaN in between."""
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.offload = True
+        self._home = [(p, p.detach().clone()) for p in model.parameters()]
+
+    def _leave(self):
+        for parameter, _ in self._home:
+            parameter.data = torch.full_like(parameter, math.nan)
 
 
 def go(distiller, blocks, steps, rate=1e-2, size=4):
@@ -57,6 +70,37 @@ def on_batch(distiller, batch, teacher_mode, temperature, student=None):
 
 
 # --- mixtures of experts --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [4, 2], ids=["one batch", "two batches"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_router_learns_from_a_teacher_that_comes_and_goes(tiny, monkeypatch, joint, size):
+    blocks, found = tiny.blocks(), []
+    for kind in (FrozenTeacher, Away):
+        monkeypatch.setattr(f"{__name__}.FrozenTeacher", kind)
+        distiller = routed(tiny, "sar", router_joint=joint)
+        results = go(distiller, blocks, range(3), size=size)
+        routers = distiller.source.mixture.router_parameters()
+        found.append((results, weights(distiller.student), dict(routers)))
+        original = distiller.source.mixture.original_parameters()
+        assert all(not torch.equal(p, original[name]) for name, p in routers.items())
+    (plain, student, router), (away, other, offloaded) = found
+    assert plain == away and same(student, other) and same(router, offloaded)
+
+
+def test_a_router_of_a_file_stays_with_a_teacher_that_comes_and_goes(tiny, tmp_path):
+    blocks = tiny.blocks()
+    batch = blocks.batch(torch.arange(4))
+    rows, _ = next_token_targets(batch.input_ids, batch.counts)
+    learned = routed(tiny, "sar")
+    go(learned, blocks, range(2))
+    learned.source.mixture.save_router(tmp_path / "router.safetensors")
+    settings = tiny.settings(router_mode="all", router_weights=str(tmp_path / "router.safetensors"))
+    answers = []
+    for kind in (FrozenTeacher, Away):
+        source = Routed(kind(tiny.model("Mixtral", spread=0.3)), settings)
+        answers += [logits_of(source.answer(batch, rows)) for _ in range(2)]
+    assert all(torch.equal(answers[0], logits) for logits in answers)
 
 
 @pytest.mark.parametrize(

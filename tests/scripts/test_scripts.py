@@ -51,8 +51,7 @@ def test_sar_scripts_take_the_older_flags_and_do_what_they_are_called(
     words = "--model_dtype float32 --per_device_batch_size 1 --student_lr 1e-5 --router_lr 1e-3"
     words += " --temperature 2.0 --alpha_kd 0.1 --alpha_ce 0.9 --max_grad_norm 0.5 --save_steps 2"
     words += " --gradient_accumulation_steps 2 --clear_cache_every_step --seed 3"
-    if kind == "dense":
-        words += " --teacher_offload"
+    words += " --teacher_offload"
     models = ["--teacher_model", house / kind, "--student_model", "llama:1x32"]
     text = ["--data_path", house / "stories.jsonl"]
     code, out, err = script(name, *models, *text, *TINY, *words.split())
@@ -62,13 +61,6 @@ def test_sar_scripts_take_the_older_flags_and_do_what_they_are_called(
     assert settings["STOP_AFTER"] == PRESETS[SAR[name]].get("stop_after", 10)
     assert metrics["steps"] == 4 and metrics["success_rate"] == 1
     assert (folder / "router.safetensors").exists() is (kind == "mixture")
-
-
-def test_sar_with_an_offloaded_teacher_is_refused(script, house):
-    models = ["--teacher_model", house / "mixture", "--student_model", "llama:1x32"]
-    text = ["--data_path", house / "stories.jsonl"]
-    code, _, err = script("train_sar_kd_stable", *models, *text, *TINY, "--teacher_offload")
-    assert code == 2 and "TEACHER_OFFLOAD" in err
 
 
 @pytest.mark.parametrize("name", ["distill", *SAR])
@@ -150,7 +142,8 @@ def test_adapters_are_trained_and_tested(script, house, tmp_path):
     assert (folder / "student" / "adapter_config.json").exists()
     assert settings["LEARNING_RATE"] == 2e-4 and settings["GRADIENT_CHECKPOINTING"]
     assert settings["BATCH_SIZE"] * settings["GRADIENT_ACCUMULATION_STEPS"] == 32
-    assert settings["MODEL_DTYPE"] in ("float32", "bfloat16")
+    assert settings["MODEL_DTYPE"] == "float32" and settings["TENSORBOARD"]
+    assert list((folder / "tensorboard").iterdir())
     rows = {row["name"]: row for row in metrics["table"]}
     assert rows["student"]["answer_rate"] is not None
 
