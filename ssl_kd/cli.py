@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ssl_kd.screen import ProgressBars
     from ssl_kd.vision.settings import VisionSettings
 
+MOST_LINES = 12  # of a message
 LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
@@ -445,5 +446,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _say(message: object) -> None:
-    # One line, whatever the message holds: scripts and eyes both count on it.
-    print("ssl_kd: " + " ".join(str(message).split()), file=sys.stderr)
+    """Print a message: one line as a rule, the first few of what another library said at length."""
+    lines = [line.rstrip() for line in str(message).splitlines() if line.strip()]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES - 1 :] = [f"... ({len(lines) - MOST_LINES + 1} more lines)"]
+    print("ssl_kd: " + "\n  ".join(lines), file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -90,11 +91,9 @@ def read_settings(
             listed = ", ".join(presets)
             raise SettingsError(f"PRESET is {preset!r}, not {listed}.{nearest(preset, presets)}")
         values = {**presets[preset], **values}
-    if file is not None and not Path(file).is_file():
-        raise SettingsError(f"There is no settings file {file} (--config).")
-    if file is None:
-        return (cls.from_file(config) if config.is_file() else cls()).replace(**values)
-    return cls.from_file(file).replace(**values)
+    if file is None and not os.path.lexists(config):  # a broken link is no missing file
+        return cls(**values)
+    return cls.from_file(config if file is None else file).replace(**values)
 
 
 def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:

@@ -7,6 +7,7 @@ come from the defaults, a file of UPPER_CASE literals and the command line, the 
 from __future__ import annotations
 
 import ast
+import codecs
 import dataclasses
 import difflib
 import functools
@@ -254,8 +255,8 @@ class Settings:
         The file is parsed, never executed.
 
         Raises:
-            SettingsError: With file and line, for anything but `NAME = literal`.
-            FileNotFoundError: Where there is no such file.
+            SettingsError: With file and line, for anything but `NAME = literal`; with the reason
+                where the file cannot be read.
         """
         values = {}
         found = _read_literals(Path(path))
@@ -419,10 +420,24 @@ def nearest(
 def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:
     """The top-level assignments of a file: name to line and value."""
     try:
-        body = ast.parse(path.read_bytes(), filename=str(path)).body
-    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, in some versions
+        content = path.read_bytes()
+    except OSError as error:
+        raise SettingsError(
+            f"{path} cannot be read as a settings file: {error.strerror}. Expected a file of"
+            " `NAME = literal` lines; `ssl_kd config` prints one."
+        ) from None
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise SettingsError(f"{path} is UTF-16: save it as UTF-8.")
+    try:
+        body = ast.parse(content, filename=str(path)).body
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # the last two: too deep
         line = getattr(error, "lineno", None) or 1
-        reason = getattr(error, "msg", None) or error
+        reason = getattr(error, "msg", None) or str(error) or "it is nested too deeply"
         raise SettingsError(f"{path}, line {line}: this is not Python: {reason}.") from None
     found: dict[str, tuple[int, Any]] = {}
     for node in body:
@@ -444,9 +459,12 @@ def _read_literals(path: Path) -> dict[str, tuple[int, Any]]:
             raise SettingsError(f"{where} was set before, on line {found[target.id][0]}.")
         try:
             found[target.id] = (node.lineno, ast.literal_eval(value))
-        except ValueError:
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            came = textwrap.shorten(
+                ast.get_source_segment(content.decode("utf-8", "replace"), value) or "", 60
+            )
             raise SettingsError(
                 f"{where} must be a plain literal such as 0.1, 'text', True or None,"
-                f" not `{ast.unparse(value)}`: this file is read, not run."
+                f" not `{came}`: this file is read, not run."
             ) from None
     return found

@@ -62,7 +62,9 @@ def test_both_spellings_beat_the_file_which_beats_the_default(argv, config):
 def test_no_file_gives_the_defaults_and_config_names_another(tmp_path, config):
     assert read([], tmp_path / "none.py") == VisionSettings()
     assert read(["--config", str(config)], tmp_path / "none.py").seed == 5
-    with pytest.raises(SettingsError, match="There is no settings file"):
+    with pytest.raises(
+        SettingsError, match="none.py cannot be read as a settings file: No such file"
+    ):
         read(["--config", "none.py"], config)
 
 
@@ -263,6 +265,17 @@ def test_a_known_failure_is_one_line_and_a_code(code, capfd):
         assert "Traceback" not in err and "Errno" not in err
 
 
+def test_a_message_keeps_its_lines_but_only_the_first_few(capfd):
+    def fails(lines):
+        raise SettingsError("kd is nan\n\n" + "\n".join(f"line {i} " for i in range(lines)))
+
+    assert cli.guarded(lambda: fails(3)) == 2
+    assert capfd.readouterr().err == "ssl_kd: kd is nan\n  line 0\n  line 1\n  line 2\n"
+    assert cli.guarded(lambda: fails(500)) == 2
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == cli.MOST_LINES and told[-1] == "  ... (490 more lines)"
+
+
 def test_the_exit_codes_are_written_down():
     from ssl_kd import errors
 
@@ -284,7 +297,7 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
         (["train", "--resume"], "no unfinished run in runs"),
         (["train", "--resume", "--run_name", "a"], "holds no run to resume"),
         (["train", "--device", "cuda:99"], "torch sees"),
-        (["train", "--config", "none.py"], "no settings file none.py"),
+        (["train", "--config", "none.py"], "none.py cannot be read as a settings file: No such"),
         (["distill", *NOWHERE], "nowhere"),
         (["distill", "--data_path", "full"], "nor a text file"),
         (["distill", "--preset", "stabel"], "Did you mean stable?"),

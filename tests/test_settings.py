@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssl_kd import cli
+from ssl_kd.flags import read_settings
 from ssl_kd.settings import Settings, SettingsError, setting
 
 
@@ -106,6 +107,12 @@ def test_the_file_is_read_and_never_executed(tmp_path):
         ("HEAT = 100\nHEAT = 120\n", "line 2: HEAT was set before, on line 1"),
         ("HEAT = 100\nDISH = 'cake\n", "line 2: this is not Python"),
         ("HEAT = 100\0", "this is not Python"),
+        ("import sys; sys.exit(3)", "line 1: only `NAME = literal`"),
+        ("HEAT = exit(3)", "line 1: HEAT must be a plain literal"),
+        ("HEAT = {[]: 1}", "line 1: HEAT must be a plain literal"),
+        ("HEAT = " + "(" * 500 + ")" * 500, "this is not Python"),
+        ("HEAT = " + "-" * 3000 + "1", "config.py, line 1: "),
+        ("HEAT = " + "9" * 5000, "config.py, line 1: "),
     ],
 )
 def test_a_fault_in_the_file_is_named_with_its_line(tmp_path, text, message):
@@ -118,9 +125,32 @@ def test_a_fault_in_the_file_is_named_with_its_line(tmp_path, text, message):
 
 def test_bytes_that_are_no_text_are_named(tmp_path):
     path = tmp_path / "config.py"
-    path.write_bytes(b"\xff\xfe\x00H")
+    path.write_bytes(b"\xff\xffH")
     with pytest.raises(SettingsError, match="this is not Python"):
         Oven.from_file(path)
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        bom = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
+        path.write_bytes(bom + "HEAT = 100\n".encode(encoding))
+        with pytest.raises(SettingsError, match="config.py is UTF-16: save it as UTF-8"):
+            Oven.from_file(path)
+    path.write_bytes("\ufeffNOTE = 'später'\n".encode())  # as some editors begin a file
+    assert Oven.from_file(path).note == "später"
+
+
+@pytest.mark.parametrize("place", ["a folder", "a broken link", "nothing"])
+def test_a_settings_file_that_cannot_be_read_is_named(tmp_path, place):
+    path = tmp_path / "config.py"
+    if place == "a folder":
+        path.mkdir()
+    if place == "a broken link":
+        path.symlink_to("nowhere")
+    with pytest.raises(
+        SettingsError, match="config.py cannot be read as a settings file: .*config"
+    ):
+        Oven.from_file(path)
+    if place != "nothing":  # nor is it passed over where it is the default
+        with pytest.raises(SettingsError, match="cannot be read as a settings file"):
+            read_settings(Oven, [], path, prog="x")
 
 
 def test_words_of_the_command_line():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,4 +84,4 @@ def language_model(settings: LanguageSettings, *, verbose: bool = False) -> int:
 
 
 def _settings(config: Path) -> VisionSettings:
-    return VisionSettings.from_file(config) if config.is_file() else VisionSettings()
+    return VisionSettings.from_file(config) if os.path.lexists(config) else VisionSettings()

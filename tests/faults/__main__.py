@@ -1,7 +1,8 @@
 """`python -m tests.faults`: run the fault matrix and print it, a line a row.
 
-`--markdown` prints it as a table, and below it the guard's table of faults; other words go to
-pytest (`-m "not slow"`, `-k 39`, `-x`). The exit code is 1 if any row failed.
+`--markdown` prints the page `docs/faults.md`: it as a table, and below it the guard's table of
+faults; other words go to pytest (`-m "not slow"`, `-k 39`, `-x`). The exit code is 1 if any row
+failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ import pytest
 
 from tests.faults.matrix import GROUPS, KINDS, ROWS
 
+HEADER = """\
+# The fault matrix
+
+What `python -m tests.faults --markdown` printed: each row is injected by as many tests as the
+number in brackets says. Rows about several ranks wait for distributed training; a known fault is a
+test that is expected to fail until its cause is fixed. Below it is the guard's table of faults,
+each with the rows that show it.
+"""
 WORDS = {
     "passed": "passed",
     "failed": "FAILED",
@@ -75,6 +84,7 @@ class Results:
 def lines(results: Results, markdown: bool = False) -> Iterator[str]:
     """The matrix, a line a row, and a closing count."""
     if markdown:
+        yield HEADER
         yield "| # | fault | right behaviour | result |"
         yield "|---|---|---|---|"
     for number, row in ROWS.items():

@@ -381,4 +381,9 @@ ROWS = {
         "that step is skipped and counted, every bit as before; the running norm does not move",
         kinds=(Stage.LARGE,),
     ),
+    102: Row(
+        "a settings file that calls sys.exit, is a folder, a broken link, UTF-16 or nested too "
+        "deeply",
+        "named with its line or the reason; nothing of it is executed, nothing is written",
+    ),
 }

@@ -1,6 +1,7 @@
 """The matrix itself: no row without a test or a reason, no test of a row that is not there."""
 
 import importlib
+import itertools
 from pathlib import Path
 
 from tests.faults.__main__ import Results, kinds, lines
@@ -41,6 +42,12 @@ def test_every_test_here_carries_a_row():
             if name.startswith("test_") and file.stem != "test_matrix":
                 marks = {mark.name for mark in getattr(test, "pytestmark", [])}
                 assert "fault" in marks, f"{file.name}: {name}"
+
+
+def test_the_page_begins_as_the_generator_says():
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    head = "\n".join(itertools.islice(lines(Results(), markdown=True), 3))
+    assert page.startswith(head) and head.startswith("# The fault matrix\n")
 
 
 def test_the_printed_matrix_counts_every_row_once():
