@@ -265,6 +265,17 @@ class Stage(IntEnum):
     )
     MARGINAL = 9, Kind("a cluster's running marginal is exactly 0", action="smoothed")
     WEIGHT = 10, Kind("its weights or moments are not finite", action="restored")
+    BUFFER = (
+        12,
+        Kind(
+            "a forward pass left buffers not finite",
+            action="put back",
+            updates=True,
+            advice="look at every batch that runs through these modules in training mode, also on "
+            "the way to another part's or model's loss: for NaN, and for values above 1e18, whose "
+            "squares overflow",
+        ),
+    )
     DRIFT = (
         11,
         Kind(

@@ -6,6 +6,7 @@ of `loss.backward()` and `guard.step()` in place of `optimizer.step()`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health, is_healthy
 from ssl_kd.guard.modules import SHARED, ModuleParts
+from ssl_kd.guard.norms import look, norm_of, read
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
 from ssl_kd.guard.recovery import WINDOW, Recovery
 from ssl_kd.guard.terms import LossTerms
 from ssl_kd.guard.update import rescale_
+
+_GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
+"""All of this process: a bad batch may have run through the model of another one."""
 
 _FIRST_SCALE = 1024.0  # ten halvings from the floor: as many as the guard has patience for
 
@@ -32,7 +37,10 @@ class Guard:
 
     A part that is left out keeps its weights, optimizer state and buffers (a BatchNorm's running
     statistics) to the last bit, with any optimizer of `torch.optim` that skips a parameter without
-    a gradient; the others are updated as if the sick one had been left out by hand. After
+    a gradient; the others are updated as if the sick one had been left out by hand. Buffers that
+    a bad batch left not finite elsewhere are put back as well, with an event: those that parts
+    share, those of no part, and those in the models of other guards of this process (as of the
+    discriminator that the batch ran through). After
     `thresholds.restore_after` bad steps in a row a part goes back to its last good state, then is
     re-initialised, then retired; without a healthy part the loop stops.
 
@@ -125,6 +133,8 @@ class Guard:
         # A fixed limit is one of a part's whole gradient.
         self._terms = LossTerms(lambda: replace(self.thresholds, max_norm=None))
         self._forget()
+        self._report_nan_buffers()
+        _GUARDS.add(self)
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -167,8 +177,9 @@ class Guard:
 
         `optimizer.zero_grad()` does as much, except where it fills gradients with zeros
         (`set_to_none=False`) or every loss was cut out: then the next `backward` could as well be
-        one more batch of the same step.
+        one more batch of the same step. Buffers that the step spoiled are put back here.
         """
+        self._heal_all()
         self._forget()
         self._masters.drop_gradients()
         for p in self._parts.weights():
@@ -204,25 +215,26 @@ class Guard:
             for i, grads in enumerate(gradients):
                 for g in grads:
                     g.mul_(1 / self._scale_of(i))
-        norms = [_norm(grads) for grads in gradients]
-        loss, norm = self._read_step(norms)
+        norms = [norm_of(grads) for grads in gradients]
+        loss, norm, largest = self._read_step(norms)
         self.grad_norm = norm
         scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
         scale = scale.masked_fill(self._mask(self._cut), 1.0)  # its NaN is no overflow
         stage = self.health.judge(loss, norm, self.thresholds, scale=scale)
         healthy = is_healthy(stage)
+        absent = [i not in self._loss and not gradients[i] for i in range(len(self._parts))]
+        absent = torch.tensor(absent) & healthy
+        self._judged = loss, norm, stage, absent
+        self._take_back(healthy, absent, largest)
         for i, part in enumerate(self._parts):
             if not healthy[i]:
                 for p in part.weights:  # no gradient, no update: not even by momentum or decay
                     p.grad = None
-                part.put_back(part.kept)
             elif gradients[i]:
                 if self.snapshot_every:
                     self._parts.snapshot(i, self.steps, self.snapshot_every)
                 if self.clip_grad is not None:
                     clip_grads_with_norm_(part.weights, self.clip_grad, norms[i])
-        absent = [i not in self._loss and not gradients[i] for i in range(len(self._parts))]
-        self._judged = loss, norm, stage, torch.tensor(absent) & healthy
 
     @torch.no_grad()
     def after_step(self, on_fault: Callable[[], object] | None = None) -> set[str]:
@@ -245,7 +257,8 @@ class Guard:
         self.health.record_(stage, norm, self.thresholds, absent)
         updated = healthy & ~absent
         for i in updated.nonzero().flatten().tolist():
-            self._parts[i].keep_buffers()
+            self._parts[i].buffers.keep(ask=False)
+        self._parts.buffers[-1][1].keep(ask=False)
         if self._scales:
             overflow = stage == int(Stage.OVERFLOW)
             if self._one_scale:
@@ -302,7 +315,7 @@ class Guard:
         self._remember(told)
         if told and (through is not None or SHARED in self._index):
             names = [self._parts.names[i] for i in told]
-            loss, norm = _look(dict(zip(names, told.values(), strict=True)), through)
+            loss, norm = look(dict(zip(names, told.values(), strict=True)), through)
             sick = ~(torch.isfinite(loss) & torch.isfinite(norm))
             cut = {i for i, bad in zip(told, sick.tolist(), strict=True) if bad}
             told = {i: loss for i, loss in told.items() if i not in cut}
@@ -311,7 +324,7 @@ class Guard:
 
     def _backward_terms(self, losses: dict[str, Tensor], through: Any) -> None:
         """Cut out the sick terms; the step is lost only where none is left."""
-        seen = zip(losses, *_look(losses, through), strict=True)
+        seen = zip(losses, *look(losses, through), strict=True)
         healthy = [name for name, loss, norm in seen if self._terms.judge(name, loss, norm)]
         kept = [losses[name] for name in healthy]
         if len(kept) == len(losses) or any(loss.requires_grad for loss in kept):
@@ -354,11 +367,49 @@ class Guard:
         mask[list(parts)] = True
         return mask
 
-    def _read_step(self, norms: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Loss and gradient norm `[part]` on the CPU: the one wait of the step."""
+    def _read_step(self, norms: list[Tensor]) -> tuple[Tensor, Tensor, list[list[float]]]:
+        """Loss and gradient norm `[part]`, largest values of buffers: the one wait of the step."""
         losses = [self._loss.get(i, torch.zeros_like(norm)) for i, norm in enumerate(norms)]
-        loss, norm = _read([*losses, *norms], self._parts[0].weights[0].device)
-        return loss, norm.masked_fill(self._mask(self._cut), torch.nan)
+        device = self._parts[0].weights[0].device
+        zero = torch.zeros((), device=device)
+        looks = [buffers.look(zero) for _, buffers in self._parts.buffers]
+        loss, norm, *rest = read([losses, norms, *looks], device)
+        largest = [numbers.tolist() for numbers in rest]
+        return loss, norm.masked_fill(self._mask(self._cut), torch.nan), largest
+
+    # -- buffers ----------------------------------------------------------------------------------
+
+    def _take_back(self, healthy: Tensor, absent: Tensor, largest: list[list[float]]) -> None:
+        """After the step no buffer holds what a batch left there that was not healthy."""
+        lost = bool((~healthy & ~self.health.retired).any())
+        nothing = lost and not bool((healthy & ~absent).any())
+        for i, (_, buffers) in enumerate(self._parts.buffers):
+            if nothing or (i < len(self._parts) and not healthy[i]):
+                buffers.put_back(buffers.kept)
+            else:
+                self._heal(i, largest[i])
+        for other in [*_GUARDS] if lost else []:
+            if other is not self:
+                other._heal_all()
+
+    def _heal_all(self) -> None:
+        for i in range(len(self._parts.buffers)):
+            self._heal(i)
+
+    def _heal(self, i: int, largest: list[float] | None = None) -> None:
+        name, buffers = self._parts.buffers[i]
+        if names := buffers.heal(largest):
+            self.events.extend([Stage.BUFFER.event(self.steps, name, detail=f": {names}")])
+            self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # none where it is no part's
+
+    def _report_nan_buffers(self) -> None:
+        """There is no good value to put in the place of those that come in as NaN."""
+        for name, buffers in self._parts.buffers:
+            if names := buffers.nan:
+                event = Stage.BUFFER.event(
+                    self.steps, name, action="left as it is", detail=f": {names}"
+                )
+                self.events.extend([event])
 
     # -- what a user asks for ---------------------------------------------------------------------
 
@@ -416,39 +467,3 @@ class Guard:
         self.scale.copy_(state["scale"])
         self.recovery.load(state)
         self._masters.load(state["masters"])
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    """L2 norm of all of them as one, in float32 at least."""
-    rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    wide = (torch.float32, torch.float64)
-    return get_total_norm(
-        [g if g.dtype in wide else torch.linalg.vector_norm(g, dtype=torch.float32) for g in rows]
-    )
-
-
-def _look(losses: dict[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
-    """Loss and gradient norm at `through` of each, `[loss]`, on the CPU: waits for the device."""
-    values = [loss.detach().float() for loss in losses.values()]
-    norms = [torch.ones_like(value) for value in values]
-    if through is not None:
-        tensors = [through] if isinstance(through, Tensor) else list(through)
-        norms = [_norm_at(tensors, name, loss) for name, loss in losses.items()]
-    return _read([*values, *norms], values[0].device)
-
-
-def _read(values: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Both halves of a list of numbers on a device, as vectors on the CPU, in one wait."""
-    first, second = torch.stack([v.to(device, torch.float32) for v in values]).cpu().view(2, -1)
-    return first, second
-
-
-def _norm_at(tensors: list[Tensor], name: str, loss: Tensor) -> Tensor:
-    if not loss.requires_grad:  # a constant, as a term has it that found nothing in this batch
-        return torch.zeros_like(loss)
-    gradients = torch.autograd.grad(loss, tensors, retain_graph=True, allow_unused=True)
-    if not (reached := [g for g in gradients if g is not None]):
-        raise ValueError(
-            f"loss {name!r} was not computed from `through`: add the tensor it was computed from"
-        )
-    return _norm(reached)

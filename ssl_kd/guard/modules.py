@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.guard.buffers import Buffers
 from ssl_kd.seeds import seeded
 
 logger = logging.getLogger(__name__)
@@ -25,29 +26,10 @@ class ModulePart:
 
     name: str
     weights: list[nn.Parameter]
+    buffers: Buffers
     modules: list[nn.Module] = field(default_factory=list)
-    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
-    kept: list[Tensor | None] = field(default_factory=list)  # buffers after the last healthy step
     good: dict[str, Any] | None = None
     due: int = 0  # the step from which the next snapshot may be taken
-
-    def live_buffers(self) -> list[Tensor | None]:
-        """The buffers as they are now: a module may have put another tensor in the place."""
-        return [module._buffers[name] for module, name in self.buffers]
-
-    def keep_buffers(self) -> None:
-        """Remember the buffers, for the next step to start from."""
-        self.kept = [None if b is None else b.clone() for b in self.live_buffers()]
-
-    def put_back(self, buffers: list[Tensor | None]) -> None:
-        """Give the buffers the values that `live_buffers` showed."""
-        live = self.live_buffers()
-        for (module, name), now, value in zip(self.buffers, live, buffers, strict=True):
-            if now is not None and value is not None:
-                now.copy_(value)
-            else:  # made by a forward pass, the first one as a rule
-                where = self.weights[0].device
-                module._buffers[name] = None if value is None else value.to(where, copy=True)
 
     @property
     def resettable(self) -> bool:
@@ -145,6 +127,7 @@ class ModuleParts:
 
     Attributes:
         masters: of float16 parameters.
+        buffers: those of each part by its name, and last those that belong to none.
 
     Raises:
         ValueError: parts and optimizer do not fit, or a parameter is complex.
@@ -161,12 +144,12 @@ class ModuleParts:
     ) -> None:
         self._optimizer, self._fresh_optimizer = optimizer, fresh_optimizer
         self._by_user = reinitialise
-        self._parts = _divide(model, optimizer, given)
+        self._parts, shared = _divide(model, optimizer, given)
         self.masters = Masters(optimizer)
         for part in self._parts:
             part.weights = [self.masters.of(p) for p in part.weights]
-            part.keep_buffers()
         self.names = [part.name for part in self._parts]
+        self.buffers = [(part.name, part.buffers) for part in self._parts] + [(SHARED, shared)]
         self.note = ", with a fresh optimizer" if fresh_optimizer else ""
 
     def __len__(self) -> int:
@@ -203,7 +186,7 @@ class ModuleParts:
                 "step": step,
                 "weights": [_to_cpu(p) for p in mine.weights],
                 "state": [{k: _to_cpu(v) for k, v in row.items()} for row in self._state(mine)],
-                "buffers": [_to_cpu(b) for b in mine.live_buffers()],
+                "buffers": [_to_cpu(b) for b in mine.buffers.live()],
             }
 
     def _state(self, part: ModulePart) -> list[dict[str, Any]]:
@@ -211,14 +194,14 @@ class ModuleParts:
 
     def _is_finite(self, part: ModulePart) -> bool:
         state = (value for row in self._state(part) for value in row.values())
-        values = [*part.weights, *part.live_buffers(), *state]
+        values = [*part.weights, *state]
         flags = [torch.isfinite(v).all() for v in values if isinstance(v, Tensor)]
         # One wait for the device.
         return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def finite(self) -> list[bool]:
         """As `Parts`."""
-        return [self._is_finite(part) for part in self._parts]
+        return [self._is_finite(part) and part.buffers.are_well() for part in self._parts]
 
     @torch.no_grad()
     def restore(self, part: int) -> int | None:
@@ -241,8 +224,8 @@ class ModuleParts:
                     live[key].copy_(value)  # on its device, which need not be the weight's
                 else:
                     live[key] = copy.deepcopy(value)
-        mine.put_back(mine.good["buffers"])
-        mine.keep_buffers()
+        mine.buffers.put_back(mine.good["buffers"])
+        mine.buffers.keep()
         self.masters.write()
         return mine.good["step"]
 
@@ -263,7 +246,7 @@ class ModuleParts:
         for p in mine.weights:
             self._optimizer.state.pop(p, None)
         mine.good, mine.due = None, 0
-        mine.keep_buffers()
+        mine.buffers.keep()
 
     def state_dict(self) -> dict[str, Any]:
         """Name -> last good state, for a checkpoint."""
@@ -283,64 +266,70 @@ class ModuleParts:
         for part in self._parts:
             part.good = copy.deepcopy(state[part.name]["good"])
             part.due = state[part.name]["due"]
-            part.keep_buffers()
+            part.buffers.keep()
 
 
 def _divide(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     given: Mapping[str, nn.Module | Iterable[nn.Parameter]] | None,
-) -> list[ModulePart]:
-    """The parts; what the optimizer trains beyond them is the last one, `shared`."""
+) -> tuple[list[ModulePart], Buffers]:
+    """The parts; what the optimizer trains beyond them is the last one, `shared`.
+
+    Also the buffers that are left, where nothing is trained beyond the parts.
+    """
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         if id(p) in held and p.is_complex():
             raise ValueError(f"parameter {name!r} is complex; the guard's norms are of real ones")
     if given is None:
         # In the model's order, in which clip_grad_norm_(model.parameters()) sums, too.
-        weights = {id(p): p for p in model.parameters() if id(p) in held} | held
-        return [ModulePart(WHOLE, list(weights.values()), [model], _buffers(model))]
+        weights = [*({id(p): p for p in model.parameters() if id(p) in held} | held).values()]
+        buffers = Buffers(model.named_modules(), weights[0])
+        return [ModulePart(WHOLE, weights, buffers, [model])], Buffers([], weights[0])
     if not given or SHARED in given:
         raise ValueError(f"parts are {list(given)}; expected names, other than {SHARED!r}")
+    weights_of = {name: _weights(name, what, held) for name, what in given.items()}
     owner: dict[int, str] = {}
-    taken: set[tuple[int, str]] = set()
-    parts = []
-    for name, what in given.items():
-        weights = what.parameters() if isinstance(what, nn.Module) else what
-        # One parameter would be iterated by row.
-        weights = [weights] if isinstance(weights, nn.Parameter) else weights
-        part = ModulePart(name, [*{id(p): p for p in weights if p.requires_grad}.values()])
-        if not part.weights:
-            raise ValueError(f"part {name!r} has no trainable parameter")
-        for p in part.weights:
-            if id(p) not in held:
-                raise ValueError(
-                    f"part {name!r}: a parameter of shape {tuple(p.shape)} is not in the optimizer"
-                )
+    for name, weights in weights_of.items():
+        for p in weights:
             if id(p) in owner:
                 raise ValueError(
                     f"{name!r} and {owner[id(p)]!r} share a parameter of shape {tuple(p.shape)}; "
                     "leave it out of both, or hand over loss terms instead of parts"
                 )
             owner[id(p)] = name
-        if isinstance(what, nn.Module):
-            part.modules, part.buffers = [what], _buffers(what)
-            taken |= {(id(module), key) for module, key in part.buffers}
-        parts.append(part)
+    parts, taken = [], set()
+    for name, what in given.items():
+        modules = [what] if isinstance(what, nn.Module) else []
+        inside = [pair for module in modules for pair in module.named_modules()]
+        taken |= {id(module) for _, module in inside}
+        weights = weights_of[name]
+        parts.append(ModulePart(name, weights, Buffers(inside, weights[0]), modules))
+    others = ((key, module) for key, module in model.named_modules() if id(module) not in taken)
+    shared = Buffers(others, parts[0].weights[0])
     if rest := [p for key, p in held.items() if key not in owner and p.requires_grad]:
-        buffers = [(m, key) for m, key in _buffers(model) if (id(m), key) not in taken]
-        parts.append(ModulePart(SHARED, rest, [], buffers))
-    return parts
+        parts.append(ModulePart(SHARED, rest, shared))
+        shared = Buffers([], rest[0])
+    return parts, shared
 
 
-def _buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    # Buffers that a module does not save are caches: they may change their shape as they like.
-    return [
-        (module, name)
-        for module in model.modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    ]
+def _weights(
+    name: str, what: nn.Module | Iterable[nn.Parameter], held: Mapping[int, nn.Parameter]
+) -> list[nn.Parameter]:
+    """The trainable parameters of a given part, each once."""
+    weights = what.parameters() if isinstance(what, nn.Module) else what
+    # One parameter would be iterated by row.
+    weights = [weights] if isinstance(weights, nn.Parameter) else weights
+    weights = [*{id(p): p for p in weights if p.requires_grad}.values()]
+    if not weights:
+        raise ValueError(f"part {name!r} has no trainable parameter")
+    for p in weights:
+        if id(p) not in held:
+            raise ValueError(
+                f"part {name!r}: a parameter of shape {tuple(p.shape)} is not in the optimizer"
+            )
+    return weights
 
 
 def _to_cpu(value: Any) -> Any:

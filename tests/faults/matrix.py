@@ -386,4 +386,10 @@ ROWS = {
         "deeply",
         "named with its line or the reason; nothing of it is executed, nothing is written",
     ),
+    80: Row(
+        "a bad batch of one part, or of one guard, runs through normalisation that others use",
+        "its running statistics are put back, by name; what is healthy trains on",
+        how="a trunk that two parts share; the discriminator of a GAN; a variance that overflows",
+        kinds=(Stage.BUFFER,),
+    ),
 }

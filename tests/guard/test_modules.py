@@ -96,7 +96,7 @@ def test_a_part_goes_back_with_its_moments_and_its_buffers():
     assert not any(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     assert parts.restore(0) == 1
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
-    kept = [b for b in parts[0].kept if b is not None]  # what a sick step would start from
+    kept = [b for b in parts[0].buffers.kept if b is not None]  # what a sick step would start from
     assert all(torch.equal(a, b) for a, b in zip(kept, model.buffers(), strict=True))
 
 
@@ -120,7 +120,7 @@ def test_after_a_state_was_loaded_a_sick_step_goes_back_to_the_buffers_of_then()
     model.running_mean.fill_(7.0)  # as the model's own checkpoint gave it
     parts.load_state_dict(parts.state_dict())
     model.running_mean.fill_(9.0)
-    parts[0].put_back(parts[0].kept)
+    parts[0].buffers.put_back(parts[0].buffers.kept)
     assert (model.running_mean == 7).all()
 
 
@@ -130,7 +130,7 @@ def test_a_buffer_put_back_in_place_is_still_the_same_tensor():
     parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
     before = model.running_mean
     model.running_mean.fill_(9.0)
-    parts[0].put_back(parts[0].kept)
+    parts[0].buffers.put_back(parts[0].buffers.kept)
     assert model.running_mean is before and not before.any()
 
 
@@ -138,12 +138,12 @@ def test_a_buffer_that_a_step_took_away_is_put_back():
     model = nn.BatchNorm1d(3)
     parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
     model.running_mean.fill_(4.0)
-    parts[0].keep_buffers()
+    parts[0].buffers.keep()
     model.register_buffer("running_mean", None)
-    parts[0].put_back(parts[0].kept)
+    parts[0].buffers.put_back(parts[0].buffers.kept)
     assert (model.running_mean == 4).all()
     model.running_mean.fill_(9.0)  # what was remembered is not what the module goes on with
-    assert (parts[0].kept[0] == 4).all()
+    assert (parts[0].buffers.kept[0] == 4).all()
 
 
 def test_a_part_is_finite_only_with_its_moments_and_buffers():

@@ -1,0 +1,46 @@
+"""What a step shows of its losses: their values and gradient norms, read in one wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+
+def norm_of(gradients: list[Tensor]) -> Tensor:
+    """L2 norm of all of them as one, in float32 at least."""
+    rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    wide = (torch.float32, torch.float64)
+    return get_total_norm(
+        [g if g.dtype in wide else torch.linalg.vector_norm(g, dtype=torch.float32) for g in rows]
+    )
+
+
+def look(losses: dict[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
+    """Loss and gradient norm at `through` of each, `[loss]`, on the CPU: waits for the device."""
+    values = [loss.detach().float() for loss in losses.values()]
+    norms = [torch.ones_like(value) for value in values]
+    if through is not None:
+        tensors = [through] if isinstance(through, Tensor) else list(through)
+        norms = [_norm_at(tensors, name, loss) for name, loss in losses.items()]
+    loss, norm = read([values, norms], values[0].device)
+    return loss, norm
+
+
+def read(numbers: list[list[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
+    """Lists of numbers on a device, as vectors on the CPU, in one wait."""
+    flat = torch.stack([x.to(device, torch.float32) for some in numbers for x in some]).cpu()
+    return flat.split([len(some) for some in numbers])
+
+
+def _norm_at(tensors: list[Tensor], name: str, loss: Tensor) -> Tensor:
+    if not loss.requires_grad:  # a constant, as a term has it that found nothing in this batch
+        return torch.zeros_like(loss)
+    gradients = torch.autograd.grad(loss, tensors, retain_graph=True, allow_unused=True)
+    if not (reached := [g for g in gradients if g is not None]):
+        raise ValueError(
+            f"loss {name!r} was not computed from `through`: add the tensor it was computed from"
+        )
+    return norm_of(reached)

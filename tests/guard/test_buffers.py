@@ -1,0 +1,79 @@
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from ssl_kd.guard.buffers import Buffers
+from ssl_kd.guard.loop import Guard
+from tests.bits import same
+
+
+def holder(**tensors):
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    return cast(Any, module)
+
+
+def buffers(module):
+    return Buffers(module.named_modules(), nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_buffer_of_any_dtype_is_seen_by_its_name_and_put_back(dtype, value):
+    model: Any = nn.Sequential(
+        holder(a=torch.ones(3, dtype=dtype), n=torch.tensor(4)), holder(b=None)
+    )
+    watched = buffers(model)
+    assert watched.heal() == "" and watched.are_well()
+    model[0].a[1], model[0].n = value, torch.tensor(5)
+    assert not watched.are_well() and watched.heal() == "0.a"
+    assert model[0].a.isfinite().all() and model[0].n == 4  # a module's buffers go back together
+    model[1].b = torch.full((2,), value)
+    assert watched.heal() == "1.b" and model[1].b is None
+
+
+def test_what_was_not_finite_to_begin_with_is_as_it_should_be():
+    mask, low = torch.full((2, 2), -math.inf).triu(1), torch.tensor(math.inf)
+    module = holder(mask=mask, low=low, sentinel=torch.tensor(math.nan))
+    watched = buffers(module)
+    assert watched.heal() == "" and watched.nan == "sentinel"
+    module.low.fill_(3.0)
+    watched.heal()
+    watched.keep(ask=False)
+    module.low.fill_(math.inf)  # by now it should be finite
+    assert watched.heal() == "low" and module.low == 3
+    module.mask[0, 0] = math.nan
+    assert watched.heal() == "mask" and module.mask[0, 0] == 0
+
+
+def test_what_no_norm_can_be_taken_of_is_left_alone():
+    sparse = torch.eye(2).to_sparse()
+    tensors = {"f8": torch.ones(2).to(torch.float8_e4m3fn), "flags": torch.ones(2) > 0}
+    module = holder(sparse=sparse, empty=torch.empty(0), **tensors)
+    watched = buffers(module)
+    assert watched.heal() == "" and watched.are_well()
+
+
+def test_a_guard_says_at_once_which_buffers_come_in_as_nan():
+    model = nn.BatchNorm1d(3)
+    model.running_var[1] = math.nan
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (event,) = guard.events.events
+    assert event.stage == "buffer" and event.action == "left as it is"
+    assert "running_var" in event.reason and "running_mean" not in event.reason
+
+
+def test_a_mask_of_infinities_is_no_obstacle_to_a_snapshot():
+    model = nn.Linear(3, 3)
+    model.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    guard.backward(model(torch.ones(1, 3)).sum())
+    guard.step()
+    good = guard.state_dict()["parts"]["model"]["good"]
+    assert good["step"] == 0 and same(good["buffers"], [model.mask]) and not guard.events.events
