@@ -35,7 +35,8 @@ class Divergence:
         compute: called as `compute(log_p, p, log_q, q, gradient)`, each tensor `[n, vocab]` and
             finite. `log_p` and `p`, of the teacher, may be overwritten; `log_q` and `q`, of the
             student, may not. Returns D `[n]`, and its gradient with respect to the student's logits
-            `[n, vocab]`, or None where `gradient` is False.
+            `[n, vocab]`, or None where `gradient` is False. D is at least 0, and near 0 as exact as
+            the logarithms' differences (`_exact`).
         swapped: name of the divergence that is D(q, p), which a router of ROUTER_JOINT learns by;
             None: it cannot.
         from_samples: an unbiased estimate from tokens that were sampled from the teacher, called as
@@ -54,7 +55,8 @@ def _forward_kl(
     log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool
 ) -> ValueAndGradient:
     """KL(p, q)."""
-    value = log_p.sub_(log_q).mul_(p).sum(-1)
+    ratio = log_p.sub_(log_q)
+    value = _exact((ratio * p).sum(-1), lambda p, q, ratio: _kl_near_0(p, q, -ratio), p, q, ratio)
     return value, _difference_(q, p) if gradient else None
 
 
@@ -72,8 +74,10 @@ def _reverse_kl(
     log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool
 ) -> ValueAndGradient:
     """KL(q, p)."""
-    weighted = _difference_(log_q, log_p).mul_(q)
-    return weighted.sum(-1), _centred_(weighted, q) if gradient else None
+    ratio = _difference_(log_q, log_p)
+    weighted = ratio * q
+    value = _exact(weighted.sum(-1), lambda p, q, ratio: _kl_near_0(q, p, -ratio), p, q, ratio)
+    return value, _centred_(weighted, q) if gradient else None
 
 
 def _js(log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool) -> ValueAndGradient:
@@ -81,7 +85,13 @@ def _js(log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool) -> V
     ratio = _difference_(log_q, log_p)
     of_teacher = _log_mixture(ratio, 0.5).mul_(p).sum(-1)
     weighted = _log_mixture(ratio.neg_(), 0.5).mul_(q).div_(-2)  # q (log q - log m) / 2
-    value = weighted.sum(-1) - of_teacher / 2
+
+    def near_0(p: Tensor, q: Tensor, ratio: Tensor) -> Tensor:
+        mixture = (p + q) / 2
+        of_teacher = _kl_near_0(p, mixture, _log_mixture(-ratio, 0.5))
+        return (of_teacher + _kl_near_0(q, mixture, _log_mixture(ratio, 0.5))) / 2
+
+    value = _exact(weighted.sum(-1) - of_teacher / 2, near_0, p, q, ratio)
     return value, _centred_(weighted, q) if gradient else None
 
 
@@ -90,7 +100,11 @@ def _skew_kl(
 ) -> ValueAndGradient:
     """KL(p, 0.1 p + 0.9 q)."""
     log_mixture = _log_mixture(_difference_(log_q, log_p), 1 - SKEW)  # log(m / p)
-    value = -p.mul_(log_mixture).sum(-1)
+
+    def near_0(p: Tensor, q: Tensor, log_mixture: Tensor) -> Tensor:
+        return _kl_near_0(p, p * SKEW + q * (1 - SKEW), log_mixture)
+
+    value = _exact(-(p * log_mixture).sum(-1), near_0, p, q, log_mixture)
     if not gradient:
         return value, None
     return value, _centred_(log_mixture.neg_().exp_().mul_(q).mul_(SKEW - 1), q)
@@ -100,13 +114,16 @@ def _skew_reverse_kl(
     log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool
 ) -> ValueAndGradient:
     """KL(q, 0.9 p + 0.1 q)."""
-    import torch
-
     log_share = _log_mixture(_difference_(log_q, log_p).neg_(), 1 - SKEW).neg_()  # log(q / m)
-    value = torch.mul(log_share, q, out=p).sum(-1)
+    weighted = log_share * q
+
+    def near_0(p: Tensor, q: Tensor, log_share: Tensor) -> Tensor:
+        return _kl_near_0(q, p * (1 - SKEW) + q * SKEW, -log_share)
+
+    value = _exact(weighted.sum(-1), near_0, p, q, log_share)
     if not gradient:
         return value, None
-    return value, _centred_(p.addcmul_(log_share.exp_(), q, value=-SKEW), q)
+    return value, _centred_(weighted.addcmul_(log_share.exp_(), q, value=-SKEW), q)
 
 
 def _tvd(log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool) -> ValueAndGradient:
@@ -121,6 +138,31 @@ def _tvd(log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool) -> 
     # The sign by division: torch.sign makes a NaN 0.
     sign = difference.div_(size.clamp_(min=torch.finfo(q.dtype).tiny))
     return value, _centred_(sign.mul_(q).div_(2), q)
+
+
+def _exact(value: Tensor, near_0: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`value` `[n]`, in place, with `near_0` of the tensors' rows where rounding takes its digits.
+
+    A sum of `a (log a - log b)` is as wrong as the logarithms are, some units of eps.
+    """
+    import torch
+
+    close = (value < 2**14 * torch.finfo(value.dtype).eps).nonzero().flatten()
+    if len(close):
+        value[close] = near_0(*(x[close] for x in tensors))
+    return value
+
+
+def _kl_near_0(a: Tensor, b: Tensor, log_ratio: Tensor) -> Tensor:
+    """KL(a, b) with `log_ratio` = log(b / a), as a sum of terms that are all at least 0.
+
+    `a (e^r - 1 - r)`: what it adds to `-a r` is b - a, whose sum is 0. An error of the logarithms,
+    which shifts all r alike, counts only squared.
+    """
+    import torch
+
+    near = log_ratio.clamp(max=1).expm1_().sub_(log_ratio).mul_(a)
+    return torch.where(log_ratio < 1, near, b - a - a * log_ratio).clamp_(min=0).sum(-1)
 
 
 def _difference_(a: Tensor, b: Tensor) -> Tensor:

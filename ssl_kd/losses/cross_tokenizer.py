@@ -17,7 +17,7 @@ from torch import Tensor
 from ssl_kd.divergences import divergence_named
 from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.mutual_information import check_temperature
-from ssl_kd.losses.rows import row_divergences, saturated
+from ssl_kd.losses.rows import lifted, row_divergences, saturated
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -200,7 +200,7 @@ def likelihood_matching(
     u = (eps - teacher_log_likelihood.detach().to(dtype)) / temperature
     other_u, other_v = -torch.expm1(-u), -torch.expm1(-v)
     values = (-u).exp() * (v - u) + other_u * (other_u.log() - other_v.log())
-    return _reduce(temperature * values, reduction)
+    return _reduce(lifted(temperature * values), reduction)
 
 
 def chunk_matching(

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ssl_kd.divergences import DIVERGENCES, Divergence, divergence_named
 from ssl_kd.losses.chunked_logits import ChunkedLogits, GivenLogits
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
-from ssl_kd.losses.rows import log_softmax_, saturate_
+from ssl_kd.losses.rows import differentiated_once, log_softmax_, saturate_
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
@@ -221,7 +220,7 @@ class _Distillation(torch.autograd.Function):
         return terms
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias = ctx.saved_tensors
         ce, kd = grad.tolist()
@@ -300,6 +299,8 @@ def _distil(
     if teachers and any(mask is not None for mask in masks):
         anywhere = torch.stack([mask for mask in masks if mask is not None]).any(0)
         indices = anywhere.nonzero().flatten() if anywhere.any() else None
+        if indices is not None and len(indices) == common:
+            teachers, indices = (), None  # no entry is left to compare: nothing to distil
     if clamp is not None:
         logits = x if weight is None else F.linear(x, weight, bias)
         return clamped_distillation(
@@ -366,7 +367,7 @@ def linear_distillation(
         student_hidden: `[n, dim]`; the product is in its dtype (or autocast's), all else float32.
         student_weight: `[vocab, dim]`, of the same dtype.
         student_bias: `[vocab]` or None. An entry of -inf is outside the vocabulary for the
-            distillation, as a teacher's is; other infinities count as +-65504.
+            distillation, as a teacher's is. Logits beyond +-65504 count as that.
         targets: `[n]` int64, or None: no cross-entropy (see `next_token_targets`).
         teachers: any number; where their vocabularies are shorter or longer than the student's,
             the common first part counts. No gradient flows into them. The logits of one in half

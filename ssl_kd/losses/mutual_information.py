@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ssl_kd.guard.finite import (
     compute_dtype,
@@ -14,6 +13,7 @@ from ssl_kd.guard.finite import (
     probability_floor,
     safe_normalize_weights,
 )
+from ssl_kd.losses.rows import differentiated_once, saturated
 
 TEMPERATURE_RANGE = (1e-4, 1e4)
 InstanceWeight = Literal["none", "own", "mean"]
@@ -73,7 +73,7 @@ class _BetaMI(torch.autograd.Function):
         return -pmi.clamp(min=clip_min)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx, grad_output: Tensor):  # noqa: ANN001  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
         return (gradient * grad_output.unsqueeze(-1)).to(ctx.dtype), None, None, None, None, None
@@ -103,7 +103,8 @@ def beta_mi(
     computed as `-logsumexp(beta * (log p + log q) - log pi)`.
 
     Args:
-        student_logits: `[head, batch, cluster]`, any floating dtype.
+        student_logits: `[head, batch, cluster]`, any floating dtype. Finite ones beyond +-65504
+            count as that, of the teacher, too.
         teacher_logits: `[head, batch, cluster]`; no gradient flows into it.
         marginal: `[head, cluster]`, how often each cluster is used, summing to one per head. An
             exact 0 is smoothed; no gradient flows into it.
@@ -136,11 +137,12 @@ def beta_mi(
             f"{tuple(teacher_logits.shape)} and marginal {tuple(marginal.shape)} do not fit: "
             "expected [head, batch, cluster] twice and [head, cluster]"
         )
-    teacher_log_probs = log_probabilities(teacher_logits.detach(), teacher_temperature)
+    student, teacher = (
+        saturated(logits, infinities=False) for logits in (student_logits, teacher_logits.detach())
+    )
+    teacher_log_probs = log_probabilities(teacher, teacher_temperature)
     log_pi = log_marginal(marginal).unsqueeze(1)
-    return _BetaMI.apply(
-        student_logits, teacher_log_probs, log_pi, beta, student_temperature, clip_min
-    )  # pyright: ignore[reportReturnType]
+    return _BetaMI.apply(student, teacher_log_probs, log_pi, beta, student_temperature, clip_min)  # pyright: ignore[reportReturnType]
 
 
 def agreement(teacher_log_probs: Tensor) -> Tensor:
@@ -193,7 +195,9 @@ def temi(
 ) -> Tensor:
     """The TEMI objective of each head: `beta_mi` over samples and ordered pairs of views.
 
-    The student sees one view, the teacher another; a pair of the same view is left out.
+    The student sees one view, the teacher another; a pair of the same view is left out. Logits that
+    overflow float32 when divided by their temperature make the loss of their head NaN: the training
+    loop cuts that head out, and the pass over all logits that would hold them costs every step.
 
     Args:
         student_logits: `[head, view, batch, cluster]`, two views or more.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.guard.finite import compute_dtype
+from ssl_kd.losses.rows import lifted, saturated
 
 __all__ = ["gate_anchor", "gate_entropy", "gate_kl", "load_balance"]
 
@@ -65,7 +66,7 @@ def gate_entropy(logits: Tensor) -> Tensor:
     Returns:
         `[token]`, float32 (float64 for float64), with gradient: its mean is the entropy bonus.
     """
-    log_p = torch.log_softmax(logits.to(compute_dtype(logits)), dim=-1)
+    log_p = torch.log_softmax(saturated(logits, infinities=False), dim=-1)
     return -_times_log(log_p.exp(), log_p)
 
 
@@ -78,12 +79,12 @@ def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
         logits: `[token, expert]`, of the router as it is.
 
     Returns:
-        `[token]`, float32 (float64 for float64).
+        `[token]`, at least 0, float32 (float64 for float64).
     """
     original = original_logits.detach().to(compute_dtype(logits))
-    log_p = torch.log_softmax(original, dim=-1)
-    log_q = torch.log_softmax(logits.to(compute_dtype(logits)), dim=-1)
-    return _times_log(log_p.exp(), log_p - log_q)
+    log_p = torch.log_softmax(saturated(original, infinities=False), dim=-1)
+    log_q = torch.log_softmax(saturated(logits, infinities=False), dim=-1)
+    return lifted(_times_log(log_p.exp(), log_p - log_q))
 
 
 def _times_log(p: Tensor, log: Tensor) -> Tensor:

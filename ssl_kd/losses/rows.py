@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ssl_kd.divergences import Divergence
 from ssl_kd.guard.finite import compute_dtype
@@ -15,9 +16,43 @@ SATURATION = 65504.0  # the largest finite float16: what an overflowed logit is 
 _NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
 
 
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError(
+            "the gradient of this loss is in closed form and cannot be differentiated again "
+            "(a gradient penalty, a Hessian): take the second derivative of other terms alone"
+        )
+
+
+def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the `backward` of a function: whoever differentiates its result is told that it is wrong.
+
+    `once_differentiable` says so only where the incoming gradient requires one itself; under
+    `create_graph=True` it lets a gradient through that looks constant.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *incoming: Tensor) -> Any:
+        with torch.no_grad():
+            gradients = backward(ctx, *incoming)
+        if not torch.is_grad_enabled():  # no create_graph
+            return gradients
+        return tuple(
+            _Final.apply(g.detach().requires_grad_()) if isinstance(g, Tensor) else g
+            for g in gradients
+        )
+
+    return wrapped
+
+
 def saturate_(logits: Tensor) -> Tensor:
-    """Replace infinities by +-65504, in place; a NaN stays a NaN."""
-    return logits.nan_to_num_(nan=float("nan"), posinf=SATURATION, neginf=-SATURATION)
+    """Hold logits in +-65504, in place; a NaN stays a NaN."""
+    return logits.clamp_(-SATURATION, SATURATION)
 
 
 def log_softmax_(
@@ -49,20 +84,29 @@ def log_softmax_(
 
 
 class _Saturated(torch.autograd.Function):
-    """Infinities become +-65504; their gradient passes, so that an overflow can be unlearned."""
+    """What is beyond +-65504 becomes that; its gradient passes: an overflow can be unlearned."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.nan_to_num(nan=float("nan"), posinf=SATURATION, neginf=-SATURATION)
+    def forward(ctx: Any, x: Tensor, infinities: bool) -> Tensor:
+        held = x.clamp(-SATURATION, SATURATION)
+        return held if infinities else torch.where(x.isinf(), x, held)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:  # type: ignore[override]
-        return grad_output
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad_output, None
 
 
-def saturated(logits: Tensor) -> Tensor:
-    """`saturate_` of a copy in the dtype of the arithmetic, for autograd."""
-    return _Saturated.apply(logits.to(compute_dtype(logits)))  # pyright: ignore[reportReturnType]
+def saturated(logits: Tensor, *, infinities: bool = True) -> Tensor:
+    """Logits held in +-65504, in the dtype of the arithmetic, for autograd.
+
+    Without `infinities` these stay what they are: for a guard to find, or as a mask of -inf.
+    """
+    return _Saturated.apply(logits.to(compute_dtype(logits)), infinities)  # pyright: ignore[reportReturnType]
+
+
+def lifted(values: Tensor) -> Tensor:
+    """Values that rounding took below 0 become 0; the gradient is what it was."""
+    return values + values.detach().neg().clamp(min=0)
 
 
 class _RowDivergences(torch.autograd.Function):
@@ -80,7 +124,7 @@ class _RowDivergences(torch.autograd.Function):
         return value * temperature**2
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
         # A term that the guard cut out comes with 0, and 0 times its NaN would spread.

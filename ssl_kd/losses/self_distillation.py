@@ -1,12 +1,15 @@
-"""Temperature-sharpened self-distillation: a sharper, centred teacher sets the target."""
+"""Temperature-sharpened self-distillation: a sharper, centred teacher sets the target.
+
+Finite logits beyond +-65504 count as that; an infinity stays one, for the guard to find.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.mutual_information import check_temperature, log_probabilities
+from ssl_kd.losses.rows import saturated
 
 
 def centred_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
@@ -26,7 +29,7 @@ def centred_targets(teacher_logits: Tensor, center: Tensor, temperature: float) 
     """
     check_temperature("teacher_temperature", temperature)
     shape = (len(center), *[1] * (teacher_logits.ndim - 2), center.shape[-1])
-    logits = teacher_logits.detach().to(compute_dtype(teacher_logits))
+    logits = saturated(teacher_logits.detach(), infinities=False)
     return torch.softmax((logits - center.detach().view(shape)) / temperature, dim=-1)
 
 
@@ -52,7 +55,7 @@ def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int
     check_temperature("teacher_temperature", temperature)
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}, expected at least 1")
-    logits = teacher_logits.detach().to(compute_dtype(teacher_logits)) / temperature
+    logits = saturated(teacher_logits.detach(), infinities=False) / temperature
     log_q = logits.flatten(1, -2)
     for _ in range(iterations):
         log_q = log_q - torch.logsumexp(log_q, dim=1, keepdim=True)  # every cluster the same mass
@@ -86,7 +89,7 @@ def sharpened_cross_entropy(
     """
     check_temperature("student_temperature", student_temperature)
     views = student_logits.shape[1]
-    log_probs = log_probabilities(student_logits, student_temperature)
+    log_probs = log_probabilities(saturated(student_logits, infinities=False), student_temperature)
     total = torch.zeros((), device=student_logits.device)
     for shift in range(1, views):
         loss = -(targets.roll(shift, dims=1) * log_probs).sum(-1).mean(1)  # [head, batch]

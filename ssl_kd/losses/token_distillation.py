@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 from torch import Tensor
 
+from ssl_kd.divergences import divergence_named
 from ssl_kd.losses.linear_distillation import logits_distillation
+from ssl_kd.losses.mutual_information import check_temperature
+from ssl_kd.losses.rows import row_divergences, saturated
 from ssl_kd.losses.teacher_output import LogitsTeacher
+
+REDUCTIONS = ("mean", "sum", "none")
 
 
 def token_kd(
@@ -15,12 +23,15 @@ def token_kd(
     mask: Tensor | None = None,
     temperature: float = 2.0,
     divergence: str = "forward_kl",
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    num_items_in_batch: float | Tensor | None = None,
 ) -> Tensor:
     r"""Mean over real tokens of `T^2 D(p, q)`, with teacher p and student q at temperature T.
 
     A vocabulary entry that is -inf at every real token on either side is outside the common
-    vocabulary: both sides are normalised without it. Any other infinity is an overflow and counts
-    as +-65504, with the gradient of that value. A NaN in a real token stays one.
+    vocabulary: both sides are normalised without it; where none is left the loss is 0. Any other
+    logit beyond +-65504, infinite or not, is an overflow and counts as that, with the gradient of
+    that value. A NaN in a real token stays one.
 
     Args:
         student_logits: `[batch, token, vocab]`, any floating dtype.
@@ -30,10 +41,15 @@ def token_kd(
             are real.
         temperature: in [1e-4, 1e4].
         divergence: D, a name in `ssl_kd.divergences.DIVERGENCES`, where each has its formula.
+        reduction: `mean` or `sum` over real tokens, or `none`, which holds the gradient of all
+            logits until the backward pass.
+        num_items_in_batch: what the mean divides by, in place of the real tokens here: those of
+            all batches that are accumulated to one step, as a transformers Trainer hands them to
+            `compute_loss`. Then the gradients add up to those of one large batch.
 
     Returns:
         A scalar, float32 (float64 for float64 input); 0, still attached to the graph, where every
-        token is masked.
+        token is masked. With `none` `[batch, token]`, 0 where a token is masked.
 
     Raises:
         ValueError: names the argument that is out of range, or the shapes that do not fit.
@@ -56,19 +72,56 @@ def token_kd(
             f"{tuple(teacher_logits.shape)} and mask {None if mask is None else tuple(mask.shape)} "
             "do not fit: expected [batch, token, vocab] twice and [batch, token]"
         )
+    _check_reduction(reduction, num_items_in_batch)
     student = student_logits.flatten(0, 1)
     teacher = teacher_logits.detach().flatten(0, 1)
+    rows = None
     if mask is not None and not mask.all():
         rows = mask.flatten().nonzero().flatten()
         student, teacher = student[rows], teacher[rows]
+    if reduction == "none":
+        values = _of_each(student, teacher, temperature, divergence)
+        if rows is not None:
+            values = values.new_zeros(shape.numel()).index_copy(0, rows, values)
+        return values.view(shape)
     total = logits_distillation(
         student,
         None,
         [LogitsTeacher(teacher)],
         temperature=temperature,
         divergence=divergence,
-    )
-    return total[1] / max(1, len(student))
+    )[1]
+    if reduction == "sum":
+        return total
+    return total / (max(1, len(student)) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _check_reduction(reduction: str, items: float | Tensor | None) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}, expected one of {', '.join(REDUCTIONS)}")
+    if items is not None and reduction != "mean":
+        raise ValueError(
+            f"num_items_in_batch is {items} and reduction {reduction!r}: the mean alone divides by "
+            "it"
+        )
+    # The value of a tensor would be waited for.
+    if items is not None and not isinstance(items, Tensor) and not items > 0:
+        raise ValueError(f"num_items_in_batch is {items}, expected the number of real tokens, > 0")
+
+
+def _of_each(student: Tensor, teacher: Tensor, temperature: float, divergence: str) -> Tensor:
+    """`T^2 D` of each row `[n]`, of the entries that neither side leaves out in every row."""
+    check_temperature("temperature", temperature)
+    kind = divergence_named(divergence)
+    common = min(student.shape[-1], teacher.shape[-1])
+    student, teacher = student[:, :common], teacher[:, :common]
+    outside = (student == -torch.inf).all(0) | (teacher == -torch.inf).all(0)
+    if outside.any():
+        student, teacher = student[:, ~outside], teacher[:, ~outside]
+    student, teacher = saturated(student), saturated(teacher)
+    if not student.numel():
+        return student.sum(-1)
+    return row_divergences(student, teacher, temperature, kind)
 
 
 def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

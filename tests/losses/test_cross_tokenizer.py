@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -320,3 +321,25 @@ def test_bad_arguments_are_named():
         chunk_matching(student_logits, teacher_logits, student, teacher, *other)
     with pytest.raises(ValueError, match="hidden size 6 of the student and 8"):
         hidden_matching(student_logits, teacher_logits, *[torch.zeros(0, dtype=torch.int64)] * 3)
+
+
+def test_finite_logits_beyond_half_precision_count_as_its_largest():
+    huge = (logits(3, 7).sign().float() * 3e38).requires_grad_()
+    classes = VocabularyMap(torch.tensor([0, 0, 1, 2, 2, 3, 3]), 4)
+    held = huge.detach().clamp(-65504, 65504)
+    values: Any = [
+        (uld(x, held.flip(0)), class_log_probabilities(x, classes).sum(),
+         chunk_log_likelihood(x, torch.tensor([0, 1, 2]), torch.tensor([0, 0, 1]), 2).sum())
+        for x in (huge, held)
+    ]  # fmt: skip
+    assert values[0] == values[1]
+    torch.stack(values[0]).sum().backward()
+    assert huge.grad.isfinite().all() and huge.grad.any()
+
+
+def test_likelihoods_that_are_nearly_alike_are_never_below_0():
+    likelihood = -torch.rand(500, generator=torch.Generator().manual_seed(0)) * 50
+    near = (likelihood * (1 + 1e-6)).requires_grad_()
+    values = likelihood_matching(near, likelihood, reduction="none")
+    values.sum().backward()
+    assert (values >= 0).all() and near.grad.isfinite().all() and near.grad.any()

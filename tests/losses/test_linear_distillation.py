@@ -120,6 +120,40 @@ def test_a_bfloat16_teacher_keeps_its_range_under_a_students_float16():
     torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("chunk", [2, None])
+def test_a_student_that_nearly_is_the_teacher_is_never_below_0(name, chunk):
+    for seed in range(10):
+        (hidden, weight, bias), _ = _student(torch.float32, seed)
+        near = (weight.detach() * (1 + 1e-6)).requires_grad_()
+        teacher = LinearTeacher(hidden.detach(), weight.detach(), bias.detach())
+        options = {"temperature": 4.0, "divergence": name, "chunk_tokens": chunk}
+        assert 0 <= linear_distillation(hidden, near, bias, None, [teacher], **options)[1] < 1e-3
+
+
+def test_finite_products_beyond_half_precision_count_as_its_largest():
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.ones(N, 1).requires_grad_()
+    weight = torch.randn(VOCAB, 1, generator=g).sign() * 3e38
+    teacher = LinearTeacher(torch.ones(N, 1), weight.flip(0))
+    targets = torch.zeros(N).long()
+    terms = linear_distillation(hidden, weight, None, targets, [teacher], temperature=2.0)
+    held = linear_distillation(
+        hidden, weight.clamp(-65504, 65504), None, targets,
+        [LinearTeacher(torch.ones(N, 1), weight.flip(0).clamp(-65504, 65504))], temperature=2.0,
+    )  # fmt: skip
+    assert terms.isfinite().all() and torch.equal(terms, held)
+
+
+def test_a_second_derivative_of_the_chunked_loss_is_refused():
+    (hidden, weight, bias), targets = _student()
+    terms = linear_distillation(hidden, weight, bias, targets, [_linear()], temperature=2.0)
+    slopes = torch.autograd.grad(terms.sum(), (hidden, weight, bias), create_graph=True)
+    assert all(slope.requires_grad for slope in slopes)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        slopes[1].square().sum().backward()
+
+
 def test_several_teachers_are_averaged():
     student, targets = _student()
     teachers = [_linear(), _linear(seed=2), _teacher("top_k", 2.0)]

@@ -82,3 +82,18 @@ def test_the_anchor_pulls_back_to_the_initial_weights():
     for weight, start in zip(weights, initial, strict=True):
         torch.testing.assert_close(weight.grad, 2 * (weight.detach() - start))
     assert gate_anchor(initial, initial) == 0
+
+
+def test_finite_gates_beyond_half_precision_count_as_its_largest():
+    logits = torch.tensor([[3e38, -3e38, 3e38]]).requires_grad_()
+    drift = gate_kl(logits.detach().flip(1).roll(1), logits)
+    (gate_entropy(logits) + drift).sum().backward()
+    assert drift.isfinite().all() and drift > 0 and logits.grad.isfinite().all()
+
+
+def test_the_drift_of_a_gate_that_nearly_is_the_original_is_never_below_0():
+    original = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)) * 5
+    near = (original * (1 + 1e-6)).requires_grad_()
+    drift = gate_kl(original, near)
+    drift.sum().backward()
+    assert (drift >= 0).all() and drift.max() < 1e-5 and near.grad.any()

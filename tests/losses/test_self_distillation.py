@@ -70,3 +70,20 @@ def test_bad_temperatures_are_named(bad):
         losses.sharpened_cross_entropy(student, teacher.softmax(-1), student_temperature=bad)
     with pytest.raises(ValueError, match="iterations"):
         losses.sinkhorn_targets(teacher, 0.05, 0)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_finite_logits_beyond_half_precision_count_as_its_largest(balanced):
+    signs = torch.randn(2, 2, 3, 7, generator=torch.Generator().manual_seed(0)).sign()
+
+    def loss(student, teacher):
+        targets = losses.centred_targets(teacher, torch.zeros(2, 7), 0.04)
+        if balanced:
+            targets = losses.sinkhorn_targets(teacher, 0.04)
+        return losses.sharpened_cross_entropy(student, targets)
+
+    huge, held = (signs * 3e38).requires_grad_(), signs * 65504
+    value = loss(huge, huge.detach().flip(2))
+    value.sum().backward()
+    assert value.isfinite().all() and torch.equal(value, loss(held, held.flip(2)))
+    assert huge.grad.isfinite().all() and huge.grad.any()
