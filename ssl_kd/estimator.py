@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ssl_kd.guard.events import EventLog
-from ssl_kd.guard.precision import Precision
+from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.imports import path_of_file
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.store import nearest_neighbours
@@ -48,7 +48,8 @@ class MultiHeadClusterer(
     seed give the same answer as a run of `train.py`.
 
     Inputs are `[n, n_features]`: NumPy arrays, data frames, or tensors of any dtype and device;
-    computed in float32. Outputs are NumPy arrays. The global random states are left as they were.
+    computed in float32, whatever autocast, gradient mode, default dtype or device is set around it.
+    Outputs are NumPy arrays. The global random states are left as they were.
 
     Args:
         n_clusters: K, from 1 to the number of samples.
@@ -164,6 +165,7 @@ class MultiHeadClusterer(
         self.device = device
         self.random_state = random_state
 
+    @undisturbed()
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Train the heads and form their answer.
 
@@ -206,6 +208,7 @@ class MultiHeadClusterer(
         """The cluster of each sample, `[n]` int64: the likeliest of `predict_proba`."""
         return self.predict_proba(X).argmax(1)
 
+    @undisturbed()
     def predict_proba(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
         """The heads' mean vote, `[n, n_clusters]` float32, each row a distribution.
 
@@ -231,6 +234,7 @@ class MultiHeadClusterer(
         self.model_.save_pretrained(folder, config=config)
 
     @classmethod
+    @undisturbed()
     def from_pretrained(
         cls, folder: str | Path, *, head: str | None = None, loss: str | None = None
     ) -> Self:

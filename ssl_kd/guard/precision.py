@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +11,41 @@ from torch import nn
 
 from ssl_kd.errors import InputError, UserError
 
-__all__ = ["DeviceInfo", "Precision", "UnsupportedDevice", "precision_table", "promote_to_fp32"]
+__all__ = [
+    "DeviceInfo",
+    "Precision",
+    "UnsupportedDevice",
+    "precision_table",
+    "promote_to_fp32",
+    "undisturbed",
+]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BUILT = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 _BUILT_CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Compute as in a fresh process, whatever mode of torch the caller is in; also a decorator.
+
+    Inside there is no autocast, `no_grad` or `inference_mode` of the caller's, new tensors are
+    float32 and on the CPU, and what was set before is set again after. (The default dtype is one
+    for all threads.)
+    """
+    dtype = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda", "mps"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":  # every call in such a context costs a little
+            stack.enter_context(torch.device("cpu"))
+        if dtype != torch.float32:
+            stack.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
+        yield
 
 
 class UnsupportedDevice(UserError, RuntimeError):

@@ -18,6 +18,7 @@ from torch import nn
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import undisturbed
 from ssl_kd.language.memory import estimate_memory
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Routed
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 DRY_STEPS = 5
 
 
+@undisturbed()
 def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path:
     """Do the main job as the settings say; the run folder.
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import undisturbed
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -68,6 +69,7 @@ class Learner(Protocol[R_co]):
         ...
 
 
+@undisturbed()
 def run_loop(
     learner: Learner[R_co],
     steps: int,

@@ -22,7 +22,7 @@ from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.guard.precision import Precision
+from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch
 from ssl_kd.teachers import Features, Pixels, Teacher
 
@@ -70,6 +70,7 @@ def fingerprint(
     )
 
 
+@undisturbed()
 def extract(
     dataset: ImageDataset | FeatureDataset,
     teacher: Teacher,

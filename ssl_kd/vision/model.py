@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from ssl_kd.errors import UserError
 from ssl_kd.files import CorruptFileError
+from ssl_kd.guard.precision import undisturbed
 from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
 from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
@@ -140,6 +141,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         """
         return torch.bmm(probabilities, self.votes).mean(0)
 
+    @undisturbed()
     @torch.inference_mode()
     def predict_proba(self, x: Tensor) -> Tensor:
         """`forward` in blocks, without gradients, on the model's device; the result on the CPU."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import Precision
+from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
@@ -60,6 +60,7 @@ class Run:
     images: Images | None
 
 
+@undisturbed()
 def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
     """Do the main job as the settings say.
 

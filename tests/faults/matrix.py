@@ -392,4 +392,8 @@ ROWS = {
         how="a trunk that two parts share; the discriminator of a GAN; a variance that overflows",
         kinds=(Stage.BUFFER,),
     ),
+    81: Row(
+        "a caller in autocast, no_grad or inference_mode, with another default dtype or device",
+        "the same weights and answers to the bit; the caller's mode is as it was",
+    ),
 }

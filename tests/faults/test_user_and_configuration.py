@@ -1,12 +1,15 @@
-"""Rows 48, 49, 50 and 52: user, configuration, security."""
+"""Rows 48, 49, 50, 52 and 81: user, configuration, security."""
 
+import functools
 import os
 import socket
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from ssl_kd.estimator import MultiHeadClusterer
 from ssl_kd.guard import DeviceInfo, Precision, UnsupportedDevice
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
@@ -14,6 +17,7 @@ from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.inject import assignments, content, no_run, one_line, opened
 from tests.faults.matrix import row
+from tests.modes import MODES
 
 RULES = VisionSettings.rules()
 
@@ -220,3 +224,20 @@ def test_a_linked_run_folder_is_not_followed_out(settings, tmp_path, train_py):
     assert code == 2 and "already holds" in one_line(error)
     assert os.listdir(outside) == ["precious.txt"]
     assert (outside / "precious.txt").read_text() == "mine"
+
+
+@row(81)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_callers_mode_of_torch_changes_no_bit(mode, digits, tmp_path):
+    x = digits[0].reshape(len(digits[0]), -1).astype(np.float32)
+    make = functools.partial(MultiHeadClusterer, 4, n_heads=4, max_steps=10, device="cpu")
+    plain = make().fit(x)
+    plain.save_pretrained(tmp_path)
+    with MODES[mode]():
+        inside = make().fit(x)
+        answers = [plain.predict_proba(x), inside.predict_proba(x)]
+        loaded = MultiHeadClusterer.from_pretrained(tmp_path)
+    assert torch.equal(plain.model_.weights, inside.model_.weights)
+    assert not inside.model_.weights.is_inference()
+    answers.append(loaded.predict_proba(x))
+    assert all(np.array_equal(plain.predict_proba(x), answer) for answer in answers)

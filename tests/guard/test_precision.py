@@ -11,7 +11,9 @@ from ssl_kd.guard.precision import (
     UnsupportedDevice,
     precision_table,
     promote_to_fp32,
+    undisturbed,
 )
+from tests.modes import MODES
 
 NEW = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 OLD = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -284,3 +286,26 @@ def test_shared_weights_stay_shared():
     model.tied.weight = model.trained.weight
     assert "2 trainable" in str(promote_to_fp32(model))
     assert model.tied.weight is model.trained.weight and model.tied.weight.dtype == fp32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inside_torch_is_as_in_a_fresh_process_and_outside_as_it_was(mode):
+    def state():
+        made = torch.ones(2)
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            (made.dtype, made.device.type, made.is_inference()),
+        )
+
+    fresh = state()
+    with MODES[mode]():
+        before = state()
+        assert before != fresh
+        with undisturbed():
+            assert state() == fresh
+        with pytest.raises(KeyError), undisturbed():
+            raise KeyError
+        assert state() == before
+    assert state() == fresh

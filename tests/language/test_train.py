@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.train import learning_rate_at, rows_of_step, train  # noqa: E402
 from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
+from tests.modes import MODES  # noqa: E402
 
 TIMES = ("tokens_per_second",)
 
@@ -110,6 +111,16 @@ def test_it_learns_and_leaves_the_random_state_alone(tiny):
 
 
 # --- what is logged -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "meta"])
+def test_the_callers_mode_of_torch_changes_no_bit(tiny, mode):
+    plain, inside = make(tiny), make(tiny)
+    train(plain, tiny.blocks(), 3)
+    with MODES[mode]():
+        train(inside, tiny.blocks(), 3)
+    pairs = zip(plain.student.parameters(), inside.student.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_a_row_is_the_mean_of_the_steps_since_the_last(tiny):
