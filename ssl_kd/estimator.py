@@ -251,7 +251,7 @@ class MultiHeadClusterer(
 
         Raises:
             FileNotFoundError: the folder is not there or holds no trained model.
-            CorruptFileError: one of its files is damaged; the message names it.
+            CorruptFileError: one of its files is damaged, or a tensor is not finite; it is named.
             ValueError: it names a head or loss that is not this library's and was not named here.
         """
         folder = Path(folder)

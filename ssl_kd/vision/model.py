@@ -31,7 +31,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`: each head says how sure it is of each of its
     own clusters, and a table says which cluster of the consensus that one stands for. Training and
     held-out samples go through the same function. `ClusterModel.from_pretrained(folder)` loads what
-    `save_pretrained(folder)` wrote, a run folder too.
+    `save_pretrained(folder)` wrote, a run folder too; a tensor with a NaN is refused by its name.
 
     Args:
         in_dim: width of the embeddings.
@@ -115,7 +115,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             # The mixin prints, and passes over tensors that a file lacks or this model does not
             # know.
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                return super()._from_pretrained(model_id=model_id, strict=strict, **options)
+                model = super()._from_pretrained(model_id=model_id, strict=strict, **options)
         except UserError:
             raise
         except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
@@ -124,6 +124,14 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
                 f"beside it describes it: {' '.join(str(error).split())[:300]}. One of the two is "
                 "damaged or of another model: copy both again"
             ) from error
+        for name, tensor in model.state_dict().items():
+            if bad := int((~tensor.isfinite()).sum()):  # it would say cluster 0 to whatever comes
+                raise CorruptFileError(
+                    f"{Path(model_id) / 'model.safetensors'}: {bad} of {tensor.numel()} values of "
+                    f"{name} are NaN or infinite, expected finite ones: take another copy, or "
+                    "train again"
+                )
+        return model
 
     def forward(self, x: Tensor) -> Tensor:
         """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32."""

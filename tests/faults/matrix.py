@@ -396,4 +396,8 @@ ROWS = {
         "a caller in autocast, no_grad or inference_mode, with another default dtype or device",
         "the same weights and answers to the bit; the caller's mode is as it was",
     ),
+    82: Row(
+        "a saved model with a NaN or an infinity in its weights, votes or projection",
+        "refused when it is loaded, with the folder and the tensor",
+    ),
 }

@@ -1,4 +1,4 @@
-"""Rows 39 to 45: checkpoints, processes, the system."""
+"""Rows 39 to 45 and 82: checkpoints, processes, the system."""
 
 import os
 import re
@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.files import save_tensors, sha256_file
+from ssl_kd.estimator import MultiHeadClusterer
+from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
 from ssl_kd.heads import TEMIHead
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.training.folder import RunFolderError
+from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.inject import (
@@ -347,3 +349,17 @@ def test_a_run_folder_in_use_is_refused(settings, tmp_path, train_py):
         assert content(path) == before
     run(settings(run_name="a", resume=True))
     assert metrics(path)["steps"] == 30 and not events(path)
+
+
+@row(82)
+@pytest.mark.parametrize("name", ["weights", "votes", "projection.mean", "projection.scale"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_model_that_holds_what_is_not_finite_is_refused_by_the_tensors_name(
+    name, value, tmp_path
+):
+    model = ClusterModel(6, 6, 4, 3, hidden_dim=10, bottleneck_dim=5)
+    model.get_buffer(name).view(-1)[0] = value
+    model.save_pretrained(tmp_path)
+    for load in (ClusterModel.from_pretrained, MultiHeadClusterer.from_pretrained):
+        with pytest.raises(CorruptFileError, match=f"{tmp_path}: 1 of .* values of {name} are NaN"):
+            load(tmp_path)
