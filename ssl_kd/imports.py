@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import traceback
 from collections.abc import Collection
 from typing import Any, TypeVar
 
@@ -18,6 +19,15 @@ IMPORT_PATH = ("package.module.Class", r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 """The form of an import path: as shown, and as an expression."""
 
 
+def said(error: BaseException) -> str:
+    """What went wrong in a user's own code, and where, in one line."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        words = f"it ends the process by sys.exit({error.code!r})"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{words} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else words
+
+
 def import_class(path: str, base: type[T], what: str) -> type[T]:
     """The class behind an import path such as `heads.cosine_head.CosineHead`.
 
@@ -27,7 +37,7 @@ def import_class(path: str, base: type[T], what: str) -> type[T]:
         what: what it is used as, for the messages: `head`, `teacher`.
 
     Raises:
-        ValueError: not a dotted path, not found, or another kind of thing.
+        ValueError: not a dotted path, not found, another kind of thing, or its module fails.
     """
     module, _, name = path.rpartition(".")
     if not module:
@@ -44,6 +54,8 @@ def import_class(path: str, base: type[T], what: str) -> type[T]:
             f"{what} {path!r} cannot be imported: {error}; expected package.module.Class, in an "
             "installed package or in a folder of the one that you start from"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{what} {path!r} cannot be imported: {said(error)}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         expected = f"{base.__module__}.{base.__qualname__}"
         raise InputError(f"{what} {path!r} is {found!r}, expected a subclass of {expected}")

@@ -1,6 +1,21 @@
 """Heads: one student of a frozen embedding, and the bank that runs many as one."""
 
-from ssl_kd.heads.bank import OWN_HEADS, HeadBank, head_maker, import_head
+from ssl_kd.heads.bank import (
+    OWN_HEADS,
+    HeadBank,
+    check_answer,
+    head_maker,
+    import_head,
+    parameters_of,
+)
 from ssl_kd.heads.temi import TEMIHead
 
-__all__ = ["OWN_HEADS", "HeadBank", "TEMIHead", "head_maker", "import_head"]
+__all__ = [
+    "OWN_HEADS",
+    "HeadBank",
+    "TEMIHead",
+    "check_answer",
+    "head_maker",
+    "import_head",
+    "parameters_of",
+]

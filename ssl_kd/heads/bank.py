@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 
 from ssl_kd.errors import InputError
-from ssl_kd.imports import import_class
+from ssl_kd.guard.memory import is_out_of_memory
+from ssl_kd.imports import import_class, said
 
 logger = logging.getLogger(__name__)
 
@@ -165,12 +166,71 @@ def head_maker(path: str, in_dim: int, n_clusters: int, **options: int) -> Calla
         in_dim: width of the embeddings, the head's first argument.
         n_clusters: number of clusters, its second.
         **options: widths that are handed on if the head's signature names them.
+
+    Raises:
+        ValueError: as `import_head`; and, when a head is built, it cannot be built like this.
     """
     head = import_head(path)
     known = inspect.signature(head).parameters
-    return functools.partial(
-        head, in_dim, n_clusters, **{k: v for k, v in options.items() if k in known}
-    )
+    return _Maker(path, head, in_dim, n_clusters, {k: v for k, v in options.items() if k in known})
+
+
+@dataclass(frozen=True)
+class _Maker:
+    path: str
+    head: type[nn.Module]
+    in_dim: int
+    n_clusters: int
+    options: dict[str, int]
+
+    def __call__(self) -> nn.Module:
+        try:
+            return self.head(self.in_dim, self.n_clusters, **self.options)
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise
+            widths = "".join(f", {name}={width}" for name, width in self.options.items())
+            raise InputError(
+                f"head {self.path!r} cannot be built as {self.head.__name__}({self.in_dim}, "
+                f"{self.n_clusters}{widths}), that is (in_dim, n_clusters): {said(error)}"
+            ) from error
+
+
+def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) -> None:
+    """Refuse heads that do not turn embeddings into one logit for each cluster.
+
+    Args:
+        bank: of the heads.
+        weights: of one or more of them, `[head, parameter]`.
+        in_dim: width of the embeddings.
+        n_clusters: number of clusters.
+
+    Raises:
+        ValueError: names the class, and what it gives or how it fails.
+    """
+    name, expected = type(bank._template).__name__, (1, 2, n_clusters)
+    x = torch.zeros(2, in_dim, device=weights.device)
+    try:
+        with _global_random_state_kept(), torch.no_grad():
+            found = tuple(bank(bank.unflatten(weights[:1]), x).shape)
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"{name} fails on embeddings [2, {in_dim}]: {said(error)}") from error
+    if found != expected:
+        raise InputError(
+            f"{name} turns embeddings [2, {in_dim}] into {list(found[1:])}, expected logits "
+            f"[batch, n_clusters], here {list(expected[1:])}"
+        )
+
+
+def parameters_of(make_head: Callable[[], nn.Module]) -> int | None:
+    """How many weights one head has, found without memory for them; None where it cannot be."""
+    try:
+        with _global_random_state_kept(), torch.device("meta"):
+            return sum(p.numel() for p in make_head().parameters())
+    except InputError:  # a head that looks at its numbers cannot be built without any
+        return None
 
 
 def import_head(path: str) -> type[nn.Module]:

@@ -129,6 +129,26 @@ class RunFolder:
             )
         self.update_json("config.json", learns_from=digest)
 
+    def keep_to_code(self, own: Mapping[str, tuple[Path, str]]) -> None:
+        """Record what the user's own classes are made of; a resumed run must find the same.
+
+        Args:
+            own: import path of a class -> its file, and that file's digest.
+
+        Raises:
+            RunFolderError: names the file that has changed.
+        """
+        path = self.path / "config.json"
+        before = json.loads(path.read_text(encoding="utf-8")).get("own_code", {})
+        for name, (file, digest) in own.items():
+            if before.get(name, digest) != digest:
+                raise RunFolderError(
+                    f"{self.path} cannot be resumed: {file}, where {name} comes from, has changed "
+                    "since it began. Put it back, or start a new run without --resume"
+                )
+        digests = {name: digest for name, (_, digest) in own.items()}
+        self.update_json("config.json", own_code=before | digests)
+
     def update_json(self, name: str, **values: Any) -> None:
         """Add values to a JSON file of the run."""
         path = self.path / name

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from ssl_kd.guard.faults import Thresholds
+from ssl_kd.guard.memory import free_memory
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
-from ssl_kd.heads import HeadBank, head_maker
+from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
+from ssl_kd.settings import SettingsError
 from ssl_kd.vision.consensus import judging_pairs, neighbour_information, vote_tables
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
@@ -22,10 +24,20 @@ from ssl_kd.vision.train import Gather
 CONSENSUS_PAIRS = 20_000
 
 
+# Rows of weights of each head: student, EMA teacher, both moments, and these in their last good
+# state.
+WEIGHTS_KEPT = 8
+
+
 def make_trainer(
     settings: VisionSettings, dim: int, n_clusters: int, precision: Precision
 ) -> HeadTrainer:
-    """A bank of fresh heads for projected embeddings of width `dim`, and its guarded step."""
+    """A bank of fresh heads for projected embeddings of width `dim`, and its guarded step.
+
+    Raises:
+        ValueError: the head's class cannot be built or gives no logits of clusters, or the heads
+            do not fit into memory.
+    """
     make = head_maker(
         settings.head,
         dim,
@@ -39,8 +51,28 @@ def make_trainer(
         restore_after=settings.restore_after,
         min_parts=min(settings.min_heads or -(-settings.n_heads // 4), settings.n_heads),
     )
+    _check_memory(settings, parameters_of(make), precision.device)
     bank = HeadBank(make, settings.n_heads)
-    return HeadTrainer(bank, settings, precision, n_clusters, thresholds)
+    _check_memory(settings, bank.n_parameters, precision.device)
+    trainer = HeadTrainer(bank, settings, precision, n_clusters, thresholds)
+    check_answer(bank, trainer.state.student, dim, n_clusters)
+    return trainer
+
+
+def _check_memory(settings: VisionSettings, n_parameters: int | None, device: torch.device) -> None:
+    """Refuse heads whose weights will not fit, before the system ends the process for them.
+
+    Raises:
+        SettingsError: names the settings to lower.
+    """
+    needed, free = WEIGHTS_KEPT * 4 * settings.n_heads * (n_parameters or 0), free_memory(device)
+    if needed > free:
+        raise SettingsError(
+            f"{settings.n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
+            f"with moments, EMA teacher and last good state, and {device} has "
+            f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {settings.hidden_dim}), "
+            f"BOTTLENECK_DIM ({settings.bottleneck_dim}) or N_HEADS ({settings.n_heads})"
+        )
 
 
 def make_sampler(settings: VisionSettings, neighbours: Tensor) -> tuple[PairSampler, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import shlex
 from collections.abc import Callable, Sequence
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
-from ssl_kd.files import atomic_write_bytes
+from ssl_kd.files import atomic_write_bytes, sha256_file
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.heads import import_head
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, cached_neighbours
@@ -34,6 +36,7 @@ from ssl_kd.vision.fit import (
     make_trainer,
 )
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
@@ -82,6 +85,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
 
     with RunFolder(settings) as folder, Signals(folder) as signals:
         folder.write_config(settings, precision=str(precision))
+        folder.keep_to_code(_own_code(settings))
         with clock("extract"):
             train_set, stores, teacher = _embed(settings, precision, tell)
         store = stores["train"]
@@ -133,6 +137,19 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         }
         folder.update_json("metrics.json", **metrics)  # the last file: it says "finished"
     return Run(folder.path, _images(train_set, store))
+
+
+def _own_code(settings: VisionSettings) -> dict[str, tuple[Path, str]]:
+    """The files that a head and an objective of the user's own come from, and their digests."""
+    found = {}
+    for name, kind in (
+        (settings.head, import_head(settings.head)),
+        (settings.loss, objective_class(settings.loss)),
+    ):
+        file = inspect.getsourcefile(kind)
+        if file is not None and kind.__module__.partition(".")[0] not in ("ssl_kd", "torch"):
+            found[name] = (Path(file), sha256_file(Path(file)))
+    return found
 
 
 def _images(dataset: Dataset, store: EmbeddingStore) -> Images | None:

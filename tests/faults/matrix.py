@@ -400,4 +400,13 @@ ROWS = {
         "a saved model with a NaN or an infinity in its weights, votes or projection",
         "refused when it is loaded, with the folder and the tensor",
     ),
+    83: Row(
+        "a head of one's own that ends the process, cannot be built or gives no logits of "
+        "clusters; heads that do not fit into memory",
+        "refused in one line, exit code 2, with the class and the place, or the settings to lower",
+    ),
+    84: Row(
+        "a head or a loss of one's own edited between stop and resume",
+        "refused with the file; a run with the old one goes on",
+    ),
 }

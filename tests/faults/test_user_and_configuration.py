@@ -1,8 +1,9 @@
-"""Rows 48, 49, 50, 52 and 81: user, configuration, security."""
+"""Rows 48, 49, 50, 52, 81, 83 and 84: user, configuration, security."""
 
 import functools
 import os
 import socket
+import textwrap
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from ssl_kd.estimator import MultiHeadClusterer
 from ssl_kd.guard import DeviceInfo, Precision, UnsupportedDevice
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
+from ssl_kd.training.folder import RunFolderError
+from ssl_kd.vision import fit
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
-from tests.faults.inject import assignments, content, no_run, one_line, opened
+from tests.faults.inject import assignments, content, no_run, one_line, opened, stopped
 from tests.faults.matrix import row
 from tests.modes import MODES
 
@@ -241,3 +244,79 @@ def test_the_callers_mode_of_torch_changes_no_bit(mode, digits, tmp_path):
     assert not inside.model_.weights.is_inference()
     answers.append(loaded.predict_proba(x))
     assert all(np.array_equal(plain.predict_proba(x), answer) for answer in answers)
+
+
+OWN = {
+    "ends at import": "import sys\nsys.exit(3)\n",
+    "fails at import": "1 / 0\n",
+    "ends when built": """
+        import sys
+        from torch import nn
+        class Head(nn.Module):
+            def __init__(self, in_dim, n_clusters):
+                sys.exit("bye")
+    """,
+    "fails when run": """
+        from torch import nn
+        class Head(nn.Linear):
+            def forward(self, x):
+                return x @ x
+    """,
+}
+
+
+@row(83)
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ("torch.nn.ReLU", "cannot be built as ReLU(64, 10), that is (in_dim, n_clusters)"),
+        ("torch.nn.LayerNorm", "into [2, 64], expected logits [batch, n_clusters], here [2, 10]"),
+        ("ends at import", "cannot be imported: it ends the process by sys.exit(3) ("),
+        ("fails at import", "cannot be imported: ZeroDivisionError: division by zero ("),
+        ("ends when built", "it ends the process by sys.exit('bye') ("),
+        ("fails when run", "Head fails on embeddings [2, 64]: RuntimeError"),
+    ],
+)
+def test_a_head_that_is_none_is_refused_in_one_line(
+    head, words, settings, train_py, tmp_path, monkeypatch
+):
+    if head in OWN:
+        module = "own_" + head.replace(" ", "_")
+        (tmp_path / f"{module}.py").write_text(textwrap.dedent(OWN[head]))
+        monkeypatch.syspath_prepend(tmp_path)
+        head = f"{module}.Head"
+    code, error = train_py(settings(head=head, n_clusters=10, max_steps=2))
+    assert code == 2 and words in one_line(error), error
+    if "sys.exit" in words or "Division" in words:
+        assert f"{module}.py, line" in error
+    assert not [*(tmp_path / "runs").iterdir()]
+
+
+@row(83)
+def test_heads_that_do_not_fit_into_memory_are_refused_before_any_is_made(
+    settings, train_py, monkeypatch
+):
+    assert 2**20 < fit.free_memory(torch.device("cpu")) < 2**50
+    monkeypatch.setattr(fit, "free_memory", lambda device: 16 * 2**30)
+    code, error = train_py(settings(hidden_dim=100_000_000))
+    assert code == 2 and "lower HIDDEN_DIM (now 100000000)" in one_line(error)
+    assert "4 heads of 7,300,000,088 weights need 870.2 GiB" in error and "N_HEADS (4)" in error
+
+
+@row(84)
+@pytest.mark.parametrize("what", ["head", "loss"])
+def test_code_of_ones_own_that_has_changed_is_not_resumed_with(
+    what, settings, tmp_path, monkeypatch
+):
+    base = {"head": "ssl_kd.heads import TEMIHead", "loss": "ssl_kd.vision.objectives import TEMI"}
+    file = tmp_path / f"own_{what}.py"
+    text = f"from {base[what]}\nclass Own({base[what].split()[-1]}):\n    pass\n"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {what: f"own_{what}.Own"}
+    stopped(settings, "a", **own)
+    file.write_text(text + "    # another head now\n")
+    with pytest.raises(RunFolderError, match=f"{file}, where own_{what}.Own comes from, has ch"):
+        run(settings(resume=True, **own))
+    file.write_text(text)
+    assert (run(settings(resume=True, **own)).path / "metrics.json").exists()
