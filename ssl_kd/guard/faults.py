@@ -16,8 +16,11 @@ from torch import Tensor
 
 from ssl_kd.guard.events import Event
 
-WARM_UP = 20
-"""Gradient norms after which a part's running median is trusted."""
+WARM_UP, FEW = 20, 5
+"""Gradient norms after which a part's running median is trusted, and trusted by its magnitude."""
+
+JUMP = 1e4
+"""How many times a running median of a few norms no first steps of training come to."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class Thresholds:
     """When the guard acts.
 
     Attributes:
-        spike_factor: a gradient norm this many times its running median is a spike.
+        spike_factor: a gradient norm this many times its running median is a spike; before the
+            20th norm its square is, or 1e4 where that is more, and before the fifth nothing.
         spike_patience: spikes in a row before they count as the new normal.
         dead_after: steps of exactly zero gradient before a part is reported as dead.
         restore_after: bad steps in a row before a part is restored; again as many before it is
@@ -107,8 +111,10 @@ def _large(seen: Observation) -> Tensor | None:
 
 
 def _spike(seen: Observation) -> Tensor:
-    ceiling = seen.memory.level + math.log(seen.thresholds.spike_factor)
-    return (seen.memory.seen >= WARM_UP) & (seen.norm.log() > ceiling)
+    factor = math.log(seen.thresholds.spike_factor)
+    above = seen.norm.log() - seen.memory.level
+    early = (seen.memory.seen >= FEW) & (above > max(math.log(JUMP), 2 * factor))
+    return early | (seen.memory.seen >= WARM_UP) & (above > factor)
 
 
 def _gradient(seen: Observation) -> Tensor:

@@ -6,6 +6,8 @@ of `loss.backward()` and `guard.step()` in place of `optimizer.step()`.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -74,8 +76,8 @@ class Guard:
             the CPU; NaN for a part that was cut out.
 
     Raises:
-        ValueError: parts and optimizer do not fit, an argument is out of range, or a parameter is
-            complex.
+        ValueError: parts and optimizer do not fit, an argument is out of range, a parameter is
+            complex, or the optimizer needs a closure (LBFGS).
     """
 
     def __init__(
@@ -96,6 +98,13 @@ class Guard:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")
         if snapshot_every < 0:
             raise ValueError(f"snapshot_every is {snapshot_every}; expected steps, or 0 for none")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step needs a closure, which computes several losses in"
+                " one step: the guard judges a step before it is taken. Take an optimizer whose "
+                "step can be called without one"
+            )
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
         self.snapshot_every = snapshot_every
@@ -438,18 +447,21 @@ class Guard:
         return line
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed loop needs beside the model's and the optimizer's own state."""
-        return {
-            "steps": self.steps,
+        """All that a resumed loop needs beside the model's and the optimizer's own state.
+
+        No later step changes it.
+        """
+        live = {
             "health": self.health.tensors(),
             "updates": self.updates,
             **self.recovery.tensors(),
             "scale": self.scale,
-            "one_scale": self._one_scale,
             "terms": self._terms.state_dict(),
-            "parts": self._parts.state_dict(),
             "masters": self._masters.tensors(),
         }
+        # The last good states are put in the place of older ones, never written into.
+        rest = {"one_scale": self._one_scale, "parts": self._parts.state_dict()}
+        return {"steps": self.steps, **copy.deepcopy(live), **rest}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -80,10 +80,15 @@ def test_an_event_knows_the_kind_of_fault_that_it_is_of():
 
 
 def test_a_median_is_trusted_after_twenty_norms_and_not_before():
-    for norms, stage in ((19, Stage.HEALTHY), (20, Stage.SPIKE)):
+    for norms, jump, stage in (
+        (19, 9e3, Stage.HEALTHY),
+        (20, 9e3, Stage.SPIKE),
+        (4, 1e6, Stage.HEALTHY),
+        (5, 1e6, Stage.SPIKE),  # no first steps of training come to this
+    ):
         health = Health.fresh(1)
         feed(health, [1.0] * norms)
-        assert feed(health, [1e6]) == [stage]
+        assert feed(health, [jump]) == [stage]
 
 
 def test_spikes_that_do_not_end_become_the_new_level():

@@ -182,6 +182,46 @@ def test_spike_is_skipped_and_dead_is_reported():
     assert seen == [(30, "spike", "skipped"), (38, "dead", "reported")]
 
 
+@pytest.mark.parametrize("at", [5, 12, 19])
+def test_a_loss_that_jumps_a_million_times_early_is_a_spike_and_a_growing_one_is_not(at):
+    model = nn.Linear(6, 2)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+    for step in range(30):
+        growing = 3.0 ** min(step, 15)  # as norms grow when heads that began alike come apart
+        x, y = batch(step)
+        guard.optimizer.zero_grad()
+        guard.backward(mse(model(x), y) * (1e6 * growing if step == at else growing))
+        assert guard.step() == (set() if step == at else {"model"})
+    assert [(e.step, e.stage) for e in guard.events.events] == [(at, "spike")]
+
+
+def test_a_saved_state_is_changed_by_no_later_step():
+    first = nn.Linear(6, 6)
+    model = nn.Sequential(first, nn.BatchNorm1d(6), nn.Linear(6, 2)).half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard = Guard(model, optimizer, snapshot_every=1)
+
+    def step(number, spoil=1.0):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        guard.backward({"mse": mse(model(x.half()).float(), y) * spoil, "one": first.bias.sum()})
+        guard.step()
+
+    for number in range(3):
+        step(number)
+    saved = guard.state_dict()
+    before = copy.deepcopy(saved)
+    for number in range(3, 6):
+        step(number, NAN if number == 4 else 1.0)
+    assert same(saved, before) and not same(guard.state_dict(), before)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = nn.Linear(6, 2)
+    with pytest.raises(ValueError, match=r"LBFGS.step needs a closure.*can be called without one"):
+        Guard(model, torch.optim.LBFGS(model.parameters()))
+
+
 def test_accumulated_batches_are_one_step():
     ends = []
     for guarded in (False, True):
