@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,24 @@ logger = logging.getLogger(__name__)
 
 
 class _TakenOver(float):
-    """Infinity, so that the Trainer does not clip; copied and saved as the value before."""
+    """A `max_grad_norm` by which a Trainer that has a guard clips nothing, and any other does.
 
-    def __new__(cls, before: float) -> _TakenOver:
-        return super().__new__(cls, math.inf)
+    It is read, compared, printed, copied and saved as the number that it was: a training that is
+    interrupted, which no callback is told of, leaves nothing to put back. Only `float()` of it,
+    which torch clips by, is infinite, and only inside a Trainer with a guard.
+    """
 
-    def __init__(self, before: float) -> None:
-        self.before = before
+    def __float__(self) -> float:
+        frame = sys._getframe(1)
+        while frame is not None:
+            handler = getattr(frame.f_locals.get("self"), "callback_handler", None)
+            if any(isinstance(c, GuardCallback) for c in getattr(handler, "callbacks", ())):
+                return math.inf
+            frame = frame.f_back
+        return super().__float__()
 
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        return float, (self.before,)
+        return float, (super().__float__(),)
 
 
 class GuardCallback(TrainerCallback):
@@ -52,9 +61,9 @@ class GuardCallback(TrainerCallback):
     is restored to its last good state; after as many more the Trainer saves that state and `train`
     raises `TooFewHealthyParts`. A healthy run is to the last bit what it is without the callback.
 
-    The Trainer clips before it calls back, which hides a spike, so the guard takes over
-    `max_grad_norm`: it reads infinite until training ends (after an interruption, too: the next run
-    with a guard finds the old value), and is saved as it was. Events are logged, and kept in
+    The Trainer clips before it calls back, which hides a spike, so the guard takes over the
+    clipping; `max_grad_norm` reads as it was, and a Trainer without a guard clips by it, whatever
+    ended the training. Events are logged, and kept in
     `trainer.state.log_history` under `guard`; every log line has `guard_updates` and
     `guard_skipped`. A resumed Trainer begins with a new guard.
 
@@ -101,7 +110,7 @@ class GuardCallback(TrainerCallback):
         self.guard = Guard(
             kwargs["model"], kwargs["optimizer"], clip_grad=clip, scaler=False, **self.options
         )
-        if clip:  # infinite, not 0: under fp16 some versions unscale gradients only to clip them
+        if clip:  # it stays above 0: under fp16 some versions unscale gradients only to clip them
             args.max_grad_norm = _TakenOver(clip)
         self.guard.steps = state.global_step
         self._logged = 0
@@ -161,7 +170,7 @@ class GuardCallback(TrainerCallback):
 
 def _restore_clipping(args: TrainingArguments) -> None:
     if isinstance(args.max_grad_norm, _TakenOver):
-        args.max_grad_norm = args.max_grad_norm.before
+        args.max_grad_norm = args.max_grad_norm + 0.0
 
 
 def _promote(model: nn.Module, autocast: bool) -> None:

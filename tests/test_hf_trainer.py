@@ -61,7 +61,7 @@ class Witness(transformers.TrainerCallback):
         self.bits.append(seen)
 
 
-def run(folder, *callbacks, model=None, factors=None, **options):
+def run(folder, *callbacks, model=None, factors=None, args=None, **options):
     """Twelve steps; the trainer, what it held after each step, and how it stopped."""
     witness = Witness()
     settings = {
@@ -73,7 +73,7 @@ def run(folder, *callbacks, model=None, factors=None, **options):
     rows = [torch.randint(1, 32, (8,), generator=g) for _ in range(64)]
     trainer = Poisoned(
         model=model or gpt2(),
-        args=transformers.TrainingArguments(**settings),
+        args=args or transformers.TrainingArguments(**settings),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=[*callbacks, witness],
     )
@@ -189,9 +189,27 @@ def test_the_next_run_after_an_interruption_clips_as_the_first(tmp_path):
     for _ in range(2):  # the first one never ends
         guard = GuardCallback()
         guard.on_train_begin(args, state, None, model=model, optimizer=optimizer)
-        assert guard.guard.clip_grad == 0.1 and args.max_grad_norm == math.inf
+        assert guard.guard.clip_grad == 0.1 == args.max_grad_norm
     guard.on_train_end(args, state, None)
-    assert args.max_grad_norm == 0.1
+    assert args.max_grad_norm == 0.1 and type(args.max_grad_norm) is float
+
+
+class _Interrupted(transformers.TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_an_interruption_leaves_arguments_that_read_and_clip_as_before(tmp_path):
+    options = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}
+    plain, bits, _ = run(tmp_path, **options)
+    args = copy.deepcopy(plain.args)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, GuardCallback(), _Interrupted(), args=args)
+    assert json.dumps(args.max_grad_norm) == repr(args.max_grad_norm) == "0.1"
+    assert "Infinity" not in args.to_json_string() and args.max_grad_norm == 0.1
+    _, again, _ = run(tmp_path, args=args)  # without a guard
+    assert same(again, bits)
 
 
 def test_float16_weights_without_autocast_are_refused(tmp_path):
