@@ -146,10 +146,11 @@ CLEAR_CACHE_EVERY_STEP = False
 
 # --- Evaluation -----------------------------------------------------------------------------------
 
-# Steps between two evaluations on held-out text, from 1; the best of them is the student that is
-# saved.
+# Steps between two evaluations on held-out text, from 1; the best of them, step 0 included, is the
+# student that is saved.
 EVAL_EVERY = 100
-# Maximum held-out rows per evaluation, from 1.
+# Maximum held-out rows of each of two parts: one to choose the best student by, and one, which no
+# choice is made on, for the table, from 1.
 EVAL_ROWS = 200
 # Also train the same student by cross-entropy alone, on an equal budget, to see whether distilling
 # pays.

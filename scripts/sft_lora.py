@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssl_kd.cli import distill_as, guarded
+from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded
 from ssl_kd.evaluate.answers import TOLERANCE
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.language.settings import LanguageSettings
@@ -122,7 +122,7 @@ def main(words: list[str]) -> int:
             raise SettingsError(f"There is no flag {others[0]} of test, which takes {flags}.")
         return test(given)
 
-    return guarded(work)
+    return guarded(work, memory=LANGUAGE_MEMORY)
 
 
 if __name__ == "__main__":

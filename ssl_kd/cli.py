@@ -120,7 +120,7 @@ def cache_teacher(
             print(f"{cache.folder}: {facts}")
         return OK
 
-    return guarded(work, shlex.join([*_program(prog), *argv]))
+    return guarded(work, shlex.join([*_program(prog), *argv]), LANGUAGE_MEMORY)
 
 
 def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> int:
@@ -130,21 +130,30 @@ def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> in
         read: Resolves the settings; what it raises becomes one line.
         words: The command that started it, which with `--resume` goes on.
     """
-    return guarded(lambda: _distill(read()), shlex.join(words))
+    return guarded(lambda: _distill(read()), shlex.join(words), LANGUAGE_MEMORY)
 
 
-def guarded(work: Callable[[], int], again: str = "") -> int:
+VISION_MEMORY = "lower BATCH_SIZE, N_HEADS or EXTRACT_BATCH_SIZE"
+LANGUAGE_MEMORY = (
+    "lower BATCH_SIZE (and raise GRADIENT_ACCUMULATION_STEPS) or BLOCK_SIZE, set "
+    "GRADIENT_CHECKPOINTING or LORA_RANK, cache the teacher (TEACHER_CACHE)"
+)
+"""What to change where memory runs out."""
+
+
+def guarded(work: Callable[[], int], again: str = "", memory: str = VISION_MEMORY) -> int:
     """Do the work; turn every failure that a user can act on into one line and an exit code.
 
     Args:
         work: Returns its exit code.
         again: The command that started it, which with `--resume` goes on.
+        memory: What to change where memory runs out.
     """
     try:
         _check_folder()
         return work()
     except (Exception, KeyboardInterrupt) as error:
-        known = _explained(error, again)
+        known = _explained(error, again, memory)
         if known is None:
             raise
         code, line = known
@@ -183,7 +192,7 @@ def _gradients(argv: Sequence[str]) -> int:
 
         return doctor.language_model(settings, verbose="--verbose" in words)
 
-    return guarded(work)
+    return guarded(work, memory=LANGUAGE_MEMORY)
 
 
 def _verify(argv: Sequence[str]) -> int:
@@ -204,7 +213,7 @@ def _verify(argv: Sequence[str]) -> int:
         Console().print(agreement_table(found))
         return OK if all(way.agrees for way in found) else FAILED
 
-    return guarded(work)
+    return guarded(work, memory=LANGUAGE_MEMORY)
 
 
 def _install_check(argv: Sequence[str]) -> int:
@@ -404,8 +413,8 @@ def _show(result: Any, files: dict[str, Path]) -> int:
 # --- Failures -------------------------------------------------------------------------------------
 
 
-def _explained(error: BaseException, again: str) -> tuple[int, str] | None:
-    """The exit code and line of a failure that a user can act on; None for any other."""
+def _explained(error: BaseException, again: str, memory: str) -> tuple[int, str] | None:
+    """The exit code and message of a failure that a user can act on; None for any other."""
     if isinstance(error, Interrupted) and error.run_dir is not None:
         stop, run_dir = signal.Signals(error.signal), error.run_dir
         flags = {"--resume": "", "--run_name": f" {shlex.quote(run_dir.name)}"}
@@ -422,8 +431,8 @@ def _explained(error: BaseException, again: str) -> tuple[int, str] | None:
         way = "`make train` sets up everything in .venv; then: .venv/bin/python train.py"
         return FAILED, f"The module {error.name} is not installed for {sys.executable}: {way}"
     if _is_out_of_memory(error):
-        way = "lower BATCH_SIZE, N_HEADS or EXTRACT_BATCH_SIZE, or use --device cpu"
-        return FAILED, f"Out of memory: {way}. ({str(error).partition('.')[0]})"
+        reason = str(error).partition(".")[0]
+        return FAILED, f"Out of memory: {memory}, or use --device cpu. ({reason})"
     if isinstance(error, OSError):  # no such data, disk full, folder not writable
         named = error.filename is not None and error.strerror
         return code_of(error), f"{error.filename}: {error.strerror}" if named else str(error)

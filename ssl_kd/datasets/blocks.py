@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["Batch", "Blocks", "isolates_documents", "make_blocks", "train_tokenizer"]
+
+logger = logging.getLogger(__name__)
 
 _BATCH = 256  # documents handed to the tokenizer at once
 
@@ -89,8 +92,12 @@ class Blocks:
 
     def first(self, n: int) -> Blocks:
         """The first n rows, or all; the digest stays that of all."""
+        return self.part(slice(n))
+
+    def part(self, rows: slice) -> Blocks:
+        """Some rows; the digest stays that of all."""
         columns = ("ids", "counts", "documents", "row_characters")
-        return replace(self, **{name: getattr(self, name)[:n] for name in columns})
+        return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 
     def batch(
         self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
@@ -393,13 +400,13 @@ def digest_of(*columns: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-@torch.no_grad()
 def isolates_documents(model: Any) -> bool:
     """Ask a model whether documents in one row are hidden from each other.
 
     Two rows of two documents, of which the first is then changed: the logits of the second must
     stay as they are, up to rounding. They do not in models whose attention ignores positions, or
     that find packed documents only in batches of one (FlashAttention): those need `packing=False`.
+    A warning says why packing is not safe.
 
     Args:
         model: a causal model of transformers, on any device.
@@ -407,6 +414,15 @@ def isolates_documents(model: Any) -> bool:
     Returns:
         True where packing is safe. The model and all random states are left as they were.
     """
+    if why := _why_not_packed(model):
+        logger.warning("one document per row: %s", why)
+    return not why
+
+
+@torch.no_grad()
+def _why_not_packed(model: Any) -> str:
+    """Why documents need a row each; empty where they may share one."""
+    leaks = f"{type(model).__name__} would let packed documents attend to each other"
     modes: list[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -420,13 +436,17 @@ def isolates_documents(model: Any) -> bool:
             for i in (ids, changed)
         )
     except TypeError:  # takes no positions: cannot know of documents
-        return False
+        return leaks
     finally:
         for module, training in modes:
             module.training = training
     moved = (before - after).abs().amax((0, 2))
     # Not to the bit: a mixture of experts sorts tokens in another order, which rounds differently.
-    return bool(moved[6:].max() <= 1e-5 * before.abs().max() and moved[:6].min() > 0)
+    if moved[6:].max() <= 1e-5 * before.abs().max() and moved[:6].min() > 0:
+        return ""
+    if not moved.isfinite().all():
+        return f"the output of {type(model).__name__} is not finite"
+    return leaks
 
 
 def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -255,6 +255,8 @@ class LanguageJudge:
         teacher: how a `FrozenTeacher` does; None where there is none to be judged.
         beside: the teacher whose distributions the student's are compared with; None for no
             agreement and no divergence.
+        validation: rows in the students' tokens, by which one of them is chosen; None: those of
+            `student`.
         batch_size: blocks of a forward pass.
         answer_prompts: questions asked at most.
         generations: prompts that answers are kept of.
@@ -271,6 +273,7 @@ class LanguageJudge:
         teacher: Reading | None = None,
         *,
         beside: FrozenTeacher | None = None,
+        validation: Blocks | None = None,
         batch_size: int = 8,
         answer_prompts: int = 100,
         generations: int = 4,
@@ -279,6 +282,7 @@ class LanguageJudge:
         as_it_came: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._examples, self._student, self._teacher = examples, student, teacher
+        self._validation = student.blocks if validation is None else validation
         self._beside, self._batch_size, self._answer_prompts = beside, batch_size, answer_prompts
         self._max_new_tokens, self._autocast, self._as_it_came = (
             max_new_tokens,
@@ -287,20 +291,23 @@ class LanguageJudge:
         )
         self._prompts = [_prompt(example) for example in examples[:generations]]
 
-    def scores(self, model: Any) -> TokenScores:
-        """Held-out scores of a model."""
+    def validation(self, student: Any) -> TokenScores:
+        """Scores of a student on the rows that one is chosen by."""
+        return self._scores(student, self._validation)
+
+    def _scores(self, model: Any, blocks: Blocks) -> TokenScores:
         with self._as_it_came():
             return judge_tokens(
                 model,
-                self._reading(model).blocks,
+                blocks,
                 teacher=None if isinstance(model, FrozenTeacher) else self._beside,
                 batch_size=self._batch_size,
                 autocast=self._autocast,
             )
 
     def row(self, name: str, model: Any) -> dict[str, Any]:
-        """A row of the report's table."""
-        row = self.scores(model).table_row(name)
+        """A row of the report's table, of rows that no choice is made on."""
+        row = self._scores(model, self._reading(model).blocks).table_row(name)
         with self._as_it_came():
             answers, _ = judge_answers(
                 model,

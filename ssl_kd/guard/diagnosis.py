@@ -117,7 +117,11 @@ _CHANGES: dict[Cause, dict[str, Any]] = {
 """What to set a setting to, or how to get there from what it is now, for each cause."""
 
 
-def diagnose(fault: Fault, settings: Mapping[str, Any] | None = None) -> Diagnosis:
+def diagnose(
+    fault: Fault,
+    settings: Mapping[str, Any] | None = None,
+    usual: Mapping[str, float] | None = None,
+) -> Diagnosis:
     """Say what a fault comes from.
 
     Args:
@@ -125,9 +129,10 @@ def diagnose(fault: Fault, settings: Mapping[str, Any] | None = None) -> Diagnos
         settings: name in lower case -> value, as far as the caller has them; only settings that are
             in there are advised on: temperatures, `learning_rate`, `clip_grad`, `use_fp16` or
             `model_dtype`, `force_recompute`.
+        usual: name -> a sane value, above which none is advised: a tenth of a mad one is mad.
     """
     cause, words = _judge(fault)
-    advice = _advice(cause, fault, settings or {})
+    advice = _advice(cause, fault, settings or {}, usual or {})
     return Diagnosis(cause, words, _REMEDIES[cause], tuple(advice))
 
 
@@ -251,7 +256,9 @@ def _round_up(x: float) -> float:
     return math.ceil(x / step) * step
 
 
-def _advice(cause: Cause, fault: Fault, settings: Mapping[str, Any]) -> list[Advice]:
+def _advice(
+    cause: Cause, fault: Fault, settings: Mapping[str, Any], usual: Mapping[str, float]
+) -> list[Advice]:
     changes = _CHANGES.get(cause, {})
     if cause in _ZEROS and not any(facts.dtype == "float16" for facts in fault.inputs):
         changes = {}
@@ -261,5 +268,8 @@ def _advice(cause: Cause, fault: Fault, settings: Mapping[str, Any]) -> list[Adv
         seen = [n for n in names if math.isclose(settings[n], 1 / factor, rel_tol=1e-3)]
         changes = {name: enough for name in seen or names}
     known = {name: change for name, change in changes.items() if name in settings}
-    wanted = {n: change(settings[n]) if callable(change) else change for n, change in known.items()}
+    wanted: dict[str, Any] = {
+        n: change(settings[n]) if callable(change) else change for n, change in known.items()
+    }
+    wanted |= {n: min(v, usual[n]) for n, v in wanted.items() if n in usual and v is not None}
     return [Advice(n, settings[n], v) for n, v in wanted.items() if settings[n] != v]

@@ -6,8 +6,7 @@ import copy
 import logging
 import math
 import shlex
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,12 @@ import torch
 from torch import nn
 
 from ssl_kd.datasets.aligned import AlignedBlocks
-from ssl_kd.evaluate.language import LanguageJudge, Reading
+from ssl_kd.evaluate.language import LanguageJudge
+from ssl_kd.evaluate.tokens import TokenScores
+from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import undisturbed
+from ssl_kd.language.judging import judged_student, judged_teacher, make_judge
 from ssl_kd.language.memory import estimate_memory
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Routed
@@ -26,11 +28,7 @@ from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.task import Progress, Task, make_distiller, prepare, without_router
 from ssl_kd.language.train import Row, train
 from ssl_kd.ranks import refuse_ranks
-from ssl_kd.teachers.causal import (
-    CausalLM,
-    FrozenTeacher,
-    without_adapters,
-)
+from ssl_kd.teachers.causal import CausalLM, without_adapters
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board
@@ -54,6 +52,7 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
     Raises:
         InputError: this process is one of several that were started together.
         SettingsError: teacher, student and text do not fit.
+        InputError: teacher or student are not finite before step 0.
         Interrupted: told to stop by Ctrl-C or SIGTERM.
         TooFewHealthyParts: the student does not become healthy any more.
     """
@@ -72,19 +71,27 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         folder.keep_to(task.digest)
         folder.update_json("config.json", **_about(task), resolved=_resolved(settings))
         steps, student = n_steps(settings, len(task.blocks)), task.student.model
+        table, generations = [], {}
+        with clock("judge"):
+            tell("judge", 0, 2, {})
+            if task.teacher is not None:
+                task, row, generations["teacher"] = judged_teacher(settings, task)
+                table.append(row)
+                folder.update_json("config.json", precision=str(task.precision))
         alone = copy.deepcopy(student) if settings.baseline else None
         distiller = make_distiller(settings, task, folder)
         _say_memory(settings, task, folder)
 
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
-        judge = _judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)
+        judge = make_judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)
         with clock("judge"):
-            tell("judge", 0, 2, {})
-            table, generations = _first_rows(task, judge)
+            table.append(judged_student(settings, task, judge))
+            generations["before"] = judge.generations(student)
             tell("judge", 1, 2, {})
         task = task.without_teacher()
         with clock("train"), signals.between_steps():
             best = _train(settings, folder, task, distiller, steps, signals, judge, tell)
+        _say_what_was_learned(distiller, best, steps)
         with clock("judge"):
             best.put_back()
             table.append(judge.row("student", student))
@@ -94,15 +101,8 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
             _save(settings, folder, task, distiller, table)
         if alone is not None:
             with clock("baseline"):
-                try:
-                    train_alone(settings, task, alone, steps, judge, tell)
-                    table.append(judge.row("CE alone", alone))
-                except TooFewHealthyParts as error:
-                    logger.warning(
-                        "the baseline (cross-entropy alone) stopped, and is not evaluated: %s",
-                        error,
-                    )
-                    table.append(dict.fromkeys(table[-1]) | {"name": "CE alone"})
+                row = _row_alone(settings, task, alone, steps, judge, tell)
+                table.append(dict.fromkeys(table[-1]) | row)
         folder.update_json(  # the last file: it says "finished"
             "metrics.json",
             table=table,
@@ -130,6 +130,18 @@ def _save(
         distiller.source.mixture.save_router(folder.path / "router.safetensors")
 
 
+def _say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> None:
+    """Warn of a training that did not help, and of loss terms that took no part in every step."""
+    if best.step == 0:
+        logger.warning(
+            "training did not improve the held-out score: the student is saved as it was before "
+            "step 0"
+        )
+    for name, learned in distiller.learned.items():
+        if learned < steps:
+            logger.warning("%s learned from %d of %d steps", name, learned, steps)
+
+
 def _facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
     """What `metrics.json` says beside the scores."""
     aligned = task.blocks if isinstance(task.blocks, AlignedBlocks) else None
@@ -137,6 +149,7 @@ def _facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
         "mode": "language",
         "tokens": distiller.tokens,
         "success_rate": int(distiller.guard.updates[0]) / steps,
+        "learned_from": distiller.learned,
         "cache": task.caches[0].facts() if task.caches else None,
         "alignment": None if aligned is None else aligned.statistics(),
     }
@@ -211,6 +224,8 @@ def _about(task: Task) -> dict[str, Any]:
             "documents": len(task.train_set),
             "train_tokens": int(own.counts.sum()),
             "eval_tokens": int(task.eval_blocks.counts.sum()),
+            "validation_tokens": int(task.validation_blocks.counts.sum()),
+            "validated_apart": task.validated_apart,
             "left_out": [*task.train_set.left_out, *own.left_out],
         },
     }
@@ -233,39 +248,6 @@ def _say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> No
     folder.update_json("config.json", memory=dict(estimate.parts))
 
 
-def _judge(
-    settings: LanguageSettings, task: Task, as_it_came: Callable[[], AbstractContextManager[Any]]
-) -> LanguageJudge:
-    """Who looks at the run's models, all in the same way."""
-    alike = not isinstance(task.blocks, AlignedBlocks)
-    return LanguageJudge(
-        task.eval_set.examples,
-        Reading(task.student.tokenizer, task.eval_blocks),
-        task.teacher and Reading(task.teacher.tokenizer, task.teacher_eval_blocks),
-        beside=task.frozen if alike else None,
-        batch_size=settings.batch_size,
-        answer_prompts=settings.answer_prompts,
-        generations=settings.generations,
-        max_new_tokens=settings.max_new_tokens,
-        autocast=task.precision.autocast,
-        as_it_came=as_it_came,
-    )
-
-
-def _first_rows(task: Task, judge: LanguageJudge) -> tuple[list[Row], dict[str, list[str]]]:
-    """The table's rows of the teacher and the student before, and what they write."""
-    student, teacher = task.student.model, task.frozen
-    table, generations = [], {"before": judge.generations(student)}
-    if task.caches and task.teacher is not None:
-        device, dtype = task.precision.device, task.precision.teacher
-        teacher = FrozenTeacher(task.teacher.model, device=device, dtype=dtype)
-    if teacher is not None:
-        table.append(judge.row("teacher", teacher))
-        generations["teacher"] = judge.generations(teacher)
-    table.append(judge.row("student before", student))
-    return table, generations
-
-
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -282,6 +264,8 @@ def _train(
     """Train the student, from the last checkpoint if there is one; its best weights."""
     start, state = folder.load_checkpoint()
     best = Best(distiller)
+    if not state or not state["best"]["weights"]:
+        best.offer(0, judge.validation(distiller.student))
     if state:
         distiller.load(state["distiller"])
         best.load(state["best"])
@@ -303,8 +287,8 @@ def _train(
             folder.save_checkpoint(done, state)
 
         def on_eval(done: int) -> None:
-            scores = judge.scores(distiller.student)
-            best.offer(done, scores.nll)
+            scores = judge.validation(distiller.student)
+            best.offer(done, scores)
             found = scores.table_row("student")
             folder.log({"step": done, "eval": found})
             board.log(done, {f"eval/{k}": v for k, v in found.items() if isinstance(v, float)})
@@ -315,7 +299,7 @@ def _train(
                 task.blocks,
                 steps,
                 start=start,
-                on_step=partial(_check_step, settings),
+                on_step=partial(_say_step, settings),
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
@@ -326,11 +310,8 @@ def _train(
     return best
 
 
-def _check_step(settings: LanguageSettings, step: int, result: StudentStep) -> None:
-    """Stop at once where STOP_AFTER is 1 and a term is not finite; log the first steps."""
-    for name, value in (("ce", result.ce), ("kd", result.kd)):
-        if settings.stop_after == 1 and value is not None and not math.isfinite(value):
-            raise TooFewHealthyParts(f"step {step}: {name} is {value}")
+def _say_step(settings: LanguageSettings, step: int, result: StudentStep) -> None:
+    """Log the first steps."""
     if step < settings.verbose_steps:
         kd = "" if result.kd is None else f", kd {result.kd:.4f}"
         words = (step + 1, result.ce, kd, result.grad_norm)
@@ -342,7 +323,9 @@ def _why(error: TooFewHealthyParts, settings: LanguageSettings, distiller: Disti
     events = distiller.guard.events
     causes = [event for event in events.events if event.action == "explained"]
     once = {e.reason: f"{e.part}, step {e.step}: {e.reason}" for e in reversed(causes)}
-    lines = [str(error), *reversed(once.values()), advice(settings, distiller)]
+    lines = [str(error), *reversed(once.values())]
+    if tries := advice(settings, distiller):
+        lines.append(tries)
     if bundles := distiller.witness.bundles():
         lines.append(f"ssl_kd replay {shlex.quote(str(bundles[0]))} runs the first fault again")
     return "\n".join(lines)
@@ -369,12 +352,18 @@ class Best:
         self._student = distiller.student
         self.step, self.nll, self._weights = 0, float("inf"), {}
 
-    def offer(self, step: int, nll: float | None) -> None:
+    def offer(self, step: int, scores: TokenScores) -> None:
         """Keep the weights as they are now if they are better than those that were kept."""
-        if not self._weights or (nll is not None and nll < self.nll):
+        named, nll = self._student.named_parameters(), scores.nll
+        trained = {name: p for name, p in named if p.requires_grad}
+        finite = all(bool(torch.isfinite(p).all()) for p in trained.values())
+        better = finite and (not self._weights or (nll is not None and nll < self.nll))
+        if better:
             self.step, self.nll = step, float("inf") if nll is None else nll
-            trained = [(n, p) for n, p in self._student.named_parameters() if p.requires_grad]
-            self._weights = {name: p.detach().to("cpu", copy=True) for name, p in trained}
+            self._weights = {n: p.detach().to("cpu", copy=True) for n, p in trained.items()}
+        known = "unknown" if scores.perplexity is None else f"{scores.perplexity:.4g}"
+        words = "; the best so far" if better and step else ""
+        logger.info("held-out perplexity %s at step %d%s", known, step, words)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -388,8 +377,9 @@ class Best:
         return {"step": self.step, "nll": self.nll, "weights": self._weights}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave."""
-        self.step, self.nll, self._weights = state["step"], state["nll"], state["weights"]
+        """Take over what `state` gave; where that kept nothing yet, what is kept here stays."""
+        if state["weights"]:
+            self.step, self.nll, self._weights = state["step"], state["nll"], state["weights"]
 
 
 def train_alone(
@@ -408,25 +398,51 @@ def train_alone(
         tell("baseline", step + 1, steps, {"ce": result.ce})
 
     best = Best(distiller)
+    best.offer(0, judge.validation(student))
     train(
         distiller,
         task.blocks,
         steps,
         on_step=on_step,
-        on_eval=lambda done: best.offer(done, judge.scores(student).nll),
+        on_eval=lambda done: best.offer(done, judge.validation(student)),
     )
     best.put_back()
 
 
+def _row_alone(
+    settings: LanguageSettings,
+    task: Task,
+    student: nn.Module,
+    steps: int,
+    judge: LanguageJudge,
+    tell: Progress,
+) -> Row:
+    """The table's row of the student that `train_alone` trains; without scores where it stops."""
+    try:
+        train_alone(settings, task, student, steps, judge, tell)
+    except TooFewHealthyParts as error:
+        words = "the baseline (cross-entropy alone) stopped, and is not evaluated: %s"
+        logger.warning(words, error)
+        return {"name": "CE alone"}
+    return judge.row("CE alone", student)
+
+
 def advice(settings: LanguageSettings, distiller: Distiller) -> str:
-    """Settings that a run which stopped could be tried with, as flags."""
-    tries = [f"--learning_rate {settings.peak_lr / 5:.1g}"]
-    if settings.clip_grad is None or settings.clip_grad > 0.5:
-        tries.append("--clip_grad 0.5")
-    if settings.grad_norm_threshold is not None:
-        tries.append("--grad_norm_threshold None")
-    if distiller.source is not None and settings.temperature < 2:
-        tries.append("--temperature 2")
-    if distiller.precision.student != torch.float32:
-        tries.append("--model_dtype float32")
-    return f"Settings to try: {' '.join(tries)}"
+    """Settings that a run which stopped could be tried with, as flags; empty where none would help.
+
+    Those that the diagnoses name; without a diagnosis those that calm any training.
+    """
+    found = [d for d in distiller.witness.diagnoses if d.cause != Cause.UNKNOWN]
+    tries: dict[str, Any] = {change.setting: change.value for d in found for change in d.advice}
+    if not found:
+        tries = {"learning_rate": min(settings.peak_lr / 5, settings.usual_lr)}
+        if settings.clip_grad is None or settings.clip_grad > 0.5:
+            tries["clip_grad"] = 0.5
+        if settings.grad_norm_threshold is not None:
+            tries["grad_norm_threshold"] = None
+        if distiller.source is not None and settings.temperature < 2:
+            tries["temperature"] = 2.0
+        if distiller.precision.student != torch.float32:
+            tries["model_dtype"] = "float32"
+    flags = [f"--{n} {v:.2g}" if isinstance(v, float) else f"--{n} {v}" for n, v in tries.items()]
+    return f"Settings to try: {' '.join(flags)}" if flags else ""

@@ -291,12 +291,17 @@ presets; a name or value that cannot be is refused.
 
     eval_every: int = setting(
         100,
-        "steps between two evaluations on held-out text; the best of them is the student that is"
-        " saved",
+        "steps between two evaluations on held-out text; the best of them, step 0 included, is the"
+        " student that is saved",
         section="Evaluation",
         low=1,
     )
-    eval_rows: int = setting(200, "maximum held-out rows per evaluation", low=1)
+    eval_rows: int = setting(
+        200,
+        "maximum held-out rows of each of two parts: one to choose the best student by, and one,"
+        " which no choice is made on, for the table",
+        low=1,
+    )
     baseline: bool = setting(
         False,
         "also train the same student by cross-entropy alone, on an equal budget, to see whether"
@@ -331,8 +336,11 @@ presets; a name or value that cannot be is refused.
     @property
     def peak_lr(self) -> float:
         """LEARNING_RATE, decided where it is None."""
-        if self.learning_rate is not None:
-            return self.learning_rate
+        return self.usual_lr if self.learning_rate is None else self.learning_rate
+
+    @property
+    def usual_lr(self) -> float:
+        """What LEARNING_RATE is where it is None: a rate that is sane for this kind of student."""
         kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
         return {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}.get(kind, 2e-5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,18 +17,21 @@ from torch import Tensor, nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
+from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Aligned, Routed, Source, unfit_for_hidden
-from ssl_kd.language.witness import Witness, examine, in_words, rng_state
+from ssl_kd.language.sources import Aligned, Routed, Source, named_rows, unfit_for_hidden
+from ssl_kd.language.witness import Witness, examine, rng_state
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import LinearHead, hidden_states, linear_head
+from ssl_kd.teachers.finite import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,11 @@ class StudentStep:
     tokens: int
     router: dict[str, float | None]
 
+    def learned(self, term: str) -> bool:
+        """Whether the student moved by `ce` or `kd`."""
+        value = getattr(self, term)
+        return self.updated and value is not None and math.isfinite(value)
+
 
 class Distiller:
     """A student with its optimizer and guard.
@@ -84,7 +93,8 @@ class Distiller:
     The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`, both means over the real tokens of
     the whole step (`kd` of a teacher with another tokenizer over its groups), however many batches
     it is made of. `ce` and `kd` fail alone: a NaN in one leaves the other training on that step;
-    without either the step is skipped.
+    without either, or without the only one that has a weight, the step is skipped. A term that is
+    cut out of STOP_AFTER steps in a row ends the run, as a student does that is sick for so long.
 
     Args:
         student: a causal LM; its trainable weights become float32.
@@ -96,7 +106,9 @@ class Distiller:
         recorder: keeps the first fault of each part.
 
     Attributes:
+        weights: of the loss terms that are asked for, those above 0.
         tokens: learned from so far.
+        learned: how many steps each of these terms has moved the student in.
         recent: results of the steps since the last log line, which may be before a resume.
     """
 
@@ -146,7 +158,10 @@ class Distiller:
             fresh_optimizer=True,
             events=events,
         )
+        weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
+        self.weights = {name: weight for name, weight in weights.items() if weight}
         self.tokens = 0
+        self.learned = dict.fromkeys(self.weights, 0)
         self.recent: list[StudentStep] = []
         self.witness = Witness(self, recorder)
 
@@ -179,9 +194,9 @@ class Distiller:
         finally:
             self.optimizer.zero_grad()
         ce, kd = (float(sums[name]) for name in ("ce", "kd"))
-        weighted = {"ce": self.settings.alpha_ce * ce, "kd": self.settings.alpha_kd * kd}
-        finite = [value for value in weighted.values() if abs(value) < float("inf")]
-        return StudentStep(
+        weighted = [weight * float(sums[name]) for name, weight in self.weights.items()]
+        finite = [value for value in weighted if math.isfinite(value)]
+        done = StudentStep(
             ce=ce,
             kd=kd if self.has_teacher else None,
             loss=sum(finite) if finite else float("nan"),
@@ -190,6 +205,25 @@ class Distiller:
             tokens=sizes["ce"],
             router=router,
         )
+        self.learned = {name: n + done.learned(name) for name, n in self.learned.items()}
+        self._stop_without_a_term()
+        return done
+
+    def _stop_without_a_term(self) -> None:
+        """Raise TooFewHealthyParts where a term was cut out for as long as a sick model may be."""
+        patience = self.settings.stop_after or 2 * self.settings.restore_after
+        terms = {name: term for name, term in self.guard.terms.items() if name in self.weights}
+        lost = [name for name, term in terms.items() if int(term.streak) >= patience]
+        if not lost:
+            return
+        for name in lost:  # a run that is resumed once the cause is found begins to count again
+            terms[name].streak.zero_()
+        left = [name for name in terms if name not in lost]
+        why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps"
+        why += f", which learned from {' and '.join(left)} alone" if left else ""
+        step = self.guard.steps - 1
+        self.guard.events.extend([Event(step, "run", "escalation", why, "stopped")])
+        raise TooFewHealthyParts(f"step {step}: {why}")
 
     @property
     def has_teacher(self) -> bool:
@@ -267,13 +301,13 @@ class Distiller:
         }
 
     def _weighted(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        weights = {"ce": self.settings.alpha_ce, "kd": self.settings.alpha_kd}
-        return {name: weights[name] * term for name, term in terms.items()}
+        """What the guard gets: a term of weight 0 is none, so it can neither save nor spoil."""
+        return {name: self.weights[name] * terms[name] for name in self.weights if name in terms}
 
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
         """Run a batch again under the microscope; what first went wrong, and what to change."""
         found = examine(self, batch, part)
-        return None if found is None else in_words(batch.rows, *found)
+        return None if found is None else f"{named_rows(batch.rows)}: {in_words(*found)}"
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs."""
@@ -283,6 +317,7 @@ class Distiller:
             "optimizer": self.optimizer.state_dict(),
             "guard": self.guard.state_dict(),
             "tokens": self.tokens,
+            "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.witness.explained),
             "aligned": {} if self.aligned is None else self.aligned.state_dict(),
@@ -298,6 +333,9 @@ class Distiller:
         self.optimizer.load_state_dict(state["optimizer"])
         self.guard.load_state_dict(state["guard"])
         self.tokens, self.witness.explained = state["tokens"], set(state["explained"])
+        terms, done = self.guard.terms, self.guard.steps
+        healthy = {name: done - int(terms[name].skipped) for name in self.weights if name in terms}
+        self.learned |= state.get("learned", healthy)  # older checkpoints have only their health
         self.recent = [StudentStep(**row) for row in state["recent"]]
         if self.aligned is not None:
             self.aligned.load_state_dict(state["aligned"])

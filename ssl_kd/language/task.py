@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int, dict[str, Any]], None]
 TEACHERS = Path("data") / "teachers"
 TEACHER_LR = 2e-3  # of a small teacher that is trained here
+LEAST_HELD_OUT = 16  # rows: half of fewer would say too little
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ class Task:
         router_id: identity of ROUTER_WEIGHTS; empty where there are none.
         caches: the teacher's caches, where they are used: one, or a draw of experts each.
         blocks: rows to learn from, for two tokenizers where they differ.
-        eval_blocks: held-out rows, as many as are looked at.
+        eval_blocks: the held-out rows that the table reports.
         teacher_eval_blocks: the same text by the teacher's tokenizer.
+        validation_blocks: the held-out rows by which the best student is chosen; see
+            `test_and_validation`.
     """
 
     precision: Precision
@@ -75,6 +78,12 @@ class Task:
     blocks: Blocks | AlignedBlocks
     eval_blocks: Blocks
     teacher_eval_blocks: Blocks
+    validation_blocks: Blocks
+
+    @property
+    def validated_apart(self) -> bool:
+        """Whether no choice was made on the rows that the table reports."""
+        return not torch.equal(self.validation_blocks.ids, self.eval_blocks.ids)
 
     @property
     def digest(self) -> str:
@@ -119,9 +128,32 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         sides = eval_blocks.student, eval_blocks.teacher
     else:
         sides = eval_blocks, eval_blocks
-    sides = [side.first(settings.eval_rows) for side in sides]
-    texts, models = (train_set, eval_set), (student, teacher, frozen)
-    return Task(precision, *texts, *models, _router_id(settings), caches, blocks, *sides)
+    test, validation = test_and_validation(len(eval_blocks), settings.eval_rows)
+    return Task(
+        precision,
+        train_set,
+        eval_set,
+        student,
+        teacher,
+        frozen,
+        _router_id(settings),
+        caches,
+        blocks,
+        *(side.part(test) for side in sides),
+        validation_blocks=sides[0].part(validation),
+    )
+
+
+def test_and_validation(n: int, most: int) -> tuple[slice, slice]:
+    """Which of `n` held-out rows the table reports, and by which the best student is chosen.
+
+    Two parts of the same size, of `most` rows at most. Of fewer than LEAST_HELD_OUT rows both are
+    all of them.
+    """
+    if n < LEAST_HELD_OUT:
+        return slice(most), slice(most)
+    half = min(most, n // 2)
+    return slice(half), slice(half, 2 * half)
 
 
 def _models(
@@ -233,10 +265,6 @@ def _lay_out(
         return aligned_blocks(texts, *tokenizers, settings.block_size)
     models = [lm.model for lm in (student, teacher) if lm is not None]
     packing = settings.packing and all(isolates_documents(model) for model in models)
-    if packing != settings.packing:
-        logger.warning(
-            "one document per row: this model would let packed documents attend to each other"
-        )
     return make_blocks(texts, student.tokenizer, settings.block_size, packing=packing)
 
 

@@ -133,6 +133,7 @@ class _Student:
             "grad_norm": _mean([result.grad_norm for result in results]),
             "learning_rate": self._learning_rate,
             "success_rate": updated / len(results),
+            **self._success_of_terms(),
             "consecutive_nans": int(self.distiller.guard.health.streak[0]),
             "gpu_memory_gb": self._peak_memory(),
             "tokens_per_second": self.pace.per_second(),
@@ -141,6 +142,14 @@ class _Student:
             row[name] = _mean([result.router.get(name) for result in results])
         results.clear()
         return row
+
+    def _success_of_terms(self) -> dict[str, float]:
+        """The share of these steps that each loss term which is asked for took part in."""
+        results = self.distiller.recent
+        return {
+            f"{name}_success_rate": sum(r.learned(name) for r in results) / len(results)
+            for name in self.distiller.weights
+        }
 
     def _peak_memory(self) -> float | None:
         if self._device.type != "cuda":

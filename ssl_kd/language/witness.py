@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.diagnosis import HUGE, Diagnosis, diagnose
+from ssl_kd.guard.diagnosis import Diagnosis, diagnose
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.loop import Guard
@@ -21,6 +21,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, FlightRecorder
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Routed, fixed, named_rows
+from ssl_kd.teachers.finite import in_words, of_a_file, suspect_weights
 
 
 class Examined(Protocol):
@@ -56,12 +57,9 @@ def examine(
         weights |= {f"aligned weight {name}": p for name, p in step.aligned.named_parameters()}
     leaves = [p for p in weights.values() if p.requires_grad]
     teacher = getattr(step.source if step.aligned is None else step.aligned, "model", None)
-    weights |= {  # all of a large one would be too much to look at in float64
-        f"teacher weight {name}": p
-        for name, p in ([] if teacher is None else teacher.named_parameters())
-        if not (p.abs() < HUGE).all()
-    }
     named = {name: p.detach() for name, p in weights.items()}
+    if teacher is not None:
+        named |= suspect_weights(teacher, "teacher")
     with fixed(step.source), Microscope(named) as scope:
         terms = step.weighted_terms(batch)
         looked = [terms[part]] if part in terms else list(terms.values())
@@ -73,8 +71,15 @@ def examine(
     if fault is None:
         return None
     settings = step.settings
+    usual = {"learning_rate": settings.usual_lr}
+    found = diagnose(fault, known_settings(settings), usual)
+    return fault, of_a_file(found) if found.words.startswith("teacher ") else found
+
+
+def known_settings(settings: LanguageSettings) -> dict[str, Any]:
+    """Name in lower case -> value, LEARNING_RATE decided: what a diagnosis may advise on."""
     known = {name.lower(): value for name, value in settings.to_dict().items()}
-    return fault, diagnose(fault, known | {"learning_rate": settings.peak_lr})
+    return known | {"learning_rate": settings.peak_lr}
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -111,12 +116,14 @@ class Witness:
 
     Attributes:
         explained: parts whose cause was found, before a resume too.
+        diagnoses: the causes, in this process.
         about: what a replay must find the same, for the bundle.
     """
 
     def __init__(self, step: Examined, recorder: FlightRecorder | None = None) -> None:
         self._step, self._recorder = step, recorder
         self.explained: set[str] = set()
+        self.diagnoses: list[Diagnosis] = []
         self.about: dict[str, Any] = {}
         self._read = 0
 
@@ -150,7 +157,9 @@ class Witness:
                 for batch in batches:
                     before = rng_state(device)
                     if (found := examine(self._step, batch, event.part)) is not None:
-                        rows, rng, words = batch.rows, before, in_words(batch.rows, *found)
+                        rows, rng = batch.rows, before
+                        words = f"{named_rows(rows)}: {in_words(*found)}"
+                        self.diagnoses.append(found[1])
                         break
             why = "finite when run again"
         except RuntimeError as error:
@@ -192,12 +201,3 @@ def _moves_after(source: Any) -> bool:
     """Whether a router has moved since it answered: the step was computed with another one."""
     routed = isinstance(source, Routed) and source.router is not None
     return routed and source.settings.router_joint
-
-
-def in_words(rows: Tensor, fault: Fault, diagnosis: Diagnosis) -> str:
-    """A fault in one line: rows, operation, place, cause and remedy."""
-    where = f"{fault.op}, {'backward' if fault.backward else 'forward'} pass"
-    where += f", {fault.place}" if fault.place else ""
-    change = "".join(f"; change {advice}" for advice in diagnosis.advice)
-    cause = f"{diagnosis.cause.value}: {diagnosis.words}. {diagnosis.remedy}{change}"
-    return f"{named_rows(rows)}: {where}: {cause}"

@@ -51,7 +51,7 @@ def content(run: RunResults) -> dict[str, Any]:
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
         **_header(run, rows, points),
         "table": _table(rows),
-        "results_text": _results_text(rows),
+        "results_text": _results_text(rows, data.get("validated_apart")),
         "training_text": _training_text(run),
         "curves": loss_curves(run.steps, run.events),
         "perplexity": perplexity_curve(points, best, _marks(run, rows)),
@@ -80,7 +80,10 @@ def _header(
     """The headline, the sentences below it, and the tiles with the main numbers."""
     found = {row.get("name"): row for row in rows}
     headline, lead = _headline(run, found, points)
+    headline += "".join(f"; {part}" for part in _partial(run))
     lead += _against_teacher(run, found)
+    if run.metrics.get("best_step") == 0:
+        lead.append("No evaluation was better than the student before training, which was kept.")
     total = (run.metrics.get("seconds") or {}).get("total")
     if finite(total):
         lead.append(f"The whole run took {duration(total)}.")
@@ -140,11 +143,22 @@ def _headline(
         way = _verdict(after, before, "fell", "stayed", "rose")
         way += f" from {amount(before)} to {amount(after)}" if way != "stayed" else \
                f" at {amount(after)}"  # fmt: skip
+    if run.metrics.get("best_step") == 0:
+        way += ": training did not help"
     known = "Without a teacher: the student learned by cross-entropy alone."
     if not _alone(run):
         known = ("Whether distilling paid is not known: the same student was not trained by "
                  "cross-entropy alone (--baseline).")  # fmt: skip
     return f"Held-out perplexity {way}", [known]
+
+
+def _partial(run: RunResults) -> list[str]:
+    """Each loss term that did not take part in every step, and in how many it did."""
+    steps, learned = run.metrics.get("steps"), run.metrics.get("learned_from") or {}
+    if not finite(steps):
+        return []
+    return [f"{name} learned from {n:,} of {steps:,} steps" for name, n in learned.items()
+            if n < steps]  # fmt: skip
 
 
 def _alone(run: RunResults) -> bool:
@@ -203,13 +217,20 @@ def _note(row: dict[str, Any]) -> str:
     return "; ".join(notes)
 
 
-def _results_text(rows: list[dict[str, Any]]) -> str:
+def _results_text(rows: list[dict[str, Any]], apart: bool | None) -> str:
     text = (
         "On held-out text, at temperature 1; lower is better in perplexity, bits per character, "
         "KL and ECE (expected calibration error). The student with the lowest perplexity is marked."
     )
     if not any(finite(row.get("answer_accuracy")) for row in rows):
         text += " No prompts with answers were judged."
+    if apart is not None:  # older runs do not say
+        text += (
+            " The step whose student is kept was chosen by other held-out rows."
+            if apart
+            else " There was too little held-out text for two parts: the step was chosen by these "
+            "rows, too."
+        )
     return text
 
 
@@ -236,6 +257,8 @@ def _marks(run: RunResults, rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _perplexity_text(run: RunResults, points: list[tuple[float, float]], best: float | None) -> str:
     value = dict(points).get(best) if best is not None else None
+    if best == 0:
+        return "None of them was better than the student before training, which was kept."
     if value is None:
         return f"The student of step {best:.0f} was kept." if finite(best) else ""
     kept = "best_step" in run.metrics
@@ -287,7 +310,9 @@ def _success(run: RunResults) -> str:
     rates = [line["success_rate"] for line in run.steps if finite(line.get("success_rate"))]
     rate = run.metrics.get("success_rate")
     rate = rate if finite(rate) else fmean(rates) if rates else None
-    return "" if rate is None else f"{100 * rate:.4g} % of the steps went through."
+    if rate is None:
+        return ""
+    return "; ".join([f"{100 * rate:.4g} % of the steps went through", *_partial(run)]) + "."
 
 
 def _memory_text(run: RunResults) -> str:
@@ -341,5 +366,7 @@ def _models(config: dict[str, Any]) -> list[dict[str, str]]:
 def _data(data: dict[str, Any]) -> str:
     names = {"documents": "documents", "train_tokens": "tokens to learn from",
              "eval_tokens": "held-out tokens"}  # fmt: skip
+    if data.get("validated_apart"):
+        names["validation_tokens"] = "more of them to choose the best step by"
     parts = [f"{v:,.0f} {name}" for key, name in names.items() if finite(v := data.get(key))]
     return ": ".join(part for part in (str(data.get("name", "")), ", ".join(parts)) if part)

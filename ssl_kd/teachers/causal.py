@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _ID_LENGTH = 16
+_BASE = "set base_model_name_or_path in adapter_config.json to the model they were trained on"
 
 
 class CausalLMUnavailable(UserError, RuntimeError):
@@ -419,8 +420,7 @@ def _with_adapters(folder: Path, dtype: torch.dtype) -> CausalLM:
     base = _base_of_adapters(folder)
     if not base:
         raise InputError(
-            f"{folder} holds adapters that name no base model: set base_model_name_or_path in its "
-            "adapter_config.json, or merge them before saving"
+            f"{folder} holds adapters that name no base model: {_BASE}, or merge them before saving"
         )
     lm = load_causal_lm(base, dtype=dtype)
     peft = llm_module("peft")
@@ -441,11 +441,17 @@ def _with_adapters(folder: Path, dtype: torch.dtype) -> CausalLM:
     return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder))
 
 
-def _base_of_adapters(folder: Path) -> str | None:
+def _base_of_adapters(folder: Path, above: tuple[Path, ...] = ()) -> str | None:
     config = folder / "adapter_config.json"
     if not config.is_file():
         return None
-    return json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    if folder.resolve() in above:
+        folders = ", ".join(map(str, above))
+        raise InputError(f"{folders}: adapters that are their own base: {_BASE}")
+    base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    if base:
+        _base_of_adapters(Path(base).expanduser(), (*above, folder.resolve()))
+    return base
 
 
 def _check_causal(model: Any, name: str) -> None:

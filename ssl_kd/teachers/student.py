@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sync_folder
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.seeds import seeded
@@ -32,8 +32,9 @@ from ssl_kd.teachers.causal import (
     tokenizer_id,
     without_adapters,
 )
+from ssl_kd.teachers.finite import not_finite
 
-__all__ = ["add_lora", "build_student", "save_student"]
+__all__ = ["NotFinite", "add_lora", "build_student", "save_student"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ _WIDTHS = (
     "word_embed_proj_dim",
 )
 _HEAD_DIM = 64  # of a new Llama, where the width allows it
+
+
+class NotFinite(UserError, ValueError):
+    """A model that holds a NaN or an infinity, and is therefore not written."""
 
 
 def build_student(
@@ -171,10 +176,16 @@ def save_student(
             memory, for nobody could load the adapters. The model itself keeps its adapters.
 
     Raises:
+        NotFinite: a weight holds a NaN or an infinity; nothing is written.
         FileExistsError: the folder holds something other than a saved model.
         OSError: the disk is full or failed; a folder already there is unchanged.
     """
     folder = Path(folder)
+    if (sick := not_finite(model)) is not None:
+        raise NotFinite(
+            f"{folder} is not written: {sick} of the model holds NaN or infinity. A checkpoint of "
+            "an earlier step, or the model that training began with, may be well"
+        )
     base = getattr(without_adapters(model).config, "_name_or_path", "")
     adapters = without_adapters(model) is not model
     if adapters and not merge and not base:
@@ -194,8 +205,8 @@ def save_student(
     if tokenizer_id(again) != tokenizer_id(tokenizer):
         # For some architectures (Qwen 2, Phi 3) it takes the class that they usually have.
         logger.warning(
-            "AutoTokenizer makes another tokenizer of what is in %s, because of the model's "
-            "architecture; load it with PreTrainedTokenizerFast.from_pretrained",
+            "AutoTokenizer loads the tokenizer in %s as another class, which splits text "
+            "differently: load it with PreTrainedTokenizerFast.from_pretrained",
             folder,
         )
 

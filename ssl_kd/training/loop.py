@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from typing import Protocol, TypeVar
 
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import undisturbed
+
+logger = logging.getLogger(__name__)
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -103,6 +106,8 @@ def run_loop(
     Raises:
         TooFewHealthyParts: training cannot continue; the last good state of everything was saved
             before.
+        OSError: a checkpoint could not be written while there were steps to do. At the end that is
+            a warning: what was trained is in memory, and the caller saves it.
     """
 
     def is_due(done: int, every: int) -> bool:
@@ -111,7 +116,16 @@ def run_loop(
     def checkpoint(done: int) -> None:
         learner.look(done, at_once=True)
         learner.before_checkpoint(done)
-        on_checkpoint(done)
+        if done == steps:
+            at_the_end(on_checkpoint, done)
+        else:
+            on_checkpoint(done)
+
+    def at_the_end(save: Callable[[int], object], done: int) -> None:
+        try:
+            save(done)
+        except OSError as error:
+            logger.warning("the last checkpoint, of step %d, could not be written: %s", done, error)
 
     done = start
     try:
@@ -130,6 +144,6 @@ def run_loop(
                 if is_due(done, checkpoint_every):
                     checkpoint(done)
     except TooFewHealthyParts:
-        on_checkpoint(done)
+        at_the_end(on_checkpoint, done)
         raise
     return steps

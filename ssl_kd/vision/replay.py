@@ -26,6 +26,7 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadsStep, HeadTrainer
 from ssl_kd.vision.train import HeadFault
 
+_USUAL = {"learning_rate": VisionSettings.learning_rate}
 _REPLAY = {
     "mode": str,
     "learning_rate": float,
@@ -102,7 +103,7 @@ def replay(path: str | Path, *, head: str | None = None, loss: str | None = None
         bundle=bundle,
         reproduced=reproduced,
         fault=fault,
-        diagnosis=None if fault is None else diagnose(fault, bundle.settings),
+        diagnosis=None if fault is None else diagnose(fault, bundle.settings, _USUAL),
         sample="" if fault is None else _sample(bundle, fault),
         seen=_seen(bundle, float(result.grad_norm)) if reproduced else (),
     )

@@ -221,6 +221,7 @@ def leave_out(*terms, steps, batches=(0,)):
 # --- whole runs -----------------------------------------------------------------------------------
 
 UP = "model.layers.1.mlp.up_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly boxed".split()
 
 
@@ -258,7 +259,7 @@ class World:
         student: folder of a student with the teacher's tokenizer.
         stranger: folder of a student with another one.
         mixture: folder of a teacher of four experts.
-        sick: folder of the teacher with a row of NaN in a weight.
+        sick: folder of the teacher with NaN at a token that is learned from and not held out.
         text: documents, and below it questions with answers.
         questions: held out.
         own: a test's own folder.
@@ -277,7 +278,6 @@ class World:
         self.save("Llama", 2, self.tokenizer, self.teacher)
         self.save("Llama", 1, self.tokenizer, self.student)
         self.save("Llama", 1, other, self.stranger)
-        self.sick = spoil(self.teacher, folder / "sick", lambda tensors: tensors[UP][3].fill_(NAN))
         self.mixture = self.save("Mixtral", 2, self.tokenizer, folder / "mixture")
         self.text = write_lines(folder / "text.jsonl", [{"text": text} for text in texts])
         asked = [
@@ -285,6 +285,13 @@ class World:
             for i, t in enumerate(sentences(8, seed=1))
         ]
         self.questions = write_lines(folder / "questions.jsonl", asked)
+        held_out = [f"{one['prompt']}{one['completion']}" for one in asked]
+        seen, judged = (
+            {i for text in some for i in self.tokenizer(text).input_ids}
+            for some in (texts, held_out)
+        )
+        rare = min(seen - judged)
+        self.sick = spoil(self.teacher, folder / "sick", lambda t: t[EMBEDDING][rare].fill_(NAN))
 
     @staticmethod
     def save(kind, seed, tokenizer, folder):

@@ -409,4 +409,30 @@ ROWS = {
         "a head or a loss of one's own edited between stop and resume",
         "refused with the file; a run with the old one goes on",
     ),
+    74: Row(
+        "a teacher whose output is not finite: NaN in a weight, whatever the weights of the terms",
+        "refused before step 0 with the weight named and exit code 2; no run is left",
+    ),
+    75: Row(
+        "a teacher that overflows in float16 alone",
+        "runs in bfloat16 or float32, with the reason on the screen and in config.json",
+        how="float16 is emulated on the CPU",
+    ),
+    76: Row(
+        "a student that is not finite before step 0, with any number of steps and in a dry run",
+        "refused with the weight named and exit code 2; weights that are not finite are not saved",
+    ),
+    77: Row(
+        "a loss term that is asked for and cut out of STOP_AFTER steps in a row",
+        "the run ends with cause and exit code 3; where it goes on, the steps are counted, and a "
+        "term of weight 0 saves none",
+    ),
+    78: Row(
+        "the disk is full at the last checkpoint",
+        "a warning; what was trained is saved and the run ends well",
+    ),
+    79: Row(
+        "adapters whose base is their own folder, or adapters of it",
+        "refused with both folders named",
+    ),
 }

@@ -276,21 +276,6 @@ def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on():
     assert len([e for e in sick.events if e.stage == "replay"]) == 1  # the first time alone
 
 
-@row(26)
-def test_a_run_with_a_sick_teacher_trains_on_the_text_and_says_so(world):
-    path = run(world.settings(teacher_model=str(world.sick), baseline=True))
-    told = events(path)
-    assert {event["part"] for event in told} == {"kd"} and metrics(path)["success_rate"] == 1
-    assert [event["step"] for event in told if event["action"] == "cut out"] == [*range(8)]
-    (replay,) = [event["reason"] for event in told if event["stage"] == "replay"]
-    assert f"teacher weight {UP} came in not finite" in replay
-    table = {line["name"]: line for line in metrics(path)["table"]}
-    assert table["teacher"]["left_out"] == 2 and table["teacher"]["perplexity"] is None
-    # Alone it learns the same, but for the factor before the loss, which AdamW all but removes.
-    assert table["student"]["nll"] == pytest.approx(table["CE alone"]["nll"], rel=1e-2)
-    assert table["student"]["nll"] < table["student before"]["nll"]
-
-
 @row(27)
 @pytest.mark.parametrize("lasting", [True, False], ids=["found again", "of one moment"])
 def test_without_a_finite_term_the_step_is_skipped_and_its_rows_named(lasting):
@@ -587,21 +572,6 @@ def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on():
     assert same(found.owned(8), found.owned(0))  # before step 0 there were no moments either
     assert [result.updated for result in found.results] == [not 4 <= i < 8 for i in range(12)]
     assert not same(found.owned(), found.owned(8))
-
-
-@row(58)
-def test_a_run_of_a_poisoned_student_stops_with_what_was_found_and_what_to_try(world, distill):
-    folder = world.spoilt("student", lambda tensors: tensors[UP][3].fill_(NAN))
-    code, error = distill(world.settings(student_model=str(folder), max_steps=50))
-    assert code == 3
-    line = error[error.index("ssl_kd: step 9: no part had a healthy step in the last 10") :]
-    assert "Settings to try: --learning_rate 0.002" in line
-    (path,) = [p for p in world.runs.iterdir() if p.name != "latest"]
-    told = [event for event in events(path) if event["stage"] == "replay"]
-    assert {event["part"] for event in told} == {"ce", "kd", "model"}
-    for event in told:
-        assert event["reason"].startswith("rows ") and f"student weight {UP}" in event["reason"]
-    assert not (path / "metrics.json").exists() and not (path / "student").exists()
 
 
 # --- float16 --------------------------------------------------------------------------------------
@@ -940,7 +910,7 @@ RUNS = {
     "another tokenizer, hidden": {"align": "hidden", "student_model": "stranger"},
     "another tokenizer, chunks": {"align": "chunks", "student_model": "stranger"},
     "a router that learns": {"router_mode": "sar", "teacher_model": "mixture", "router_lr": 1e-2},
-    "a sick teacher": {"teacher_model": "sick"},
+    "a teacher that is sick at one token": {"teacher_model": "sick"},
     "sampled experts": {"router_mode": "ka", "teacher_model": "mixture", "ka_lambda": 0.5},
 }
 

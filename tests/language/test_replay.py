@@ -49,8 +49,13 @@ def strike(monkeypatch):
 
 
 @pytest.fixture
-def recorded(settings):
-    """A short run, which may stop early: its explanations and its bundles, both by part."""
+def recorded(settings, monkeypatch):
+    """A short run, which may stop early: its explanations and its bundles, both by part.
+
+    As the runs that began before a teacher was judged: a sick one is not refused.
+    """
+    judged = "ssl_kd.language.run.judged_teacher"
+    monkeypatch.setattr(judged, lambda settings, task: (task, {"name": "teacher"}, ["unheard"]))
 
     def go(**changes):
         asked = settings(**{"max_steps": 4, "eval_every": 4, **changes})

@@ -16,12 +16,14 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
+from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.evaluate.language import judge_tokens  # noqa: E402
 from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from ssl_kd.guard.diagnosis import Advice, Cause, Diagnosis  # noqa: E402
 from ssl_kd.language import task as tasks  # noqa: E402
-from ssl_kd.language.run import Best, n_steps, run  # noqa: E402
-from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.language.run import Best, advice, n_steps, run  # noqa: E402
+from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
 from ssl_kd.language.task import cache_teacher, prepare, trained_teacher  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
 from ssl_kd.report.tables import language_table  # noqa: E402
@@ -107,7 +109,9 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     assert found["cache"] is found["alignment"] is None
     rows = table(path)
     assert rows["student"]["perplexity"] < rows["student before"]["perplexity"]
-    assert rows["student"]["nll"] == looks[1]["eval"]["nll"]
+    assert rows["student"]["nll"] != looks[1]["eval"]["nll"]  # of other rows than the choice
+    assert said["data"]["validated_apart"] and said["data"]["validation_tokens"] > 0
+    assert found["learned_from"] == {"ce": 6, "kd": 6}
     assert rows["student"]["kl"] > 0 and 0 <= rows["student"]["agreement"] <= 1
     assert rows["teacher"]["kl"] is None and rows["teacher"]["bits_per_character"] > 0
     (shown,) = found["generations"]
@@ -128,7 +132,6 @@ def test_the_student_that_is_saved_is_the_best_checkpoint(settings, monkeypatch)
     looks = [line["eval"]["nll"] for line in log_lines(path) if "eval" in line]
     assert looks[1] > looks[0]
     assert metrics(path)["best_step"] == 3
-    assert table(path)["student"]["nll"] == looks[0]
     student = student_of(path)
     best = last_checkpoint(path)["best"]
     assert (best["step"], best["nll"]) == (3, looks[0])
@@ -140,17 +143,74 @@ def test_the_student_that_is_saved_is_the_best_checkpoint(settings, monkeypatch)
     assert "student before" in card and (path / "student" / "generation_config.json").exists()
 
 
+class Scored:
+    """A student's scores on the rows that it is chosen by."""
+
+    def __init__(self, nll):
+        self.nll, self.perplexity = nll, None if nll is None else math.exp(nll)
+
+
 def test_best_keeps_the_lowest_and_never_what_is_not_finite(tiny):
     distiller = tiny.distiller()
     head = distiller.student.lm_head.weight.detach()
     best = Best(distiller)
-    for step, nll in enumerate([None, 3.0, 2.0, None, 2.5], 1):
+    for step, nll in enumerate([None, 3.0, 2.0, None, 2.5]):
         head.fill_(step)
-        best.offer(step, nll)
+        best.offer(step, Scored(nll))
+    head[0, 0] = math.nan  # of a token that no held-out text holds
+    best.offer(5, Scored(1.0))
     again = Best(distiller)
     again.load(best.state())
     again.put_back()
-    assert (again.step, again.nll) == (3, 2.0) and (head == 3).all()
+    assert (again.step, again.nll) == (2, 2.0) and (head == 2).all()
+    again.load({"step": 0, "nll": math.inf, "weights": {}})  # a checkpoint of an older version
+    assert (again.step, again.nll) == (2, 2.0)
+
+
+def test_a_student_that_training_made_worse_is_saved_as_it_was(settings, models, caplog):
+    """Step 0 counts as a look, in the baseline too."""
+    worse = settings(student_model=models("student"), learning_rate=10.0, clip_grad=None)
+    path = run(worse.replace(baseline=True))
+    looks = [line["eval"]["nll"] for line in log_lines(path) if "eval" in line]
+    rows = table(path)
+    before = {name: value for name, value in rows["student before"].items() if name != "name"}
+    for name in ("student", "CE alone"):
+        assert {key: value for key, value in rows[name].items() if key != "name"} == before
+    assert metrics(path)["best_step"] == 0 and min(looks) > 2 * before["nll"]
+    first = transformers.AutoModelForCausalLM.from_pretrained(models("student"))
+    assert same(dict(first.named_parameters()), dict(student_of(path).named_parameters()))
+    assert "training did not improve the held-out score" in caplog.text
+    assert (
+        "better than the student before training, which was kept" in write_report(path).read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "most", "parts"),
+    [
+        (500, 200, (slice(0, 200), slice(200, 400))),
+        (301, 200, (slice(0, 150), slice(150, 300))),
+        (16, 200, (slice(0, 8), slice(8, 16))),
+        (15, 8, (slice(0, 8), slice(0, 8))),
+    ],
+)
+def test_no_choice_is_made_on_the_rows_that_are_reported(n, most, parts):
+    """Unless there is too little text for two parts."""
+    found = tasks.test_and_validation(n, most)
+    assert [list(range(n))[part] for part in found] == [list(range(n))[part] for part in parts]
+
+
+def test_where_the_text_is_too_little_for_two_parts_the_report_says_so(settings, tmp_path, tiny):
+    few = tmp_path / "few.jsonl"
+    lines = [{"text": example.text} for example in tiny.texts(4, 2000).examples]
+    few.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = run(settings(eval_path=str(few)))
+    looks = [line["eval"]["nll"] for line in log_lines(path) if "eval" in line]
+    assert not config(path)["data"]["validated_apart"]
+    assert table(path)["student"]["nll"] == min(looks)
+    assert "the step was chosen by these rows, too" in write_report(path).read_text()
+    apart = run(settings(run_name="apart"))
+    assert "by other held-out rows" in write_report(apart).read_text()
 
 
 def test_a_dry_run_tries_everything_in_five_steps(settings, caplog):
@@ -607,44 +667,128 @@ def test_a_run_that_fails_before_training_leaves_no_folder(settings, tmp_path, m
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def test_a_held_out_batch_that_is_not_finite_is_named_and_left_out(
-    settings, tmp_path, tiny, caplog
-):
+def test_a_student_with_a_nan_that_training_would_not_meet_is_refused(settings, tmp_path, tiny):
+    """Or it would be saved."""
     student = tiny.model(seed=4, spread=0.3)
-    (unique,) = {tiny.tokenizer("#").input_ids[-1]}
-    student.model.embed_tokens.weight.data[unique] = math.nan  # a token of held-out text alone
+    student.model.embed_tokens.weight.data[5] = math.nan
     student.save_pretrained(tmp_path / "sick")
     tiny.tokenizer.save_pretrained(tmp_path / "sick")
-    lines = [
-        {"text": f"{tiny.texts(1).examples[0].text} {'#' if i == 5 else '.'}"} for i in range(8)
-    ]
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    changes = {"student_model": str(tmp_path / "sick"), "eval_path": str(held_out)}
-    path = run(settings(**changes, packing=False, batch_size=2))
-    rows = table(path)
-    assert rows["student"]["left_out"] == rows["student before"]["left_out"] == 1
-    assert rows["teacher"]["left_out"] == 0
-    assert math.isfinite(rows["student"]["perplexity"])
-    assert "blocks 4 to 5: not finite" in caplog.text
-    assert metrics(path)["success_rate"] == 1.0
+    seen = f"the student {tmp_path / 'sick'} is not finite before step 0.*embed_tokens.weight"
+    with pytest.raises(InputError, match=seen):
+        run(settings(student_model=str(tmp_path / "sick"), packing=False, dry_run=True))
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, tiny):
-    student = tiny.model(seed=4)
-    student.model.norm.weight.data[3] = math.nan
-    student.save_pretrained(tmp_path / "sick")
-    tiny.tokenizer.save_pretrained(tmp_path / "sick")
-    sick = {"student_model": str(tmp_path / "sick"), "stop_after": 2}
+def spoilt(monkeypatch, steps, spoil):
+    """Before each of these steps of a run `spoil(distiller)` is called."""
+    step = Distiller.step
+
+    def struck(self, batches, rate):
+        if self.guard.steps in steps:
+            spoil(self)
+        return step(self, batches, rate)
+
+    monkeypatch.setattr(Distiller, "step", struck)
+
+
+def spoil_norm(distiller):
+    distiller.student.model.norm.weight.data[3] = math.nan
+
+
+def test_a_run_that_stops_says_why_and_what_to_try(settings, tmp_path, monkeypatch):
+    spoilt(monkeypatch, range(1, 99), spoil_norm)
     with pytest.raises(TooFewHealthyParts) as stopped:
-        run(settings(**sick))
+        run(settings(stop_after=2))
     said = str(stopped.value)
-    assert "step 1: no part had a healthy step in the last 2" in said
+    assert "step 2: no part had a healthy step in the last 2" in said
     assert "student weight model.norm.weight came in not finite" in said
-    assert "Settings to try: --learning_rate 0.002 --clip_grad 0.5" in said
+    assert "Settings to try" not in said  # none takes a NaN back that came from outside
     path = tmp_path / "runs" / "a"
     found = [(row["step"], row["part"], row["action"]) for row in events(path)]
-    assert (0, "ce", "cut out") in found and (1, "model", "skipped") in found
-    assert max((path / "checkpoint").glob("*.pt")).name == "step_000000002.pt"
+    assert (1, "ce", "cut out") in found and (2, "model", "skipped") in found
+    assert max((path / "checkpoint").glob("*.pt")).name == "step_000000003.pt"
     with pytest.raises(TooFewHealthyParts):  # a resume finds the same
-        run(settings(**sick, resume=True))
+        run(settings(stop_after=2, resume=True))
+
+
+def found(cause, **changes):
+    return Diagnosis(cause, "", "", tuple(Advice(n, None, value) for n, value in changes.items()))
+
+
+@pytest.mark.parametrize(
+    ("diagnoses", "changes", "flags"),
+    [
+        ([], {"learning_rate": 50.0}, "--learning_rate 2e-05 --clip_grad 0.5"),
+        ([], {"learning_rate": 1e-5}, "--learning_rate 2e-06 --clip_grad 0.5"),
+        ([], {"learning_rate": 9.0, "student_model": "fresh:1x8"}, "--learning_rate 0.003"),
+        ([found(Cause.UNKNOWN)], {"clip_grad": 0.1}, "--learning_rate 2e-05"),
+        ([found(Cause.FP16_OVERFLOW, model_dtype="float32")], {}, "--model_dtype float32"),
+        ([found(Cause.LEARNING_RATE, learning_rate=2e-5)], {}, "--learning_rate 2e-05"),
+        ([found(Cause.POISONED_WEIGHT)], {}, None),
+    ],
+)
+def test_advice_follows_the_diagnosis_and_is_never_mad(tiny, diagnoses, changes, flags):
+    asked = {"student_model": "a folder", "learning_rate": 1e-2, **changes}
+    distiller = tiny.distiller(**asked)
+    distiller.witness.diagnoses = diagnoses
+    words = advice(distiller.settings, distiller)
+    assert words.startswith(f"Settings to try: {flags}") if flags else words == ""
+
+
+# --- loss terms -----------------------------------------------------------------------------------
+
+
+def spoil_teacher(distiller):
+    distiller.source.model.model.norm.weight.data[3] = math.nan
+
+
+def heal_teacher(distiller):
+    distiller.source.model.model.norm.weight.data[3] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("patience", "last"), [({"stop_after": 3}, 3), ({"stop_after": None, "restore_after": 2}, 4)]
+)
+def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
+    settings, tmp_path, monkeypatch, patience, last
+):
+    """With exit code 3, as a sick student; in ultra_stable with the patience of that preset."""
+    asked = settings(**patience, max_steps=20)
+    spoilt(monkeypatch, {1}, spoil_teacher)
+    with pytest.raises(TooFewHealthyParts, match=f"step {last}: kd was cut out of each of") as end:
+        run(asked)
+    said = str(end.value)
+    assert "learned from ce alone" in said and end.value.exit_code == 3
+    assert "teacher weight model.norm.weight came in not finite" in said
+    assert "take another copy" in said and "Settings to try" not in said and "memory" not in said
+    path = tmp_path / "runs" / "a"
+    assert events(path)[-1]["action"] == "stopped" and not (path / "metrics.json").exists()
+    monkeypatch.undo()
+    path = run(asked.replace(resume=True))  # with the teacher as it is on the disk
+    learned = metrics(path)["learned_from"]
+    assert learned == {"ce": 20, "kd": 20 - last} and metrics(path)["success_rate"] == 1
+    assert f"kd learned from {20 - last} of 20 steps" in write_report(path).read_text()
+
+
+def test_terms_are_counted_beside_the_student(settings, monkeypatch, caplog):
+    spoilt(monkeypatch, {2}, spoil_teacher)
+    heal = Distiller.step
+
+    def healed(self, batches, rate):
+        if self.guard.steps == 4:
+            heal_teacher(self)
+        return heal(self, batches, rate)
+
+    monkeypatch.setattr(Distiller, "step", healed)
+    path = run(settings())
+    rates = [line["kd_success_rate"] for line in log_lines(path) if "eval" not in line]
+    assert rates == [1.0, 0.0, 1.0]
+    assert metrics(path)["learned_from"] == {"ce": 6, "kd": 4}
+    assert metrics(path)["success_rate"] == 1
+    assert "kd learned from 4 of 6 steps" in caplog.text
+
+
+def test_a_term_without_weight_makes_no_step_a_success(settings, monkeypatch):
+    spoilt(monkeypatch, {2}, spoil_teacher)
+    with pytest.raises(TooFewHealthyParts, match="step 4: no part had a healthy step in the last"):
+        run(settings(alpha_ce=0.0, alpha_kd=1.0, stop_after=3, max_steps=20))

@@ -51,7 +51,8 @@ def house(tmp_path_factory):
     lm = build_student("fresh:2x32", None, own, seed=2)
     with torch.no_grad():
         lm.model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
-    save_student(lm.model, own, folder / "sick", "tiny")
+    lm.model.save_pretrained(folder / "sick")
+    own.save_pretrained(folder / "sick")
     return folder
 
 

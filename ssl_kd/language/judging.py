@@ -1,0 +1,113 @@
+"""Judging a run's models: before step 0, where what is sick is refused, and after the last."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ssl_kd.datasets.aligned import AlignedBlocks
+from ssl_kd.errors import InputError
+from ssl_kd.evaluate.language import LanguageJudge, Reading
+from ssl_kd.guard.precision import DeviceInfo
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.task import Task
+from ssl_kd.language.witness import known_settings
+from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
+from ssl_kd.teachers.finite import first_fault, in_words, not_finite
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+AsItCame = Callable[[], AbstractContextManager[Any]]
+
+
+def make_judge(settings: LanguageSettings, task: Task, as_it_came: AsItCame) -> LanguageJudge:
+    """Who looks at the run's models, all in the same way."""
+    alike = not isinstance(task.blocks, AlignedBlocks)
+    return LanguageJudge(
+        task.eval_set.examples,
+        Reading(task.student.tokenizer, task.eval_blocks),
+        task.teacher and Reading(task.teacher.tokenizer, task.teacher_eval_blocks),
+        beside=task.frozen if alike else None,
+        validation=task.validation_blocks,
+        batch_size=settings.batch_size,
+        answer_prompts=settings.answer_prompts,
+        generations=settings.generations,
+        max_new_tokens=settings.max_new_tokens,
+        autocast=task.precision.autocast,
+        as_it_came=as_it_came,
+    )
+
+
+def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, list[str]]:
+    """The teacher's row of the table and what it writes, before anything learns from it.
+
+    One that overflows in float16 answers in bfloat16 from here on, where the device has it, or in
+    float32: the task that is returned holds it, and says why.
+
+    Raises:
+        InputError: it is to be learned from, and what it says of held-out text is not finite.
+    """
+    assert task.teacher is not None
+    judge, teacher = make_judge(settings, task, nullcontext), task.frozen
+    if teacher is None:  # its caches stand in, and are finite; it is judged, no more
+        device, dtype = task.precision.device, task.precision.teacher
+        teacher = FrozenTeacher(task.teacher.model, device=device, dtype=dtype)
+    row = judge.row("teacher", teacher)
+    if not row["left_out"] or task.frozen is None or not settings.alpha_kd:
+        return task, row, judge.generations(teacher)
+    with teacher.on_device():
+        known = known_settings(settings)
+        found = first_fault(teacher.model, task.teacher_eval_blocks, "teacher", settings=known)
+    why = "" if found is None else f": {in_words(*found)}"
+    if task.precision.teacher == torch.float16:
+        return judged_teacher(settings, _wider(settings, task, teacher, why))
+    raise InputError(
+        f"the output of the teacher {task.teacher.name} on held-out text is not finite, so nothing "
+        f"can be learned from it{why}"
+    )
+
+
+def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: str) -> Task:
+    """The task with the teacher loaded again in a dtype of a wider range."""
+    assert task.teacher is not None
+    device = task.precision.device
+    halves = DeviceInfo.of(device).halves()[0]
+    dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float32
+    words = f"in float16 the teacher is not finite, so it runs in {str(dtype)[6:]}"
+    logger.warning("%s%s", words, why)
+    teacher.model.to("cpu")  # two of them may be more than the device holds
+    lm = load_causal_lm(task.teacher.name)
+    offload = settings.teacher_offload
+    return dataclasses.replace(
+        task,
+        precision=dataclasses.replace(
+            task.precision, teacher=dtype, why=f"{task.precision.why}; {words}"
+        ),
+        teacher=lm,
+        frozen=FrozenTeacher(lm.model, device=device, dtype=dtype, offload=offload),
+    )
+
+
+def judged_student(settings: LanguageSettings, task: Task, judge: LanguageJudge) -> Row:
+    """The student's row of the table before step 0.
+
+    Raises:
+        InputError: it is not finite.
+    """
+    student = task.student.model
+    row, weight = judge.row("student before", student), not_finite(student)
+    if row["nll"] is not None and weight is None:
+        return row
+    known, autocast = known_settings(settings), task.precision.autocast
+    found = first_fault(student, task.eval_blocks, "student", autocast=autocast, settings=known)
+    why = in_words(*found) if found else f"its weight {weight} holds NaN or infinity"
+    raise InputError(
+        f"the student {task.student.name} is not finite before step 0, so no step can train it: "
+        f"{why}"
+    )

@@ -1,0 +1,242 @@
+"""Rows 74 to 79: what is asked for and absent is never healthy."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from ssl_kd import cli  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
+from ssl_kd.teachers.student import NotFinite, add_lora, save_student  # noqa: E402
+from ssl_kd.training.folder import RunFolder  # noqa: E402
+from tests.faults.inject import events, metrics, no_run, one_line  # noqa: E402
+from tests.faults.inject_language import (  # noqa: E402
+    EMBEDDING,
+    NAN,
+    UP,
+    changed,
+    flags_of,
+    make_model,
+    student_of,
+)
+from tests.faults.matrix import row  # noqa: E402
+from tests.faults.test_language import HALF, distill  # noqa: E402, F401
+
+# peft asks transformers by a name that is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def poison(tensors):
+    tensors[UP][3, 0] = NAN
+
+
+def overflow(tensors):
+    """Beyond float16 between the two factors, and nowhere else."""
+    tensors[UP] *= 3e4
+    tensors[UP.replace("up", "down")] /= 3e4
+
+
+# --- teachers -------------------------------------------------------------------------------------
+
+
+@row(74)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alpha_ce": 0.0, "alpha_kd": 1.0},
+        {"packing": False},
+        {"align": "chunks", "student_model": "stranger"},
+        {"baseline": True, "dry_run": True},
+    ],
+    ids=["divergence alone", "one document a row", "another tokenizer", "dry run"],
+)
+def test_a_teacher_that_gives_nan_is_refused_with_its_weight(world, distill, changes):  # noqa: F811
+    if "student_model" in changes:
+        changes = changes | {"student_model": str(world.stranger)}
+    folder = world.spoilt("teacher", poison)
+    code, error = distill(world.settings(teacher_model=str(folder), **changes))
+    line = one_line(error)
+    assert code == 2 and f"the output of the teacher {folder} on held-out text" in line
+    assert f"teacher weight {UP} came in not finite (1 of" in line and "[3, 0]" in line
+    assert "take another copy" in line and "memory" not in line and "learning_rate" not in line
+    assert "attend to each other" not in error
+    assert no_run(world.settings())
+
+
+@row(74)
+def test_a_nan_that_few_tokens_meet_is_found_where_text_is_judged(world, distill):  # noqa: F811
+    token = world.tokenizer(world.questions.read_text().splitlines()[0]).input_ids[5]
+    folder = world.spoilt("teacher", lambda tensors: tensors[EMBEDDING][token].fill_(NAN))
+    code, error = distill(world.settings(teacher_model=str(folder)))
+    assert code == 2 and f"teacher weight {EMBEDDING} came in not finite" in one_line(error)
+
+
+@row(74)
+def test_a_teacher_that_is_not_learned_from_may_be_sick(world):
+    """It is judged, and its row of the table says that it has no scores."""
+    folder = world.spoilt("teacher", poison)
+    path = run(world.settings(teacher_model=str(folder), alpha_kd=0.0, alpha_ce=1.0))
+    table = {line["name"]: line for line in metrics(path)["table"]}
+    assert table["teacher"]["perplexity"] is None
+    assert table["student"]["nll"] < table["student before"]["nll"]
+
+
+@row(75)
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, caplog, bf16):
+    halves = ((torch.bfloat16,) if bf16 else ()), ""
+    monkeypatch.setattr("ssl_kd.guard.precision.DeviceInfo.halves", lambda self: halves)
+    folder = world.spoilt("teacher", overflow)
+    path = run(world.settings(teacher_model=str(folder), **HALF))
+    used = "bfloat16" if bf16 else "float32"
+    words = f"in float16 the teacher is not finite, so it runs in {used}"
+    assert words in caplog.text and "overflow in fp16" in caplog.text
+    said = json.loads((path / "config.json").read_text())["precision"]
+    assert words in said and f"teacher {'bf16' if bf16 else 'fp32'}, students fp16" in said
+    assert metrics(path)["learned_from"] == {"ce": 8, "kd": 8} and not events(path)
+    table = {line["name"]: line for line in metrics(path)["table"]}
+    plain = run(world.settings(run_name="plain"))
+    alike = {line["name"]: line for line in metrics(plain)["table"]}["teacher"]
+    assert table["teacher"]["nll"] == pytest.approx(alike["nll"], rel=1e-3)
+
+
+@row(75)
+def test_a_teacher_that_is_nan_in_float16_and_beyond_is_refused(world, distill):  # noqa: F811
+    folder = world.spoilt("teacher", poison)
+    code, error = distill(world.settings(teacher_model=str(folder), **HALF))
+    assert code == 2 and f"teacher weight {UP} came in not finite" in one_line(error)
+    assert no_run(world.settings())
+
+
+# --- students -------------------------------------------------------------------------------------
+
+
+@row(76)
+@pytest.mark.parametrize("changes", [{"dry_run": True}, {"max_steps": 2}, {"max_steps": 50}])
+def test_a_student_that_is_not_finite_is_refused(world, distill, changes):  # noqa: F811
+    folder = world.spoilt("student", poison)
+    code, error = distill(world.settings(student_model=str(folder), **changes))
+    line = one_line(error)
+    assert code == 2 and f"the student {folder} is not finite before step 0" in line
+    assert f"student weight {UP} came in not finite" in line and "take another copy" in line
+    assert "attend to each other" not in error
+    assert no_run(world.settings())
+
+
+@row(76)
+def test_weights_that_are_not_finite_are_not_saved(world):
+    model = make_model(vocab_size=len(world.tokenizer))
+    model.model.norm.weight.data[3] = math.inf
+    with pytest.raises(NotFinite, match=r"is not written: model\.norm\.weight of the model holds"):
+        save_student(model, world.tokenizer, world.own / "sick", "A tiny model.")
+    assert not list(world.own.iterdir())
+
+
+# --- terms ----------------------------------------------------------------------------------------
+
+
+@row(77)
+def test_a_divergence_that_stays_out_ends_the_run_with_its_cause(world, distill):  # noqa: F811
+    """By a token that no held-out row has, in every row that is learned from."""
+    known = [{"text": line} for line in ("~ the fox", "~ a dog", "~ the dog jumps")]
+    text = world.own / "text.jsonl"
+    text.write_text("".join(json.dumps(line) + "\n" for line in known * 8))
+    token = world.tokenizer("~").input_ids[-1]
+    folder = world.spoilt("teacher", lambda tensors: tensors[EMBEDDING][token].fill_(NAN))
+    asked = world.settings(teacher_model=str(folder), data_path=str(text), max_steps=30)
+    code, error = distill(asked)
+    assert code == 3
+    said = error[error.index("ssl_kd: ") :].splitlines()
+    assert said[0].startswith("ssl_kd: step 9: kd was cut out of each of the last 10 steps")
+    assert said[0].endswith("learned from ce alone")
+    assert said[1].startswith("  kd, step 0: rows ") and "take another copy of it" in said[1]
+    assert said[2].startswith("  ssl_kd replay ") and len(said) == 3  # no setting mends a teacher
+
+
+@row(77)
+def test_where_it_goes_on_the_steps_of_each_term_are_counted(world, capsys):
+    path = run(world.settings(teacher_model=str(world.sick)))
+    learned = metrics(path)["learned_from"]
+    cut = sum(event["action"] == "cut out" for event in events(path))
+    assert learned == {"ce": 8, "kd": 8 - cut} and 0 < cut < 8
+    assert metrics(path)["success_rate"] == 1
+
+    alone = run(world.settings(teacher_model=str(world.sick), alpha_ce=0.0, run_name="alone"))
+    learned = metrics(alone)["learned_from"]
+    assert learned.keys() == {"kd"} and metrics(alone)["success_rate"] == learned["kd"] / 8 < 1
+
+
+# --- the end of a run -----------------------------------------------------------------------------
+
+
+@row(78)
+def test_a_disk_that_is_full_at_the_last_checkpoint_loses_no_student(world, monkeypatch, caplog):
+    whole = run(world.settings(run_name="whole"))
+    monkeypatch.setattr(RunFolder, "save_checkpoint", full_at(8))
+    path = run(world.settings(run_name="full"))
+    assert "the last checkpoint, of step 8, could not be written: " in caplog.text
+    assert student_of(path) == student_of(whole)
+    assert metrics(path)["table"] == metrics(whole)["table"]
+
+
+@row(78)
+def test_a_disk_that_is_full_at_the_last_checkpoint_loses_no_heads(settings, monkeypatch, caplog):
+    from ssl_kd.vision.run import run
+
+    whole = run(settings(run_name="whole")).path
+    steps = metrics(whole)["steps"]
+    monkeypatch.setattr(RunFolder, "save_checkpoint", full_at(steps))
+    path = run(settings(run_name="full")).path
+    assert f"the last checkpoint, of step {steps}, could not be written: " in caplog.text
+    assert (path / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def full_at(last, save=RunFolder.save_checkpoint):
+    """Writing a checkpoint, which has no room at the last step."""
+
+    def write(folder, step, tensors):
+        if step == last:
+            raise OSError(28, "No space left on device", "checkpoint")
+        save(folder, step, tensors)
+
+    return write
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@row(79)
+@pytest.mark.parametrize("who", ["student", "teacher"])
+@pytest.mark.parametrize("through", [1, 2])
+def test_adapters_of_themselves_are_refused(world, distill, who, through):  # noqa: F811
+    folders = [world.own / f"adapters {i}" for i in range(through)]
+    base = world.own / "base"
+    shutil.copytree(world.student, base)
+    save_student(add_lora(load_causal_lm(base).model, 4), world.tokenizer, folders[0], "Adapters.")
+    for folder in folders[1:]:
+        shutil.copytree(folders[0], folder)
+    for folder, other in zip(folders, folders[1:] + folders[:1], strict=True):
+        file = folder / "adapter_config.json"
+        described = json.loads(file.read_text()) | {"base_model_name_or_path": str(other)}
+        file.write_text(json.dumps(described))
+    code, error = distill(world.settings(**{f"{who}_model": str(folders[0])}))
+    line = one_line(error)
+    assert code == 2 and all(str(folder) in line for folder in folders)
+    assert "base_model_name_or_path" in line and no_run(world.settings())
+
+
+def test_out_of_memory_names_the_settings_of_this_mode(world, distill, monkeypatch):  # noqa: F811
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("ssl_kd.language.run.prepare", full)
+    code, error = distill(world.settings())
+    line = one_line(error)
+    assert code == 1 and "BLOCK_SIZE" in line and "GRADIENT_CHECKPOINTING" in line
+    assert "N_HEADS" not in line and "EXTRACT_BATCH_SIZE" not in line
+    assert cli.VISION_MEMORY not in line and flags_of(changed(world.settings()))
