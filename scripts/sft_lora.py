@@ -5,8 +5,10 @@ python scripts/sft_lora.py test --model runs/latest/student --data-path test.jso
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded
 from ssl_kd.evaluate.answers import TOLERANCE
@@ -48,6 +50,26 @@ def train(given: argparse.Namespace, others: list[str]) -> LanguageSettings:
     )
 
 
+def asked_split(given: argparse.Namespace) -> tuple[Literal["all", "test"], str]:
+    """Which questions of the data are asked, and in words.
+
+    Without --split all of them, or only those that the model's run held out where it was trained on
+    the others; that is read from the run's folder.
+    """
+    if given.split is not None:
+        return given.split, "all of the data" if given.split == "all" else "its held-out part"
+    config = Path(given.model).parent / "config.json"  # of runs/NAME/student
+    run = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    learned = run.get("settings", {})
+    if "DATA_PATH" not in learned:
+        return "all", "all of the data; whether the model was trained on it is not known"
+    if Path(learned["DATA_PATH"]).resolve() != Path(given.data_path).resolve():
+        return "all", "all of the data, which is not what this model's run was trained on"
+    if learned.get("EVAL_PATH") is not None:
+        return "all", "all of the data, ALL OF WHICH THIS MODEL'S RUN WAS TRAINED ON"
+    return "test", "the part of the data that this model's run held out; --split all asks all"
+
+
 def test(given: argparse.Namespace) -> int:
     """Ask the questions, greedily, and print how many answers are right."""
     import torch
@@ -59,7 +81,8 @@ def test(given: argparse.Namespace) -> int:
 
     device = Precision.for_device(given.device).device
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    questions = open_text(given.data_path, given.split)
+    split, which = asked_split(given)
+    questions = open_text(given.data_path, split)
     lm = load_causal_lm(given.model)  # adapters are merged into their base, in float32
     scores, _ = judge_answers(
         FrozenTeacher(lm.model, device=device, dtype=dtype).model,
@@ -81,6 +104,7 @@ def test(given: argparse.Namespace) -> int:
         f"accuracy {scores.accuracy:.1%} ({scores.right} of {scores.n} questions; 95 % interval "
         f"{low:.1%} to {high:.1%}), numbers equal within {given.tolerance:g} of their size\n"
         f"answer rate {scores.answer_rate:.1%} ({scores.answered} of {scores.n} name an answer)\n"
+        f"asked: {which}\n"
         f"computed in {str(dtype).removeprefix('torch.')} on {device}"
     )
     return 0
@@ -103,7 +127,11 @@ def main(words: list[str]) -> int:
     for job in (training, testing):
         job.add_argument("--model", required=True, help="folder or name on the Hub")
         job.add_argument("--data-path", required=True, help="jsonl of questions and answers")
-    testing.add_argument("--split", choices=("all", "test"), default="all", help="of the data")
+    testing.add_argument(
+        "--split",
+        choices=("all", "test"),
+        help="of the data; default: test (held out) where the model was trained on the others",
+    )
     testing.add_argument("--limit", type=int, help="questions asked at most; default: all")
     testing.add_argument("--batch-size", type=int, default=8, help="questions asked at once")
     testing.add_argument("--max-new-tokens", type=int, default=256, help="of an answer, at most")

@@ -349,15 +349,15 @@ def test_what_the_run_itself_would_refuse_is_a_fault(cache, config, capsys):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"student_temp": 0.05}, "STUDENT_TEMP is 0.05: clusters harden"),
-        ({"teacher_temp": 0.04}, "TEACHER_TEMP is 0.04: clusters harden"),
+        ({"student_temp": 0.05}, "STUDENT_TEMP is 0.05: assignments become certain"),
+        ({"teacher_temp": 0.04}, "TEACHER_TEMP is 0.04: assignments become certain"),
         ({"student_temp": 2.0, "n_clusters": 10}, "at most 23% sure"),
         ({"beta": 1.0}, "BETA is 1: nothing holds"),
         ({"beta": 0.1}, "BETA is 0.1: sure and unsure"),
         ({"n_clusters": 1000}, "BATCH_SIZE is 256: fewer samples than the 1000 clusters"),
         ({"n_clusters": 1000}, "rests on 5.1 samples for each of 1000 clusters -> try 0.949"),
         ({"marginal_momentum": 0.0, "n_clusters": 100}, "MARGINAL_MOMENTUM is 0: the running"),
-        ({"ema_momentum": 0.0}, "EMA_MOMENTUM is 0: the teacher is the student"),
+        ({"ema_momentum": 0.0}, "EMA_MOMENTUM is 0: the teacher equals the student"),
         ({"ema_momentum": 0.9999}, "more than the 800 steps"),
         ({"learning_rate": 1.0}, "LEARNING_RATE is 1: AdamW"),
         ({"learning_rate": 1.0, "weight_decay": 0.5}, "takes 50% off every weight"),

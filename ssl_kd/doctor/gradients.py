@@ -30,6 +30,10 @@ EXPLODED = 100.0  # times the median norm of the parts
 SCALE = 1024.0  # of the loss in float16, as the guard would have it
 HALF = torch.finfo(torch.float16)
 SHOWN = 5
+NOT_AGAIN = (
+    "a second run of the same batch is finite, so the device does not compute the same twice: "
+    "check its memory and its driver"
+)
 
 
 def open_model(settings: LanguageSettings) -> tuple[CausalLM, Blocks]:
@@ -131,7 +135,7 @@ def _forward(distiller: Distiller, batch: Batch) -> Generator[Finding, None, boo
     guessing = math.log(logits.shape[-1])
     seen = f"{ce:.4g} nats a token; guessing among {logits.shape[-1]:,} tokens gives {guessing:.4g}"
     if not math.isfinite(ce):
-        why = distiller.explain(batch) or "it is finite when run again: suspect the device"
+        why = distiller.explain(batch) or NOT_AGAIN
         yield Finding("forward: loss", seen, why)
         return False
     worse = ce > 1.2 * guessing
@@ -160,7 +164,7 @@ def _backward(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
     for part, norm in norms.items():
         way, note = "", False
         if not math.isfinite(norm):
-            way = distiller.explain(batch) or "finite when run again: suspect the device"
+            way = distiller.explain(batch) or NOT_AGAIN
         elif norm == 0:
             way = "no gradient reaches it: look for a detach, a clamp or an unused module"
         elif norm > EXPLODED * median:

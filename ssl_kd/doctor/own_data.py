@@ -179,7 +179,7 @@ def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
             yield Finding(f"{name}, columns", seen, way, note=True)
         if len(scan.zero):
             seen = f"{count(len(scan.zero), 'row')}, the first: {_where(store, int(scan.zero[0]))}"
-            way = "a row of zeros says nothing about its sample: is the image blank?"
+            way = "every number of these rows is zero: are the images blank?"
             yield Finding(f"{name}, zero", seen, way, note=True)
         if scan.spread < 1e-4 and scan.constant < store.dim:
             seen = (
@@ -190,7 +190,7 @@ def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
         if scan.pair is not None and scan.duplicates > store.n / 100:
             pair = " and ".join(_where(store, row) for row in scan.pair)
             seen = f"{about}{scan.duplicates / store.n:.0%} of the rows repeat another: {pair}"
-            way = "copies are each other's neighbours and teach nothing: take them out"
+            way = "copies become each other's neighbours and add no information: remove them"
             yield Finding(f"{name}, duplicates", seen, way, note=True)
 
 
@@ -220,7 +220,7 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
     for name, edge in (("student_temp", 0.06), ("teacher_temp", 0.05)):
         temperature = getattr(s, name)
         if temperature <= edge:
-            why = "clusters harden before they are found, and confident samples have no gradient"
+            why = "assignments become certain too early, and confident samples have no gradient"
             risk(name, why, "try 0.1")
         elif temperature > 1:
             sure = 1 / (1 + (k - 1) * math.exp(-2 / temperature))
@@ -242,7 +242,7 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
         why = f"the running marginal rests on {per_cluster:.1f} samples for each of {k} clusters"
         risk("marginal_momentum", why, f"try {enough:g}, or a larger BATCH_SIZE")
     if s.ema_momentum == 0:
-        why = "the teacher is the student itself, and averages nothing"
+        why = "the teacher equals the student at every step, so it averages nothing"
         risk("ema_momentum", why, "try 0.9")
     elif 1 / (1 - s.ema_momentum) > s.max_steps:
         why = f"the teacher averages over more than the {s.max_steps} steps of the run"

@@ -216,8 +216,8 @@ class Guard:
         for group in self.optimizer.param_groups:
             if any(p.grad is not None and id(p) not in self._owned for p in group["params"]):
                 raise ValueError(
-                    "the optimizer holds a gradient of a parameter that was not there, or not "
-                    "trained, when the guard was made: make a new Guard"
+                    "the optimizer holds a gradient of a parameter that was added, or unfrozen, "
+                    "after the guard was made: make a new Guard"
                 )
         gradients = [[p.grad for p in part.weights if p.grad is not None] for part in self._parts]
         if self._scales:

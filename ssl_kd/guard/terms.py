@@ -52,7 +52,7 @@ class LossTerms:
                 events.append(found.event(step, name, value, action))
             elif missed:
                 reason = f"healthy again after {missed} steps"
-                events.append(Event(step, name, "loss", reason, "taken in again"))
+                events.append(Event(step, name, "loss", reason, "used again"))
         return events
 
     def forget(self) -> None:

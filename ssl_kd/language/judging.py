@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from ssl_kd.datasets.aligned import AlignedBlocks
+from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
@@ -63,7 +64,8 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
         return task, row, judge.generations(teacher)
     with teacher.on_device():
         known = known_settings(settings)
-        found = first_fault(teacher.model, task.teacher_eval_blocks, "teacher", settings=known)
+        rows = _one_by_one(task.teacher_eval_blocks, task.precision.device)
+        found = first_fault(teacher.model, rows, "teacher", settings=known)
     why = "" if found is None else f": {in_words(*found)}"
     if task.precision.teacher == torch.float16:
         return judged_teacher(settings, _wider(settings, task, teacher, why))
@@ -71,6 +73,10 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
         f"the output of the teacher {task.teacher.name} on held-out text is not finite, so nothing "
         f"can be learned from it{why}"
     )
+
+
+def _one_by_one(blocks: Blocks, device: torch.device) -> Iterator[Batch]:
+    return (blocks.batch([row], device) for row in range(len(blocks)))
 
 
 def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: str) -> Task:
@@ -105,7 +111,8 @@ def judged_student(settings: LanguageSettings, task: Task, judge: LanguageJudge)
     if row["nll"] is not None and weight is None:
         return row
     known, autocast = known_settings(settings), task.precision.autocast
-    found = first_fault(student, task.eval_blocks, "student", autocast=autocast, settings=known)
+    rows = _one_by_one(task.eval_blocks, next(student.parameters()).device)
+    found = first_fault(student, rows, "student", autocast=autocast, settings=known)
     why = in_words(*found) if found else f"its weight {weight} holds NaN or infinity"
     raise InputError(
         f"the student {task.student.name} is not finite before step 0, so no step can train it: "

@@ -142,7 +142,7 @@ class Witness:
         new, self._read = log.events[self._read :], len(log)
         for event in new:
             kind = Stage.of(event)
-            sick = kind is not None and kind.kind.not_finite and event.action != "taken in again"
+            sick = kind is not None and kind.kind.not_finite and event.action != "used again"
             if sick and event.part != "router" and event.part not in self.explained:
                 log.extend([self._explain(event, batches, rng)])
 
@@ -161,7 +161,7 @@ class Witness:
                         words = f"{named_rows(rows)}: {in_words(*found)}"
                         self.diagnoses.append(found[1])
                         break
-            why = "finite when run again"
+            why = "a second run of the same step is finite"
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

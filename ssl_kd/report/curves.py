@@ -18,7 +18,7 @@ from ssl_kd.report.wording import amount, finite
 ACTIONS = {
     "skip": ("skipped", "o"),
     "cutout": ("cut out", "v"),
-    "takenin": ("taken in again", "P"),
+    "usedagain": ("used again", "P"),
     "restor": ("restored", "^"),
     "reinit": ("re-initialised", "s"),
     "stop": ("stopped", "X"),
@@ -198,4 +198,5 @@ def _natural(part: str) -> tuple[str, int]:
 
 def _action(event: dict[str, Any]) -> str:
     text = re.sub(r"[-_ ]", "", str(event.get("action", "")).lower())
+    text = text.replace("takenin", "used")  # older run folders say "taken in again"
     return next(stem for stem in ACTIONS if stem in text)

@@ -31,6 +31,7 @@ from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import BaseFingerprint, ShardStore, ShardWriter
 from ssl_kd.store.shards import Columns, Content, Manifest, read_manifest
 from ssl_kd.teachers.causal import tokenizer_id
+from ssl_kd.teachers.finite import first_fault, in_words
 
 if TYPE_CHECKING:
     from ssl_kd.datasets.text import TextDataset
@@ -374,11 +375,13 @@ def _content(
     found = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
     row, column = rows // width, rows % width
     if len(bad := found["error"].isnan().nonzero()):
-        first = int(bad[0])
+        first, model = int(bad[0]), getattr(teacher, "model", None)
+        fault = None if model is None else first_fault(model, [batch], "teacher")
         raise InputError(
             f"teacher {fingerprint.teacher!r} gives NaN at {len(bad)} of {n} positions, first in "
-            f"block {int(batch.rows[row[first]])}, token {int(column[first])}: check its weights, "
-            "or compute in float32 (--model_dtype float32)"
+            f"block {int(batch.rows[row[first]])}, token {int(column[first])}: "
+            + (in_words(*fault) if fault else "check its weights")
+            + "; or compute in float32 (--model_dtype float32)" * (fingerprint.dtype == "float16")
         )
     content: Content = {"real": torch.bincount(row, minlength=b)}
     for name, values in found.items():

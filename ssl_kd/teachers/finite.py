@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.diagnosis import HUGE, Cause, Diagnosis, diagnose
 from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.teachers.causal import evaluating
@@ -39,31 +39,30 @@ def suspect_weights(model: nn.Module, who: str) -> dict[str, Tensor]:
 @torch.no_grad()
 def first_fault(
     model: Any,
-    blocks: Blocks,
+    batches: Iterable[Batch],
     who: str,
     *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[Fault, Diagnosis] | None:
-    """Ask a model about rows of text until its logits are NaN; what made them so, and why.
+    """Ask a model about batches until its logits are NaN; what made them so, and why.
 
     A single infinity is no fault: losses and scores take it for a saturated overflow.
 
     Args:
         model: a causal language model of transformers.
-        blocks: rows of its tokens; each is a forward pass of its own.
+        batches: of its tokens, on its device; small ones, since all logits are held at once.
         who: `teacher` or `student`, for the names of its weights.
         autocast: makes the context that it runs in.
         settings: name in lower case -> value, for advice; see `diagnose`.
 
     Returns:
-        The first operation whose NaN reached the logits, and the diagnosis; None where every row is
-        well.
+        The first operation whose NaN reached the logits, and the diagnosis; None where every batch
+        is well.
     """
-    device = next(model.parameters()).device
     with evaluating(model):
-        for row in range(len(blocks)):
-            inputs = blocks.batch([row], device).model_inputs()
+        for batch in batches:
+            inputs = batch.model_inputs()
             with autocast():
                 if not bool(model(**inputs, use_cache=False).logits.isnan().any()):
                     continue

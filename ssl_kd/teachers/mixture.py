@@ -441,7 +441,7 @@ def _find_routers(model: nn.Module) -> dict[str, nn.Module]:
                 "experts, add it to ssl_kd.teachers.mixture.ROUTERS"
             )
             raise InputError(
-                f"{what} routes by {kind}, {why}. Use the teacher with router_mode 'native'"
+                f"{what} has routers of type {kind}, {why}. Use it with router_mode 'native'"
             )
     if not routers:
         raise InputError(

@@ -495,3 +495,11 @@ def test_the_probe_leaves_everything_as_it_was():
     assert random.getstate() == random_states[1]
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_that_is_not_finite_is_not_said_to_leak(caplog):
+    model = build(ISOLATING["llama"])
+    model.model.norm.weight.data[0] = float("nan")
+    assert not isolates_documents(model)
+    assert "the output of LlamaForCausalLM is not finite" in caplog.text
+    assert "attend to each other" not in caplog.text

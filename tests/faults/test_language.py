@@ -225,7 +225,7 @@ def test_a_nan_divergence_leaves_the_cross_entropy_to_train_alone(options):
     assert sick.of("kd") == [
         (3, "loss", "cut out"),
         (3, "replay", "explained"),
-        (4, "loss", "taken in again"),
+        (4, "loss", "used again"),
     ]
     assert {event.part for event in sick.events} == {"kd"}
     assert math.isnan(sick.results[3].kd) and math.isfinite(sick.results[3].loss)
@@ -268,7 +268,7 @@ def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on():
         "cut out",
         "cut out",
         "cut out, 6 times in a row",
-        "taken in again",
+        "used again",
     ]
     assert "look for NaN" in told[2]
     twin = taught(leave_out("kd", steps=range(2, 8)), steps=9)
@@ -291,7 +291,7 @@ def test_without_a_finite_term_the_step_is_skipped_and_its_rows_named(lasting):
         words = sick.explained(part)
         assert words.startswith(_named(3))
         assert ("aten.masked_fill" in words) == lasting
-        assert ("finite when run again" in words) != lasting
+        assert ("a second run of the same step is finite" in words) != lasting
     assert [result.updated for result in sick.results] == [i != 3 for i in range(6)]
     assert same(sick.owned(4), sick.owned(3))  # weights, moments, step counts
     twin = taught(_idle_at(3))
@@ -376,7 +376,7 @@ def test_nan_gate_logits_of_a_layer_leave_the_cross_entropy_to_train_alone(mode)
     assert same(sick.owned(), twin.owned())
     assert [event for event in sick.of("kd") if event[1] == "loss"] == [
         (3, "loss", "cut out"),
-        (4, "loss", "taken in again"),
+        (4, "loss", "used again"),
     ]
     assert all(result.updated for result in sick.results)
     words = sick.explained("kd")
@@ -504,7 +504,7 @@ def test_a_nan_in_one_group_leaves_the_cross_entropy_to_train_alone(how, two_tok
     assert same(sick.owned(), twin.owned())  # in hidden with the projection and its moments
     assert [event for event in sick.of("kd") if event[1] == "loss"] == [
         (3, "loss", "cut out"),
-        (4, "loss", "taken in again"),
+        (4, "loss", "used again"),
     ]
     assert {event.part for event in sick.events} == {"kd"}
     assert math.isnan(sick.results[3].kd) and all(result.updated for result in sick.results)

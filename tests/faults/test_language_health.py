@@ -10,7 +10,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from ssl_kd import cli  # noqa: E402
+from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.task import cache_teacher  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.student import NotFinite, add_lora, save_student  # noqa: E402
 from ssl_kd.training.folder import RunFolder  # noqa: E402
@@ -74,6 +76,15 @@ def test_a_nan_that_few_tokens_meet_is_found_where_text_is_judged(world, distill
     folder = world.spoilt("teacher", lambda tensors: tensors[EMBEDDING][token].fill_(NAN))
     code, error = distill(world.settings(teacher_model=str(folder)))
     assert code == 2 and f"teacher weight {EMBEDDING} came in not finite" in one_line(error)
+
+
+@row(74)
+def test_the_cache_of_such_a_teacher_is_refused_with_its_weight(world, tmp_path):
+    asked = world.settings(
+        teacher_model=str(world.spoilt("teacher", poison)), teacher_cache=str(tmp_path / "cache")
+    )
+    with pytest.raises(InputError, match=rf"gives NaN .* teacher weight {UP} came in not finite"):
+        cache_teacher(asked)
 
 
 @row(74)

@@ -505,13 +505,13 @@ def test_a_sick_term_is_cut_out_and_the_rest_goes_on_alone():
     seen = [(e.step, e.part, e.stage, e.action) for e in guard.events.events]
     assert seen == [
         (2, "kd", "loss", "cut out"),
-        (3, "kd", "loss", "taken in again"),
+        (3, "kd", "loss", "used again"),
         (4, "kd", "gradient", "cut out"),
         (5, "ce", "loss", "cut out"),
         (5, "kd", "loss", "cut out"),
         (5, "model", "loss", "skipped"),
-        (6, "ce", "loss", "taken in again"),
-        (6, "kd", "loss", "taken in again"),
+        (6, "ce", "loss", "used again"),
+        (6, "kd", "loss", "used again"),
     ]
     assert guard.updates.tolist() == [7]
 
@@ -529,7 +529,7 @@ def test_a_term_counts_steps_not_batches():
     assert [(e.step, e.part, e.action) for e in guard.events.events] == [
         (0, "kd", "cut out"),
         (1, "kd", "cut out"),
-        (2, "kd", "taken in again"),
+        (2, "kd", "used again"),
     ]
     assert "healthy again after 2 steps" in guard.events.events[-1].reason
 
@@ -575,7 +575,7 @@ def test_without_through_a_sick_gradient_costs_the_step():
     guarded, guard = run_terms(sick, through=False)
     by_hand, _ = run_terms({2: "loss", 4: "both"}, by_hand=True)
     assert same(guarded, by_hand)
-    seen = [(e.step, e.part) for e in guard.events.events if e.action != "taken in again"]
+    seen = [(e.step, e.part) for e in guard.events.events if e.action != "used again"]
     assert seen == [(2, "kd"), (4, "model")]
 
 

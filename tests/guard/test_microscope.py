@@ -283,3 +283,14 @@ def test_a_function_outside_its_domain_is_named_with_the_value(step, words):
 def test_the_logarithm_of_an_exact_zero_is_still_that():
     _, found = look(lambda: torch.tensor([0.0, 1.0]).log().sum())
     assert found.cause == Cause.LOG_OF_ZERO
+
+
+def test_no_value_above_a_usual_one_is_advised():
+    """A tenth of a mad learning rate is mad."""
+    with Microscope() as scope:
+        x = (torch.full((3,), 1e30) * 1e30).sum()
+    rates = {50.0: 2e-5, 1e-5: 1e-6}
+    for now, wanted in rates.items():
+        found = diagnose(scope.fault(x), {"learning_rate": now}, {"learning_rate": 2e-5})
+        (advice,) = found.advice
+        assert found.cause == Cause.LEARNING_RATE and advice.value == pytest.approx(wanted)

@@ -65,7 +65,7 @@ def test_a_term_that_is_well_again_is_told_once_with_how_long_it_was_missed():
     _, events = fed(well, sick, sick, well, well)
     assert [len(found) for found in events] == [0, 1, 1, 1, 0]
     ((event,),) = events[3:4]
-    assert (event.step, event.part, event.action) == (3, "kd", "taken in again")
+    assert (event.step, event.part, event.action) == (3, "kd", "used again")
     assert event.reason == "healthy again after 2 steps"
 
 

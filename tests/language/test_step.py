@@ -253,7 +253,7 @@ def test_falling_back_to_cross_entropy_is_said_counted_and_lifted(tiny, teacher)
         (1, "kd", "cut out"),
         (1, "kd", "explained"),
         (2, "kd", "cut out"),
-        (3, "kd", "taken in again"),
+        (3, "kd", "used again"),
     ]
     assert streaks == [0, 1, 1, 0]
     lifted = distiller.guard.events.events[-1]
@@ -352,7 +352,10 @@ def test_the_replay_sees_the_same_dropout(tiny, device):
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [(None, "finite when run again"), ("memory", "not enough memory to run it again")],
+    [
+        (None, "a second run of the same step is finite"),
+        ("memory", "not enough memory to run it again"),
+    ],
 )
 def test_a_fault_that_is_not_found_again_names_the_rows(tiny, teacher, error, why, monkeypatch):
     asked = Sick(teacher)

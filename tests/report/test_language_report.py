@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ssl_kd.report import run_images
+from ssl_kd.report.curves import action_name
 from tests.report.reading import Reader, change, put, write_and_read
 
 PROMPTS = ("Once upon a time", "The little dog")
@@ -323,3 +324,21 @@ def test_long_runs_stay_readable_and_small(run):
 
 def test_a_language_run_has_no_pictures_to_open(run):
     assert run_images(run) is None
+
+
+@pytest.mark.parametrize("word", ["used again", "taken in again"])
+def test_an_older_word_for_a_term_that_is_used_again_is_read(word):
+    assert action_name({"action": word}) == "used again"
+    assert action_name({"action": "not found again"}) == "other"
+
+
+def test_terms_that_took_no_part_in_some_steps_and_a_training_that_did_not_help_are_said(run):
+    metrics = json.loads((run / "metrics.json").read_text())
+    metrics |= {"best_step": 0, "steps": 30, "learned_from": {"ce": 30, "kd": 12}}
+    metrics["table"] = [row for row in metrics["table"] if row["name"] != "CE alone"]
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    _, page = read(run)
+    assert "training did not help; kd learned from 12 of 30 steps" in page.text
+    assert "% of the steps went through; kd learned from 12 of 30 steps" in page.text
+    assert "ce learned from" not in page.text
+    assert "None of them was better than the student before training" in page.text

@@ -150,7 +150,12 @@ def test_adapters_are_trained_and_tested(script, house, tmp_path):
     asked = ["--max-new-tokens", 8, "--limit", 5, "--device", "cpu"]
     code, out, err = script("sft_lora", "test", "--model", folder / "student", *data, *asked)
     assert code == 0, err
-    assert "of 5 questions; 95 % interval" in out and "answer rate" in out
+    assert "of 5 questions; 95 % interval" not in out and "answer rate" in out
+    assert "the part of the data that this model's run held out" in out
+    code, out, err = script(
+        "sft_lora", "test", "--model", folder / "student", *data, *asked, "--split", "all"
+    )
+    assert code == 0 and "of 5 questions; 95 % interval" in out and "asked: all of the data" in out
     assert "numbers equal within 0.0001 of their size" in out and "float32 on cpu" in out
 
 
