@@ -134,7 +134,8 @@ def test_a_row_is_the_mean_of_the_steps_since_the_last(tiny):
             assert row[name] == pytest.approx(mean)
         assert row["train_loss"] == pytest.approx(0.5 * row["ce"] + 0.5 * row["kd"])
     names = "step train_loss kd ce grad_norm success_rate consecutive_nans gpu_memory_gb"
-    assert {*names.split(), "tokens_per_second", "learning_rate"} == set(log.rows[0])
+    names += " ce_success_rate kd_success_rate tokens_per_second learning_rate"
+    assert set(names.split()) == set(log.rows[0])
     assert log.rows[0]["gpu_memory_gb"] is None
 
 
@@ -145,6 +146,7 @@ def test_what_is_not_finite_is_left_out_of_the_means(tiny):
     (row,), results = log.rows, more.results
     assert [r.updated for r in results] == [True, True, False, False]
     assert row["success_rate"] == 0.5 and row["consecutive_nans"] == 2
+    assert row["ce_success_rate"] == row["kd_success_rate"] == 0.5
     assert row["ce"] == pytest.approx((results[0].ce + results[1].ce) / 2)
     assert row["grad_norm"] == pytest.approx((results[0].grad_norm + results[1].grad_norm) / 2)
 
@@ -154,6 +156,17 @@ def test_looks_and_checkpoints_come_when_they_are_due_and_at_the_end(tiny):
     train(make(tiny, eval_every=3, checkpoint_every=4), tiny.blocks(), 10, **log.callbacks())
     assert log.evals == [3, 6, 9, 10] and log.saves == [4, 8, 10]
     assert [step for step, _ in log.steps] == list(range(10))
+
+
+def test_why_a_training_stopped_is_said_though_no_checkpoint_can_be_written(tiny, caplog):
+    def full(done):
+        raise OSError(28, "No space left on device")
+
+    distiller = make(tiny, stop_after=2, checkpoint_every=99)
+    calls = {**Log().callbacks(), "on_checkpoint": full, "on_step": poisoned_after(distiller, 1)}
+    with pytest.raises(TooFewHealthyParts, match="no part had a healthy step in the last 2"):
+        train(distiller, tiny.blocks(), 9, **calls)
+    assert "the last checkpoint, of step 4, could not be written: " in caplog.text
 
 
 def test_looks_and_checkpoints_are_not_counted_as_time_of_learning(tiny, monkeypatch):
