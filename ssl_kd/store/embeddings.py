@@ -71,6 +71,13 @@ class EmbeddingStore(ShardStore):
     """
 
     fingerprint_type = Fingerprint
+    fields = {
+        "split": str,
+        "dim": int,
+        "dtype": str,
+        "labelled": bool,
+        "class_names": (list, type(None)),
+    }
     fingerprint: Fingerprint
 
     def __init__(self, folder: str | Path, name: str, **settings: Any):

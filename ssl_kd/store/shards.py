@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import inspect
 import json
 import mmap
 import os
@@ -104,12 +105,39 @@ def read_manifest(path: Path) -> Manifest:
         raise CorruptFileError(
             f"{path} is damaged ({error}). Rebuild the cache with --force-recompute."
         ) from error
-    if manifest["version"] != 1:
+    if manifest.get("version") != 1:
         raise CorruptFileError(
-            f"{path} has version {manifest['version']}, this library reads version 1. "
+            f"{path} has version {manifest.get('version')}, this library reads version 1. "
             "Use the library that wrote it, or --force-recompute."
         )
     return manifest
+
+
+_FIELDS = {
+    "fingerprint": dict,
+    "n": int,
+    "shard_rows": int,
+    "unreadable": list,
+    "statistics": dict,
+    "shards": list,
+}
+_SHARD_FIELDS = {
+    "file": str,
+    "start": int,
+    "stop": int,
+    "rows": int,
+    "bytes": int,
+    "sha256": str,
+    "unreadable": list,
+    "statistics": dict,
+}
+
+
+def _lacks(values: object, kinds: Mapping[str, Any]) -> list[str]:
+    """The fields that are missing or of another kind."""
+    if not isinstance(values, dict):
+        return list(kinds)
+    return [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
 
 
 class ShardStore:
@@ -128,6 +156,34 @@ class ShardStore:
     """
 
     fingerprint_type: ClassVar[type[BaseFingerprint]]
+    fields: ClassVar[Mapping[str, Any]]
+    """What its manifest holds beyond every manifest's fields: name -> type."""
+
+    @classmethod
+    def describe(cls, path: Path) -> tuple[Manifest, BaseFingerprint]:
+        """Read a manifest, and what it says that its cache was computed from.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CorruptFileError: it is damaged, or holds other fields than this version's.
+        """
+        manifest = read_manifest(path)
+        odd = _lacks(manifest, {**_FIELDS, **cls.fields})
+        if "shards" not in odd:
+            odd += sorted({name for e in manifest["shards"] for name in _lacks(e, _SHARD_FIELDS)})
+        if "fingerprint" not in odd:
+            known = inspect.signature(cls.fingerprint_type).parameters.keys()
+            odd += sorted(known ^ manifest["fingerprint"].keys())
+        try:
+            if odd:
+                raise ValueError(f"{', '.join(odd)}: missing, of another kind or not known")
+            cls.columns(manifest)
+            return manifest, cls.fingerprint_type(**manifest["fingerprint"])
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CorruptFileError(
+                f"{path} is not one of this version ({error}). Use the version that wrote it, or "
+                "--force-recompute."
+            ) from error
 
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
@@ -160,8 +216,8 @@ class ShardStore:
     ):
         self.folder, self.name = Path(folder), name
         path = self.folder / f"{name}.json"
-        self.manifest = manifest = read_manifest(path)
-        self.fingerprint = self.fingerprint_type(**manifest["fingerprint"])
+        self.manifest, self.fingerprint = self.describe(path)
+        manifest = self.manifest
         if expect is not None and (differences := self.fingerprint.differences(expect)):
             raise FingerprintMismatch(path, differences, expect.way_out)
 

@@ -29,7 +29,7 @@ from ssl_kd.losses.teacher_output import (
 )
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import BaseFingerprint, ShardStore, ShardWriter
-from ssl_kd.store.shards import Columns, Content, Manifest, read_manifest
+from ssl_kd.store.shards import Columns, Content, Manifest
 from ssl_kd.teachers.causal import tokenizer_id
 from ssl_kd.teachers.finite import first_fault, in_words
 
@@ -151,6 +151,7 @@ class TeacherCache(ShardStore):
     """
 
     fingerprint_type = TeacherFingerprint
+    fields = {"vocabulary": int}
     fingerprint: TeacherFingerprint
 
     @classmethod
@@ -172,8 +173,8 @@ class TeacherCache(ShardStore):
             CorruptFileError: a file is damaged; the message names it.
             NonFiniteRow: a row is; the message names file, row and block.
         """
-        cached = read_manifest(Path(folder) / f"{_NAME}.json")["fingerprint"]
-        expected = replace(TeacherFingerprint(**cached), **(expect or {}))
+        manifest, _ = cls.describe(Path(folder) / f"{_NAME}.json")
+        expected = replace(TeacherFingerprint(**manifest["fingerprint"]), **(expect or {}))
         return cls(folder, _NAME, expect=expected, verify=verify)
 
     @classmethod

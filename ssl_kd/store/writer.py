@@ -25,7 +25,6 @@ from ssl_kd.store.shards import (
     NonFiniteRow,
     ShardStore,
     bad_row,
-    read_manifest,
     write_manifest,
 )
 
@@ -223,7 +222,7 @@ class ShardWriter(Generic[S]):
         for place in (self.folder, self._partial):
             path = self._manifest_path(place)
             try:
-                manifest = read_manifest(path)
+                manifest, cached = self.kind.describe(path)
             except FileNotFoundError:
                 continue
             except CorruptFileError as error:
@@ -231,7 +230,7 @@ class ShardWriter(Generic[S]):
                     raise
                 logger.warning("%s Starting over.", error)
                 continue
-            if differences := self._differences(manifest):
+            if differences := self._differences(manifest, cached):
                 if place == self.folder or manifest["shards"]:  # else nothing would be lost
                     way_out = self.fingerprint.way_out
                     mismatch = mismatch or FingerprintMismatch(path, differences, way_out)
@@ -279,8 +278,7 @@ class ShardWriter(Generic[S]):
         logger.warning("Will be computed again: %s", faults[0])
         return faults
 
-    def _differences(self, manifest: Manifest) -> list[str]:
-        cached = type(self.fingerprint)(**manifest["fingerprint"])
+    def _differences(self, manifest: Manifest, cached: BaseFingerprint) -> list[str]:
         return cached.differences(self.fingerprint) + [
             f"{name}: cache has {manifest.get(name)}, this run asks for {value}"
             for name, value in self._header.items()

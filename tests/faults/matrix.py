@@ -435,4 +435,8 @@ ROWS = {
         "adapters whose base is their own folder, or adapters of it",
         "refused with both folders named",
     ),
+    92: Row(
+        "a cache's manifest that lacks a field, or holds one of another version",
+        "its file and the field are named; --force-recompute rebuilds the cache",
+    ),
 }

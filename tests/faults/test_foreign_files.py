@@ -22,6 +22,7 @@ from ssl_kd.guard.recorder import save_bundle
 from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
+from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import files_id
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.model import ClusterModel
@@ -360,3 +361,60 @@ def test_a_file_that_was_gone_for_a_moment_is_named_until_it_is_embedded(
     caplog.clear()
     run(odd)
     assert "left out" not in caplog.text
+
+
+# --- 92: a manifest of another version, or that somebody wrote ------------------------------------
+
+
+def _field(*places, value=None):
+    def change(manifest):
+        for place in places[:-1]:
+            manifest = manifest[place]
+        if value is None:
+            del manifest[places[-1]]
+        else:
+            manifest[places[-1]] = value
+
+    return change
+
+
+@row(92)
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (_field("fingerprint", "colour", value="red"), "colour"),
+        (_field("fingerprint", "weights"), "weights"),
+        (_field("fingerprint", value=[]), "fingerprint"),
+        (_field("dim"), "dim"),
+        (_field("dtype", value="float12"), "float12"),
+        (_field("class_names"), ""),
+        (_field("shards", 1, "sha256"), "sha256"),
+        (_field("shards", 1, value="x"), "sha256"),
+        (_field("shards", value={}), "shards"),
+        (_field("unreadable", value=3), "unreadable"),
+    ],
+)
+def test_a_manifest_with_other_fields_is_one_line_and_force_rebuilds(
+    settings, train_py, change, word
+):
+    before = cache(settings()).tensor()
+    path = Path(settings().embeddings_dir) / "embeddings_train.json"
+    manifest = read_manifest(path)
+    change(manifest)
+    write_manifest(path, manifest)  # with a checksum that fits
+    if word:
+        code, error = train_py(settings())
+        line = one_line(error)
+        assert code == 1 and f"{path} is not one of this version" in line and word in line
+        assert "--force-recompute" in line and no_run(settings())
+    code, error = train_py(settings(force_recompute=True))
+    assert code == 0, error
+    assert torch.equal(opened(settings()).tensor(), before)
+
+
+@row(92)
+def test_a_manifest_of_a_teachers_cache_with_other_fields_is_named(tmp_path):
+    path = tmp_path / "teacher.json"
+    write_manifest(path, {"version": 1, "fingerprint": {"k": "many"}, "shards": []})
+    with pytest.raises(CorruptFileError, match="teacher.json is not one of this version .*vocab"):
+        TeacherCache.open(tmp_path)
