@@ -19,6 +19,7 @@ from urllib.parse import urlparse
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ssl_kd.errors import InputError
@@ -302,7 +303,9 @@ def _timm(
         try:
             with _one_lookup():
                 model = timm.create_model(model_name, pretrained=True, num_classes=0, **kwargs)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            if is_path:
+                _check_path(model_name, error)
             raise TeacherUnavailable(name, error) from error
     else:
         model = _timm_with(model_name, state, config, kwargs)
@@ -351,6 +354,24 @@ def _timm_with(model_name: str, state: State, config: Any, kwargs: dict[str, Any
         raise InputError(f"these weights do not fit {model_name}: {reason[:500]}") from error
     model.reset_classifier(0)
     return model
+
+
+def _check_path(model_name: str, error: Exception) -> None:
+    """Raise an InputError where a model of timm's is named by a path that is of no use."""
+    source, _, place = model_name.partition(":")
+    folder = Path(place)
+    if source == "hf-hub" and place and folder.is_dir():
+        raise InputError(
+            f"timm:{model_name} names a folder: timm:local-dir:{place} loads one"
+        ) from error
+    found = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    if source == "local-dir" and found:
+        reason = " ".join(str(error).split())[:200]
+        if "weights_only" in reason:  # timm advises to load it anyway
+            reason = "it asks for more than tensors, which was refused; nothing was executed"
+        raise InputError(f"{found[0]} is not a readable weights file: {reason}") from error
+    if isinstance(error, ValueError):  # not even a name
+        raise InputError(f"timm:{model_name}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _unknown(library: str, name: str, known: list[str]) -> str:

@@ -439,4 +439,8 @@ ROWS = {
         "a cache's manifest that lacks a field, or holds one of another version",
         "its file and the field are named; --force-recompute rebuilds the cache",
     ),
+    93: Row(
+        "a model's config.json or model.safetensors that is cut, or of another model",
+        "the file is named, by the estimator, the model and a teacher of timm's",
+    ),
 }

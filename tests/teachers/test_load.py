@@ -17,6 +17,7 @@ from ssl_kd.teachers.load import load_teacher
 from ssl_kd.teachers.weights import read_weights
 from ssl_kd.vision.extract import extract
 from ssl_kd.vision.settings import VisionSettings
+from tests.damage import Payload
 
 timm = pytest.importorskip("timm")
 SMALL = {"depth": 1, "img_size": 28}
@@ -516,3 +517,38 @@ def test_an_import_path_is_a_value_for_the_setting():
     for value in ("heads/my.py", "Teacher", ".Teacher", "a..B", "1a.B"):
         with pytest.raises(SettingsError, match="'package.module.Class', 'timm:NAME'"):
             VisionSettings(teacher=value)
+
+
+@pytest.fixture
+def timm_folder(tmp_path):
+    timm = pytest.importorskip("timm")
+    from timm.models import save_for_hf
+
+    model = timm.create_model("test_resnet")
+    save_for_hf(model, tmp_path / "mine", {"num_classes": 1000}, safe_serialization=True)
+    return tmp_path / "mine"
+
+
+def test_a_folder_of_timms_loads_and_under_the_hubs_name_says_how(timm_folder):
+    assert load_teacher(f"timm:local-dir:{timm_folder}").dim > 1
+    with pytest.raises(ValueError, match=f"timm:local-dir:{timm_folder} loads one"):
+        load_teacher(f"timm:hf-hub:{timm_folder}")
+
+
+@pytest.mark.parametrize("name", ["hf-hub:", "hf-hub:../../etc", "nowhere:x"])
+def test_a_path_of_timms_that_is_none_is_one_line(name):
+    with pytest.raises(ValueError, match=f"^timm:{name}: "):
+        load_teacher(f"timm:{name}")
+
+
+def test_a_damaged_file_in_a_folder_of_timms_is_named(timm_folder):
+    file = timm_folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors is not a readable weights file"):
+        load_teacher(f"timm:local-dir:{timm_folder}")
+    file.unlink()
+    trace = timm_folder / "executed"
+    torch.save({"x": Payload(str(trace))}, timm_folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin .* nothing was executed") as refused:
+        load_teacher(f"timm:local-dir:{timm_folder}")
+    assert "weights_only" not in str(refused.value) and not trace.exists()
