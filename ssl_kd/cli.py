@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
-from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError, Interrupted, UserError, code_of
+from ssl_kd.errors import (
+    BAD_INPUT,
+    FAILED,
+    OK,
+    InputError,
+    Interrupted,
+    UserError,
+    code_of,
+    printable,
+)
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.settings import nearest
 
@@ -456,7 +465,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _say(message: object) -> None:
     """Print a message: one line as a rule, the first few of what another library said at length."""
-    lines = [line.rstrip() for line in str(message).splitlines() if line.strip()]
+    lines = [printable(line.rstrip()) for line in str(message).splitlines() if line.strip()]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES - 1 :] = [f"... ({len(lines) - MOST_LINES + 1} more lines)"]
     print("ssl_kd: " + "\n  ".join(lines), file=sys.stderr)

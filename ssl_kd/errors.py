@@ -64,3 +64,15 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal: int, run_dir: Path | None) -> None:
         super().__init__(f"stopped by signal {signal}; run folder {run_dir}")
         self.signal, self.run_dir = signal, run_dir
+
+
+def printable(text: str) -> str:
+    r"""The text as one line that forges no other: what is not printable is escaped.
+
+    A file may be called anything, with line breaks and a terminal's control sequences in it.
+
+    >>> printable("a\nWARNING b\x1b[2J")
+    'a\\nWARNING b\\x1b[2J'
+    """
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped)

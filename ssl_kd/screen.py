@@ -18,15 +18,28 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ssl_kd.errors import printable
+
+
+class _OneLine(logging.Formatter):
+    """Writes each message of this library as one line, whatever a file that it names is called."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.name.startswith("ssl_kd"):
+            record.message = printable(record.message)
+        return super().formatMessage(record)
+
 
 def open_screen() -> Console:
     """The terminal, or what stands in for it, with the library's log on it."""
     screen = Console(stderr=True)
     if screen.is_terminal:
-        handler = RichHandler(console=screen, show_path=False, show_time=False)
-        logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+        handler: logging.Handler = RichHandler(console=screen, show_path=False, show_time=False)
+        handler.setFormatter(_OneLine("%(message)s"))
     else:  # a file of the output: no line is broken
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)-8s %(message)s")
+        handler = logging.StreamHandler()
+        handler.setFormatter(_OneLine("%(levelname)-8s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("ssl_kd").setLevel(logging.INFO)
     return screen
 

@@ -244,7 +244,8 @@ def _say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> No
         device=task.precision.device,
         align=settings.align,
     )
-    logger.info("memory at the peak of a step, about:\n%s", estimate)
+    for line in ("memory at the peak of a step, about:", *str(estimate).splitlines()):
+        logger.info("%s", line)
     folder.update_json("config.json", memory=dict(estimate.parts))
 
 

@@ -443,4 +443,8 @@ ROWS = {
         "a model's config.json or model.safetensors that is cut, or of another model",
         "the file is named, by the estimator, the model and a teacher of timm's",
     ),
+    94: Row(
+        "a file name with line breaks and a terminal's control sequences",
+        "escaped wherever it is shown: it forges no line of the log",
+    ),
 }

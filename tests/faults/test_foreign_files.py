@@ -1,6 +1,7 @@
 """Rows 86 to 97: what is read is checked, what is left out is said, nothing of a file is run."""
 
 import json
+import logging
 import os
 import re
 import struct
@@ -438,3 +439,25 @@ def test_a_damaged_model_is_named(kind, damage, tmp_path):
     with pytest.raises(CorruptFileError, match=re.escape(str(file))) as refused:
         kind.from_pretrained(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+# --- 94: names that are made to deceive -----------------------------------------------------------
+
+
+@row(94)
+def test_a_file_name_forges_no_line_and_sends_nothing_to_the_terminal(
+    settings, tmp_path, digits, train_py, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    save_images(tmp_path / "images", digits[0][:20])
+    forged = "a.png\nssl_kd: all is well\x1b[2J\u202e.png"
+    (tmp_path / "images" / forged).write_bytes(b"no image")
+    odd = settings(dataset=str(tmp_path / "images"), image_size=8, n_clusters=2, max_steps=2)
+    code, error = train_py(odd)
+    assert code == 0 and "\x1b" not in error and "\u202e" not in error
+    assert not [line for line in error.splitlines() if line.startswith("ssl_kd: ")]
+    assert "a.png\\nssl_kd: all is well\\x1b[2J\\u202e.png" in error
+    for path in (tmp_path / "images").glob("[0-9]*"):
+        path.write_bytes(b"no image")
+    code, error = train_py(odd.replace(embeddings_dir=str(tmp_path / "other")))
+    assert code == 2 and "\x1b" not in error and "not one of the 21" in one_line(error)
