@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
 from ssl_kd.datasets.text import first_few
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, UserError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch
@@ -31,6 +31,10 @@ __all__ = ["ExtractProgress", "extract", "fingerprint"]
 logger = logging.getLogger(__name__)
 
 _FEATURE_ROWS = 8192
+
+
+class ExtractionFailed(UserError, RuntimeError):
+    """A teacher failed; the message names the sample, or the first and last of the batch."""
 
 
 class ExtractProgress(NamedTuple):
@@ -109,6 +113,7 @@ def extract(
         The store, embeddings in float32.
 
     Raises:
+        ExtractionFailed: the teacher does, with a sample or a batch that the message names.
         ValueError: teacher and data set do not go together; an embedding is not finite (the
             message names the sample); not one image can be read.
         FingerprintMismatch, CorruptFileError, NonFiniteRow: what is cached is of something else,
@@ -248,7 +253,16 @@ def _write(
     # One batch behind: a GPU computes the next batch while the last one is copied and written.
     last: tuple[Sequence[int], Tensor] | None = None
     for batch in loaded:
-        current = None if batch.images is None else (batch.rows, embed(batch.images))
+        current = None
+        if batch.images is not None:
+            try:
+                current = batch.rows, embed(batch.images)
+            except Exception as error:  # a teacher may be of a user's own
+                first, final = (dataset.ids[row] for row in (batch.rows[0], batch.rows[-1]))
+                raise ExtractionFailed(
+                    f"teacher {embed.teacher.name!r} fails in the batch of {first} to {final}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         if last is not None:
             store(*last)
         last = current
@@ -365,6 +379,11 @@ def _load(
             image = teacher.preprocess(dataset.image(row))
         except UnreadableImage as error:
             return error
+        except Exception as error:  # a teacher may be of a user's own
+            raise ExtractionFailed(
+                f"{dataset.ids[row]} (row {row} of {dataset.name}) cannot be prepared for the "
+                f"teacher {teacher.name!r}: {type(error).__name__}: {error}"
+            ) from error
         if image.ndim != 3:
             raise InputError(
                 f"teacher {teacher.name!r} prepares an image as {list(image.shape)}; its preprocess"

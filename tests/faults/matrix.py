@@ -447,4 +447,8 @@ ROWS = {
         "a file name with line breaks and a terminal's control sequences",
         "escaped wherever it is shown: it forges no line of the log",
     ),
+    95: Row(
+        "a teacher that fails at one image: it runs out of memory, or has a bug",
+        "one line names the image, or the first and last of its batch; nothing is half written",
+    ),
 }

@@ -25,6 +25,7 @@ from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.store.teacher_cache import TeacherCache
+from ssl_kd.teachers import Pixels
 from ssl_kd.teachers.causal import files_id
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.model import ClusterModel
@@ -461,3 +462,48 @@ def test_a_file_name_forges_no_line_and_sends_nothing_to_the_terminal(
         path.write_bytes(b"no image")
     code, error = train_py(odd.replace(embeddings_dir=str(tmp_path / "other")))
     assert code == 2 and "\x1b" not in error and "not one of the 21" in one_line(error)
+
+
+# --- 95: a teacher that fails ---------------------------------------------------------------------
+
+
+class Fussy(Pixels):
+    """A teacher of a user's own that fails at one image, while it prepares or embeds it."""
+
+    where = "preprocess"
+
+    def __init__(self):
+        super().__init__(8, 8, colour=False)
+
+    def preprocess(self, image):
+        if self.where == "preprocess" and np.asarray(image).max() == 255:
+            raise MemoryError("no room")
+        return super().preprocess(image)
+
+    def embed(self, batch):
+        if self.where == "embed" and batch.max() == 255:
+            raise IndexError("too bright")
+        return super().embed(batch)
+
+
+@row(95)
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("preprocess", "05.png (row 5 of {}) cannot be prepared for the teacher {}: MemoryError"),
+        ("embed", "teacher {1} fails in the batch of 04.png to 07.png: IndexError: too bright"),
+    ],
+)
+def test_a_teacher_that_fails_names_the_image(
+    settings, tmp_path, digits, train_py, monkeypatch, where, words
+):
+    images = digits[0][:20] // 2
+    images[5] = 255
+    save_images(tmp_path / "images", images)
+    monkeypatch.setattr(Fussy, "where", where)
+    name = f"{__name__}.Fussy"
+    odd = settings(dataset=str(tmp_path / "images"), teacher=name, extract_batch_size=4)
+    code, error = train_py(odd.replace(n_clusters=2))
+    line = one_line(error)
+    named = words.format(odd.dataset, f"'{name} (pixels)'")
+    assert code == 1 and named in line and no_run(odd)
