@@ -100,7 +100,7 @@ KA_FORWARDS = 2
 
 # Optimizer steps, from 1.
 MAX_STEPS = 500
-# Passes over the data, above 0; None: MAX_STEPS decides.
+# Passes over the data, above 0 to 1000000; None: MAX_STEPS decides.
 EPOCHS = None
 # Rows per forward pass, from 1. If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.
 BATCH_SIZE = 8

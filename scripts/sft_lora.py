@@ -37,6 +37,23 @@ SFT = {
 }
 
 
+def whole(word: str) -> int:
+    """A whole number from 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} came, expected a whole number from 1")
+    return int(word)
+
+
+def distance(word: str) -> float:
+    """A finite number from 0."""
+    try:
+        if 0 <= (value := float(word)) < float("inf"):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{word!r} came, expected a finite number from 0")
+
+
 def train(given: argparse.Namespace, others: list[str]) -> LanguageSettings:
     """The settings of a run that trains adapters by cross-entropy with the answers."""
     values = {**SFT, "student_model": given.model, "data_path": given.data_path}
@@ -132,10 +149,12 @@ def main(words: list[str]) -> int:
         choices=("all", "test"),
         help="of the data; default: test (held out) where the model was trained on the others",
     )
-    testing.add_argument("--limit", type=int, help="questions asked at most; default: all")
-    testing.add_argument("--batch-size", type=int, default=8, help="questions asked at once")
-    testing.add_argument("--max-new-tokens", type=int, default=256, help="of an answer, at most")
-    testing.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative, of numbers")
+    testing.add_argument("--limit", type=whole, help="questions asked at most; default: all")
+    testing.add_argument("--batch-size", type=whole, default=8, help="questions asked at once")
+    testing.add_argument("--max-new-tokens", type=whole, default=256, help="of an answer, at most")
+    testing.add_argument(
+        "--tolerance", type=distance, default=TOLERANCE, help="relative, of numbers"
+    )
     testing.add_argument(
         "--last-number", action="store_true", help="the last number counts where no answer is named"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "--help"
     if command in ("-h", "--help"):
-        lines = [f"  ssl_kd {name:<14} {does.__doc__}" for name, does in _COMMANDS.items()]
+        lines = [f"  ssl_kd {name:<14} {does.__doc__ or ''}" for name, does in _COMMANDS.items()]
         print("usage: ssl_kd COMMAND [flags]\n\n" + "\n".join(lines))
         return OK
     if command == "--version":
@@ -160,6 +161,8 @@ def guarded(work: Callable[[], int], again: str = "", memory: str = VISION_MEMOR
     """
     try:
         _check_folder()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character
+            sys.stdout.reconfigure(errors="backslashreplace")
         return work()
     except (Exception, KeyboardInterrupt) as error:
         known = _explained(error, again, memory)
@@ -281,7 +284,7 @@ def _replay(argv: Sequence[str]) -> int:
         parser.add_argument("--head")
         parser.add_argument("--loss")
         given, more = parser.parse_known_args(argv)
-        if given.bundle is None or more:
+        if not given.bundle or more:
             raise InputError(
                 "replay takes one file, a bundle that a run saved: ssl_kd replay BUNDLE"
             )
@@ -443,8 +446,8 @@ def _explained(error: BaseException, again: str, memory: str) -> tuple[int, str]
         reason = str(error).partition(".")[0]
         return FAILED, f"Out of memory: {memory}, or use --device cpu. ({reason})"
     if isinstance(error, OSError):  # no such data, disk full, folder not writable
-        named = error.filename is not None and error.strerror
-        return code_of(error), f"{error.filename}: {error.strerror}" if named else str(error)
+        place = "" if error.filename is None else f"{error.filename}: "
+        return code_of(error), f"{place}{error.strerror}" if error.strerror else str(error)
     return None
 
 

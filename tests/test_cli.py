@@ -265,6 +265,13 @@ def test_a_known_failure_is_one_line_and_a_code(code, capfd):
         assert "Traceback" not in err and "Errno" not in err
 
 
+def test_what_the_output_cannot_show_is_written_otherwise(tmp_path, monkeypatch):
+    with open(tmp_path / "out", "w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.guarded(lambda: print("später 犬") or 0) == 0
+    assert (tmp_path / "out").read_text() == "sp\\xe4ter \\u72ac\n"
+
+
 def test_a_message_keeps_its_lines_but_only_the_first_few(capfd):
     def fails(lines):
         raise SettingsError("kd is nan\n\n" + "\n".join(f"line {i} " for i in range(lines)))
@@ -291,7 +298,10 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
     ("words", "said"),
     [
         (["train", "--dataset", "./nowhere"], "neither a data set by name"),
-        (["train", "--runs_dir", "full"], "RUNS_DIR is 'full', but full cannot be made (File ex"),
+        (
+            ["train", "--runs_dir", "full"],
+            "RUNS_DIR is 'full' and RUN_NAME None, but full cannot be made (File",
+        ),
         (["train", "--runs_dir", "full/runs"], "full/runs cannot be made (Not a directory)"),
         (["train", "--run_name", "x" * 300], "cannot be made (File name too long)"),
         (["train", "--resume"], "no unfinished run in runs"),
@@ -309,7 +319,8 @@ NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--de
         (["doctor", "--fast"], "--verbose only"),
         (["install-check", "--fast"], "--verbose only"),
         (["replay"], "replay takes one file"),
-        (["replay", "none.pt"], "none.pt"),
+        (["replay", ""], "replay takes one file"),
+        (["replay", "none.pt"], "none.pt: No such file or directory"),
         (["replay", "."], "."),
         (["config", "trian"], "train or distill"),
         (["tarin"], "Did you mean train?"),

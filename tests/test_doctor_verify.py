@@ -93,7 +93,7 @@ def test_the_command_prints_a_table_and_ends_in_1_where_they_differ(settings, mo
 
 
 def test_what_a_user_gets_wrong_is_one_line(capsys):
-    for words, code in ((["--teacher_modle", "x"], 2), (["--teacher_model", "./nowhere"], 1)):
+    for words, code in ((["--teacher_modle", "x"], 2), (["--teacher_model", "./nowhere"], 2)):
         assert cli.main(["verify", *words]) == code
         err = capsys.readouterr().err.strip().splitlines()
         assert err[-1].startswith("ssl_kd: ") and sum("ssl_kd: " in line for line in err) == 1

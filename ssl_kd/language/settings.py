@@ -219,7 +219,9 @@ presets; a name or value that cannot be is refused.
     ka_forwards: int = setting(2, "teacher forward passes per batch in ka", low=1)
 
     max_steps: int = setting(500, "optimizer steps", section="Optimisation", low=1)
-    epochs: float | None = setting(None, "passes over the data; None: MAX_STEPS decides", above=0)
+    epochs: float | None = setting(
+        None, "passes over the data; None: MAX_STEPS decides", above=0, high=1_000_000
+    )
     batch_size: int = setting(
         8,
         "rows per forward pass",

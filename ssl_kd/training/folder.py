@@ -254,8 +254,9 @@ def _fresh(runs: Path, settings: RunSettings) -> Path:
         if code_of(error) != BAD_INPUT:
             raise
         raise SettingsError(
-            f"RUNS_DIR is {settings.runs_dir!r}, but {error.filename} cannot be made "
-            f"({error.strerror}): name a folder that you may write to, --runs_dir FOLDER"
+            f"RUNS_DIR is {settings.runs_dir!r} and RUN_NAME {settings.run_name!r}, but "
+            f"{error.filename} cannot be made ({error.strerror}): give a --runs_dir that you may "
+            "write to and a --run_name that a folder can have"
         ) from error
 
 

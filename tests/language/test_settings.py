@@ -105,6 +105,7 @@ def test_what_fits_is_let_through(changes):
         ("temperature", float("nan"), "TEMPERATURE is nan"),
         ("clip_grad", 0, "CLIP_GRAD is 0, but must be a finite number, above 0 (or None)"),
         ("max_steps", 0, "MAX_STEPS is 0"),
+        ("epochs", 1e308, "EPOCHS is 1e+308, but must be a finite number, above 0, at most"),
         ("max_steps", 2.5, "a whole number"),
         ("model_dtype", "fp16", "MODEL_DTYPE is 'fp16', but must be one of"),
         ("device", "gpu", "'cuda:N'"),

@@ -132,7 +132,7 @@ def test_a_place_where_no_folder_can_be_is_named(settings, tmp_path):
     (tmp_path / "runs").write_text("a file")
     for name in (None, "a"):
         with pytest.raises(
-            SettingsError, match="RUNS_DIR is .* cannot be made .*--runs_dir FOLDER"
+            SettingsError, match="RUNS_DIR is .* cannot be made .* give a --runs_dir"
         ):
             RunFolder(settings(run_name=name))
 
