@@ -18,12 +18,15 @@ from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.store.shards import Columns, Content, Manifest, ShardStore
 from ssl_kd.store.writer import ShardWriter
 
-__all__ = ["EmbeddingStore", "EmbeddingWriter", "is_bad", "row_peaks"]
+__all__ = ["EmbeddingStore", "EmbeddingWriter", "is_bad", "odd_rows", "row_peaks"]
 
 # A larger value is not plausible in an embedding: the square of its norm nears float32's limit.
 LARGEST = 1e12
 # Nor is one that is this many times the typical row's largest value.
 LARGEST_RATIO = 1e6
+# From here on a row outweighs all others in what is scaled by the sum of squares, unless there are
+# millions of them; embeddings of real samples differ in size by ten or a hundred.
+EXTREME_RATIO = 1e3
 ROWS_PER_SCAN = 8192
 
 
@@ -43,6 +46,31 @@ def is_bad(peaks: Tensor) -> Tensor:
     if len(typical):
         limit = min(limit, LARGEST_RATIO * typical.median().item())
     return ~(peaks <= limit)  # a NaN compares false
+
+
+def odd_rows(peaks: Tensor) -> str:
+    """What is strange about some rows though they are finite, by their `row_peaks`, in words.
+
+    Returns:
+        How many are far larger than the typical one, and how many are zero, with the first of each;
+        empty as a rule.
+    """
+    found, typical = [], peaks[peaks > 0]
+    if len(typical):
+        ratio = peaks / typical.median()
+        if len(extreme := (ratio >= EXTREME_RATIO).nonzero()):
+            first = int(extreme[0])
+            found.append(
+                f"{len(extreme)} of {len(peaks)} rows are {EXTREME_RATIO:,.0f} times as large "
+                f"as the typical one or more, first row {first} ({float(ratio[first]):.2g} "
+                "times): beside them all others look alike, so take them out of the data"
+            )
+    if len(zero := (peaks == 0).nonzero()):
+        found.append(
+            f"{len(zero)} of {len(peaks)} rows are zero throughout, first row {int(zero[0])}: they "
+            "are as near to one sample as to any other"
+        )
+    return "; ".join(found)
 
 
 def _name(split: str) -> str:

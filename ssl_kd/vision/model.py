@@ -124,14 +124,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
                 f"beside it describes it: {' '.join(str(error).split())[:300]}. One of the two is "
                 "damaged or of another model: copy both again"
             ) from error
-        for name, tensor in model.state_dict().items():
-            if bad := int((~tensor.isfinite()).sum()):  # it would say cluster 0 to whatever comes
-                raise CorruptFileError(
-                    f"{Path(model_id) / 'model.safetensors'}: {bad} of {tensor.numel()} values of "
-                    f"{name} are NaN or infinite, expected finite ones: take another copy, or "
-                    "train again"
-                )
-        return model
+        return _finite(model, Path(model_id) / "model.safetensors")
 
     def forward(self, x: Tensor) -> Tensor:
         """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32."""
@@ -176,3 +169,18 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CorruptFileError(f"{path} is damaged (not an object): copy it again")
     return config
+
+
+def _finite(model: ClusterModel, file: Path) -> ClusterModel:
+    """The model, which would say cluster 0 to whatever comes if it held a NaN.
+
+    Raises:
+        CorruptFileError: it does; names the tensor.
+    """
+    for name, tensor in model.state_dict().items():
+        if bad := int((~tensor.isfinite()).sum()):
+            raise CorruptFileError(
+                f"{file}: {bad} of {tensor.numel()} values of {name} are "
+                "NaN or infinite, expected finite ones: take another copy, or train again"
+            )
+    return model

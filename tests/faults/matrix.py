@@ -451,4 +451,8 @@ ROWS = {
         "a teacher that fails at one image: it runs out of memory, or has a bug",
         "one line names the image, or the first and last of its batch; nothing is half written",
     ),
+    85: Row(
+        "finite embeddings a thousand times larger than the others, or zero",
+        "said with their number and the first row, by a run and by the estimator",
+    ),
 }

@@ -1,4 +1,4 @@
-"""Rows 1 to 14: data and store."""
+"""Rows 1 to 14 and 85: data and store."""
 
 import contextlib
 import json
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ssl_kd.datasets import FeatureDataset
+from ssl_kd.estimator import MultiHeadClusterer
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.guard import Precision
 from ssl_kd.guard.finite import safe_normalize
@@ -533,3 +534,31 @@ def test_nothing_but_duplicates(settings, tmp_path):
     alone = settings(dataset=str(tmp_path / "copies.npz"), n_clusters=4, baselines=True)
     path = run(alone).path
     assert all_finite(path) and len({line["cluster"] for line in assignments(path)}) == 1
+
+
+@row(85)
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, ""),
+        (1e7, "1 of 64 rows are 1,000 times as large as the typical one or more, first row 7 ("),
+        (0.0, "2 of 64 rows are zero throughout, first row 7"),
+    ],
+)
+def test_rows_that_are_finite_and_strange_are_said_with_their_number(
+    value, words, settings, digits, tmp_path, caplog
+):
+    x = digits[0][:64].reshape(64, -1).astype(np.float32)
+    if value is not None:
+        x[7, 3] = value
+    if value == 0:
+        x[[7, 9]] = 0
+    np.savez(tmp_path / "odd.npz", features=x)
+    for train in (
+        lambda: MultiHeadClusterer(4, n_heads=4, max_steps=2).fit(x),
+        lambda: run(settings(dataset=str(tmp_path / "odd.npz"), n_clusters=4, max_steps=2)),
+    ):
+        caplog.clear()
+        train()
+        said = [r.getMessage() for r in caplog.records if "rows" in r.getMessage()]
+        assert len(said) == (value is not None) and all(words in line for line in said)
