@@ -90,10 +90,6 @@ class Blocks:
         """Characters of text that all targets stand for; see `make_blocks`."""
         return int(self.row_characters.sum())
 
-    def first(self, n: int) -> Blocks:
-        """The first n rows, or all; the digest stays that of all."""
-        return self.part(slice(n))
-
     def part(self, rows: slice) -> Blocks:
         """Some rows; the digest stays that of all."""
         columns = ("ids", "counts", "documents", "row_characters")
@@ -405,8 +401,8 @@ def isolates_documents(model: Any) -> bool:
 
     Two rows of two documents, of which the first is then changed: the logits of the second must
     stay as they are, up to rounding. They do not in models whose attention ignores positions, or
-    that find packed documents only in batches of one (FlashAttention): those need `packing=False`.
-    A warning says why packing is not safe.
+    that find packed documents only in batches of one (FlashAttention): those need `packing=False`,
+    and a warning says why.
 
     Args:
         model: a causal model of transformers, on any device.
@@ -424,11 +420,10 @@ def _why_not_packed(model: Any) -> str:
     """Why documents need a row each; empty where they may share one."""
     leaks = f"{type(model).__name__} would let packed documents attend to each other"
     modes: list[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]
-    device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(0))
     changed = torch.cat([(ids[:, :6] + 1) % vocabulary, ids[:, 6:]], dim=1)
-    positions = (torch.arange(12) % 6).expand(2, -1).to(device)
+    positions = (torch.arange(12) % 6).expand(2, -1).to(device := next(model.parameters()).device)
     try:
         model.eval()
         before, after = (
@@ -444,9 +439,8 @@ def _why_not_packed(model: Any) -> str:
     # Not to the bit: a mixture of experts sorts tokens in another order, which rounds differently.
     if moved[6:].max() <= 1e-5 * before.abs().max() and moved[:6].min() > 0:
         return ""
-    if not moved.isfinite().all():
-        return f"the output of {type(model).__name__} is not finite"
-    return leaks
+    sick = f"the output of {type(model).__name__} is not finite"
+    return leaks if moved.isfinite().all() else sick
 
 
 def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -108,7 +108,7 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
     frozen = task.frozen or FrozenTeacher(  # with a cache it is not loaded for work
         task.teacher.model, device=precision.device, dtype=precision.teacher
     )
-    few = task.blocks.first(ROWS)
+    few = task.blocks.part(slice(ROWS))
     batch = few.batch(range(len(few)), precision.device)
     distiller = Distiller(task.student.model, settings, precision, Plain(frozen))
     distiller.student.eval()

@@ -110,13 +110,13 @@ def test_characters_are_those_of_the_text(any_tokenizer, packing, block_size):
     assert (blocks.row_characters >= 0).all()
 
 
-def test_the_first_rows(tokenizer):
+def test_a_part_of_the_rows(tokenizer):
     blocks = make_blocks(dataset(*STORIES), tokenizer, 16)
     assert len(blocks) > 4
-    few, some = blocks.first(3), blocks.batch(range(3))
+    few, some = blocks.part(slice(1, 4)), blocks.batch(range(1, 4))
     assert torch.equal(few.batch(range(3)).input_ids, some.input_ids)
     assert (len(few), few.characters, few.digest) == (3, some.characters, blocks.digest)
-    assert len(blocks.first(10**6)) == len(blocks)
+    assert len(blocks.part(slice(10**6))) == len(blocks)
 
 
 def test_characters_lie_in_the_row_of_their_token(tokenizer):
