@@ -349,8 +349,8 @@ def _first_forward(settings: LanguageSettings, task: Task) -> str:
 class Best:
     """The trained weights with the best held-out likelihood so far, on the CPU."""
 
-    def __init__(self, distiller: Distiller) -> None:
-        self._student = distiller.student
+    def __init__(self, distiller: Distiller, name: str = "student") -> None:
+        self._student, self._name = distiller.student, name
         self.step, self.nll, self._weights = 0, float("inf"), {}
 
     def offer(self, step: int, scores: TokenScores) -> None:
@@ -364,7 +364,7 @@ class Best:
             self._weights = {n: p.detach().to("cpu", copy=True) for n, p in trained.items()}
         known = "unknown" if scores.perplexity is None else f"{scores.perplexity:.4g}"
         words = "; the best so far" if better and step else ""
-        logger.info("held-out perplexity %s at step %d%s", known, step, words)
+        logger.info("%s: held-out perplexity %s at step %d%s", self._name, known, step, words)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -398,7 +398,7 @@ def train_alone(
     def on_step(step: int, result: StudentStep) -> None:
         tell("baseline", step + 1, steps, {"ce": result.ce})
 
-    best = Best(distiller)
+    best = Best(distiller, "CE alone")
     best.offer(0, judge.validation(student))
     train(
         distiller,

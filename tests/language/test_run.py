@@ -124,14 +124,18 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     assert report == path / "report.html" and "perplexity" in report.read_text().lower()
 
 
-def test_the_student_that_is_saved_is_the_best_checkpoint(settings, monkeypatch):
+def test_the_student_that_is_saved_is_the_best_checkpoint(settings, monkeypatch, caplog):
     """Even where the last steps made it worse."""
+    caplog.set_level(logging.INFO, "ssl_kd")
     rates = iter([1e-2] * 3 + [1.0] * 3)
     monkeypatch.setattr("ssl_kd.language.train.learning_rate_at", lambda *args: next(rates))
     path = run(settings())
     looks = [line["eval"]["nll"] for line in log_lines(path) if "eval" in line]
     assert looks[1] > looks[0]
     assert metrics(path)["best_step"] == 3
+    seen = [line for line in caplog.messages if line.startswith("student: held-out perplexity ")]
+    ends = ["at step 0", "at step 3; the best so far", "at step 6"]
+    assert [line.endswith(end) for line, end in zip(seen, ends, strict=True)] == [True] * 3
     student = student_of(path)
     best = last_checkpoint(path)["best"]
     assert (best["step"], best["nll"]) == (3, looks[0])
