@@ -48,7 +48,7 @@ class FeatureDataset:
         ids: Sequence[Any] | None = None,
         class_names: tuple[str, ...] | None = None,
     ) -> None:
-        if features.ndim != 2 or not len(features) or features.dtype.kind not in "fiub":
+        if features.ndim != 2 or not features.size or features.dtype.kind not in "fiub":
             raise InputError(
                 f"{name}: features must be numbers [samples, dimensions] with at least one row, "
                 f"got {features.dtype} {list(features.shape)}"
@@ -59,7 +59,7 @@ class FeatureDataset:
         self.name = name
         self.split = split
         self.features = features
-        self.ids = [str(i) for i in (range(len(features)) if ids is None else ids)]
+        self.ids = [_text(str(i)) for i in (range(len(features)) if ids is None else ids)]
         self.labels: np.ndarray | None = None
         self.class_names: tuple[str, ...] | None = None
         if labels is not None:
@@ -118,9 +118,9 @@ def class_numbers(
     values: Any = np.asarray(labels)
     if values.ndim != 1 or values.dtype.kind not in "biufUSO":
         raise InputError(f"labels must be [samples], got {values.dtype} {list(values.shape)}")
-    if values.dtype.kind in "SO":
+    if values.dtype.kind in "SOU":
         values = np.array([_text(v) for v in values.tolist()], dtype=object)
-    if values.dtype.kind in "OU":
+    if values.dtype.kind == "O":
         known = np.array([v is not None and v == v and str(v) != "" for v in values], dtype=bool)
         values = values.astype(str)
     else:
@@ -130,6 +130,8 @@ def class_numbers(
         known = finite & (values >= low)
         if not np.equal(np.trunc(values[known]), values[known]).all():
             raise InputError("labels must be whole numbers or strings, got fractions")
+        if known.any() and float(values[known].max()) >= 2.0**63:
+            raise InputError(f"labels must be below 2**63, got {values[known].max()}")
         values = np.where(known, values, -1).astype(np.int64)
     found, inverse = np.unique(values[known], return_inverse=True)
     names = tuple(str(v) for v in found)
@@ -145,6 +147,9 @@ def class_numbers(
 
 
 def _text(value: Any) -> Any:
+    """Bytes as text, and text as what UTF-8 can hold; anything else as it is."""
+    if isinstance(value, str):
+        value = value.encode("utf-8", "backslashreplace")
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
 
 
@@ -196,7 +201,9 @@ def _array(value: Any) -> Any:
         kind = "quantised" if value.is_quantized else "sparse"
         way = "dequantize()" if value.is_quantized else "to_dense()"
         raise ValueError(f"a {kind} tensor: save its {way} instead")
-    value = value.detach().cpu()
+    if value.untyped_storage().nbytes() < value.numel() * value.element_size():
+        raise ValueError("an expanded tensor, one value for many: save its clone() instead")
+    value = value.detach().cpu().resolve_neg()
     # NumPy has neither bfloat16 nor float8.
     known = value.dtype in (torch.float16, torch.float32, torch.float64)
     return (value.float() if value.is_floating_point() and not known else value).numpy()

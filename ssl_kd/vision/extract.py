@@ -135,17 +135,10 @@ def extract(
     if not force:
         try:
             store = _open(dataset, Path(folder), split, expected, exclude_bad)
+            _name_left_out(store, dataset)
+            return store
         except FileNotFoundError:
             pass
-        else:
-            _name_left_out(store)
-            if back := [e["id"] for e in store.manifest["unreadable"] if _is_back(dataset, e)]:
-                logger.warning(
-                    "%d of them can be read now, the first is %s: --force-recompute embeds them",
-                    len(back),
-                    back[0],
-                )
-            return store
     if isinstance(dataset, FeatureDataset):
         batch_size = _FEATURE_ROWS
     with EmbeddingWriter(
@@ -170,11 +163,11 @@ def extract(
             with closing(load(dataset, teacher, batches, workers)) as loaded:
                 _write(writer, dataset, embed, loaded, progress)
         store = writer.close()
-    _name_left_out(store)
+    _name_left_out(store, dataset)
     return store
 
 
-def _name_left_out(store: EmbeddingStore) -> None:
+def _name_left_out(store: EmbeddingStore, dataset: ImageDataset | FeatureDataset) -> None:
     left_out = store.manifest["unreadable"]
     if left_out:
         named = [f"{entry['id']} ({entry['reason']})" for entry in left_out]
@@ -185,6 +178,12 @@ def _name_left_out(store: EmbeddingStore) -> None:
             store.split,
             "; ".join(first_few(named, 5)),
             store.folder / f"{store.name}.json",
+        )
+    if back := [entry["id"] for entry in left_out if _is_back(dataset, entry)]:
+        logger.warning(
+            "%d of them can be read now, the first is %s: --force-recompute embeds them",
+            len(back),
+            back[0],
         )
 
 

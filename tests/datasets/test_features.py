@@ -103,6 +103,8 @@ def test_what_a_pickle_asks_for_is_named(tmp_path):
         (torch.zeros(3, 2, device="meta"), "meta tensor"),
         ([[1.0, 2.0], [3.0]], "inhomogeneous"),
         (torch.zeros(3, 2, dtype=torch.complex64), "must be numbers"),
+        (torch.zeros(1, 1).expand(10**7, 10**5), "expanded tensor"),
+        (torch.zeros(3, 0), "must be numbers"),
     ],
 )
 def test_tensors_that_are_no_plain_numbers_are_one_line(tmp_path, value, words):
@@ -174,6 +176,7 @@ def test_unfit_contents_are_described(tmp_path):
         ([-2, 1, 1], [-1, 0, 0], ("1",)),
         ([b"b", None, b""], [0, -1, -1], ("b",)),
         ([b"\xe9", b"b"], [0, 1], ("\\xe9", "b")),
+        (["\ud800", "b"], [0, 1], ("\\ud800", "b")),
     ],
 )
 def test_any_labels_become_numbers(labels, numbers, names):
@@ -186,6 +189,9 @@ def test_labels_that_cannot_be_classes_are_refused():
         class_numbers([0.5, 1.0])
     with pytest.raises(ValueError, match="must be \\[samples\\]"):
         class_numbers(np.eye(2))
+    for huge in ([1e30, 2e30], np.array([1, 2**64 - 1], np.uint64)):
+        with pytest.raises(ValueError, match="below 2\\*\\*63"):
+            class_numbers(huge)
     with pytest.raises(ValueError, match="not among"):
         class_numbers(["new"], ("old",))
     assert class_numbers(["b"], ("a", "b"))[0].tolist() == [1]
