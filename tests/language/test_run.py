@@ -650,7 +650,7 @@ def test_a_finished_run_is_neither_overwritten_nor_trained_on(settings):
 def test_a_folder_that_cannot_be_written_is_said_before_any_work(settings, tmp_path, monkeypatch):
     (tmp_path / "runs").write_text("a file where the folder of runs should be")
     monkeypatch.setattr("ssl_kd.language.run.prepare", lambda *args: pytest.fail("work was done"))
-    with pytest.raises(OSError, match="runs"):
+    with pytest.raises(SettingsError, match="RUNS_DIR is .*runs"):
         run(settings())
 
 
