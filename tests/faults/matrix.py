@@ -46,7 +46,9 @@ GROUPS = {
     39: "checkpoint, process, system",
     48: "user, configuration, security",
     54: "language models",
+    80: "guarded loops of one's own",
     86: "what is read",
+    96: "commands and folders",
 }
 """First row of each group -> its name."""
 
@@ -336,6 +338,59 @@ ROWS = {
         "a recorded step whose text or teacher has changed since, or whose bundle is cut",
         "refused with the file and what differs",
     ),
+    74: Row(
+        "a teacher whose output is not finite: NaN in a weight, whatever the weights of the terms",
+        "refused before step 0 with the weight named and exit code 2; no run is left",
+    ),
+    75: Row(
+        "a teacher that overflows in float16 alone",
+        "runs in bfloat16 or float32, with the reason on the screen and in config.json",
+        how="float16 is emulated on the CPU",
+    ),
+    76: Row(
+        "a student that is not finite before step 0, with any number of steps and in a dry run",
+        "refused with the weight named and exit code 2; weights that are not finite are not saved",
+    ),
+    77: Row(
+        "a loss term that is asked for and cut out of STOP_AFTER steps in a row",
+        "the run ends with cause and exit code 3; where it goes on, the steps are counted, and a "
+        "term of weight 0 saves none",
+    ),
+    78: Row(
+        "the disk is full at the last checkpoint",
+        "a warning; what was trained is saved and the run ends well",
+    ),
+    79: Row(
+        "adapters whose base is their own folder, or adapters of it",
+        "refused with both folders named",
+    ),
+    80: Row(
+        "a bad batch of one part, or of one guard, runs through normalisation that others use",
+        "its running statistics are put back, by name; what is healthy trains on",
+        how="a trunk that two parts share; the discriminator of a GAN; a variance that overflows",
+        kinds=(Stage.BUFFER,),
+    ),
+    81: Row(
+        "a caller in autocast, no_grad or inference_mode, with another default dtype or device",
+        "the same weights and answers to the bit; the caller's mode is as it was",
+    ),
+    82: Row(
+        "a saved model with a NaN or an infinity in its weights, votes or projection",
+        "refused when it is loaded, with the folder and the tensor",
+    ),
+    83: Row(
+        "a head of one's own that ends the process, cannot be built or gives no logits of "
+        "clusters; heads that do not fit into memory",
+        "refused in one line, exit code 2, with the class and the place, or the settings to lower",
+    ),
+    84: Row(
+        "a head or a loss of one's own edited between stop and resume",
+        "refused with the file; a run with the old one goes on",
+    ),
+    85: Row(
+        "finite embeddings a thousand times larger than the others, or zero",
+        "said with their number and the first row, by a run and by the estimator",
+    ),
     86: Row(
         "a config.json or a recorded step names a class of somebody else as its head or loss",
         "nothing is imported; the message names the class, and how to name it oneself",
@@ -363,78 +418,6 @@ ROWS = {
         "named, counted and shown at each run; once it is back, --force-recompute embeds it alone",
         how="permission refused to this process; the shard that lacks the sample is rebuilt",
     ),
-    98: Row(
-        "training or caching is started as several ranks, by torchrun or accelerate",
-        "refused with the rank, in a line from each, before anything is written",
-    ),
-    99: Row(
-        "a run folder that cannot be: RUNS_DIR is a file, RUN_NAME has a NUL or is too long, the "
-        "working folder is gone",
-        "the setting, or the folder, is named; exit code 2, nothing is written",
-    ),
-    100: Row(
-        "bytes that are no line of a log at the end of metrics.jsonl of a stopped run",
-        "removed and counted in the log; resumed, weights and log are those of an undisturbed run",
-    ),
-    101: Row(
-        "a gradient norm above a fixed threshold (Thresholds.max_norm, --grad_norm_threshold)",
-        "that step is skipped and counted, every bit as before; the running norm does not move",
-        kinds=(Stage.LARGE,),
-    ),
-    102: Row(
-        "a settings file that calls sys.exit, is a folder, a broken link, UTF-16 or nested too "
-        "deeply",
-        "named with its line or the reason; nothing of it is executed, nothing is written",
-    ),
-    80: Row(
-        "a bad batch of one part, or of one guard, runs through normalisation that others use",
-        "its running statistics are put back, by name; what is healthy trains on",
-        how="a trunk that two parts share; the discriminator of a GAN; a variance that overflows",
-        kinds=(Stage.BUFFER,),
-    ),
-    81: Row(
-        "a caller in autocast, no_grad or inference_mode, with another default dtype or device",
-        "the same weights and answers to the bit; the caller's mode is as it was",
-    ),
-    82: Row(
-        "a saved model with a NaN or an infinity in its weights, votes or projection",
-        "refused when it is loaded, with the folder and the tensor",
-    ),
-    83: Row(
-        "a head of one's own that ends the process, cannot be built or gives no logits of "
-        "clusters; heads that do not fit into memory",
-        "refused in one line, exit code 2, with the class and the place, or the settings to lower",
-    ),
-    84: Row(
-        "a head or a loss of one's own edited between stop and resume",
-        "refused with the file; a run with the old one goes on",
-    ),
-    74: Row(
-        "a teacher whose output is not finite: NaN in a weight, whatever the weights of the terms",
-        "refused before step 0 with the weight named and exit code 2; no run is left",
-    ),
-    75: Row(
-        "a teacher that overflows in float16 alone",
-        "runs in bfloat16 or float32, with the reason on the screen and in config.json",
-        how="float16 is emulated on the CPU",
-    ),
-    76: Row(
-        "a student that is not finite before step 0, with any number of steps and in a dry run",
-        "refused with the weight named and exit code 2; weights that are not finite are not saved",
-    ),
-    77: Row(
-        "a loss term that is asked for and cut out of STOP_AFTER steps in a row",
-        "the run ends with cause and exit code 3; where it goes on, the steps are counted, and a "
-        "term of weight 0 saves none",
-    ),
-    78: Row(
-        "the disk is full at the last checkpoint",
-        "a warning; what was trained is saved and the run ends well",
-    ),
-    79: Row(
-        "adapters whose base is their own folder, or adapters of it",
-        "refused with both folders named",
-    ),
     92: Row(
         "a cache's manifest that lacks a field, or holds one of another version",
         "its file and the field are named; --force-recompute rebuilds the cache",
@@ -451,8 +434,27 @@ ROWS = {
         "a teacher that fails at one image: it runs out of memory, or has a bug",
         "one line names the image, or the first and last of its batch; nothing is half written",
     ),
-    85: Row(
-        "finite embeddings a thousand times larger than the others, or zero",
-        "said with their number and the first row, by a run and by the estimator",
+    96: Row(
+        "training or caching is started as several ranks, by torchrun or accelerate",
+        "refused with the rank, in a line from each, before anything is written",
+    ),
+    97: Row(
+        "a run folder that cannot be: RUNS_DIR is a file, RUN_NAME has a NUL or is too long, the "
+        "working folder is gone",
+        "the setting, or the folder, is named; exit code 2, nothing is written",
+    ),
+    98: Row(
+        "bytes that are no line of a log at the end of metrics.jsonl of a stopped run",
+        "removed and counted in the log; resumed, weights and log are those of an undisturbed run",
+    ),
+    99: Row(
+        "a gradient norm above a fixed threshold (Thresholds.max_norm, --grad_norm_threshold)",
+        "that step is skipped and counted, every bit as before; the running norm does not move",
+        kinds=(Stage.LARGE,),
+    ),
+    100: Row(
+        "a settings file that calls sys.exit, is a folder, a broken link, UTF-16 or nested too "
+        "deeply",
+        "named with its line or the reason; nothing of it is executed, nothing is written",
     ),
 }

@@ -1,4 +1,4 @@
-"""Rows 98 to 105: commands, settings, folders."""
+"""Rows 96 to 100: commands, settings, folders."""
 
 import json
 
@@ -21,14 +21,14 @@ def rank_1(monkeypatch):
     monkeypatch.setenv("RANK", "1")
 
 
-@row(98)
+@row(96)
 def test_one_of_two_ranks_is_refused_by_its_number(rank_1, settings, train_py):
     code, error = train_py(settings())
     assert code == 2 and "rank 1 of 2" in one_line(error)
     assert no_run(settings())
 
 
-@row(98)
+@row(96)
 @pytest.mark.parametrize("command", [cli.distill, cli.cache_teacher])
 def test_one_of_two_language_ranks_is_refused(rank_1, tmp_path, monkeypatch, capfd, command):
     pytest.importorskip("transformers")
@@ -38,13 +38,13 @@ def test_one_of_two_language_ranks_is_refused(rank_1, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())
 
 
-@row(98)
+@row(96)
 def test_one_of_two_ranks_fits_no_estimator(rank_1):
     with pytest.raises(InputError, match="rank 1 of 2"):
         MultiHeadClusterer().fit(np.eye(20))
 
 
-@row(98)
+@row(96)
 @pytest.mark.parametrize("size", ["1", ""])
 def test_one_rank_alone_trains(monkeypatch, settings, train_py, size):
     monkeypatch.setenv("WORLD_SIZE", size)
@@ -52,7 +52,7 @@ def test_one_rank_alone_trains(monkeypatch, settings, train_py, size):
     assert code == 0, error
 
 
-@row(99)
+@row(97)
 @pytest.mark.parametrize("name", [None, "a"])
 def test_a_file_in_the_place_of_the_run_folders_stays(settings, train_py, tmp_path, name):
     (tmp_path / "runs").write_text("mine")
@@ -61,7 +61,7 @@ def test_a_file_in_the_place_of_the_run_folders_stays(settings, train_py, tmp_pa
     assert "Errno" not in error and (tmp_path / "runs").read_text() == "mine"
 
 
-@row(99)
+@row(97)
 @pytest.mark.parametrize(
     ("name", "said"), [("a\0b", "RUN_NAME is 'a\\x00b'"), ("a" * 300, "File name too long")]
 )
@@ -71,7 +71,7 @@ def test_a_name_that_no_folder_can_have_is_refused(settings, train_py, name, sai
     assert no_run(settings())
 
 
-@row(99)
+@row(97)
 def test_a_working_folder_that_is_gone_is_named(settings, train_py, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -82,7 +82,7 @@ def test_a_working_folder_that_is_gone_is_named(settings, train_py, tmp_path, mo
     assert no_run(settings())
 
 
-@row(100)
+@row(98)
 @pytest.mark.parametrize("tail", [b"\xff\xfe\xc3(\n", b'{"step": 12, "lo\xe4'])
 def test_a_damaged_tail_of_the_log_does_not_keep_a_run_from_being_resumed(
     settings, train_py, tail, caplog
@@ -98,7 +98,7 @@ def test_a_damaged_tail_of_the_log_does_not_keep_a_run_from_being_resumed(
     assert steps[0] == steps[1]
 
 
-@row(101)
+@row(99)
 def test_a_norm_above_the_threshold_skips_the_step_of_its_part_alone():
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 1), "b": torch.nn.Linear(4, 1)})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -126,7 +126,7 @@ def test_a_norm_above_the_threshold_skips_the_step_of_its_part_alone():
     assert guard.health.skipped.tolist() == [2, 0]
 
 
-@row(101)
+@row(99)
 def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_try(
     world, tmp_path, capfd
 ):
@@ -144,7 +144,7 @@ def test_a_student_whose_norms_are_above_the_threshold_stops_and_says_what_to_tr
     assert [row["stage"] for row in rows[:10]] == ["large"] * 10
 
 
-@row(102)
+@row(100)
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,4 +1,4 @@
-"""Rows 86 to 97: what is read is checked, what is left out is said, nothing of a file is run."""
+"""Rows 86 to 95: what is read is checked, what is left out is said, nothing of a file is run."""
 
 import json
 import logging

@@ -241,6 +241,7 @@ def test_adapters_of_themselves_are_refused(world, distill, who, through):  # no
     assert "base_model_name_or_path" in line and no_run(world.settings())
 
 
+@row(44)
 def test_out_of_memory_names_the_settings_of_this_mode(world, distill, monkeypatch):  # noqa: F811
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
