@@ -166,8 +166,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
-    if not isinstance(config, dict):
-        raise CorruptFileError(f"{path} is damaged (not an object): copy it again")
+    if not isinstance(config, dict) or not isinstance(config.get("settings", {}), dict):
+        raise CorruptFileError(f"{path} is damaged (not an object, or its settings): copy it again")
     return config
 
 

@@ -428,15 +428,17 @@ def test_a_manifest_of_a_teachers_cache_with_other_fields_is_named(tmp_path):
 
 @row(93)
 @pytest.mark.parametrize("kind", [MultiHeadClusterer, ClusterModel])
-@pytest.mark.parametrize("damage", ["cut", "another model's", "config", "no object"])
+@pytest.mark.parametrize("damage", ["cut", "another model's", "config", "[1]", '{"settings": 1}'])
 def test_a_damaged_model_is_named(kind, damage, tmp_path):
     saved_model(tmp_path, "ssl_kd.heads.TEMIHead")
-    file = tmp_path / ("config.json" if damage in ("config", "no object") else "model.safetensors")
+    file = tmp_path / (
+        "config.json" if damage[0] in "[{" or damage == "config" else "model.safetensors"
+    )
     if damage == "another model's":
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | {"n_heads": 3}))
     else:
-        file.write_bytes(b"[1]" if damage == "no object" else file.read_bytes()[:-20])
+        file.write_bytes(damage.encode() if damage[0] in "[{" else file.read_bytes()[:-20])
     with pytest.raises(CorruptFileError, match=re.escape(str(file))) as refused:
         kind.from_pretrained(tmp_path)
     assert "\n" not in str(refused.value)
