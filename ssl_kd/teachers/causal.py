@@ -299,10 +299,8 @@ class FrozenTeacher:
     def keep(self, parameters: Iterable[Tensor]) -> None:
         """Let weights stay on the device for good, as those must that learn or were replaced."""
         kept = set(map(id, parameters))
-        for parameter, home in self._home:
-            if id(parameter) in kept:
-                parameter.data = home.to(self.device)
-        self._home = [pair for pair in self._home if id(pair[0]) not in kept]
+        with self.on_device():  # what is no longer at home does not leave
+            self._home = [pair for pair in self._home if id(pair[0]) not in kept]
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
