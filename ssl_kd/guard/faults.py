@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Literal, Protocol
 
 import torch
@@ -164,6 +164,7 @@ class Kind:
     remedy: str = ""
 
 
+@unique  # a number twice would be a second name of the same kind
 class Stage(IntEnum):
     """Where in a step a part's fault was found; checkpoints hold the numbers, events the names.
 
@@ -272,7 +273,7 @@ class Stage(IntEnum):
     MARGINAL = 9, Kind("a cluster's running marginal is exactly 0", action="smoothed")
     WEIGHT = 10, Kind("its weights or moments are not finite", action="restored")
     BUFFER = (
-        12,
+        13,
         Kind(
             "a forward pass left buffers not finite",
             action="put back",
