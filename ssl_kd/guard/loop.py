@@ -98,13 +98,7 @@ class Guard:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")
         if snapshot_every < 0:
             raise ValueError(f"snapshot_every is {snapshot_every}; expected steps, or 0 for none")
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise ValueError(
-                f"{type(optimizer).__name__}.step needs a closure, which computes several losses in"
-                " one step: the guard judges a step before it is taken. Take an optimizer whose "
-                "step can be called without one"
-            )
+        _check_closure(optimizer)
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
         self.snapshot_every = snapshot_every
@@ -479,3 +473,13 @@ class Guard:
         self.scale.copy_(state["scale"])
         self.recovery.load(state)
         self._masters.load(state["masters"])
+
+
+def _check_closure(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step needs a closure, which computes several losses in one"
+            " step: the guard judges a step before it is taken. Take an optimizer whose step can be"
+            " called without one"
+        )

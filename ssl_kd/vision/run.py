@@ -92,9 +92,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         store = stores["train"]
         folder.keep_to(store.fingerprint.digest)
         n_clusters = n_clusters_of(settings, store.class_names, store.n)
-        peaks = [row_peaks(block) for _, block in store.blocks(ROWS_PER_BLOCK)]
-        if odd := odd_rows(torch.cat(peaks)):
-            logger.warning("embeddings in %s: %s", settings.embeddings_dir, odd)
+        _warn_of_odd_rows(store)
         source = _Source(store, settings)
 
         with clock("neighbours"):
@@ -141,6 +139,12 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         }
         folder.update_json("metrics.json", **metrics)  # the last file: it says "finished"
     return Run(folder.path, _images(train_set, store))
+
+
+def _warn_of_odd_rows(store: EmbeddingStore) -> None:
+    peaks = [row_peaks(block) for _, block in store.blocks(ROWS_PER_BLOCK)]
+    if odd := odd_rows(torch.cat(peaks)):
+        logger.warning("embeddings in %s: %s", store.folder, odd)
 
 
 def _own_code(settings: VisionSettings) -> dict[str, tuple[Path, str]]:
