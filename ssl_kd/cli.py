@@ -17,6 +17,7 @@ from ssl_kd import __version__
 from ssl_kd.errors import (
     BAD_INPUT,
     FAILED,
+    GUARD_STOPPED,
     OK,
     InputError,
     Interrupted,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ssl_kd.screen import ProgressBars
     from ssl_kd.vision.settings import VisionSettings
 
-MOST_LINES = 12  # of a message
+MOST_LINES = 12  # of the guard's report
 LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
@@ -168,8 +169,8 @@ def guarded(work: Callable[[], int], again: str = "", memory: str = VISION_MEMOR
         known = _explained(error, again, memory)
         if known is None:
             raise
-        code, line = known
-        _say(line)
+        code, message = known
+        _say(message, of_lines=code == GUARD_STOPPED)
         return code
 
 
@@ -466,9 +467,14 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return is_out_of_memory(error)
 
 
-def _say(message: object) -> None:
-    """Print a message: one line as a rule, the first few of what another library said at length."""
-    lines = [printable(line.rstrip()) for line in str(message).splitlines() if line.strip()]
+def _say(message: object, of_lines: bool = False) -> None:
+    """Print one line, whatever a file that the message names is called.
+
+    The guard's report of why a run stopped has several lines: the first few, each a cause or a way
+    out, indented below the first.
+    """
+    lines = str(message).splitlines() if of_lines else [str(message)]
+    lines = [printable(" ".join(line.split())) for line in lines if line.strip()]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES - 1 :] = [f"... ({len(lines) - MOST_LINES + 1} more lines)"]
     print("ssl_kd: " + "\n  ".join(lines), file=sys.stderr)

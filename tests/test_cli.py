@@ -22,6 +22,7 @@ from rich.console import Console
 import ssl_kd
 from ssl_kd import cli
 from ssl_kd.flags import read_settings
+from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.recorder import Bundle, save_bundle
 from ssl_kd.language.settings import LanguageSettings
@@ -272,15 +273,17 @@ def test_what_the_output_cannot_show_is_written_otherwise(tmp_path, monkeypatch)
     assert (tmp_path / "out").read_text() == "sp\\xe4ter \\u72ac\n"
 
 
-def test_a_message_keeps_its_lines_but_only_the_first_few(capfd):
-    def fails(lines):
-        raise SettingsError("kd is nan\n\n" + "\n".join(f"line {i} " for i in range(lines)))
+def test_the_guards_report_keeps_its_lines_but_only_the_first_few(capfd):
+    def fails(lines, kind=TooFewHealthyParts):
+        raise kind("kd is nan\n\n" + "\n".join(f"line {i} " for i in range(lines)))
 
-    assert cli.guarded(lambda: fails(3)) == 2
+    assert cli.guarded(lambda: fails(3)) == 3
     assert capfd.readouterr().err == "ssl_kd: kd is nan\n  line 0\n  line 1\n  line 2\n"
-    assert cli.guarded(lambda: fails(500)) == 2
+    assert cli.guarded(lambda: fails(500)) == 3
     told = capfd.readouterr().err.splitlines()
     assert len(told) == cli.MOST_LINES and told[-1] == "  ... (490 more lines)"
+    assert cli.guarded(lambda: fails(2, SettingsError)) == 2
+    assert capfd.readouterr().err == "ssl_kd: kd is nan line 0 line 1\n"
 
 
 def test_the_exit_codes_are_written_down():

@@ -207,7 +207,7 @@ def test_a_row_that_was_replaced_in_a_large_file_is_noticed(
     x[5] += 1  # not one of 4096 evenly spaced rows
     np.save(tmp_path / "x.npy", x)
     code, error = train_py(large)
-    assert code == 1 and "data: cache has" in one_line(error) and no_run(large)
+    assert code == 2 and "data: cache has" in one_line(error) and no_run(large)
 
 
 @row(89)

@@ -15,14 +15,24 @@ from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
+from ssl_kd.teachers.student import NotFinite  # noqa: E402
 from tests.faults.inject import events  # noqa: E402
 from tests.faults.inject_language import NAN, UP, write_lines  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def as_before_models_were_judged(monkeypatch):
+    """A run that began with a sick model, as older ones did: today it is refused before step 0."""
+    run = "ssl_kd.language.run"
+    unheard = ({"name": "teacher"}, ["unheard"])
+    monkeypatch.setattr(f"{run}.judged_teacher", lambda settings, task: (task, *unheard))
+    monkeypatch.setattr(f"{run}.judged_student", lambda *args: {"name": "student before"})
+
+
 def recorded(world, **changes):
     """The folder of a run, which may have stopped, and its first bundle."""
-    with contextlib.suppress(TooFewHealthyParts):
+    with contextlib.suppress(TooFewHealthyParts, NotFinite):
         run(world.settings(**changes))
     (path,) = (folder for folder in world.runs.iterdir() if folder.name != "latest")
     return path, min((path / "faults").glob("*.pt"))

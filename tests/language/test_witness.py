@@ -67,10 +67,11 @@ def test_a_gradient_is_explained_before_the_guard_goes_back(tiny, witnessed, tmp
 @pytest.mark.parametrize("value", [math.nan, -3e38])
 def test_a_weight_of_the_teacher_is_named_though_it_be_finite(tiny, witnessed, value):
     teacher = tiny.model(spread=0.3)
-    teacher.model.norm.weight.data[5] = value
+    name = "model.layers.0.mlp.up_proj.weight"
+    teacher.get_parameter(name).data[5] = value
     found = examine(witnessed(teacher), tiny.blocks().batch([7, 8]), "kd")
     assert found is not None and found[1].cause == Cause.POISONED_WEIGHT
-    assert found[1].words.startswith("teacher weight model.norm.weight ")
+    assert found[1].words.startswith(f"teacher weight {name} ")
 
 
 def test_a_healthy_part_is_not_examined_nor_another_batch_than_the_sick_one(tiny, witnessed):
