@@ -28,7 +28,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
-from ssl_kd.teachers.causal import FrozenTeacher
+from ssl_kd.teachers.frozen import FrozenTeacher
 
 CPU = Precision.for_device("cpu")
 HALF = replace(CPU, student=torch.float16, teacher=torch.float16, scale=True)

@@ -34,7 +34,8 @@ from ssl_kd.guard import Precision
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
-from ssl_kd.teachers.causal import CausalLM, FrozenTeacher, load_causal_lm
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm
+from ssl_kd.teachers.frozen import FrozenTeacher
 
 RATE = 1e-4
 Step = Callable[[], float]

@@ -94,7 +94,8 @@ def test(given: argparse.Namespace) -> int:
     from ssl_kd.datasets.text import open_text
     from ssl_kd.evaluate.language import judge_answers
     from ssl_kd.guard.precision import Precision
-    from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
+    from ssl_kd.teachers.causal import load_causal_lm
+    from ssl_kd.teachers.frozen import FrozenTeacher
 
     device = Precision.for_device(given.device).device
     dtype = torch.float16 if device.type == "cuda" else torch.float32

@@ -22,8 +22,8 @@ from rich.console import Console
 import ssl_kd
 from ssl_kd import cli
 from ssl_kd.flags import read_settings
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.events import Event
+from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.recorder import Bundle, save_bundle
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.screen import ProgressBars

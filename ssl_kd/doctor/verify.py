@@ -21,7 +21,8 @@ from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
-from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, n_ids
+from ssl_kd.teachers.causal import n_ids
+from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
 
 __all__ = ["Agreement", "agreement_table", "verify"]
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssl_kd.teachers.causal import FrozenTeacher, evaluating
+from ssl_kd.teachers.causal import evaluating
+from ssl_kd.teachers.frozen import FrozenTeacher
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 from ssl_kd.losses.linear_distillation import CHUNK_BYTES
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
-from ssl_kd.teachers.causal import FrozenTeacher, evaluating, hidden_states, linear_head
+from ssl_kd.teachers.causal import evaluating
+from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states, linear_head
 
 __all__ = ["Generation", "LanguageJudge", "Reading", "judge_answers", "judge_tokens"]
 

@@ -18,8 +18,9 @@ from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.task import Task
 from ssl_kd.language.witness import known_settings
-from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
+from ssl_kd.teachers.causal import load_causal_lm
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
+from ssl_kd.teachers.frozen import FrozenTeacher
 
 logger = logging.getLogger(__name__)
 

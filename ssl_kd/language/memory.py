@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ssl_kd.losses.linear_distillation import CHUNK_BYTES, ROW_BYTES
-from ssl_kd.teachers.causal import FrozenTeacher, linear_head, without_adapters
+from ssl_kd.teachers.causal import without_adapters
+from ssl_kd.teachers.frozen import FrozenTeacher, linear_head
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 

@@ -21,7 +21,8 @@ from ssl_kd.losses.teacher_output import TeacherOutput, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.seeds import seed_of, seeded
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, without_adapters
+from ssl_kd.teachers.causal import without_adapters
+from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 from ssl_kd.teachers.router import RouterRecord, RouterStep
 

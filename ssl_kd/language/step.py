@@ -30,8 +30,8 @@ from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
-from ssl_kd.teachers.causal import LinearHead, hidden_states, linear_head
 from ssl_kd.teachers.finite import in_words
+from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
 
 logger = logging.getLogger(__name__)
 

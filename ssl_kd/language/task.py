@@ -27,14 +27,8 @@ from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
-from ssl_kd.teachers.causal import (
-    CausalLM,
-    FrozenTeacher,
-    load_causal_lm,
-    n_ids,
-    tokenizer_id,
-    without_adapters,
-)
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, n_ids, tokenizer_id, without_adapters
+from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.mixture import default_renorm
 from ssl_kd.teachers.student import add_lora, build_student, save_student
 from ssl_kd.training.folder import RunFolder

@@ -1,8 +1,4 @@
-"""Causal language models as teachers: loaded, identified, frozen; hidden states instead of logits.
-
-Logits of a real vocabulary are the largest tensor of a step, so a teacher hands over what its
-output head gets, and the head, wherever logits are `hidden @ weight.T + bias`: that is probed.
-"""
+"""Causal language models: loaded, with or without adapters, and identified."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +16,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.teachers.weights import model_files, weights_id
 
 __all__ = [
     "CausalLM",
     "CausalLMUnavailable",
-    "FrozenTeacher",
-    "LinearHead",
     "files_id",
-    "hidden_states",
-    "linear_head",
     "llm_module",
     "load_causal_lm",
     "n_ids",
@@ -81,19 +72,6 @@ class CausalLM:
         """A model that was made in memory; its identity is that of its tensors as they are now."""
         content = f"{model.config.to_json_string()}\n{weights_id(model)}"
         return cls(model, tokenizer, name, _short_id(content))
-
-
-@dataclass(frozen=True)
-class LinearHead:
-    """An output head with `logits = hidden @ weight.T + bias`.
-
-    Attributes:
-        weight: `[vocab, hidden]`, the model's own parameter.
-        bias: `[vocab]`, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 def load_causal_lm(
@@ -180,162 +158,6 @@ def n_ids(tokenizer: Any) -> int:
 def without_adapters(model: Any) -> Any:
     """The transformers model inside PEFT's wrapping (its adapters stay in place), or itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def hidden_states(model: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """What the output head gets, by the backbone alone: no logits, no KV cache.
-
-    Args:
-        model: a causal language model of transformers, with or without PEFT's wrapping.
-        inputs: its keyword arguments: `input_ids` `[batch, token]`, `attention_mask`, ...
-
-    Returns:
-        `[batch, token, hidden]` in the model's dtype (under autocast, in that of its last layer).
-
-    Raises:
-        ValueError: the model has no backbone apart from its head.
-    """
-    causal = without_adapters(model)
-    if causal.base_model is causal:
-        raise InputError(
-            f"{type(causal).__name__} has no backbone apart from its head: take its logits"
-        )
-    return causal.base_model(**inputs, use_cache=False).last_hidden_state
-
-
-def linear_head(model: Any) -> LinearHead | None:
-    """The output head, if the model's logits are `hidden_states @ weight.T + bias` and no more.
-
-    The model runs on four tokens with the head's output replaced by large known numbers. They must
-    come out as they are: a soft cap (Gemma 2), a scale (Cohere, Granite) or a cut would change
-    them, however small the model's own logits. And the head must have got `hidden_states`.
-
-    Args:
-        model: a causal language model of transformers, with or without PEFT's wrapping.
-
-    Returns:
-        The head with the model's own parameters, or None: take the model's logits.
-    """
-    causal = without_adapters(model)
-    head = causal.get_output_embeddings()
-    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-    if not plain or causal.base_model is causal:
-        return None
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def replace(_: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        known = torch.linspace(-100, 100, logits.numel(), device=logits.device)
-        seen.append((arguments[0], known.to(logits.dtype).view_as(logits)))
-        return seen[-1][1]
-
-    ids = torch.arange(4, device=head.weight.device)[None] % len(head.weight)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    hook = head.register_forward_hook(replace)
-    try:
-        with evaluating(causal):
-            logits = causal(**inputs, use_cache=False).logits
-            hidden = hidden_states(causal, inputs)
-    finally:
-        hook.remove()
-    if len(seen) != 1 or logits.shape != seen[0][1].shape or hidden.shape != seen[0][0].shape:
-        return None
-    got, known = seen[0]
-    close = torch.allclose(got.float(), hidden.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
-    if not close or not torch.equal(logits.to(known.dtype), known):
-        return None
-    return LinearHead(head.weight, head.bias)
-
-
-class FrozenTeacher:
-    """A causal language model that only answers: frozen, no dropout, no KV cache, no gradients.
-
-    The model itself is frozen and moved, in place. It is put back into evaluation mode at each
-    call, whoever has called `.train()` on it.
-
-    Args:
-        model: a causal language model of transformers.
-        device: where it answers.
-        dtype: of its weights; None leaves them as they are. `Precision.for_device(...).teacher` is
-            what the device does well.
-        offload: keep the weights in the CPU's memory (pinned) and on the device only while the
-            model answers. The head's stay there for as long as somebody holds the answer. No effect
-            on the CPU.
-
-    Attributes:
-        linear: whether answers are hidden states with a head (`linear_head`) or full logits.
-        offload: whether the weights really come and go.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
-        offload: bool = False,
-    ) -> None:
-        self.model = model.requires_grad_(False).eval()
-        self.device = torch.device(device)
-        if dtype is not None and model.dtype != dtype:
-            # Not model.to(dtype): it would round rotary frequencies, which are buffers.
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
-        self.model.to(self.device)
-        self.linear = linear_head(model) is not None
-        self.offload = offload and self.device.type != "cpu"
-        self._home: list[tuple[Tensor, Tensor]] = []
-        if self.offload:
-            for parameter in model.parameters():
-                home = parameter.detach().cpu()
-                self._home.append((parameter, home.pin_memory() if home.numel() else home))
-            self._leave()
-
-    def _leave(self) -> None:
-        # Frozen weights do not change: what lies on the device is dropped, never copied back.
-        for parameter, home in self._home:
-            parameter.data = home
-
-    def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Let weights stay on the device for good, as those must that learn or were replaced."""
-        kept = set(map(id, parameters))
-        with self.on_device():  # what is no longer at home does not leave
-            self._home = [pair for pair in self._home if id(pair[0]) not in kept]
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The weights on the device for a while; not inside itself."""
-        try:
-            for parameter, home in self._home:
-                parameter.data = home.to(self.device, non_blocking=True)
-            yield
-        finally:
-            self._leave()
-
-    # Not inference_mode: what comes out of that cannot be saved for a student's backward pass.
-    @torch.no_grad()
-    def __call__(self, batch: Any, rows: Tensor) -> LinearTeacher | LogitsTeacher:
-        """The teacher's answer at some positions of a batch.
-
-        Args:
-            batch: a `Batch` of token blocks on the teacher's device; `batch.model_inputs()` are
-                the model's keyword arguments.
-            rows: int64 `[n]` into the flattened `[batch * token]` positions.
-
-        Returns:
-            Hidden states `[n, hidden]` with the head, or logits `[n, vocab]`; in the teacher's
-            dtype, whatever autocast is around it.
-        """
-        self.model.eval()
-        inputs = batch.model_inputs()
-        with self.on_device(), torch.autocast(self.device.type, enabled=False):
-            if not self.linear:
-                logits = self.model(**inputs, use_cache=False).logits
-                return LogitsTeacher(logits.flatten(0, 1)[rows])
-            hidden = hidden_states(self.model, inputs).flatten(0, 1)[rows]
-            head = without_adapters(self.model).get_output_embeddings()
-            bias = None if head.bias is None else head.bias.detach()
-            return LinearTeacher(hidden, head.weight.detach(), bias)
 
 
 def llm_module(name: str) -> ModuleType:

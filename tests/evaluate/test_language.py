@@ -14,7 +14,7 @@ from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.evaluate import language as judge  # noqa: E402
 from ssl_kd.evaluate.generation import _Watch, generate  # noqa: E402
 from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
-from ssl_kd.teachers.causal import FrozenTeacher, linear_head  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher, linear_head  # noqa: E402
 
 TEXTS = (
     "A cat sat on the mat, and a dog sat on the cat.",

@@ -18,7 +18,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.train import train
-from ssl_kd.teachers.causal import FrozenTeacher
+from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import save_student
 
 NAN = math.nan

@@ -40,7 +40,8 @@ from ssl_kd.losses.rows import SATURATION  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
 from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write  # noqa: E402
-from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm  # noqa: E402
+from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.student import add_lora, save_student  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402

@@ -23,7 +23,7 @@ from ssl_kd.losses.linear_distillation import (  # noqa: E402
     linear_distillation,
     logits_distillation,
 )
-from ssl_kd.teachers.causal import FrozenTeacher, hidden_states, linear_head  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states, linear_head  # noqa: E402
 from ssl_kd.teachers.student import add_lora  # noqa: E402
 
 VOCAB = 2048

@@ -29,7 +29,8 @@ from ssl_kd.report import write_report  # noqa: E402
 from ssl_kd.report.tables import language_table  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
-from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm  # noqa: E402
+from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.mixture import Mixture  # noqa: E402
 from ssl_kd.training.folder import RunFinished, RunFolderError  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402

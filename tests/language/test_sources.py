@@ -16,7 +16,7 @@ from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.losses.teacher_output import LogitsTeacher, logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
-from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.mixture import Routing  # noqa: E402
 from tests.bits import changed, same  # noqa: E402
 

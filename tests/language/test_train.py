@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language.train import learning_rate_at, rows_of_step, train  # noqa: E402
-from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from tests.modes import MODES  # noqa: E402
 
 TIMES = ("tokens_per_second",)

@@ -12,7 +12,7 @@ from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.diagnosis import Cause  # noqa: E402
 from ssl_kd.guard.recorder import FlightRecorder, load_bundle  # noqa: E402
 from ssl_kd.language.witness import Witness, examine, rng_state, set_rng_state  # noqa: E402
-from ssl_kd.teachers.causal import FrozenTeacher  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -420,7 +420,8 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.language.task import cache_teacher
     from ssl_kd.store.teacher_cache import identity
-    from ssl_kd.teachers.causal import FrozenTeacher, load_causal_lm
+    from ssl_kd.teachers.causal import load_causal_lm
+    from ssl_kd.teachers.frozen import FrozenTeacher
 
     (tmp_path / "text.txt").write_text("\n\n".join(f"The {i} small cats sat." for i in range(60)))
     (tmp_path / "held_out.txt").write_text("Nobody learns from this.")

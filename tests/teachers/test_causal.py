@@ -15,14 +15,12 @@ from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher  # noqa: E
 from ssl_kd.teachers.causal import (  # noqa: E402
     CausalLM,
     CausalLMUnavailable,
-    FrozenTeacher,
     files_id,
-    hidden_states,
-    linear_head,
     load_causal_lm,
     n_ids,
     tokenizer_id,
 )
+from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states, linear_head  # noqa: E402
 
 # peft asks transformers by a name that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -8,7 +8,7 @@ from torch import nn
 from ssl_kd.losses import LogitsTeacher, linear_distillation
 from ssl_kd.losses.routing import load_balance
 from ssl_kd.losses.token_distillation import token_kd
-from ssl_kd.teachers.causal import hidden_states
+from ssl_kd.teachers.frozen import hidden_states
 from ssl_kd.teachers.mixture import ROUTERS, Mixture, Routing  # noqa: E402
 from ssl_kd.teachers.router import RouterStep
 

@@ -11,13 +11,8 @@ peft = pytest.importorskip("peft")
 
 from ssl_kd.language.step import _checkpoint_activations  # noqa: E402
 from ssl_kd.teachers import student as module  # noqa: E402
-from ssl_kd.teachers.causal import (  # noqa: E402
-    CausalLM,
-    hidden_states,
-    linear_head,
-    load_causal_lm,
-    tokenizer_id,
-)
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id  # noqa: E402
+from ssl_kd.teachers.frozen import hidden_states, linear_head  # noqa: E402
 from ssl_kd.teachers.student import (  # noqa: E402
     add_lora,
     build_student,
