@@ -265,8 +265,9 @@ def _read_parquet(path: Path) -> Columns:
         rows = file.read([wide]).column(wide).to_pylist()
         return np.stack([np.asarray(row) for row in rows]), labels, ids
 
-    index = [n for n in (schema.pandas_metadata or {}).get("index_columns", []) if n in kinds]
-    passed = {*_LABELS, *_IDS, *index}
+    # A range index is no column; pandas describes it by an object.
+    index = (schema.pandas_metadata or {}).get("index_columns", [])
+    passed = {*_LABELS, *_IDS, *(n for n in index if isinstance(n, str))}
     asked = {n: kind for n, kind in kinds.items() if n not in passed and not _INDEX.match(n)}
     is_number = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
     numbers = [n for n, kind in asked.items() if any(is_it(kind) for is_it in is_number)]

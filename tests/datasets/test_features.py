@@ -215,6 +215,8 @@ def test_an_index_of_pandas_is_no_feature(tmp_path):
     pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
     frame = pandas.DataFrame(X, columns=list("abc")).assign(label=Y)
     order = [3, 1, 4, 0, 2]
+    frame.to_parquet(tmp_path / "range.parquet")
+    np.testing.assert_array_equal(open_features(tmp_path / "range.parquet").features, X)
     frame.iloc[order].to_parquet(tmp_path / "shuffled.parquet")
     frame.set_index(pandas.Index(Y * 100, name="row")).to_parquet(tmp_path / "named.parquet")
     shuffled, named = (open_features(tmp_path / f"{n}.parquet") for n in ("shuffled", "named"))
