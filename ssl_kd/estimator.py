@@ -26,7 +26,7 @@ from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.imports import path_of_file
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.store import nearest_neighbours
-from ssl_kd.store.embeddings import odd_rows, row_peaks
+from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
 from ssl_kd.vision.model import ClusterModel, read_config
 from ssl_kd.vision.objectives import OBJECTIVES
@@ -189,7 +189,7 @@ class MultiHeadClusterer(
                 f"n_samples={n} is less than n_clusters={n_clusters}: give more samples or ask for "
                 "fewer clusters"
             )
-        if odd := odd_rows(row_peaks(x)):
+        if odd := odd_rows([x], n_clusters):
             logger.warning("embeddings: %s", odd)
         precision = Precision.for_device(settings.device, settings.use_fp16)
         projection = Projection.fit(x, settings.pca_dim)

@@ -29,12 +29,12 @@ def embedding_map(
     """
     rows = random_rows(len(x), max_points, seed)
     (z,) = in_range(x[rows])
-    if min(z.shape) > 50:
-        z = PCA(50, random_state=seed).fit_transform(z)
     if len(z) < 4 or np.ptp(z, axis=0).max() == 0:  # too few, or all alike: nothing to lay out
         places = np.zeros((len(z), 2), np.float32)
         places[:, 0] = np.linspace(-1, 1, len(z)) if len(z) > 1 else 0
         return rows, places
+    if min(z.shape) > 50:
+        z = PCA(50, random_state=seed).fit_transform(z)
     layout = TSNE(
         perplexity=min(30.0, (len(z) - 1) / 3),
         init="pca" if min(z.shape) >= 2 else "random",

@@ -7,7 +7,7 @@ makes. Labels are int64, -1 where unknown.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,13 @@ __all__ = ["EmbeddingStore", "EmbeddingWriter", "is_bad", "odd_rows", "row_peaks
 LARGEST = 1e12
 # Nor is one that is this many times the typical row's largest value.
 LARGEST_RATIO = 1e6
-# From here on a row outweighs all others in what is scaled by the sum of squares, unless there are
-# millions of them; embeddings of real samples differ in size by ten or a hundred.
-EXTREME_RATIO = 1e3
+# Embeddings of real samples differ in size by ten or so, by twenty or fifty where their tails are
+# heavy (Student's t, lognormal). Beyond that a few rows may hold more of the sum of squares, by
+# which the heads' input is scaled, than all others together; only then are they spoken of.
+EXTREME_RATIO = 30
+# Cosines of rows whose directions spread by s differ by s squared: below a few units of float32's
+# resolution the nearest neighbours are rounding errors. Embeddings spread by 0.1 to 1.
+LEAST_SPREAD = (10 * torch.finfo(torch.float32).eps) ** 0.5
 ROWS_PER_SCAN = 8192
 
 
@@ -48,29 +52,64 @@ def is_bad(peaks: Tensor) -> Tensor:
     return ~(peaks <= limit)  # a NaN compares false
 
 
-def odd_rows(peaks: Tensor) -> str:
-    """What is strange about some rows though they are finite, by their `row_peaks`, in words.
+def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
+    """What is strange about embeddings though they are finite, in words; empty as a rule.
+
+    Args:
+        blocks: all rows in order, `[b, D]` each.
+        n_clusters: how many clusters are to be found in them.
 
     Returns:
-        How many are far larger than the typical one, and how many are zero, with the first of each;
-        empty as a rule.
+        How many rows outweigh all others together, and how many are zero, with the first of each;
+        that there are fewer distinct rows than clusters, or that all point the same way.
     """
+    peaks, distinct, n_units, units = [], set(), 0, torch.zeros((), dtype=torch.float64)
+    for block in (part for whole in blocks for part in whole.split(ROWS_PER_SCAN)):
+        peaks.append(row_peaks(block))
+        for row in (block + 0.0).cpu().numpy():  # -0 and 0 are equal, their bytes are not
+            if len(distinct) >= n_clusters > 1:
+                break
+            distinct.add(row.tobytes())
+        norms = torch.linalg.vector_norm(block, dim=1, keepdim=True, dtype=torch.float64)
+        n_units += int((norms > 0).sum())
+        units = units + torch.where(norms > 0, block.double() / norms, 0.0).sum(0)
+    found = _odd_sizes(torch.cat(peaks))
+    spread = max(0.0, 1 - float((units / max(n_units, 1)).square().sum())) ** 0.5
+    if len(distinct) == 1:
+        found.append("all rows are the same: there is nothing to tell apart")
+    elif len(distinct) < n_clusters:
+        found.append(
+            f"{len(distinct)} distinct rows, {n_clusters} clusters: some of them must stay empty, "
+            "so ask for fewer"
+        )
+    elif n_units > 1 and spread < LEAST_SPREAD:
+        found.append(
+            f"all rows point almost the same way (their directions spread by {spread:.2g}), so "
+            "that float32 cannot tell which are nearest by cosine: subtract each column's mean "
+            "before you give or save them"
+        )
+    return "; ".join(found)
+
+
+def _odd_sizes(peaks: Tensor) -> list[str]:
+    """What is strange about the sizes of rows, by their `row_peaks`."""
     found, typical = [], peaks[peaks > 0]
     if len(typical):
-        ratio = peaks / typical.median()
-        if len(extreme := (ratio >= EXTREME_RATIO).nonzero()):
-            first = int(extreme[0])
+        ratio = (peaks / typical.median()).double()
+        far = ratio >= EXTREME_RATIO
+        if far.any() and ratio[far].square().sum() > ratio[~far].square().sum():
+            first = int(far.nonzero()[0])
             found.append(
-                f"{len(extreme)} of {len(peaks)} rows are {EXTREME_RATIO:,.0f} times as large "
-                f"as the typical one or more, first row {first} ({float(ratio[first]):.2g} "
-                "times): beside them all others look alike, so take them out of the data"
+                f"{int(far.sum())} of {len(peaks)} rows are {EXTREME_RATIO} times as large as the "
+                f"typical one or more, first row {first} ({float(ratio[first]):.2g} times): beside "
+                "them all others look alike, so take them out of the data"
             )
     if len(zero := (peaks == 0).nonzero()):
         found.append(
             f"{len(zero)} of {len(peaks)} rows are zero throughout, first row {int(zero[0])}: they "
             "are as near to one sample as to any other"
         )
-    return "; ".join(found)
+    return found
 
 
 def _name(split: str) -> str:

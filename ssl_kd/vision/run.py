@@ -23,7 +23,7 @@ from ssl_kd.heads import import_head
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, cached_neighbours
-from ssl_kd.store.embeddings import odd_rows, row_peaks
+from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Clock
@@ -92,7 +92,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         store = stores["train"]
         folder.keep_to(store.fingerprint.digest)
         n_clusters = n_clusters_of(settings, store.class_names, store.n)
-        _warn_of_odd_rows(store)
+        _warn_of_odd_rows(store, n_clusters)
         source = _Source(store, settings)
 
         with clock("neighbours"):
@@ -141,9 +141,9 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
     return Run(folder.path, _images(train_set, store))
 
 
-def _warn_of_odd_rows(store: EmbeddingStore) -> None:
-    peaks = [row_peaks(block) for _, block in store.blocks(ROWS_PER_BLOCK)]
-    if odd := odd_rows(torch.cat(peaks)):
+def _warn_of_odd_rows(store: EmbeddingStore, n_clusters: int) -> None:
+    blocks = (block for _, block in store.blocks(ROWS_PER_BLOCK))
+    if odd := odd_rows(blocks, n_clusters):
         logger.warning("embeddings in %s: %s", store.folder, odd)
 
 

@@ -541,15 +541,23 @@ def test_nothing_but_duplicates(settings, tmp_path):
     ("value", "words"),
     [
         (None, ""),
-        (1e7, "1 of 64 rows are 1,000 times as large as the typical one or more, first row 7 ("),
+        (1e7, "1 of 64 rows are 30 times as large as the typical one or more, first row 7 ("),
+        (2e4, "1 of 64 rows are 30 times as large as the typical one or more, first row 7 ("),
         (0.0, "2 of 64 rows are zero throughout, first row 7"),
+        ("offset", "all rows point almost the same way"),
+        ("same", "all rows are the same"),
+        ("few", "3 distinct rows, 4 clusters"),
     ],
 )
 def test_rows_that_are_finite_and_strange_are_said_with_their_number(
     value, words, settings, digits, tmp_path, caplog
 ):
     x = digits[0][:64].reshape(64, -1).astype(np.float32)
-    if value is not None:
+    if value == "offset":
+        x[:, 0] = 1e6
+    elif isinstance(value, str):
+        x = x[np.arange(64) % {"same": 1, "few": 3}[value]]
+    elif value is not None:
         x[7, 3] = value
     if value == 0:
         x[[7, 9]] = 0

@@ -23,6 +23,7 @@ from ssl_kd.store import (
     nearest_neighbours,
     shards,
 )
+from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.store.fingerprint import BaseFingerprint
 from ssl_kd.store.shards import read_manifest, write_manifest
 from tests.damage import FullDisk, Payload
@@ -810,3 +811,9 @@ def test_names_that_are_not_utf8(tmp_path):
     ids = [os.fsdecode(b"caf\xe9"), *IDS[1:]]
     assert write(tmp_path, ids=ids).ids == ids
     assert json.loads((tmp_path / "embeddings_train.json").read_text())["n"] == N
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+def test_heavy_tails_alone_are_not_strange(sigma):
+    x = (sigma * torch.randn(4000, 64, generator=torch.manual_seed(0))).exp()
+    assert odd_rows([x], 10) == "" and odd_rows([x - x.mean(0)], 10) == ""
