@@ -262,6 +262,8 @@ class Guard:
         for i in updated.nonzero().flatten().tolist():
             self._parts[i].buffers.keep(ask=False)
         self._parts.buffers[-1][1].keep(ask=False)
+        for _, buffers in self._parts.buffers:
+            buffers.end_step()
         if self._scales:
             overflow = stage == int(Stage.OVERFLOW)
             if self._one_scale:
@@ -388,7 +390,7 @@ class Guard:
         nothing = lost and not bool((healthy & ~absent).any())
         for i, (_, buffers) in enumerate(self._parts.buffers):
             if nothing or (i < len(self._parts) and not healthy[i]):
-                buffers.put_back(buffers.kept)
+                buffers.put_back()
             else:
                 self._heal(i, largest[i])
         for other in [*_GUARDS] if lost else []:

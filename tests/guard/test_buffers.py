@@ -1,9 +1,12 @@
+import copy
 import math
+import pickle
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from ssl_kd.guard.buffers import Buffers
 from ssl_kd.guard.loop import Guard
@@ -77,3 +80,91 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_snapshot():
     guard.step()
     good = guard.state_dict()["parts"]["model"]["good"]
     assert good["step"] == 0 and same(good["buffers"], [model.mask]) and not guard.events.events
+
+
+class Queue(nn.Sequential):
+    """What passes through is counted, in a buffer that the user writes to between steps, too."""
+
+    queue: torch.Tensor
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.register_buffer("queue", torch.zeros(4))
+
+    def forward(self, input):
+        self.queue[0] += len(input)
+        return super().forward(input)
+
+
+def by_loop(run=lambda model: model, between=lambda model, i: None, bad=2, model=None):
+    """Four guarded steps, `bad` with a NaN; something happens between them."""
+    model = model or Queue()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    states = []
+    for i in range(4):
+        states.append([b.clone() for b in model.buffers()])
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+        guard.backward(run(model)(x * (math.nan if i == bad else 1)).sum())
+        if guard.step() != (set() if i == bad else {"model"}):
+            raise AssertionError(i)
+        if i == bad:
+            assert same(states[-1], [*model.buffers()])
+        between(model, i)
+    return model
+
+
+def enqueue(model, i):
+    model.queue[i % 3 + 1] = i + 1
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        enqueue,
+        lambda model, i: setattr(model, "queue", torch.full((4,), float(i))),
+        lambda model, i: model[0].reset_running_stats(),
+        lambda model, i: model.load_state_dict(Queue().state_dict()),
+    ],
+)
+def test_a_bad_batch_takes_back_nothing_that_was_written_between_steps(between):
+    by_loop(between=between)
+
+    def evaluated(model, i):  # another forward pass between the steps, which begins none
+        with torch.no_grad():
+            nn.Sequential.forward(model.eval(), torch.ones(4, 3))
+        between(model.train(), i)
+
+    by_loop(between=evaluated)
+
+
+def test_a_nan_that_was_written_between_steps_is_not_gone_back_to():
+    def spoil(model, i):
+        if i == 0:
+            model[0].running_var.fill_(math.nan)
+
+    assert all(b.isfinite().all() for b in by_loop(between=spoil, bad=-1).buffers())
+
+
+def test_compiled_and_borrowed_modules_go_back_as_before():
+    compiled = by_loop(lambda m: torch.compile(m, backend="eager", fullgraph=True))
+    assert same([*compiled.buffers()], [*by_loop().buffers()])
+
+    def lent(model):
+        buffers = {name: b + 5 for name, b in model.named_buffers()}
+        return lambda x: functional_call(model, buffers, (x,))
+
+    model = by_loop(lent)
+    assert same([*model.buffers()], [*Queue().buffers()])
+
+
+def test_a_copy_of_the_model_carries_nothing_of_the_guard():
+    model = Queue()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for other in copies:
+        other.queue[1] = 5
+        other(torch.ones(4, 3))
+        assert other.queue.tolist() == [4, 5, 0, 0]
+    guard.backward(model(torch.full((4, 3), math.nan)).sum())
+    assert guard.step() == set() and model.queue.sum() == 0
