@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.guard.norms import narrow
+
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _FLOATS |= {torch.complex64, torch.complex128}
 
@@ -107,7 +109,7 @@ class Buffers:
         """0 for a finite buffer, 1 for one with an infinity, 2 for one with a NaN."""
         if largest is None:  # ask the device
             zero = torch.zeros((), device=self._beside.device)
-            numbers = [number.to(zero) for number in self.look(zero, of)]
+            numbers = [narrow(number).to(zero) for number in self.look(zero, of)]
             largest = torch.stack(numbers).tolist() if numbers else []
         return [2 if math.isnan(x) else int(math.isinf(x)) for x in largest]
 

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum, unique
-from typing import Literal, Protocol
+from numbers import Integral, Real
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -55,16 +56,22 @@ class Thresholds:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if not 1 < self.spike_factor < math.inf:
-            raise ValueError(f"spike_factor is {self.spike_factor}; expected a finite number > 1")
-        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
-            raise ValueError(f"max_norm is {self.max_norm}; expected a finite number > 0, or None")
+        _check_number("spike_factor", self.spike_factor, 1, "a finite number > 1")
+        if self.max_norm is not None:
+            _check_number("max_norm", self.max_norm, 0, "a finite number > 0, or None")
         for field in fields(self)[1:-1]:
             value = getattr(self, field.name)
             if value is None and field.name == "stop_after":
                 continue
-            if not isinstance(value, int) or value < 1:
+            # NumPy's whole numbers are as good as Python's; a truth value is none.
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} is {value!r}; expected a whole number from 1")
+
+
+def _check_number(name: str, value: Any, above: float, expected: str) -> None:
+    known = isinstance(value, Real) and not isinstance(value, bool)
+    if not known or not above < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
 SKIPPED = "skipped"

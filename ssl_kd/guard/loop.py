@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -342,7 +342,7 @@ class Guard:
 
     def _remember(self, told: dict[int, Tensor]) -> None:
         for i, loss in told.items():
-            seen = loss.detach().float()
+            seen = loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
             self._loss[i] = self._loss[i] + seen if i in self._loss else seen
 
     def _run(self, losses: dict[int, Tensor]) -> None:
@@ -464,8 +464,10 @@ class Guard:
         """Take over what `state_dict` gave; load the model and the optimizer first.
 
         Raises:
-            ValueError: the state is of other parts.
+            ValueError: the state is of other parts, or no state of a guard.
         """
+        if missing := ", ".join(sorted(self.state_dict().keys() - state.keys())):
+            raise ValueError(f"the state lacks {missing}; expected what Guard.state_dict gave")
         self._parts.load_state_dict(state["parts"])
         self.steps, self._one_scale = state["steps"], state["one_scale"]
         for name, mine in self.health.tensors().items():
@@ -475,6 +477,13 @@ class Guard:
         self.scale.copy_(state["scale"])
         self.recovery.load(state)
         self._masters.load(state["masters"])
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse: a copy would hold on to the model and the optimizer of this one."""
+        raise TypeError(
+            "a Guard can be neither copied nor pickled: take its state_dict(), make a new Guard "
+            "around the copies of model and optimizer, and call its load_state_dict()"
+        )
 
 
 def _check_closure(optimizer: torch.optim.Optimizer) -> None:

@@ -282,6 +282,12 @@ def _divide(
     for name, p in model.named_parameters():
         if id(p) in held and p.is_complex():
             raise ValueError(f"parameter {name!r} is complex; the guard's norms are of real ones")
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if trainable and not any(id(p) in held for p in trainable):
+        raise ValueError(
+            f"the optimizer holds none of the {len(trainable)} trainable parameters of the model: "
+            "make it from this model's parameters (a copy of a model has others)"
+        )
     if given is None:
         # In the model's order, in which clip_grad_norm_(model.parameters()) sums, too.
         weights = [*({id(p): p for p in model.parameters() if id(p) in held} | held).values()]
@@ -321,6 +327,10 @@ def _weights(
     weights = what.parameters() if isinstance(what, nn.Module) else what
     # One parameter would be iterated by row.
     weights = [weights] if isinstance(weights, nn.Parameter) else weights
+    if isinstance(weights, Iterable):
+        weights = list(weights)
+    if not isinstance(weights, list) or not all(isinstance(p, nn.Parameter) for p in weights):
+        raise ValueError(f"part {name!r} is {what!r}; expected a module, or parameters")
     weights = [*{id(p): p for p in weights if p.requires_grad}.values()]
     if not weights:
         raise ValueError(f"part {name!r} has no trainable parameter")

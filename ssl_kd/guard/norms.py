@@ -18,9 +18,17 @@ def norm_of(gradients: list[Tensor]) -> Tensor:
     )
 
 
+def narrow(x: Tensor) -> Tensor:
+    """A number in float32; what is finite in float64 stays finite."""
+    if x.dtype == torch.float64:
+        limit = torch.finfo(torch.float32).max
+        x = torch.where(x.isfinite(), x.clamp(-limit, limit), x)
+    return x.to(torch.float32)
+
+
 def look(losses: dict[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
     """Loss and gradient norm at `through` of each, `[loss]`, on the CPU: waits for the device."""
-    values = [loss.detach().float() for loss in losses.values()]
+    values = [narrow(loss.detach()) for loss in losses.values()]
     norms = [torch.ones_like(value) for value in values]
     if through is not None:
         tensors = [through] if isinstance(through, Tensor) else list(through)
@@ -31,7 +39,7 @@ def look(losses: dict[str, Tensor], through: Any) -> tuple[Tensor, Tensor]:
 
 def read(numbers: list[list[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
     """Lists of numbers on a device, as vectors on the CPU, in one wait."""
-    flat = torch.stack([x.to(device, torch.float32) for some in numbers for x in some]).cpu()
+    flat = torch.stack([narrow(x).to(device) for some in numbers for x in some]).cpu()
     return flat.split([len(some) for some in numbers])
 
 

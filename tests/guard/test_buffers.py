@@ -168,3 +168,10 @@ def test_a_copy_of_the_model_carries_nothing_of_the_guard():
         assert other.queue.tolist() == [4, 5, 0, 0]
     guard.backward(model(torch.full((4, 3), math.nan)).sum())
     assert guard.step() == set() and model.queue.sum() == 0
+
+
+def test_what_is_finite_in_float64_is_well():
+    module = holder(large=torch.ones(2, dtype=torch.float64))
+    watched = buffers(module)
+    module.large.fill_(1e60)
+    assert watched.are_well() and watched.heal() == ""

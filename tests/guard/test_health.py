@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -147,12 +148,21 @@ def test_an_overflow_of_the_loss_scale_is_skipped_but_costs_no_patience():
         {"max_norm": 0.0},
         {"max_norm": math.nan},
         {"max_norm": math.inf},
+        {"max_norm": "2"},
+        {"max_norm": True},
+        {"spike_factor": None},
+        {"restore_after": True},
+        {"restore_after": "3"},
     ],
 )
 def test_a_threshold_out_of_range_is_named(wrong):
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} is {value}; expected"):
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; expected"):
         Thresholds(**wrong)
+
+
+def test_thresholds_may_be_numbers_of_numpy():
+    assert Thresholds(np.float32(2), np.int64(3), max_norm=np.float64(1)).spike_patience == 3
 
 
 def test_the_strictest_thresholds_are_allowed():

@@ -2,6 +2,7 @@ import copy
 import json
 import logging
 import math
+import pickle
 import warnings
 
 import pytest
@@ -1161,3 +1162,54 @@ def test_complex_parameters_are_refused_by_name():
     model = nn.ParameterDict({"wave": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
     with pytest.raises(ValueError, match="parameter 'wave' is complex"):
         Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def linear(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_loss_that_is_finite_in_float64_is_no_fault(times):
+    model, optimizer = linear(torch.float64)
+    guard = Guard(model, optimizer)
+    for _ in range(times):
+        guard.backward(model(torch.ones(2, 3).double()).sum() + 1e60)
+    assert guard.step() == {"model"} and not len(guard.events)
+    model, optimizer = linear(torch.float64)
+    guard = Guard(model, optimizer)
+    for _ in range(times):
+        guard.backward({"a": model(torch.ones(2, 3).double()).sum() + 1e60})
+    assert guard.step() == {"model"} and not len(guard.events)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model, optimizer = linear()
+    with pytest.raises(ValueError, match="holds none of the 2 trainable parameters"):
+        Guard(copy.deepcopy(model), optimizer)
+
+
+@pytest.mark.parametrize("what", ["weight", 3, ["weight"], None])
+def test_a_part_that_is_no_module_and_no_parameters_is_refused(what):
+    model, optimizer = linear()
+    with pytest.raises(ValueError, match="part 'a' is .*expected a module, or parameters"):
+        Guard(model, optimizer, {"a": what})
+
+
+def test_a_guard_is_neither_copied_nor_pickled():
+    guard = Guard(*linear())
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"neither copied nor pickled: take its state_dict\(\)"):
+            attempt(guard)
+
+
+@pytest.mark.parametrize("missing", [["health"], ["parts", "steps"], None])
+def test_a_state_that_lacks_something_is_refused_before_anything_is_taken_over(missing):
+    guard = Guard(*linear())
+    state = guard.state_dict() if missing else {}
+    for name in missing or ():
+        del state[name]
+    with pytest.raises(ValueError, match="the state lacks .*" + ", ".join(missing or ["health"])):
+        guard.load_state_dict({**state, "steps": 3} if missing == ["health"] else state)
+    assert guard.steps == 0
