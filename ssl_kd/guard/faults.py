@@ -170,6 +170,10 @@ class Kind:
     advice: str = ""
     remedy: str = ""
 
+    def change(self, in_run: bool) -> str:
+        """What to change: in a run its setting, save where only a replay knows which."""
+        return self.remedy if in_run and not self.not_finite else self.advice
+
 
 @unique  # a number twice would be a second name of the same kind
 class Stage(IntEnum):

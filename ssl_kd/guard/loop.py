@@ -70,6 +70,7 @@ class Guard:
         reinitialise: called with a part's name to give it new weights. By default parts given as
             modules have their `reset_parameters` called; other parts skip this rung.
         events: a file to append the guard's decisions to, one line of JSON each; or an `EventLog`.
+        in_run: advice names the settings of this project's runs, not the arguments of a loop.
 
     Attributes:
         grad_norm: gradient norm of each part in the last step, before clipping, `[part]` float32 on
@@ -93,6 +94,7 @@ class Guard:
         fresh_optimizer: bool = False,
         reinitialise: Callable[[str], object] | None = None,
         events: str | Path | EventLog | None = None,
+        in_run: bool = False,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")
@@ -127,14 +129,16 @@ class Guard:
         self.health = Health.fresh(n)
         for i in range(n):  # without a way to do it, this rung is done already
             self.health.reinitialised[i] = not self._parts.can_reinitialise(i)
-        self.recovery = Recovery(self._parts, self.health, lambda: self.thresholds, self._shared)
+        self.recovery = Recovery(
+            self._parts, self.health, lambda: self.thresholds, self._shared, in_run
+        )
         self.updates = torch.zeros(n, dtype=torch.int64)
         self._scales = bool(self._masters) if scaler is None else scaler
         self.scale = torch.full((n,), _FIRST_SCALE if self._scales else 1.0)
         self._one_scale = bool(self._shared)
         self.grad_norm = torch.zeros(n)
         # A fixed limit is one of a part's whole gradient.
-        self._terms = LossTerms(lambda: replace(self.thresholds, max_norm=None))
+        self._terms = LossTerms(lambda: replace(self.thresholds, max_norm=None), in_run)
         self._forget()
         self._report_nan_buffers()
         _GUARDS.add(self)

@@ -33,6 +33,7 @@ class Recovery:
         health: of each part; changed in place.
         thresholds: asked for at each decision.
         shared: parts that the others share: restored like them, but never counted as left.
+        in_run: what to change is a setting of a run, not of a loop.
 
     Attributes:
         counts: `[part, stage]` int64, how often each fault was seen.
@@ -45,8 +46,9 @@ class Recovery:
         health: Health,
         thresholds: Callable[[], Thresholds],
         shared: Collection[int] = (),
+        in_run: bool = False,
     ) -> None:
-        self.parts, self.health, self.shared = parts, health, shared
+        self.parts, self.health, self.shared, self.in_run = parts, health, shared, in_run
         self._thresholds = thresholds
         n = len(parts.names)
         self.counts = torch.zeros(n, len(Stage), dtype=torch.int64)
@@ -158,7 +160,7 @@ class Recovery:
             if seen:
                 often = ", ".join(f"{s.kind.reason} ({n} times)" for s, n in seen.items())
                 state = f" It was {done[name]}." if name in done else ""
-                advice = max(seen, key=lambda stage: seen[stage]).kind.advice
+                advice = max(seen, key=lambda stage: seen[stage]).kind.change(self.in_run)
                 lines.append(f"{name}, {steps} steps: {often}.{state} What to change: {advice}.")
         return "\n".join(lines)
 

@@ -19,13 +19,14 @@ class LossTerms:
 
     Args:
         thresholds: asked for at each decision.
+        in_run: what to change is a setting of a run, not of a loop.
 
     Attributes:
         health: name -> of that term.
     """
 
-    def __init__(self, thresholds: Callable[[], Thresholds]) -> None:
-        self._thresholds = thresholds
+    def __init__(self, thresholds: Callable[[], Thresholds], in_run: bool = False) -> None:
+        self._thresholds, self._in_run = thresholds, in_run
         self.health: dict[str, Health] = {}
         self._seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # in this step
 
@@ -48,7 +49,7 @@ class LossTerms:
             health.record_(stage, norm[None], self._thresholds())
             if found.kind.reason:
                 value = float(loss if found.kind.value == "loss" else norm)
-                action = "" if found.kind.updates else _cut_out(found, health, self._thresholds())
+                action = "" if found.kind.updates else self._cut_out(found, health)
                 events.append(found.event(step, name, value, action))
             elif missed:
                 reason = f"healthy again after {missed} steps"
@@ -67,9 +68,8 @@ class LossTerms:
         """Take over what `state_dict` gave."""
         self.health = {name: Health.copy_of(tensors) for name, tensors in state.items()}
 
-
-def _cut_out(found: Stage, health: Health, thresholds: Thresholds) -> str:
-    streak = int(health.streak)
-    if streak % thresholds.restore_after:
-        return "cut out"
-    return f"cut out, {streak} times in a row: {found.kind.advice}"
+    def _cut_out(self, found: Stage, health: Health) -> str:
+        streak = int(health.streak)
+        if streak % self._thresholds().restore_after:
+            return "cut out"
+        return f"cut out, {streak} times in a row: {found.kind.change(self._in_run)}"

@@ -157,6 +157,7 @@ class Distiller:
             scaler=precision.scale,
             fresh_optimizer=True,
             events=events,
+            in_run=True,
         )
         weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
         self.weights = {name: weight for name, weight in weights.items() if weight}

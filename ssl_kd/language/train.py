@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.seeds import seed_of, seeded
 from ssl_kd.training.loop import Pace, run_loop
@@ -64,10 +65,11 @@ def train(
         The number of steps done; less than `steps` if it was told to stop.
 
     Raises:
-        TooFewHealthyParts: training cannot continue; the last good state was saved before.
+        TooFewHealthyParts: training cannot continue, or is over without a step that was learned
+            from; the last good state was saved before.
     """
     settings = distiller.settings
-    return run_loop(
+    done = run_loop(
         _Student(distiller, blocks, steps, on_step),
         steps,
         start=start,
@@ -79,6 +81,10 @@ def train(
         on_checkpoint=on_checkpoint,
         should_stop=should_stop,
     )
+    if done == steps and not any(distiller.learned.values()):
+        why = f"none of the {steps} steps could be learned from"
+        raise TooFewHealthyParts(f"{why}.\n{distiller.guard.diagnosis()}".rstrip())
+    return done
 
 
 class _Student:

@@ -797,3 +797,20 @@ def test_a_term_without_weight_makes_no_step_a_success(settings, monkeypatch):
     spoilt(monkeypatch, {2}, spoil_teacher)
     with pytest.raises(TooFewHealthyParts, match="step 4: no part had a healthy step in the last"):
         run(settings(alpha_ce=0.0, alpha_kd=1.0, stop_after=3, max_steps=20))
+
+
+@pytest.mark.parametrize("cause", [{"grad_norm_threshold": 1e-9}, {"alpha_kd": 1e30}])
+def test_a_run_in_which_no_step_went_through_is_no_success(settings, tmp_path, cause):
+    asked = settings(max_steps=2, checkpoint_every=5, generations=0, **cause)
+    for again in (asked, asked.replace(resume=True)):  # there is no step left to do
+        with pytest.raises(TooFewHealthyParts, match="none of the 2 steps could be learned") as end:
+            run(again)
+        said = str(end.value)
+        assert end.value.exit_code == 3 and "--learning_rate" in said
+        if "grad_norm_threshold" in cause:
+            assert "above the fixed threshold (2 times)" in said
+            assert "raise GRAD_NORM_THRESHOLD" in said and "Thresholds." not in said
+            assert "--grad_norm_threshold None" in said
+    path = tmp_path / "runs" / "a"
+    assert [file.name for file in (path / "checkpoint").glob("*.pt")] == ["step_000000002.pt"]
+    assert not (path / "student").exists() and not (path / "metrics.json").exists()
