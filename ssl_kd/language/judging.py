@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,13 +19,16 @@ from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.task import Task
 from ssl_kd.language.witness import known_settings
-from ssl_kd.teachers.causal import load_causal_lm
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+LITTLE = 0.01
+"""Nats a token that a teacher must know more than nothing."""
+
 AsItCame = Callable[[], AbstractContextManager[Any]]
 
 
@@ -62,6 +66,7 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
         teacher = FrozenTeacher(task.teacher.model, device=device, dtype=dtype)
     row = judge.row("teacher", teacher)
     if not row["left_out"] or task.frozen is None or not settings.alpha_kd:
+        _warn_of_a_guess(task.teacher, row)
         return task, row, judge.generations(teacher)
     with teacher.on_device():
         known = known_settings(settings)
@@ -74,6 +79,21 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
         f"the output of the teacher {task.teacher.name} on held-out text is not finite, so nothing "
         f"can be learned from it{why}"
     )
+
+
+def _warn_of_a_guess(teacher: CausalLM, row: Row) -> None:
+    """Warn of a teacher that predicts held-out text no better than equal probabilities would."""
+    uniform = math.log(teacher.model.config.vocab_size)
+    if row["nll"] is not None and row["nll"] > uniform - LITTLE:
+        logger.warning(
+            "the teacher %s knows nothing of the held-out text: its loss is %.4g nats a token, and "
+            "a uniform guess among its %d tokens has %.4g. A student can learn nothing of use from "
+            "it: check that these are trained weights",
+            teacher.name,
+            row["nll"],
+            teacher.model.config.vocab_size,
+            uniform,
+        )
 
 
 def _one_by_one(blocks: Blocks, device: torch.device) -> Iterator[Batch]:

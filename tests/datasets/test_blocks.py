@@ -477,10 +477,12 @@ def test_a_model_that_takes_no_positions():
     assert not isolates_documents(Bare())
 
 
-def test_a_model_that_says_nothing_proves_nothing():
+def test_a_model_that_says_nothing_proves_nothing(caplog):
     model = build(ISOLATING["llama"])
     torch.nn.init.zeros_(model.lm_head.weight)
     assert not isolates_documents(model)
+    assert "the output of LlamaForCausalLM is the same whatever it reads" in caplog.text
+    assert "attend to each other" not in caplog.text
 
 
 def test_the_probe_leaves_everything_as_it_was():

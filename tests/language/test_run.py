@@ -814,3 +814,15 @@ def test_a_run_in_which_no_step_went_through_is_no_success(settings, tmp_path, c
     path = tmp_path / "runs" / "a"
     assert [file.name for file in (path / "checkpoint").glob("*.pt")] == ["step_000000002.pt"]
     assert not (path / "student").exists() and not (path / "metrics.json").exists()
+
+
+def test_a_teacher_without_information_is_named(settings, tmp_path, tiny, caplog):
+    blank = tiny.model()
+    for p in blank.parameters():
+        torch.nn.init.zeros_(p)
+    blank.save_pretrained(tmp_path / "blank")
+    tiny.tokenizer.save_pretrained(tmp_path / "blank")
+    run(settings(teacher_model=str(tmp_path / "blank"), max_steps=1, generations=0))
+    assert f"the teacher {tmp_path / 'blank'} knows nothing of the held-out text" in caplog.text
+    assert "a uniform guess among its 320 tokens has 5.768" in caplog.text
+    assert "attend to each other" not in caplog.text
