@@ -10,6 +10,7 @@ from ssl_kd import MultiHeadClusterer, cli
 from ssl_kd.errors import InputError
 from ssl_kd.guard import Guard, Thresholds
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.ranks import refuse_ranks
 from ssl_kd.vision.run import run
 from tests.faults.inject import no_run, one_line, stopped, weights
 from tests.faults.matrix import row
@@ -42,6 +43,24 @@ def test_one_of_two_language_ranks_is_refused(rank_1, tmp_path, monkeypatch, cap
 def test_one_of_two_ranks_fits_no_estimator(rank_1):
     with pytest.raises(InputError, match="rank 1 of 2"):
         MultiHeadClusterer().fit(np.eye(20))
+
+
+@row(96)
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ],
+)
+def test_ranks_of_other_launchers_are_known(monkeypatch, size, rank):
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # of a batch script, which is one process
+    refuse_ranks()
+    monkeypatch.setenv(size, "2")
+    monkeypatch.setenv(rank, "1")
+    with pytest.raises(InputError, match=f"rank 1 of 2 .{size}"):
+        refuse_ranks()
 
 
 @row(96)
