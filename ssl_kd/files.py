@@ -100,6 +100,13 @@ def sha256_file(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def why_refused(error: pickle.UnpicklingError) -> str:
+    """Why `torch.load` read no tensors; its own words advise to load them anyway."""
+    asked = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f"it asks for {asked[1]}, which might run code" if asked else "it is something else"
+    return f"{what}; it was refused, and nothing was executed"
+
+
 def save_tensors(path: str | Path, tensors: Any) -> None:
     """`torch.save` through `atomic_write`."""
     atomic_write(path, lambda file: torch.save(tensors, file))
@@ -124,12 +131,8 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
         if isinstance(error, OSError | MemoryError) and not cut:
             raise
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # torch's own words advise to load it anyway
-            asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-            reason = (
-                f"it asks for {asked[1]}, which might run code" if asked else "it is something else"
-            )
-            reason += "; it was refused, and nothing was executed"
+        if isinstance(error, pickle.UnpicklingError):
+            reason = why_refused(error)
         raise CorruptFileError(
             f"{path} cannot be read as a file of tensors: {reason}. "
             "Expected tensors in plain containers, as torch.save writes them; delete the file or "

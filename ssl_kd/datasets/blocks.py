@@ -439,8 +439,8 @@ def _why_not_packed(model: Any) -> str:
     # Not to the bit: a mixture of experts sorts tokens in another order, which rounds differently.
     if moved[6:].max() <= 1e-5 * before.abs().max() and moved[:6].min() > 0:
         return ""
-    odd = "not finite" if moved.any() else "the same whatever it reads"
-    return leaks if 0 < moved.max() < torch.inf else f"the output of {type(model).__name__} is {odd}"
+    so = "not finite" if moved.any() else "the same whatever it reads"
+    return leaks if 0 < moved.max() < torch.inf else f"the output of {type(model).__name__} is {so}"
 
 
 def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from ssl_kd.errors import InputError, MissingPackage, UserError
-from ssl_kd.files import sha256_file
+from ssl_kd.files import sha256_file, why_refused
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.teachers.weights import model_files, weights_id
 
@@ -193,6 +194,14 @@ def _local(name: str) -> Path | None:
             f"no folder {folder}: expected one by save_pretrained, or a name on the Hugging Face "
             "Hub such as gpt2 or Qwen/Qwen2.5-0.5B"
         )
+    hub = llm_module("huggingface_hub.utils")
+    try:
+        hub.validate_repo_id(name)
+    except hub.HFValidationError as error:
+        raise InputError(
+            f"{name!r} is no folder, and cannot be a name on the Hugging Face Hub: expected one "
+            "such as gpt2-medium or Qwen/Qwen2.5-0.5B, of letters, digits, '-', '_' and '.'"
+        ) from error
     return None
 
 
@@ -203,9 +212,15 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype) -> Any:
             dtype=dtype,
             trust_remote_code=False,  # None would ask on the terminal
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # named below, which transformers' error does not
         )
     except OSError as error:
         raise CausalLMUnavailable(place, error) from error
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{place!r} has weights that cannot be read: {why_refused(error)}. Expected "
+            "model.safetensors, as model.save_pretrained writes it"
+        ) from error
     except Exception as error:  # transformers, safetensors and pickle have exceptions of their own
         if is_out_of_memory(error) or isinstance(error, ImportError):
             raise
@@ -216,6 +231,12 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype) -> Any:
                 "that AutoModelForCausalLM loads, such as gpt2 or a Llama"
             ) from error
         raise InputError(f"{place!r} cannot be loaded: {_reason(error)}") from error
+    for name, saved, expected in sorted(info["mismatched_keys"]):
+        raise InputError(
+            f"{place!r} does not fit its config.json: the tensor {name} has the shape "
+            f"{tuple(saved)} in the weights, and {tuple(expected)} by the configuration (its "
+            "vocab_size and other sizes); put the config.json there that the weights were saved with"
+        )
     missing = sorted(info["missing_keys"])
     if missing:  # transformers fills them with random numbers
         few = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")

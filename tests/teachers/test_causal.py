@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher  # noqa: E402
 from ssl_kd.teachers.causal import (  # noqa: E402
     CausalLM,
@@ -388,3 +389,30 @@ def test_real_models(shared_data):
     answer = ask(FrozenTeacher(lm.model), Batch(ids), torch.tensor([ids.numel() - 1]))
     best = (answer.hidden @ answer.weight.T).argmax(-1)
     assert lm.tokenizer.decode(best).strip() == "girl"
+
+
+class RunsCode:
+    def __reduce__(self):
+        return (print, ("ran",))
+
+
+def test_a_pickle_that_wants_to_run_code_is_refused_in_our_words(tiny, tmp_path, capfd):
+    tiny.folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": RunsCode()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match="might run code; it was refused") as refused:
+        load_causal_lm(tmp_path)
+    assert "weights_only" not in str(refused.value) and "ran" not in capfd.readouterr().out
+
+
+def test_a_tensor_that_does_not_fit_the_configuration_is_named(tiny, tmp_path):
+    tiny.folder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    with pytest.raises(InputError, match=r"lm_head.weight has .*\(320, 32\).*\(400, 32\)"):
+        load_causal_lm(tmp_path)
+
+
+def test_a_name_that_the_hub_cannot_have_is_bad_input():
+    with pytest.raises(InputError, match="'gpt2 medium' is no folder, and cannot be a name"):
+        load_causal_lm("gpt2 medium")
