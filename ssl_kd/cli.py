@@ -197,6 +197,8 @@ def _gradients(argv: Sequence[str]) -> int:
     flags = [word for word in words if word != "--verbose"]
 
     def work() -> int:
+        if re.search(r"(^| )--model( --|$)", " ".join(argv)):
+            raise InputError("--model takes one value, a folder or a name on the Hub; none came.")
         settings = _language_settings(flags, "ssl_kd doctor gradients --model FOLDER")
         from ssl_kd.screen import open_screen
 

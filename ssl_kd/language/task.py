@@ -363,6 +363,11 @@ def cache_teacher(
         raise SettingsError("TEACHER_CACHE is None: name the folder that the cache goes to.")
     if settings.teacher_model == "none":
         raise SettingsError("TEACHER_MODEL is 'none', so there is nothing to keep.")
+    if Path(settings.teacher_cache).is_file():
+        raise SettingsError(
+            f"TEACHER_CACHE is {settings.teacher_cache!r}, a file: expected a folder, or a name for"
+            " a new one."
+        )
     settings = without_router(settings)
     _check_divergence(settings, settings.cache_method)
     precision = precision_of(settings)

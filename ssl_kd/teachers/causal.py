@@ -235,7 +235,7 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype) -> Any:
         raise InputError(
             f"{place!r} does not fit its config.json: the tensor {name} has the shape "
             f"{tuple(saved)} in the weights, and {tuple(expected)} by the configuration (its "
-            "vocab_size and other sizes); put the config.json there that the weights were saved with"
+            "vocab_size and other sizes); take the config.json that was saved with them"
         )
     missing = sorted(info["missing_keys"])
     if missing:  # transformers fills them with random numbers

@@ -340,7 +340,10 @@ def _make(
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
     except Exception as error:  # each architecture has its own way to say what does not fit
         if is_out_of_memory(error):
-            raise
+            raise UserError(
+                f"student {spec!r}: its weights alone do not fit into memory: name a smaller width "
+                "or fewer layers"
+            ) from error
         reason = shorten(str(error) or type(error).__name__, 200, placeholder=" …")
         raise InputError(
             f"student {spec!r} cannot be made in the teacher's architecture ({reason}): take "

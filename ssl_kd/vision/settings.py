@@ -37,6 +37,8 @@ class VisionSettings(RunSettings):
     }
     instead: ClassVar[Mapping[str, str]] = {
         **RunSettings.instead,
+        "dataset_path": "Did you mean --dataset? It takes a folder, too.",
+        "heads": "Did you mean --n_heads?",
         **dict.fromkeys(
             ("bf16", "fp16"), "Use --use_fp16: half precision of the kind that suits the device."
         ),

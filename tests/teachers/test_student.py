@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from ssl_kd.errors import UserError  # noqa: E402
 from ssl_kd.language.step import _checkpoint_activations  # noqa: E402
 from ssl_kd.teachers import student as module  # noqa: E402
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id  # noqa: E402
@@ -407,3 +408,13 @@ def test_real_models(shared_data, tmp_path):
     assert cut.model.generation_config.eos_token_id == [1, 2]
     save_student(cut.model, cut.tokenizer, tmp_path / "student", "")
     assert loss(load_causal_lm(tmp_path / "student").model) == loss(cut.model)
+
+
+def test_a_student_beyond_memory_is_told_of_its_width(tiny, monkeypatch):
+    def full(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", full)
+    with pytest.raises(UserError, match="'fresh:1x64': .* name a smaller width") as error:
+        build_student("fresh:1x64", None, tiny.tokenizer, seed=0)
+    assert error.value.exit_code == 1
