@@ -531,10 +531,10 @@ def test_replay_of_nothing_or_of_no_bundle_is_one_line(tmp_path, capfd):
     assert cli.main(["replay"]) == 2
     assert cli.main(["replay", str(tmp_path / "none.pt")]) == 2
     (tmp_path / "b.pt").write_bytes(b"junk")
-    assert cli.main(["replay", str(tmp_path / "b.pt")]) == 1
+    assert cli.main(["replay", str(tmp_path / "b.pt")]) == 2
     out, err = capfd.readouterr()
     assert out == "" and len(err.splitlines()) == 3
-    assert "ssl_kd replay BUNDLE" in err and "none.pt" in err and "cannot be read" in err
+    assert "ssl_kd replay BUNDLE" in err and "none.pt" in err and "of another kind" in err
 
 
 # --- Aliases ------------------------------------------------------------------------------------
@@ -650,3 +650,28 @@ def test_help_shows_no_alias(capsys, monkeypatch):
     text = capsys.readouterr().out.replace("-", "_")
     assert "__learning_rate" in text
     assert not [old for old in LanguageSettings.aliases if f"__{old} " in text]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train", "--dataset_path", "x"], "Did you mean --dataset?"),
+        (["train", "--heads", "3"], "Did you mean --n_heads?"),
+        (["doctor", "gradients", "--model"], "--model takes one value"),
+        (["replay", "text.jsonl"], "text.jsonl is a file of another kind"),
+    ],
+)
+def test_what_was_meant_is_said(tmp_path, monkeypatch, capfd, argv, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}')
+    assert cli.main(argv) == 2
+    error = capfd.readouterr().err
+    assert words in error and error.count("\n") == 1 and "student_model" not in error
+
+
+def test_a_file_is_no_teacher_cache(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").write_text("mine")
+    assert cli.cache_teacher(["--teacher_cache", "kept", "--data_path", "none.txt"]) == 2
+    assert "TEACHER_CACHE is 'kept', a file" in capfd.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
 from ssl_kd.guard.events import Event
 
@@ -90,8 +91,15 @@ def load_bundle(path: str | Path) -> Bundle:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptFileError: it is damaged, or no bundle.
+        InputError: it is a file of another kind.
+        CorruptFileError: it is damaged, or holds something other than a bundle.
     """
+    with open(path, "rb") as file:
+        if (start := file.read(2)) and start != b"PK":  # a bundle is a zip file, as torch writes it
+            raise InputError(
+                f"{path} is a file of another kind. Expected a bundle: one of the files in the "
+                "folder faults of a run"
+            )
     content = load_tensors(path)
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise CorruptFileError(

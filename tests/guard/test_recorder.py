@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.recorder import Bundle, FlightRecorder, load_bundle, save_bundle
@@ -91,7 +92,8 @@ def test_what_is_no_bundle_is_refused(tmp_path, content):
         torch.save({"step": torch.zeros(1)}, path)
     else:
         path.write_bytes(content)
-    with pytest.raises(CorruptFileError, match=str(path)):
+    kind = InputError if content else CorruptFileError
+    with pytest.raises(kind, match=str(path)):
         load_bundle(path)
 
 
