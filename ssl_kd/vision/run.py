@@ -202,6 +202,13 @@ def _embed(
                 f"DATASET_TEST {source} has the classes {list(other)[:10]}, but "
                 f"DATASET {settings.dataset} has {list(names)[:10]}: name a test set of the same"
             )
+        if test_set.fingerprint == train_set.fingerprint:
+            logger.warning(
+                "DATASET_TEST %s holds the same samples as DATASET %s: what is measured on it is "
+                "not held out",
+                source,
+                settings.dataset,
+            )
     else:
         test_set = open_dataset(
             settings.dataset, "test", missing_ok=True, root=root, download=download

@@ -570,3 +570,15 @@ def test_rows_that_are_finite_and_strange_are_said_with_their_number(
         train()
         said = [r.getMessage() for r in caplog.records if "rows" in r.getMessage()]
         assert len(said) == (value is not None) and all(words in line for line in said)
+
+
+def test_a_test_set_that_is_the_training_set_is_said(settings, digits, tmp_path, caplog):
+    x = digits[0][:64].reshape(64, -1)
+    for name, rows in (("a", x), ("same", x), ("other", x[::-1])):
+        np.savez(tmp_path / f"{name}.npz", features=rows)
+    for test in ("other", "same"):
+        caplog.clear()
+        given = {"dataset": str(tmp_path / "a.npz"), "dataset_test": str(tmp_path / f"{test}.npz")}
+        folder = str(tmp_path / test)
+        run(settings(**given, n_clusters=4, max_steps=2, embeddings_dir=folder))
+        assert ("holds the same samples as DATASET" in caplog.text) == (test == "same")
