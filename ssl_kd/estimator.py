@@ -21,6 +21,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
 
+from ssl_kd.errors import InputError
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.imports import path_of_file
@@ -227,6 +229,8 @@ class MultiHeadClusterer(
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `model.safetensors` and `config.json`, as a run folder has them."""
         check_is_fitted(self)
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise InputError(f"{folder} is a file: give save_pretrained the name of a folder")
         settings = self.settings_.to_dict()
         config: dict[str, Any] = {
             **self.model_.options,
@@ -283,6 +287,12 @@ class MultiHeadClusterer(
         loaded.model_, loaded.settings_ = model, loaded._settings()
         loaded.n_features_in_ = model.options["in_dim"]
         if "feature_names" in config:
+            names, width = config["feature_names"], loaded.n_features_in_
+            if not isinstance(names, list) or len(names) != width:
+                raise CorruptFileError(
+                    f"{folder / 'config.json'}: feature_names is {str(names)[:80]}, expected a "
+                    f"list of {width}, one for each dimension (in_dim): copy it again"
+                )
             loaded.feature_names_in_ = np.array(config["feature_names"], dtype=object)
         return loaded
 
@@ -309,8 +319,14 @@ class MultiHeadClusterer(
         if isinstance(X, Tensor):
             if X.layout != torch.strided:
                 raise TypeError("Sparse tensors are not supported: pass X.to_dense()")
-            X = X.detach().cpu()
-            array = (X.float() if X.dtype == torch.bfloat16 else X).numpy()  # NumPy has no bfloat16
+            if X.is_quantized or X.is_meta:
+                kind = "Quantised tensors" if X.is_quantized else "Tensors on the meta device"
+                way = "X.dequantize()" if X.is_quantized else "a tensor that holds values"
+                raise TypeError(f"{kind} are not supported: pass {way}")
+            X = X.detach().cpu().resolve_neg()
+            # NumPy has neither bfloat16 nor float8.
+            known = X.dtype in (torch.float16, torch.float32, torch.float64)
+            array = (X.float() if X.is_floating_point() and not known else X).numpy()
         with np.errstate(over="ignore"):  # too large for float32: an error that says so follows
             least = 2 if reset else 1
             x = validate_data(

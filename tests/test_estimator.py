@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import json
 import pickle
 import random
 from typing import Any
@@ -22,6 +23,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import ssl_kd.estimator
 from ssl_kd import MultiHeadClusterer
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.run import run
@@ -116,6 +118,40 @@ def test_tensors_and_arrays_give_the_same_answer(blobs, dtype):
     from_array = small(max_steps=5).fit(array)
     np.testing.assert_array_equal(from_tensor.labels_, from_array.labels_)
     np.testing.assert_array_equal(from_tensor.predict_proba(x), from_array.predict_proba(array))
+
+
+def test_tensors_that_numpy_lacks(blobs, fitted):
+    x = torch.from_numpy(blobs[0])
+    eight = x.to(torch.float8_e4m3fn)
+    np.testing.assert_array_equal(fitted.predict(eight), fitted.predict(eight.float()))
+    negative = torch.complex(x, -x).conj().imag  # a view that is to be negated when it is read
+    assert negative.is_neg()
+    np.testing.assert_array_equal(fitted.predict(negative), fitted.predict(x))
+    with pytest.raises(TypeError, match="meta device are not supported"):
+        fitted.predict(x.to("meta"))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that its quantised tensors are to go
+def test_quantised_tensors_are_refused(blobs, fitted):
+    x = torch.quantize_per_tensor(torch.from_numpy(blobs[0]), 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match="dequantize"):
+        fitted.predict(x)
+
+
+def test_a_file_is_no_folder_to_save_in(fitted, tmp_path):
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(ValueError, match="f is a file: give save_pretrained"):
+        fitted.save_pretrained(tmp_path / "f")
+    assert (tmp_path / "f").read_text() == "mine"
+
+
+@pytest.mark.parametrize("names", [["a"], "abcdef", 6])
+def test_names_that_do_not_fit_the_model_are_refused(fitted, tmp_path, names):
+    fitted.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"feature_names": names}))
+    with pytest.raises(CorruptFileError, match="config.json: feature_names is"):
+        MultiHeadClusterer.from_pretrained(tmp_path)
 
 
 def test_awkward_arrays_are_read_and_never_changed(blobs, fitted):
