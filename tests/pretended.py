@@ -59,8 +59,9 @@ def pretended_cuda():
         yield watch.waits
 
 
-def _gradients(output, inputs):
+def _gradients(output, inputs, *, materialize_grads):
     """`torch.autograd.grad` of one number; torch's own engine looks for a driver."""
+    assert materialize_grads  # of no difference where every input is used
     on_their_way = Counter()  # node -> gradients that have not arrived yet
     reached, unread = {output.grad_fn}, [output.grad_fn]
     while unread:

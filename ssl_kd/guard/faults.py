@@ -70,7 +70,7 @@ class Thresholds:
 
 def _check_number(name: str, value: Any, above: float, expected: str) -> None:
     known = isinstance(value, Real) and not isinstance(value, bool)
-    if not known or not above < value < math.inf:
+    if not known or not above < float(value) < math.inf:
         raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 

@@ -51,8 +51,8 @@ class HeadBank:
         n_heads: number of heads H.
 
     Raises:
-        ValueError: a head with buffers (batch statistics would leak from one head into another) or
-            without parameters.
+        ValueError: a head with buffers (batch statistics would leak from one head into another),
+            without parameters, or with frozen ones.
     """
 
     def __init__(self, make_head: Callable[[], nn.Module], n_heads: int) -> None:
@@ -75,6 +75,11 @@ class HeadBank:
         self._shapes = {name: p.shape for name, p in self._template.named_parameters()}
         if not self._shapes:
             raise InputError(f"{type(self._template).__name__} has no parameters to train")
+        if frozen := [n for n, p in self._template.named_parameters() if not p.requires_grad]:
+            raise InputError(
+                f"{type(self._template).__name__} has frozen parameters ({', '.join(frozen)}), but "
+                "all of a head is trained: compute what is fixed in forward, or let it be trained"
+            )
         self.n_parameters = sum(math.prod(shape) for shape in self._shapes.values())
         self._draws = any(isinstance(m, _DropoutNd) for m in self._template.modules())
         # Activations per sample, near enough to decide how many heads fit the cache at a time.
@@ -197,7 +202,7 @@ class _Maker:
 
 
 def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) -> None:
-    """Refuse heads that do not turn embeddings into one logit for each cluster.
+    """Refuse heads that do not turn embeddings into one trainable logit for each cluster.
 
     Args:
         bank: of the heads.
@@ -210,18 +215,36 @@ def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) 
     """
     name, expected = type(bank._template).__name__, (1, 2, n_clusters)
     x = torch.zeros(2, in_dim, device=weights.device)
+    rows = {n: p.detach().requires_grad_() for n, p in bank.unflatten(weights[:1]).items()}
     try:
-        with _global_random_state_kept(), torch.no_grad():
-            found = tuple(bank(bank.unflatten(weights[:1]), x).shape)
+        with _global_random_state_kept(), torch.enable_grad():
+            answer = bank(rows, x)
+            if wrong := _wrong_answer(answer, expected):
+                raise InputError(f"{name} turns embeddings [2, {in_dim}] into {wrong}")
+            torch.autograd.grad(answer.sum(), [*rows.values()], materialize_grads=True)
+    except InputError:
+        raise
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
         raise InputError(f"{name} fails on embeddings [2, {in_dim}]: {said(error)}") from error
-    if found != expected:
-        raise InputError(
-            f"{name} turns embeddings [2, {in_dim}] into {list(found[1:])}, expected logits "
-            f"[batch, n_clusters], here {list(expected[1:])}"
+
+
+def _wrong_answer(answer: object, expected: tuple[int, ...]) -> str:
+    """What a head gives in place of logits `[head, batch, n_clusters]`; empty for those."""
+    logits = f"logits [batch, n_clusters], here {list(expected[1:])}"
+    if not isinstance(answer, Tensor):
+        return f"a {type(answer).__name__}, expected one tensor of {logits}"
+    if tuple(answer.shape) != expected:
+        return f"{list(answer.shape[1:])}, expected {logits}"
+    if answer.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"{answer.dtype}, expected torch.float32: end its forward with .float()"
+    if not answer.requires_grad:
+        return (
+            "logits that no gradient flows through, so that nothing is trained: its forward "
+            "detaches them (detach, no_grad, argmax)"
         )
+    return ""
 
 
 def parameters_of(make_head: Callable[[], nn.Module]) -> int | None:

@@ -281,7 +281,9 @@ class HeadTrainer:
         }
         logits = self._logits(parameters, views, training=True)
         loss = self.objective.loss(logits, targets, marginal, weights)
-        gradients = torch.autograd.grad((loss * state.scale).sum(), list(parameters.values()))
+        gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
+            (loss * state.scale).sum(), list(parameters.values()), materialize_grads=True
+        )
 
         with torch.no_grad():
             gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)

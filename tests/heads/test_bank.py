@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 from heads.cosine_head import CosineHead
-from ssl_kd.heads import HeadBank, TEMIHead, import_head
+from ssl_kd.errors import InputError
+from ssl_kd.guard.precision import Precision
+from ssl_kd.heads import HeadBank, TEMIHead, check_answer, import_head
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer
 
 
 class Plain(nn.Module):
@@ -124,3 +128,56 @@ class _Unset(torch.nn.Module):
 def test_a_head_that_begins_with_nan_is_refused_by_name():
     with pytest.raises(ValueError, match="_Unset has initial weights that are not finite"):
         HeadBank(lambda: _Unset(3, 2), 2).initial_weights(0)
+
+
+class Odd(nn.Module):
+    """A head that answers in a way of its own."""
+
+    def __init__(self, answer=lambda logits: logits):
+        super().__init__()
+        self.net, self.unused, self.answer = nn.Linear(6, 4), nn.Linear(6, 4), answer
+
+    def forward(self, x):
+        return self.answer(self.net(x))
+
+
+def check(answer):
+    bank = HeadBank(lambda: Odd(answer), 2)
+    check_answer(bank, bank.initial_weights(seed=0), 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda z: z.detach(), "into logits that no gradient flows through"),
+        (lambda z: z.argmax(-1), r"into \[2\], expected logits"),
+        (lambda z: z.double(), r"into torch.float64, expected torch.float32: .* with .float\(\)"),
+        (lambda z: (z, z), r"into a tuple, expected one tensor of logits .*, here \[2, 4\]"),
+        (lambda z: [z], "Odd .* a list"),
+    ],
+)
+def test_an_answer_that_no_head_can_be_trained_by_is_refused(answer, words):
+    with pytest.raises(InputError, match=words) as caught:
+        check(answer)
+    assert "Odd" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [lambda z: z, lambda z: z.half()])
+def test_a_head_may_leave_a_parameter_unused_or_answer_in_half_precision(answer):
+    check(answer)
+    bank = HeadBank(lambda: Odd(answer), 2)
+    precision = Precision.for_device("cpu")
+    trainer = HeadTrainer(bank, VisionSettings(), precision, 4)
+    before = trainer.state.student.clone()
+    result = trainer.step(torch.randn(2, 8, 6), 0.01, 0)
+    assert not result.stage.any() and not torch.equal(before, trainer.state.student)
+
+
+def test_a_head_with_frozen_parameters_is_refused():
+    def frozen():
+        head = Plain()
+        head.net[0].requires_grad_(False)
+        return head
+
+    with pytest.raises(InputError, match=r"Plain has frozen parameters \(net.0.weight, net.0.bias"):
+        HeadBank(frozen, 2)
