@@ -256,18 +256,22 @@ def _read_parquet(path: Path) -> Columns:
     kinds = {field.name: field.type for field in schema}
     if len(kinds) < len(schema):
         raise ValueError(f"two columns of one name, among {schema.names[:10]}")
+    taken = [next((n for n in known if n in kinds), None) for known in (_LABELS, _IDS)]
     labels, ids = (
         None if name is None else np.asarray(file.read([name]).column(name).to_pylist())
-        for name in (next((n for n in known if n in kinds), None) for known in (_LABELS, _IDS))
+        for name in taken
     )
+    for what, name in zip(("labels", "ids"), taken, strict=True):
+        if name is not None:
+            logger.info("%s: its column %s is taken for the %s, not a feature", path, name, what)
     wide = next((n for n in _FEATURES if n in kinds and hasattr(kinds[n], "value_type")), None)
     if wide is not None:
-        rows = file.read([wide]).column(wide).to_pylist()
-        return np.stack([np.asarray(row) for row in rows]), labels, ids
+        return _stacked(path, wide, file.read([wide]).column(wide)), labels, ids
 
     # A range index is no column; pandas describes it by an object.
     index = (schema.pandas_metadata or {}).get("index_columns", [])
-    passed = {*_LABELS, *_IDS, *(n for n in index if isinstance(n, str))}
+    index_names = [n for n in index if isinstance(n, str)]
+    passed = {*_LABELS, *_IDS, *index_names}
     asked = {n: kind for n, kind in kinds.items() if n not in passed and not _INDEX.match(n)}
     is_number = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
     numbers = [n for n, kind in asked.items() if any(is_it(kind) for is_it in is_number)]
@@ -285,10 +289,33 @@ def _read_parquet(path: Path) -> Columns:
             f"{path} holds {schema.names[:10]}; expected columns of numbers, or a list column "
             f"called one of {_FEATURES}"
         )
+    if unused := [n for n in kinds if n in {*_LABELS, *_IDS} - {*taken, *index_names}]:
+        logger.warning(
+            "%s: left out of the features, for they are called like labels or ids: %s. Rename "
+            "what is a feature",
+            path,
+            ", ".join(unused),
+        )
     frame = file.read(numbers)
+    if gaps := [n for n in numbers if frame.column(n).null_count]:
+        raise InputError(
+            f"{path}: {len(gaps)} columns have nulls, the first is {gaps[0]} with "
+            f"{frame.column(gaps[0]).null_count}: fill them, or take those rows out"
+        )
     exact = [n for n in numbers if types.is_decimal(kinds[n])]
     columns = [frame.column(n).cast(float64()) if n in exact else frame.column(n) for n in numbers]
     return np.stack([column.to_numpy() for column in columns], axis=1), labels, ids
+
+
+def _stacked(path: Path, name: str, column: Any) -> np.ndarray:
+    """The rows of a list column `[n, d]`."""
+    rows = column.to_pylist()
+    if column.null_count or len({len(row) for row in rows}) > 1:
+        raise InputError(
+            f"{path}: the rows of its column {name} are of several lengths or null; expected "
+            "lists of numbers of one length: take the others out"
+        )
+    return np.stack([np.asarray(row) for row in rows])
 
 
 _READERS: Mapping[str, Callable[[Path], Columns]] = {

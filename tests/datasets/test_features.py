@@ -273,3 +273,31 @@ def test_what_the_labels_were_taken_for_is_said(tmp_path, caplog):
     np.savez(tmp_path / "f.npz", x=X, y=[-1, 1, 0, -1, 1])
     assert open_features(tmp_path / "f.npz").class_names == ("0", "1")
     assert "2 of 5 samples have no label" in caplog.text
+
+
+def test_columns_that_are_taken_for_labels_and_ids_are_said(tmp_path, caplog):
+    pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    caplog.set_level("INFO", "ssl_kd")
+    frame = pandas.DataFrame(X, columns=list("abc")).assign(y=Y, target=Y, id=Y)
+    frame.to_parquet(tmp_path / "f.parquet")
+    assert open_features(tmp_path / "f.parquet").features.shape == (5, 3)
+    assert "column target is taken for the labels" in caplog.text
+    assert "column id is taken for the ids" in caplog.text
+    assert "called like labels or ids: y. Rename" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"a": [1.0, None], "b": [1.0, 2.0]}, "1 columns have nulls, the first is a with 1"),
+        ({"a": [1.0, 2.0], "b": [True, None]}, "1 columns have nulls, the first is b with 1"),
+        ({"x": [[1.0, 2.0], [1.0]]}, "column x are of several lengths or null"),
+        ({"x": [[1.0, 2.0], None]}, "column x are of several lengths or null"),
+    ],
+)
+def test_rows_with_gaps_are_named_by_their_column(tmp_path, columns, words):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "f.parquet")
+    with pytest.raises(ValueError, match=words) as refused:
+        open_features(tmp_path / "f.parquet")
+    assert "f.parquet" in str(refused.value)
