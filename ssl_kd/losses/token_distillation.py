@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -72,6 +74,13 @@ def token_kd(
             f"{tuple(teacher_logits.shape)} and mask {None if mask is None else tuple(mask.shape)} "
             "do not fit: expected [batch, token, vocab] twice and [batch, token]"
         )
+    for name, logits in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
+        if not logits.is_floating_point() or not logits.shape[-1]:
+            raise ValueError(
+                f"{name} {tuple(logits.shape)} are {logits.dtype}: expected a floating dtype, and "
+                "a vocabulary of one entry or more"
+            )
+    check_temperature("temperature", temperature)
     _check_reduction(reduction, num_items_in_batch)
     student = student_logits.flatten(0, 1)
     teacher = teacher_logits.detach().flatten(0, 1)
@@ -93,6 +102,8 @@ def token_kd(
     )[1]
     if reduction == "sum":
         return total
+    if isinstance(num_items_in_batch, Tensor):  # 0 where all tokens of a step are masked
+        return total / num_items_in_batch.clamp(min=1)
     return total / (max(1, len(student)) if num_items_in_batch is None else num_items_in_batch)
 
 
@@ -104,9 +115,18 @@ def _check_reduction(reduction: str, items: float | Tensor | None) -> None:
             f"num_items_in_batch is {items} and reduction {reduction!r}: the mean alone divides by "
             "it"
         )
-    # The value of a tensor would be waited for.
-    if items is not None and not isinstance(items, Tensor) and not items > 0:
-        raise ValueError(f"num_items_in_batch is {items}, expected the number of real tokens, > 0")
+    if isinstance(items, Tensor):  # its value would be waited for
+        known = items.ndim == 0 and items.dtype != torch.bool and not items.is_complex()
+        given = f"a tensor {tuple(items.shape)} of {items.dtype}"
+    else:
+        known = items is None or (
+            isinstance(items, Real) and not isinstance(items, bool) and 0 < items < math.inf
+        )
+        given = repr(items)
+    if not known:
+        raise ValueError(
+            f"num_items_in_batch is {given}, expected the number of real tokens, finite and > 0"
+        )
 
 
 def _of_each(student: Tensor, teacher: Tensor, temperature: float, divergence: str) -> Tensor:

@@ -384,3 +384,22 @@ def test_the_clamp_that_cannot_learn_is_refused():
 def test_a_clamp_that_makes_no_sense_is_refused(text):
     with pytest.raises(ValueError, match="clamp|window"):
         LegacyClamp.parse(text)
+
+
+def test_a_step_without_a_real_token_has_loss_0_whoever_counted():
+    logits, mask = torch.randn(1, 2, 3, requires_grad=True), torch.zeros(1, 2)
+    for items in (None, torch.tensor(0)):
+        loss = token_kd(logits, logits.detach(), mask=mask, num_items_in_batch=items)
+        assert loss == 0 and loss.requires_grad
+
+
+@pytest.mark.parametrize("items", [float("inf"), True, "6", torch.tensor([6]), torch.tensor(True)])
+def test_a_count_that_is_no_number_is_named(items):
+    with pytest.raises(ValueError, match="num_items_in_batch is"):
+        token_kd(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), num_items_in_batch=items)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 2, 0), torch.zeros(1, 2, 3).cfloat()])
+def test_logits_that_are_none_are_named(wrong):
+    with pytest.raises(ValueError, match="student_logits"):
+        token_kd(wrong, wrong)
