@@ -285,6 +285,8 @@ def _distil(
         _check_teacher(teacher, n, vocab, divergence)
     if targets is not None and targets.shape != (n,):
         raise ValueError(f"targets {tuple(targets.shape)} do not fit {n} tokens, expected ({n},)")
+    if targets is not None and (targets.is_floating_point() or targets.dtype == torch.bool):
+        raise TypeError(f"targets are {targets.dtype}, expected the ids of tokens, int64")
     if targets is not None and n and not 0 <= targets.min() <= targets.max() < vocab:
         raise ValueError(
             f"targets go from {targets.min()} to {targets.max()}, expected 0 to {vocab - 1}: "
@@ -326,6 +328,8 @@ def _distil(
 
 def _check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -> None:
     kind = type(teacher).__name__
+    if not isinstance(teacher, (LinearTeacher, LogitsTeacher, TopKTeacher, SampledTeacher)):
+        raise TypeError(f"a teacher is a {kind}, expected LogitsTeacher(logits) or another of them")
     for name, value in vars(teacher).items():
         if name not in ("weight", "bias") and len(value) != n:
             raise ValueError(f"{kind}.{name} has {len(value)} rows, the student {n}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -26,7 +27,7 @@ def check_temperature(name: str, value: float) -> None:
         ValueError: names the argument, the value and the range.
     """
     low, high = TEMPERATURE_RANGE
-    if not low <= value <= high:  # also catches NaN
+    if not isinstance(value, Real) or not low <= float(value) <= high:  # also catches NaN
         raise ValueError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
 
 
@@ -130,8 +131,8 @@ def beta_mi(
     """
     _check(beta, student_temperature, clip_min)
     check_temperature("teacher_temperature", teacher_temperature)
-    heads, _, clusters = student_logits.shape
-    if teacher_logits.shape != student_logits.shape or marginal.shape != (heads, clusters):
+    shape = student_logits.shape
+    if len(shape) != 3 or teacher_logits.shape != shape or marginal.shape != (shape[0], shape[2]):
         raise ValueError(
             f"student_logits {tuple(student_logits.shape)}, teacher_logits "
             f"{tuple(teacher_logits.shape)} and marginal {tuple(marginal.shape)} do not fit: "

@@ -388,8 +388,9 @@ ROWS = {
         "refused with the file; a run with the old one goes on",
     ),
     85: Row(
-        "finite embeddings a thousand times larger than the others, or zero",
-        "said with their number and the first row, by a run and by the estimator",
+        "finite embeddings far larger than the others, zero, all alike or far off in one direction; "
+        "a test set that is the training set",
+        "said before training, with the number and the first row where there is one",
     ),
     86: Row(
         "a config.json or a recorded step names a class of somebody else as its head or loss",

@@ -572,6 +572,7 @@ def test_rows_that_are_finite_and_strange_are_said_with_their_number(
         assert len(said) == (value is not None) and all(words in line for line in said)
 
 
+@row(85)
 def test_a_test_set_that_is_the_training_set_is_said(settings, digits, tmp_path, caplog):
     x = digits[0][:64].reshape(64, -1)
     for name, rows in (("a", x), ("same", x), ("other", x[::-1])):

@@ -465,3 +465,12 @@ def test_bad_arguments_are_named():
     for arguments, options, message in cases:
         with pytest.raises(ValueError, match=message):
             linear_distillation(*arguments, **options)
+
+
+def test_what_is_no_teacher_and_no_target_is_named():
+    hidden, weight, targets = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
+    wrong: list = [torch.randn(3, 5)]
+    with pytest.raises(TypeError, match=r"a teacher is a Tensor, expected LogitsTeacher\(logits\)"):
+        linear_distillation(hidden, weight, None, targets, wrong, temperature=1.0)
+    with pytest.raises(TypeError, match="targets are torch.float32, expected the ids of tokens"):
+        linear_distillation(hidden, weight, None, targets.float(), temperature=1.0)

@@ -187,6 +187,15 @@ def test_shapes_that_do_not_fit_are_named():
         losses.beta_mi(student, teacher[:, :-1], marginal)
     with pytest.raises(ValueError, match="do not fit"):
         losses.beta_mi(student, teacher, marginal[:-1])
+    with pytest.raises(ValueError, match="do not fit"):
+        losses.beta_mi(student[0], teacher[0], marginal)
+
+
+@pytest.mark.parametrize("temperature", [None, "2", 1j])
+def test_a_temperature_that_is_no_number_is_named(temperature):
+    student, teacher, marginal = _case()
+    with pytest.raises(ValueError, match="teacher_temperature is .*, expected a number"):
+        losses.beta_mi(student, teacher, marginal, teacher_temperature=temperature)
 
 
 @pytest.mark.parametrize("how", ["none", "own", "mean"])

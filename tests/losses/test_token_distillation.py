@@ -399,7 +399,7 @@ def test_a_count_that_is_no_number_is_named(items):
         token_kd(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), num_items_in_batch=items)
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(1, 2, 0), torch.zeros(1, 2, 3).cfloat()])
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 2, 0), torch.zeros(1, 2, 3, dtype=torch.cfloat)])
 def test_logits_that_are_none_are_named(wrong):
     with pytest.raises(ValueError, match="student_logits"):
         token_kd(wrong, wrong)
