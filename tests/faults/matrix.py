@@ -388,7 +388,7 @@ ROWS = {
         "refused with the file; a run with the old one goes on",
     ),
     85: Row(
-        "finite embeddings far larger than the others, zero, all alike or far off in one direction; "
+        "finite embeddings far larger than the others, zero, all alike or far off one way; "
         "a test set that is the training set",
         "said before training, with the number and the first row where there is one",
     ),
