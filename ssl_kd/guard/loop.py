@@ -106,8 +106,7 @@ class Guard:
         self.snapshot_every = snapshot_every
         if not isinstance(events, EventLog):
             events = EventLog(None if events is None else Path(events))
-        self.events = events
-        self.steps = 0
+        self.events, self.steps = events, 0
 
         self._parts = ModuleParts(
             model, optimizer, parts, fresh_optimizer=fresh_optimizer, reinitialise=reinitialise

@@ -80,8 +80,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
     """
     refuse_ranks()
     tell = progress or (lambda stage, done, total, info: None)
-    clock = Clock()
-    precision = Precision.for_device(settings.device, settings.use_fp16)
+    clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)
     logger.info("%s", precision)
 
     with RunFolder(settings) as folder, Signals(folder) as signals:
@@ -96,10 +95,9 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         source = _Source(store, settings)
 
         with clock("neighbours"):
-            k = min(settings.neighbours, store.n - 1)
             neighbours = cached_neighbours(
                 store,
-                k,
+                min(settings.neighbours, store.n - 1),
                 device=precision.device,
                 progress=lambda done, total: tell("neighbours", done, total, {}),
             )
