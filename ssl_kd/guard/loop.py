@@ -446,11 +446,13 @@ class Guard:
         return line
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed loop needs beside the model's and the optimizer's own state.
+        """A copy of all that a resumed loop needs beside the model's and the optimizer's state."""
+        # The last good states are put in the place of older ones, never written into.
+        rest = {"one_scale": self._one_scale, "parts": self._parts.state_dict()}
+        return {"steps": self.steps, **copy.deepcopy(self._live()), **rest}
 
-        No later step changes it.
-        """
-        live = {
+    def _live(self) -> dict[str, Any]:
+        return {  # what the next step writes into
             "health": self.health.tensors(),
             "updates": self.updates,
             **self.recovery.tensors(),
@@ -458,9 +460,6 @@ class Guard:
             "terms": self._terms.state_dict(),
             "masters": self._masters.tensors(),
         }
-        # The last good states are put in the place of older ones, never written into.
-        rest = {"one_scale": self._one_scale, "parts": self._parts.state_dict()}
-        return {"steps": self.steps, **copy.deepcopy(live), **rest}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -469,7 +468,8 @@ class Guard:
         Raises:
             ValueError: the state is of other parts, or no state of a guard.
         """
-        if missing := ", ".join(sorted(self.state_dict().keys() - state.keys())):
+        expected = {"steps", "one_scale", "parts", *self._live()}
+        if missing := ", ".join(sorted(expected - state.keys())):
             raise ValueError(f"the state lacks {missing}; expected what Guard.state_dict gave")
         self._parts.load_state_dict(state["parts"])
         self.steps, self._one_scale = state["steps"], state["one_scale"]

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import shlex
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from ssl_kd.language.task import Progress, Task, make_distiller, prepare, withou
 from ssl_kd.language.train import Row, train
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.teachers.causal import CausalLM, without_adapters
+from ssl_kd.teachers.finite import not_finite
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board
@@ -101,8 +103,8 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
             _save(settings, folder, task, distiller, table)
         if alone is not None:
             with clock("baseline"):
-                row = _row_alone(settings, task, alone, steps, judge, tell)
-                table.append(dict.fromkeys(table[-1]) | row)
+                train_it = partial(train_alone, settings, task, alone, steps, judge, tell)
+                table.append(dict.fromkeys(table[-1]) | _row_alone(train_it, alone, judge))
         folder.update_json(  # the last file: it says "finished"
             "metrics.json",
             table=table,
@@ -355,13 +357,12 @@ class Best:
 
     def offer(self, step: int, scores: TokenScores) -> None:
         """Keep the weights as they are now if they are better than those that were kept."""
-        named, nll = self._student.named_parameters(), scores.nll
-        trained = {name: p for name, p in named if p.requires_grad}
-        finite = all(bool(torch.isfinite(p).all()) for p in trained.values())
-        better = finite and (not self._weights or (nll is not None and nll < self.nll))
-        if better:
+        nll = scores.nll
+        better = not self._weights or (nll is not None and nll < self.nll)
+        if better := better and not_finite(self._student) is None:
             self.step, self.nll = step, float("inf") if nll is None else nll
-            self._weights = {n: p.detach().to("cpu", copy=True) for n, p in trained.items()}
+            trained = [(n, p) for n, p in self._student.named_parameters() if p.requires_grad]
+            self._weights = {name: p.detach().to("cpu", copy=True) for name, p in trained}
         known = "unknown" if scores.perplexity is None else f"{scores.perplexity:.4g}"
         words = "; the best so far" if better and step else ""
         logger.info("%s: held-out perplexity %s at step %d%s", self._name, known, step, words)
@@ -410,17 +411,10 @@ def train_alone(
     best.put_back()
 
 
-def _row_alone(
-    settings: LanguageSettings,
-    task: Task,
-    student: nn.Module,
-    steps: int,
-    judge: LanguageJudge,
-    tell: Progress,
-) -> Row:
-    """The table's row of the student that `train_alone` trains; without scores where it stops."""
+def _row_alone(train_it: Callable[[], None], student: nn.Module, judge: LanguageJudge) -> Row:
+    """The table's row of the student once it is trained; without scores where that stops."""
     try:
-        train_alone(settings, task, student, steps, judge, tell)
+        train_it()
     except TooFewHealthyParts as error:
         words = "the baseline (cross-entropy alone) stopped, and is not evaluated: %s"
         logger.warning(words, error)

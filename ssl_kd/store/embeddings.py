@@ -64,12 +64,14 @@ def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
         that there are fewer distinct rows than clusters, or that all point the same way.
     """
     peaks, distinct, n_units, units = [], set(), 0, torch.zeros((), dtype=torch.float64)
+    enough = max(2, n_clusters)
     for block in (part for whole in blocks for part in whole.split(ROWS_PER_SCAN)):
         peaks.append(row_peaks(block))
-        for row in (block + 0.0).cpu().numpy():  # -0 and 0 are equal, their bytes are not
-            if len(distinct) >= n_clusters > 1:
-                break
-            distinct.add(row.tobytes())
+        if len(distinct) < enough:  # -0 and 0 are equal, their bytes are not
+            for row in (block + 0.0).cpu().numpy():
+                distinct.add(row.tobytes())
+                if len(distinct) == enough:
+                    break
         norms = torch.linalg.vector_norm(block, dim=1, keepdim=True, dtype=torch.float64)
         n_units += int((norms > 0).sum())
         units = units + torch.where(norms > 0, block.double() / norms, 0.0).sum(0)
