@@ -21,6 +21,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
 
+from ssl_kd.datasets.features import as_numpy
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.events import EventLog
@@ -323,10 +324,7 @@ class MultiHeadClusterer(
                 kind = "Quantised tensors" if X.is_quantized else "Tensors on the meta device"
                 way = "X.dequantize()" if X.is_quantized else "a tensor that holds values"
                 raise TypeError(f"{kind} are not supported: pass {way}")
-            X = X.detach().cpu().resolve_neg()
-            # NumPy has neither bfloat16 nor float8.
-            known = X.dtype in (torch.float16, torch.float32, torch.float64)
-            array = (X.float() if X.is_floating_point() and not known else X).numpy()
+            array = as_numpy(X)
         with np.errstate(over="ignore"):  # too large for float32: an error that says so follows
             least = 2 if reset else 1
             x = validate_data(

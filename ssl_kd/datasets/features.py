@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -203,15 +203,24 @@ def _array(value: Any) -> Any:
         raise ValueError(f"a {kind} tensor: save its {way} instead")
     if value.untyped_storage().nbytes() < value.numel() * value.element_size():
         raise ValueError("an expanded tensor, one value for many: save its clone() instead")
+    return as_numpy(value)
+
+
+def as_numpy(value: torch.Tensor) -> np.ndarray:
+    """A dense tensor as an array; in float32 where NumPy lacks its type (bfloat16, float8)."""
     value = value.detach().cpu().resolve_neg()
-    # NumPy has neither bfloat16 nor float8.
     known = value.dtype in (torch.float16, torch.float32, torch.float64)
     return (value.float() if value.is_floating_point() and not known else value).numpy()
 
 
+def _first(known: Sequence[str], names: Container[str]) -> str | None:
+    """The first known name that a file has."""
+    return next((name for name in known if name in names), None)
+
+
 def _columns(path: Path, names: Sequence[str], get: Callable[[str], Any]) -> Columns:
     """The columns by their names in the file; nothing else of it is read."""
-    wanted = [next((n for n in known if n in names), None) for known in (_FEATURES, _LABELS, _IDS)]
+    wanted = [_first(known, names) for known in (_FEATURES, _LABELS, _IDS)]
     if wanted[0] is None:
         raise InputError(
             f"{path} holds {list(names)[:10]}; its features must be called one of {_FEATURES}"
@@ -256,7 +265,7 @@ def _read_parquet(path: Path) -> Columns:
     kinds = {field.name: field.type for field in schema}
     if len(kinds) < len(schema):
         raise ValueError(f"two columns of one name, among {schema.names[:10]}")
-    taken = [next((n for n in known if n in kinds), None) for known in (_LABELS, _IDS)]
+    taken = [_first(known, kinds) for known in (_LABELS, _IDS)]
     labels, ids = (
         None if name is None else np.asarray(file.read([name]).column(name).to_pylist())
         for name in taken
