@@ -4,6 +4,7 @@ from ssl_kd.evaluate.answers import AnswerScores, extract_answer, same_answer, w
 from ssl_kd.evaluate.baselines import Baseline, kmeans, spectral
 from ssl_kd.evaluate.clustering import (
     accuracy,
+    balanced_accuracy,
     cluster_sizes,
     clustering_scores,
     collapsed,
@@ -23,6 +24,7 @@ __all__ = [
     "TokenScores",
     "TokenValues",
     "accuracy",
+    "balanced_accuracy",
     "cluster_sizes",
     "clustering_scores",
     "collapsed",

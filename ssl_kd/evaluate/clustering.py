@@ -93,6 +93,29 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
     return float(table[linear_sum_assignment(table, maximize=True)].sum() / table.sum())
 
 
+def balanced_accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
+    """Mean over classes of the share found, so that rare classes count as much as common ones.
+
+    `max_m mean_c mean_{i: label_i = c} [m(cluster_i) = c]` over one-to-one pairings `m`. A class
+    without a cluster of its own counts 0; one without a sample is left out.
+
+    Args:
+        labels: `[n]` integers, -1 where unknown.
+        clusters: `[n]` integers from 0.
+
+    Returns:
+        A number in [0, 1].
+
+    Example:
+        >>> balanced_accuracy([0, 0, 0, 1], [0, 0, 0, 0]), accuracy([0, 0, 0, 1], [0, 0, 0, 0])
+        (0.5, 0.75)
+    """
+    table = contingency(labels, clusters)
+    table = table[table.any(1)]
+    recall = table / table.sum(1, keepdims=True)
+    return float(recall[linear_sum_assignment(recall, maximize=True)].sum() / len(recall))
+
+
 def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str, float | None]:
     """All four scores at once: Hungarian accuracy, NMI, ARI and AMI.
 

@@ -14,6 +14,7 @@ from sklearn.metrics import (
 
 from ssl_kd.evaluate import (
     accuracy,
+    balanced_accuracy,
     cluster_sizes,
     clustering_scores,
     collapsed,
@@ -40,6 +41,23 @@ def brute_force(labels, clusters):
 def test_accuracy_is_the_best_over_all_pairings(rows):
     labels, clusters = map(np.array, zip(*rows, strict=True))
     assert accuracy(labels, clusters) == pytest.approx(brute_force(labels, clusters))
+
+
+@given(pairs)
+def test_balanced_accuracy_is_the_best_mean_recall_over_all_pairings(rows):
+    labels, clusters = map(np.array, zip(*rows, strict=True))
+    classes = np.unique(labels[labels >= 0])
+    best = max(
+        np.mean([np.mean(clusters[labels == c] == to[c]) for c in classes])
+        for to in itertools.permutations(range(5))
+    )
+    assert balanced_accuracy(labels, clusters) == pytest.approx(best)
+
+
+def test_balanced_accuracy_counts_a_rare_class_as_much_as_a_common_one():
+    labels = np.repeat([0, 2], [99, 1])
+    assert balanced_accuracy(labels, np.zeros(100, int)) == 0.5
+    assert balanced_accuracy(labels, np.repeat([1, 0], [99, 1])) == 1
 
 
 @given(pairs, st.permutations(range(5)))
