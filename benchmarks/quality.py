@@ -1,79 +1,214 @@
-"""How good the answer is, over several seeds, beside k-means and spectral clustering.
+"""How good the answer is: many data sets, ours and the peers a user can install, over seeds.
 
-    python -m benchmarks.quality                                      # digits, five seeds
-    python -m benchmarks.quality --seeds 3 --dataset fashion_mnist    # flags of train.py follow
+    python -m benchmarks.quality --sets digits                    # a first table, five seeds
+    python -m benchmarks.quality --cifar FOLDER --json rows.jsonl   # everything; may be continued
+    python -m benchmarks.quality --table rows.jsonl               # only the table of these rows
 
-Each seed is one whole `python train.py` in a process of its own, timed from outside: imports,
-extraction, neighbours, training, consensus, baselines and report. Labels are read at the very end,
-for the scores.
+All methods get the same embeddings (`benchmarks.sets`) and the number of classes; with `--unknown`
+they also run without it. Labels are read only to score. Noise, which some peers leave, is given to
+its nearest clusters afterwards. Seconds are of the one call that clusters, in this process; peers
+have run on small random data before, so that nothing is imported or compiled in them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-ROWS = [
-    "consensus",
-    "best head (unsupervised)",
-    "mean over heads",
-    "k-means",
-    "spectral clustering",
-    "best head with labels (upper bound)",
-]
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
+from benchmarks.sets import SETS, Absent, Sources
+from ssl_kd import evaluate
+
+SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
+Row = dict[str, Any]
 
 
-def one_run(folder: Path, seed: int, flags: list[str]) -> tuple[dict, float]:
-    """`metrics.json` of one run, and its wall time in seconds."""
-    words = [sys.executable, "train.py", "--seed", str(seed), "--runs_dir", str(folder / "runs")]
-    words += ["--embeddings_dir", str(folder / "embeddings"), "--run_name", f"seed{seed}", *flags]
+def measure(name: str, x: NDArray, y: NDArray, given: bool, seed: int) -> Row:
+    """One run of one method: scores in percent, clusters found and seconds."""
+    n_clusters = len(np.unique(y)) if given else None
     began = time.perf_counter()
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    clusters = METHODS[name].run(x, n_clusters, seed)
     seconds = time.perf_counter() - began
-    return json.loads((folder / "runs" / f"seed{seed}" / "metrics.json").read_text()), seconds
+    noise = float(np.mean(clusters < 0))
+    clusters = without_noise(x, clusters)
+    scores = evaluate.clustering_scores(y, clusters)
+    scores["balanced"] = evaluate.balanced_accuracy(y, clusters)
+    row = {key: round(100 * (scores[key] or 0.0), 3) for key in SCORES}
+    return row | {"found": len(np.unique(clusters)), "noise": noise, "seconds": round(seconds, 3)}
+
+
+def run(args: argparse.Namespace, rows: list[Row]) -> None:
+    """Add the rows that are not there yet, and append each to the file as soon as it is known."""
+    done = {(row["set"], row["method"], row["given"], row["seed"]) for row in rows}
+    modes = (True, False) if args.unknown else (True,)
+    methods = installed(args.methods)
+    warm: set[tuple[str, bool]] = set()
+    for name in args.sets:
+        todo = [
+            (method, given, seed)
+            for given in modes
+            for method in methods
+            for seed in range(args.seeds)
+            if (METHODS[method].given if given else METHODS[method].not_given)
+            and (name, method, given, seed) not in done
+        ]
+        if not todo:
+            continue
+        try:
+            x, y = SETS[name](Sources.of(args))
+        except Absent as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            continue
+        about = {"set": name, "n": len(x), "dim": x.shape[-1], "classes": len(np.unique(y))}
+        for method, given, seed in todo:
+            key = {"method": method, "given": given, "seed": seed}
+            try:
+                if (method, given) not in warm:
+                    warm_up(method, 5 if given else None)
+                    warm.add((method, given))
+                row = about | key | measure(method, x, y, given, seed)
+            except Exception as error:  # a long run goes on without this row
+                print(f"{name} {key}: {type(error).__name__}: {error}", file=sys.stderr)
+                continue
+            rows.append(row)
+            if args.json:
+                with args.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), file=sys.stderr, flush=True)
+
+
+def read(files: Sequence[Path]) -> list[Row]:
+    """Rows of all files; where one was measured twice the last counts."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return list({(r["set"], r["method"], r["given"], r["seed"]): r for r in rows}.values())
+
+
+# --- Tables ---------------------------------------------------------------------------------------
+
+Runs = dict[tuple[str, bool], list[Row]]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def by_set(rows: Sequence[Row]) -> dict[str, Runs]:
+    """Rows of each set by method and whether K was given, all in the order of the tables."""
+    sets, methods = list(SETS), list(METHODS)
+    rows = sorted(
+        rows, key=lambda r: (sets.index(r["set"]), not r["given"], methods.index(r["method"]))
+    )
+    found: dict[str, Runs] = {}
+    for row in rows:
+        runs = found.setdefault(row["set"], {})
+        runs.setdefault((row["method"], row["given"]), []).append(row)
+    return found
+
+
+def middle(runs: Sequence[Row], key: str) -> float:
+    return median(row[key] for row in runs)
+
+
+def set_table(name: str, runs: Runs) -> str:
+    """Every method on one set."""
+    of = next(iter(runs.values()))[0]
+    head = ["method", "ACC median (lowest to highest)", "NMI", "ARI", "balanced ACC", "clusters"]
+    lines = [f"### {name}: {of['n']:,} x {of['dim']:,}, {of['classes']} classes", ""]
+    lines += [_line([*head, "seconds", "seeds"]), "|---" * 8 + "|"]
+    for (method, given), some in runs.items():
+        acc = [row["acc"] for row in some]
+        cells = [METHODS[method].title + ("" if given else ", K not given")]
+        cells += [f"{median(acc):.1f} ({min(acc):.1f} to {max(acc):.1f})"]
+        cells += [f"{middle(some, key):.1f}" for key in ("nmi", "ari", "balanced")]
+        cells += [f"{middle(some, 'found'):.0f}", f"{middle(some, 'seconds'):.1f}", str(len(some))]
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def overview(sets: dict[str, Runs], given: bool) -> str:
+    """Median ACC of every method on every set."""
+    asked = {key[0] for runs in sets.values() for key in runs if key[1] is given}
+    methods = [method for method in METHODS if method in asked]
+    if not methods:
+        return ""
+    lines = [f"### Median ACC, K {'given' if given else 'not given'}", ""]
+    lines.append(_line(["set", *(METHODS[method].title for method in methods)]))
+    lines.append("|---" * (len(methods) + 1) + "|")
+    for name, runs in sets.items():
+        cells = [
+            f"{middle(runs[method, given], 'acc'):.1f}" if (method, given) in runs else ""
+            for method in methods
+        ]
+        lines.append(_line([name, *cells]))
+    return "\n".join(lines)
+
+
+def summary(sets: dict[str, Runs], given: bool) -> str:
+    """Where ours is ahead of every peer by median, where it is furthest behind, its spread."""
+    ours = {name: runs[OURS, given] for name, runs in sets.items() if (OURS, given) in runs}
+    lines = []
+    for key in ("acc", "nmi", "ari"):
+        behind = {}
+        for name, mine in ours.items():
+            peers = {m: some for (m, g), some in sets[name].items() if g is given and m != OURS}
+            if peers:
+                best = max(peers, key=lambda method: middle(peers[method], key))
+                behind[name] = (middle(peers[best], key) - middle(mine, key), METHODS[best].title)
+        if not behind:
+            return ""
+        worst = max(behind, key=lambda name: behind[name][0])
+        points, peer = behind[worst]
+        ahead = sum(deficit < 0 for deficit, _ in behind.values())
+        spread = {n: max(r[key] for r in s) - min(r[key] for r in s) for n, s in ours.items()}
+        widest = max(spread, key=lambda name: spread[name])
+        furthest = f"largest deficit {points:.1f} ({worst}, {peer})" if points > 0 else "no deficit"
+        lines.append(
+            f"- {SCORES[key]}: ahead of every peer on {ahead} of {len(behind)} sets; {furthest}; "
+            f"largest spread between seeds {spread[widest]:.1f} ({widest})"
+        )
+    return "\n".join([f"### ssl_kd, K {'given' if given else 'not given'}", "", *lines])
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Everything in Markdown."""
+    sets = by_set(rows)
+    parts = [set_table(name, runs) for name, runs in sets.items()]
+    parts += [part(sets, given) for given in (True, False) for part in (overview, summary)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _names(known: dict[str, Any], text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="ACC over seeds, beside the lines to beat.", allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description="Ours and its peers on many data sets.")
+    parser.add_argument("--sets", type=lambda text: _names(SETS, text), default=list(SETS))
+    parser.add_argument("--methods", type=lambda text: _names(METHODS, text), default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5, help="how many")
-    parser.add_argument("--first_seed", type=int, default=0)
-    args, flags = parser.parse_known_args()
-    runs, times = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(args.first_seed, args.first_seed + args.seeds):
-            metrics, seconds = one_run(Path(folder), seed, flags)
-            runs.append(metrics)
-            times.append(seconds)
-            acc = {row["name"]: row["acc"] for row in metrics["table"] if row["split"] == "train"}
-            scores = ", ".join(f"{name} {100 * acc[name]:.1f}" for name in ROWS if name in acc)
-            print(f"seed {seed}: {scores}; {seconds:.0f} s", file=sys.stderr, flush=True)
-
-    print(f"\n{' '.join(flags) or 'digits'}, {args.seeds} seeds, {statistics.median(times):.0f} s")
-    print(
-        "\n| answer | split | ACC median (lowest to highest) | NMI | ARI |\n|---|---|---|---|---|"
-    )
-    splits = dict.fromkeys(row["split"] for row in runs[0]["table"])
-    for split in splits:
-        for name in ROWS:
-            rows = [r for m in runs for r in m["table"] if (r["name"], r["split"]) == (name, split)]
-            if not rows or any(row["acc"] is None for row in rows):
-                continue
-            acc, nmi, ari = (
-                sorted(100 * row[key] for row in rows) for key in ("acc", "nmi", "ari")
-            )
-            print(
-                f"| {name} | {split} | {statistics.median(acc):.1f} ({acc[0]:.1f} to {acc[-1]:.1f})"
-                f" | {statistics.median(nmi):.1f} | {statistics.median(ari):.1f} |"
-            )
-    print(f"\nwhole runs: {', '.join(f'{seconds:.0f}' for seconds in times)} s")
+    parser.add_argument("--unknown", action="store_true", help="also without the number of classes")
+    parser.add_argument("--json", type=Path, help="file of rows, to continue and to add to")
+    parser.add_argument("--table", type=Path, nargs="+", help="only print the rows of these files")
+    Sources.add_flags(parser)
+    args = parser.parse_args()
+    if args.table:
+        rows = read(args.table)
+    else:
+        rows = read([args.json]) if args.json and args.json.exists() else []
+        run(args, rows)
+    print(report(rows))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""The methods of `benchmarks.quality`: ours, and what a user could install instead.
+
+    pip install evoc igraph leidenalg
+
+Each runs as it comes. Leiden's graph joins every sample with its 15 nearest by cosine, without
+weights; with K given its resolution is searched by bisection, otherwise it is 1, which is
+modularity. HDBSCAN gets 50 principal components of the normalised embeddings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.cluster import HDBSCAN
+from sklearn.datasets import make_blobs
+from sklearn.decomposition import PCA
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.preprocessing import normalize
+
+from ssl_kd import MultiHeadClusterer, evaluate
+from ssl_kd.store import nearest_neighbours
+
+Run = Callable[[NDArray, int | None, int], NDArray]
+OURS = "ssl_kd"
+
+
+def _kmeans(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    assert n_clusters is not None
+    clusters = evaluate.kmeans(x, n_clusters, seed).clusters
+    assert clusters is not None
+    return clusters
+
+
+def _spectral(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    assert n_clusters is not None
+    found = evaluate.spectral(x, n_clusters, seed)
+    if found.clusters is None:
+        raise ValueError(found.note)
+    return found.clusters
+
+
+def _evoc(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    from evoc import EVoC  # pyright: ignore[reportMissingImports]
+
+    return EVoC(approx_n_clusters=n_clusters, random_state=seed).fit_predict(x)
+
+
+def _leiden(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    import igraph  # pyright: ignore[reportMissingImports]
+    import leidenalg  # pyright: ignore[reportMissingImports]
+
+    near = nearest_neighbours(torch.from_numpy(x), 15).numpy()
+    edges = np.stack([np.repeat(np.arange(len(x)), near.shape[1]), near.ravel()], 1)
+    graph = igraph.Graph(len(x), np.unique(np.sort(edges, 1), axis=0).tolist())
+
+    def communities(resolution: float) -> NDArray:
+        kind = leidenalg.RBConfigurationVertexPartition
+        found = leidenalg.find_partition(graph, kind, resolution_parameter=resolution, seed=seed)
+        return np.array(found.membership)
+
+    if n_clusters is None:
+        return communities(1.0)
+    low, high, found = -3.0, 3.0, []
+    for _ in range(20):
+        exponent = (low + high) / 2
+        found.append(communities(10**exponent))
+        k = found[-1].max() + 1
+        if k == n_clusters:
+            break
+        low, high = (exponent, high) if k < n_clusters else (low, exponent)
+    return min(found, key=lambda clusters: abs(clusters.max() + 1 - n_clusters))
+
+
+def _hdbscan(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    unit = np.asarray(normalize(x))
+    if x.shape[1] > 50:
+        unit = PCA(50, random_state=seed).fit_transform(unit)
+    return HDBSCAN(copy=True).fit_predict(unit)  # pyright: ignore[reportArgumentType]
+
+
+def _ours(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    clusterer = MultiHeadClusterer(n_clusters, random_state=seed)  # pyright: ignore[reportArgumentType]
+    return clusterer.fit(x).labels_
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to cluster.
+
+    Args:
+        title: what tables call it.
+        run: from `[n, d]` float32, K or None, and a seed to `[n]` clusters, -1 for noise.
+        given: whether it can be told K.
+        not_given: whether it can do without.
+        packages: what it needs besides this library.
+    """
+
+    title: str
+    run: Run
+    given: bool = True
+    not_given: bool = True
+    packages: tuple[str, ...] = ()
+
+
+METHODS = {
+    "kmeans": Method("k-means", _kmeans, not_given=False),
+    "spectral": Method("spectral clustering", _spectral, not_given=False),
+    "evoc": Method("EVoC", _evoc, packages=("evoc",)),
+    "leiden": Method("Leiden", _leiden, packages=("igraph", "leidenalg")),
+    "hdbscan": Method("HDBSCAN", _hdbscan, given=False),
+    OURS: Method("**ssl_kd**", _ours),
+}
+
+
+def installed(names: Iterable[str]) -> list[str]:
+    """Those of these methods that can run here; the others are named on stderr."""
+    missing = {n: [p for p in METHODS[n].packages if not find_spec(p)] for n in names}
+    for name, packages in missing.items():
+        if packages:
+            print(f"{name} is left out: pip install {' '.join(packages)}", file=sys.stderr)
+    return [name for name in missing if not missing[name]]
+
+
+def warm_up(name: str, n_clusters: int | None) -> None:
+    """Let a peer import and compile what it will need, outside the time that is measured."""
+    if name != OURS:
+        x = np.asarray(make_blobs(1000, 32, centers=5, random_state=0)[0], np.float32)
+        METHODS[name].run(x, None if n_clusters is None else 5, 0)
+
+
+def without_noise(x: NDArray, clusters: NDArray) -> NDArray[np.int64]:
+    """Give noise (-1) the commonest cluster of its five nearest clustered samples by cosine.
+
+    Args:
+        x: `[n, d]` embeddings.
+        clusters: `[n]` clusters from 0, -1 for noise.
+
+    Returns:
+        `[n]` int64 from 0; one cluster of all where everything is noise.
+    """
+    clusters = np.asarray(clusters, np.int64)
+    noise = clusters < 0
+    if noise.all():
+        return np.zeros_like(clusters)
+    if noise.any():
+        k = min(5, int((~noise).sum()))
+        voters = KNeighborsClassifier(k, metric="cosine").fit(x[~noise], clusters[~noise])
+        clusters = clusters.copy()
+        clusters[noise] = voters.predict(x[noise])
+    return clusters

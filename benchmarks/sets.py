@@ -1,0 +1,234 @@
+"""The data sets of `benchmarks.quality`, by name, each as embeddings and true classes.
+
+    python -m benchmarks.sets FOLDER --data_dir data --cifar PATH   # writes them there, NAME.npz
+
+Every set is the same in every run. Of the synthetic ones the truth is known: the Bayes error of
+each is below five percent, and k-means does worse by much more than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits, make_moons
+
+from ssl_kd.datasets import ArrayDataset, DatasetUnavailable, ImageDataset, open_dataset
+from ssl_kd.guard.precision import Precision
+from ssl_kd.teachers import load_teacher
+from ssl_kd.teachers.base import TeacherUnavailable
+from ssl_kd.vision.extract import extract
+
+Labelled = tuple[NDArray, NDArray]
+
+
+class Absent(Exception):
+    """The data of a set are not here; the message says which flag would give them."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where data come from.
+
+    Args:
+        data_dir: torchvision's folder, with Fashion-MNIST in it.
+        cifar: a folder `train/<class>/*.png` of CIFAR-10, all of it or a part.
+        teacher_weights: a file of EfficientNet-Lite0's weights; None takes the package's.
+        cache: where embeddings are kept, which belong to one file of weights.
+    """
+
+    data_dir: Path = Path("data")
+    cifar: Path | None = None
+    teacher_weights: Path | None = None
+    cache: Path = Path("data/embeddings/benchmarks")
+
+    @staticmethod
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--data_dir", type=Path, default=Sources.data_dir)
+        parser.add_argument("--cifar", type=Path, help="CIFAR-10 as a folder train/<class>/*.png")
+        parser.add_argument("--teacher_weights", type=Path, help="of EfficientNet-Lite0")
+        parser.add_argument("--cache", type=Path, default=Sources.cache, help="of embeddings")
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Sources:
+        return cls(args.data_dir, args.cifar, args.teacher_weights, args.cache)
+
+
+# --- Images ---------------------------------------------------------------------------------------
+
+
+def _digits(sources: Sources) -> Labelled:
+    digits: Any = load_digits()
+    return digits.data[:1437].astype(np.float32), digits.target[:1437]
+
+
+def _open(name: str, flag: str, root: Path = Sources.data_dir) -> ImageDataset:
+    try:
+        dataset = open_dataset(name, "train", root=root)
+    except DatasetUnavailable as error:
+        raise Absent(f"{error}; another folder: {flag} FOLDER") from error
+    assert isinstance(dataset, ImageDataset)
+    return dataset
+
+
+def _fashion_images(sources: Sources, n: int) -> ArrayDataset:
+    whole = _open("fashion_mnist", "--data_dir", sources.data_dir)
+    assert whole.arrays is not None and whole.labels is not None
+    return ArrayDataset(whole.name, "train", whole.arrays[:n], whole.labels[:n], None)
+
+
+def _fashion(sources: Sources, n: int = 60_000) -> Labelled:
+    dataset = _fashion_images(sources, n)
+    assert dataset.arrays is not None and dataset.labels is not None
+    return dataset.arrays.reshape(n, -1).astype(np.float32) / 255, dataset.labels
+
+
+def _embedded(sources: Sources, dataset: ImageDataset, name: str, image_size: int) -> Labelled:
+    """A set through EfficientNet-Lite0, from the store after the first time."""
+    try:
+        weights = sources.teacher_weights
+        teacher = load_teacher("efficientnet_lite0", weights=weights, image_size=image_size)
+    except (TeacherUnavailable, FileNotFoundError) as error:
+        raise Absent(f"{error}; a file of its weights: --teacher_weights FILE") from error
+    precision = Precision.for_device("cpu")
+    store = extract(dataset, teacher, sources.cache / name, split="train", precision=precision)
+    assert store.labels is not None
+    return store.tensor().numpy(), store.labels.numpy()
+
+
+def _fashion_efficientnet(sources: Sources) -> Labelled:
+    return _embedded(sources, _fashion_images(sources, 10_000), "fashion10k_efficientnet", 96)
+
+
+def _cifar_efficientnet(sources: Sources) -> Labelled:
+    if sources.cifar is None:
+        raise Absent("there is no CIFAR-10: --cifar FOLDER, with train/<class>/*.png in it")
+    return _embedded(sources, _open(str(sources.cifar), "--cifar"), "cifar_efficientnet", 224)
+
+
+# --- Long tails -----------------------------------------------------------------------------------
+
+
+def long_tailed(x: NDArray, y: NDArray, imbalance: float, seed: int = 0) -> Labelled:
+    """The largest part of a set in which class k has `n_max * imbalance^(-k / (K - 1))` samples.
+
+    Args:
+        x: `[n, d]` embeddings.
+        y: `[n]` classes from 0, none empty.
+        imbalance: how many times larger the first class is than the last.
+        seed: draws the order of the classes and the samples of each.
+    """
+    rng = np.random.default_rng(seed)
+    counts = np.bincount(y)
+    share = imbalance ** -np.linspace(0, 1, len(counts))[rng.permutation(len(counts))]
+    sizes = np.maximum(1, np.floor((counts / share).min() * share + 1e-9)).astype(int)
+    rows = [rng.choice(np.flatnonzero(y == k), size, False) for k, size in enumerate(sizes)]
+    kept = np.sort(np.concatenate(rows))
+    return x[kept], y[kept]
+
+
+def _tail(sources: Sources, of: str, imbalance: float) -> Labelled:
+    return long_tailed(*SETS[of](sources), imbalance)
+
+
+# --- Synthetic ------------------------------------------------------------------------------------
+
+
+def _blobs(
+    seed: int, sizes: NDArray, dim: int, apart: float, spread: NDArray, long: float, rank: int
+) -> Labelled:
+    """Gaussians around random centres, each stretched along `rank` directions of its own.
+
+    Args:
+        seed: draws everything.
+        sizes: `[K]` samples of each.
+        dim: width of the embeddings.
+        apart: standard deviation of a centre's coordinates.
+        spread: `[K]` standard deviation of each across its long directions.
+        long: how many times larger it is along them.
+        rank: how many of them.
+    """
+    rng, parts = np.random.default_rng(seed), []
+    for size, width in zip(sizes, spread, strict=True):
+        axes = np.linalg.qr(rng.normal(size=(dim, rank)))[0]
+        z = rng.normal(size=(size, dim))
+        z += (long - 1) * (z @ axes) @ axes.T
+        parts.append(apart * rng.normal(size=dim) + width * z)
+    order = rng.permutation(sizes.sum())
+    y = np.repeat(np.arange(len(sizes)), sizes)
+    return np.concatenate(parts).astype(np.float32)[order], y[order]
+
+
+def _unequal(sources: Sources) -> Labelled:
+    """Twelve blobs in 32 dimensions; sizes differ 20 times, spreads 4 times."""
+    share = np.geomspace(1, 20, 12)
+    sizes = np.round(6000 * share / share.sum()).astype(int)
+    sizes[-1] += 6000 - sizes.sum()
+    spread = np.geomspace(0.5, 2, 12)[np.random.default_rng(0).permutation(12)]
+    return _blobs(0, sizes, 32, 0.8, spread, 1.0, 1)
+
+
+def _many(sources: Sources) -> Labelled:
+    """Two hundred ellipsoids of fifty points in 64 dimensions."""
+    return _blobs(1, np.full(200, 50), 64, 1.0, np.ones(200), 4.0, 4)
+
+
+def _two(sources: Sources) -> Labelled:
+    """Two moons in 32 dimensions, away from the origin, where the cosine sees their shape too."""
+    rng = np.random.default_rng(2)
+    plane, y = map(np.asarray, make_moons(3000, noise=0.1, random_state=2))
+    x = 0.1 * rng.normal(size=(3000, 32))
+    x[:, :2] += plane
+    x[:, 2] += 3
+    turn = np.linalg.qr(rng.normal(size=(32, 32)))[0]
+    return (x @ turn).astype(np.float32), y
+
+
+def _rare(sources: Sources) -> Labelled:
+    """Nine ellipsoids of 550 points in 32 dimensions, and one of 50."""
+    return _blobs(3, np.r_[np.full(9, 550), 50], 32, 0.5, np.full(10, 0.6), 4.0, 2)
+
+
+SETS: dict[str, Callable[[Sources], Labelled]] = {
+    "digits": _digits,
+    "fashion": _fashion,
+    "fashion10k": partial(_fashion, n=10_000),
+    "fashion10k_efficientnet": _fashion_efficientnet,
+    "cifar_efficientnet": _cifar_efficientnet,
+    **{
+        f"{of}_lt{imbalance}": partial(_tail, of=of, imbalance=imbalance)
+        for of in ("digits", "fashion10k", "fashion10k_efficientnet")
+        for imbalance in (10, 100)
+    },
+    "unequal": _unequal,
+    "many": _many,
+    "two": _two,
+    "rare": _rare,
+}
+"""What makes each set: `(x float32 [n, d], y int [n])`; raises `Absent` where data are missing."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the data sets as NAME.npz, keys x and y.")
+    parser.add_argument("folder", type=Path)
+    Sources.add_flags(parser)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name, make in SETS.items():
+        try:
+            x, y = make(Sources.of(args))
+        except Absent as error:
+            print(f"{name} is left out: {error}")
+            continue
+        np.savez(args.folder / f"{name}.npz", x=x, y=y)
+        print(f"{name}: {x.shape[0]:,} x {x.shape[1]}, classes {np.bincount(y)[:12]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The data sets, the noise that peers leave, and the tables of `benchmarks.quality`."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import quality
+from benchmarks.peers import Method, without_noise
+from benchmarks.sets import SETS, Absent, Sources, long_tailed
+from ssl_kd.evaluate import accuracy, kmeans
+
+SIZES = {
+    "digits": (64, [141, 142, 143, 143, 143, 144, 144, 145, 146, 146]),
+    "digits_lt10": (64, [14, 18, 23, 30, 39, 51, 66, 85, 110, 143]),
+    "digits_lt100": (64, [1, 2, 3, 6, 11, 18, 30, 51, 85, 143]),
+    "unequal": (32, [74, 98, 128, 168, 221, 290, 381, 500, 657, 863, 1133, 1487]),
+    "many": (64, [50] * 200),
+    "two": (32, [1500] * 2),
+    "rare": (32, [50] + [550] * 9),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_set_has_the_declared_sizes_and_is_the_same_each_time(name):
+    (x, y), (again, labels) = (SETS[name](Sources()) for _ in range(2))
+    dim, sizes = SIZES[name]
+    assert x.shape == (sum(sizes), dim) and x.dtype == np.float32 and y.dtype.kind == "i"
+    assert sorted(np.bincount(y)) == sizes
+    assert np.array_equal(x, again) and np.array_equal(y, labels)
+
+
+@pytest.mark.parametrize("name", ["unequal", "two", "rare"])
+def test_kmeans_is_wrong_on_the_synthetic_sets(name):
+    x, y = SETS[name](Sources())
+    assert accuracy(y, kmeans(x, y.max() + 1, n_init=2).clusters) < 0.8
+
+
+def test_a_long_tail_takes_as_much_as_the_set_has():
+    y = np.repeat([0, 1, 2], [40, 400, 400])
+    x = np.stack([y, np.arange(len(y))], 1)
+    orders = set()
+    for seed in range(9):
+        kept, labels = long_tailed(x, y, 100, seed)
+        assert np.array_equal(kept[:, 0], labels) and len(set(kept[:, 1])) == len(kept)
+        sizes = np.bincount(labels)
+        orders.add(tuple(sizes.argsort()[::-1]))
+        # The class of 40 is enough for the second or third place, and all that the first can have.
+        assert sorted(sizes) == ([1, 4, 40] if sizes.argmax() == 0 else [4, 40, 400])
+    assert len(orders) > 3
+
+
+def test_data_that_are_missing_are_asked_for_by_their_flag(tmp_path):
+    sources = Sources(data_dir=tmp_path, cache=tmp_path)
+    for name, flag in (
+        ("fashion", "--data_dir"),
+        ("fashion10k_efficientnet_lt10", "--data_dir"),
+        ("cifar_efficientnet", "--cifar"),
+    ):
+        with pytest.raises(Absent, match=flag):
+            SETS[name](sources)
+
+
+def test_noise_goes_to_the_commonest_of_its_five_nearest_by_cosine():
+    angles = np.radians([0, 1, 2, 80, 81, 82, 83, 3, 79])
+    x = np.stack([np.cos(angles), np.sin(angles)], 1)
+    x[7] *= 100  # far from everything, but its angle is that of the first three
+    clusters = np.array([0, 0, 0, 1, 1, 1, 1, -1, -1])
+    assert without_noise(x, clusters).tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 1]
+    assert clusters[7] == -1
+    assert without_noise(x, np.full(9, -1)).tolist() == [0] * 9
+    assert without_noise(x[:3], np.array([4, -1, -1])).tolist() == [4] * 3
+
+
+def row(set, method, seed, acc, given=True, **more):
+    about = {"set": set, "n": 1437, "dim": 64, "classes": 10, "found": 10, "seconds": 2.0}
+    scores = {"acc": acc, "nmi": acc + 1, "ari": acc + 2, "balanced": acc + 3}
+    return about | scores | {"method": method, "seed": seed, "given": given} | more
+
+
+ROWS = [
+    *(row("digits", "ssl_kd", seed, acc) for seed, acc in enumerate([90.0, 95.0, 94.0])),
+    *(row("digits", "evoc", seed, 91.0, found=9, seconds=0.5) for seed in range(3)),
+    row("digits", "hdbscan", 0, 99.0, given=False),
+    row("two", "ssl_kd", 0, 80.0),
+    row("two", "kmeans", 0, 75.0),
+    row("two", "leiden", 0, 82.5),
+]
+
+
+def printed(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["quality", *map(str, words)])
+    quality.main()
+    return capsys.readouterr()
+
+
+def test_the_table_of_files_of_rows(tmp_path, monkeypatch, capsys):
+    older = row("two", "leiden", 0, 10.0)
+    for name, rows in (("a", [older, *ROWS[:5]]), ("b", ROWS[5:])):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    out = printed(monkeypatch, capsys, "--table", *files).out.splitlines()
+    for line in (
+        "### digits: 1,437 x 64, 10 classes",
+        "| EVoC | 91.0 (91.0 to 91.0) | 92.0 | 93.0 | 94.0 | 9 | 0.5 | 3 |",
+        "| **ssl_kd** | 94.0 (90.0 to 95.0) | 95.0 | 96.0 | 97.0 | 10 | 2.0 | 3 |",
+        "| HDBSCAN, K not given | 99.0 (99.0 to 99.0) | 100.0 | 101.0 | 102.0 | 10 | 2.0 | 1 |",
+        "| set | k-means | EVoC | Leiden | **ssl_kd** |",
+        "| two | 75.0 |  | 82.5 | 80.0 |",
+        "- ACC: ahead of every peer on 1 of 2 sets; largest deficit 2.5 (two, Leiden); largest "
+        "spread between seeds 5.0 (digits)",
+    ):
+        assert line in out
+
+
+def test_a_run_is_continued_and_a_failure_costs_one_row(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def halves(x, n_clusters, seed):
+        calls.append((n_clusters, seed))
+        return (x[:, 0] > 0).astype(int)
+
+    def fails(x, n_clusters, seed):
+        raise ValueError("too hard")
+
+    x = np.array([[-2.0], [-1.0], [1.0], [2.0]])
+    methods = {
+        "halves": Method("halves", halves),
+        "fails": Method("fails", fails, not_given=False),
+        "absent": Method("absent", fails, packages=("no_such_package",)),
+    }
+    monkeypatch.setattr(quality, "SETS", {"line": lambda sources: (x, np.array([0, 0, 1, 0]))})
+    monkeypatch.setattr(quality, "METHODS", methods)
+    monkeypatch.setattr("benchmarks.peers.METHODS", methods)
+    monkeypatch.setattr(quality, "warm_up", lambda name, n_clusters: None)
+    file = tmp_path / "rows.jsonl"
+    shown = printed(monkeypatch, capsys, "--seeds", 2, "--json", file)
+    assert calls == [(2, 0), (2, 1)]
+    assert "too hard" in shown.err and "pip install no_such_package" in shown.err
+    shown = printed(monkeypatch, capsys, "--seeds", 3, "--unknown", "--json", file)
+    assert calls[2:] == [(2, 2), (None, 0), (None, 1), (None, 2)]
+    rows = quality.read([file])
+    assert len(rows) == 6 and rows[0]["acc"] == 75.0 and rows[0]["found"] == 2
+    assert rows[0]["balanced"] == pytest.approx(100 * (2 / 3 + 1) / 2, abs=1e-3)
+    assert (
+        "| halves, K not given | 75.0 (75.0 to 75.0) |" in shown.out and "fails |" not in shown.out
+    )
