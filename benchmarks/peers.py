@@ -26,7 +26,6 @@ from sklearn.preprocessing import normalize
 from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.store import nearest_neighbours
 
-Run = Callable[[NDArray, int | None, int], NDArray]
 OURS = "ssl_kd"
 
 
@@ -102,7 +101,7 @@ class Method:
     """
 
     title: str
-    run: Run
+    run: Callable[[NDArray, int | None, int], NDArray]
     given: bool = True
     not_given: bool = True
     packages: tuple[str, ...] = ()

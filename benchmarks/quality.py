@@ -92,8 +92,6 @@ def read(files: Sequence[Path]) -> list[Row]:
     return list({(r["set"], r["method"], r["given"], r["seed"]): r for r in rows}.values())
 
 
-# --- Tables ---------------------------------------------------------------------------------------
-
 Runs = dict[tuple[str, bool], list[Row]]
 
 
@@ -203,10 +201,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, nargs="+", help="only print the rows of these files")
     Sources.add_flags(parser)
     args = parser.parse_args()
-    if args.table:
-        rows = read(args.table)
-    else:
-        rows = read([args.json]) if args.json and args.json.exists() else []
+    rows = read(args.table or [file for file in (args.json,) if file and file.exists()])
+    if not args.table:
         run(args, rows)
     print(report(rows))
 

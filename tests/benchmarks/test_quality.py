@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks import quality
 from benchmarks.peers import Method, without_noise
@@ -52,24 +53,32 @@ def test_a_long_tail_takes_as_much_as_the_set_has():
 
 
 def test_data_that_are_missing_are_asked_for_by_their_flag(tmp_path):
-    sources = Sources(data_dir=tmp_path, cache=tmp_path)
-    for name, flag in (
-        ("fashion", "--data_dir"),
-        ("fashion10k_efficientnet_lt10", "--data_dir"),
-        ("cifar_efficientnet", "--cifar"),
+    image = tmp_path / "cifar" / "train" / "cat" / "1.png"
+    image.parent.mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(image)
+    empty = Sources(data_dir=tmp_path, cache=tmp_path)
+    no_teacher = Sources(cifar=tmp_path / "cifar", teacher_weights=tmp_path / "none.safetensors")
+    for name, sources, flag in (
+        ("fashion", empty, "--data_dir"),
+        ("fashion10k_efficientnet_lt10", empty, "--data_dir"),
+        ("cifar_efficientnet", empty, "--cifar"),
+        ("cifar_efficientnet", Sources(cifar=tmp_path / "elsewhere"), "--cifar"),
+        ("cifar_efficientnet", no_teacher, "--teacher_weights"),
     ):
         with pytest.raises(Absent, match=flag):
             SETS[name](sources)
 
 
 def test_noise_goes_to_the_commonest_of_its_five_nearest_by_cosine():
-    angles = np.radians([0, 1, 2, 80, 81, 82, 83, 3, 79])
-    x = np.stack([np.cos(angles), np.sin(angles)], 1)
-    x[7] *= 100  # far from everything, but its angle is that of the first three
-    clusters = np.array([0, 0, 0, 1, 1, 1, 1, -1, -1])
-    assert without_noise(x, clusters).tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 1]
-    assert clusters[7] == -1
-    assert without_noise(x, np.full(9, -1)).tolist() == [0] * 9
+    angles = np.radians([0, 1, 2, 80, 81, 82, 83, 50, 3, 51])
+    lengths = np.array([9, 9, 9, 1, 1, 1, 1, 1, 1, 1])
+    x = lengths[:, None] * np.stack([np.cos(angles), np.sin(angles)], 1)
+    clusters = np.array([0, 0, 0, 1, 1, 1, 1, 2, -1, -1])
+    # At 3 degrees the short ones of 1 and 2 are nearer by distance, the long ones of 0 by angle.
+    # At 51 the nearest is of 2, the next four of 1.
+    assert without_noise(x, clusters).tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 0, 1]
+    assert clusters[8] == -1
+    assert without_noise(x, np.full(10, -1)).tolist() == [0] * 10
     assert without_noise(x[:3], np.array([4, -1, -1])).tolist() == [4] * 3
 
 
