@@ -60,8 +60,12 @@ NEIGHBOURS = 20
 MUTUAL_NEIGHBOURS = True
 # Number of clusters, from 2; None: as many as the data set declares classes.
 N_CLUSTERS = None
-# Heads trained side by side, 1 to 4096. More: a steadier consensus, proportionally more time.
-N_HEADS = 48
+# Where the clusters come from: graph (the best partition of the graph of neighbours; the heads
+# learn it) | heads (the heads find them, by LOSS).
+METHOD = "graph"
+# Heads trained side by side, 1 to 4096. More: a steadier consensus, proportionally more time. With
+# METHOD heads 48 pay.
+N_HEADS = 16
 # Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
 # Width of a head's hidden layer, from 1. Wider for high-dimensional embeddings and many classes.
@@ -71,8 +75,8 @@ BOTTLENECK_DIM = 48
 
 # --- Loss -----------------------------------------------------------------------------------------
 
-# What the heads minimise: temi (pairwise mutual information) | sharpened (self-distillation towards
-# a sharper teacher) | package.module.Class (your own).
+# What the heads minimise with METHOD heads: temi (pairwise mutual information) | sharpened
+# (self-distillation towards a sharper teacher) | package.module.Class (your own).
 LOSS = "temi"
 # Exponent of the pairwise mutual information, above 0 to 1; 1: the plain objective. Lower: more
 # evenly sized clusters.
@@ -104,8 +108,8 @@ WEIGHT_DECAY = 0.0001
 CLIP_GRAD = 1.0
 # Pairs per step, from 1. Several times the number of clusters.
 BATCH_SIZE = 256
-# Maximum passes over the data, from 1.
-EPOCHS = 200
+# Maximum passes over the data, from 1; None: 30 with METHOD graph, 200 with METHOD heads.
+EPOCHS = None
 # Maximum optimizer steps, from 1; the first of EPOCHS and MAX_STEPS to be reached ends the run.
 MAX_STEPS = 800
 # Heads that vote on the answer, best first by a criterion without labels, from 1; None: half of

@@ -33,6 +33,7 @@ from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
 from ssl_kd.vision.model import ClusterModel, read_config
 from ssl_kd.vision.objectives import OBJECTIVES
+from ssl_kd.vision.partition import partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import train
@@ -60,11 +61,13 @@ class MultiHeadClusterer(
         pca_dim: wider embeddings are rotated to this many principal components; None: never.
         neighbours: nearest neighbours that a sample may be paired with; at most n - 1 are used.
         mutual_neighbours: pair only samples that are each other's neighbours.
+        method: `graph`, the best partition of the graph of neighbours, which the heads learn, or
+            `heads`, which find the clusters themselves.
         n_heads: heads trained side by side.
         head: import path of the head's class.
         hidden_dim: width of a head's hidden layer.
         bottleneck_dim: width of a head's bottleneck, before its last layer.
-        loss: `temi`, `sharpened` or the import path of an objective's class.
+        loss: of `method` heads: `temi`, `sharpened` or the import path of an objective's class.
         beta: exponent of the pairwise mutual information, in (0, 1].
         student_temp: temperature of the students' softmax, at least 0.05.
         teacher_temp: temperature of the EMA teachers' softmax, at least 0.04.
@@ -77,7 +80,7 @@ class MultiHeadClusterer(
         weight_decay: decoupled, of AdamW.
         clip_grad: largest gradient norm of a head; None: no clipping.
         batch_size: pairs per step; at most n are used.
-        epochs: maximum passes over the data.
+        epochs: maximum passes over the data; None: 30 with `method` graph, 200 with heads.
         max_steps: most steps; whichever of the two ends first.
         consensus_heads: heads that vote, the best ones; None: the better half.
         use_fp16: run the students in half precision where the device gains by it.
@@ -117,6 +120,7 @@ class MultiHeadClusterer(
         pca_dim: int | None = VisionSettings.pca_dim,
         neighbours: int = VisionSettings.neighbours,
         mutual_neighbours: bool = VisionSettings.mutual_neighbours,
+        method: str = VisionSettings.method,
         n_heads: int = VisionSettings.n_heads,
         head: str = VisionSettings.head,
         hidden_dim: int = VisionSettings.hidden_dim,
@@ -134,7 +138,7 @@ class MultiHeadClusterer(
         weight_decay: float = VisionSettings.weight_decay,
         clip_grad: float | None = VisionSettings.clip_grad,
         batch_size: int = VisionSettings.batch_size,
-        epochs: int = VisionSettings.epochs,
+        epochs: int | None = VisionSettings.epochs,
         max_steps: int = VisionSettings.max_steps,
         consensus_heads: int | None = VisionSettings.consensus_heads,
         use_fp16: bool = VisionSettings.use_fp16,
@@ -145,6 +149,7 @@ class MultiHeadClusterer(
         self.pca_dim = pca_dim
         self.neighbours = neighbours
         self.mutual_neighbours = mutual_neighbours
+        self.method = method
         self.n_heads = n_heads
         self.head = head
         self.hidden_dim = hidden_dim
@@ -201,10 +206,14 @@ class MultiHeadClusterer(
         neighbours = nearest_neighbours(x, k, device=precision.device)
         sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
+        gather, clusters = projected.__getitem__, None
+        if settings.method == "graph" and n_clusters > 1:
+            found = partition_of(n_clusters, neighbours, x.__getitem__, projected, precision.device)
+            clusters = found.clusters
         log = EventLog(announce=True)
-        train(trainer, sampler, projected.__getitem__, steps, on_events=log.extend)
+        train(trainer, sampler, gather, steps, clusters=clusters, on_events=log.extend)
         self.model_, _, _ = form_answer(
-            settings, trainer, neighbours, projected.__getitem__, projection
+            settings, trainer, neighbours, gather, projection, clusters
         )
         self.settings_ = settings
         self.labels_ = self.model_.predict(x).numpy()

@@ -25,16 +25,29 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "faiss", "torch")
 
 
+def _with_one(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.ones_like(x[:, :1])], 1)
+
+
+def _with_length(x: Tensor) -> Tensor:
+    return torch.cat([x, -x.square().sum(1, keepdim=True) / 2], 1)
+
+
+METRICS = {"cosine": (safe_normalize, safe_normalize), "euclidean": (_with_one, _with_length)}
+"""Metric -> what becomes of queries and of candidates, so that the dot product ranks them."""
+
+
 def nearest_neighbours(
     embeddings: EmbeddingStore | Tensor,
     k: int,
     *,
+    metric: str = "cosine",
     backend: str = "auto",
     device: str | torch.device = "cpu",
     block_rows: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The k nearest other rows of every row by cosine similarity, by comparing all pairs.
+    """The k nearest other rows of every row, by comparing all pairs.
 
     The row itself is left out by its number, so a duplicate of it is a neighbour like any other.
     A row of zeros is equally far from everything.
@@ -42,6 +55,7 @@ def nearest_neighbours(
     Args:
         embeddings: a store, or floating [n, D], finite.
         k: how many, 1 ... n - 1.
+        metric: `cosine` or `euclidean`; for the latter centre them first, float32 is short.
         backend: `faiss` (CPU only), `torch`, or `auto`: FAISS on a Linux CPU when it is installed,
             torch elsewhere (two OpenMP runtimes in one process may crash on macOS).
         device: where torch computes.
@@ -68,25 +82,29 @@ def nearest_neighbours(
         backend = "faiss" if use_faiss and importlib.util.find_spec("faiss") else "torch"
     search = _faiss_search() if backend == "faiss" else _torch_search
 
-    def prepared() -> Iterator[tuple[int, Tensor]]:
-        """Normalised blocks and their first rows: nearest has the largest dot product."""
+    if metric not in METRICS:
+        raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
+    as_query, as_candidate = METRICS[metric]
+
+    def prepared(prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Blocks and their first rows: nearest has the largest dot product."""
         for start, block in _blocks(embeddings, block_rows):
-            yield start, safe_normalize(block.float()).to(device)
+            yield start, prepare(block.float()).to(device)
 
     candidates_kept: list[tuple[int, Tensor]] | None = None
     if device.type == "cuda":
         if 3 * n * _dim(embeddings) * 4 < torch.cuda.mem_get_info(device)[0]:
-            candidates_kept = list(prepared())
+            candidates_kept = list(prepared(as_candidate))
 
     neighbours = torch.empty(n, k, dtype=torch.int64)
-    for first, queries in candidates_kept or prepared():
+    for first, queries in prepared(as_query):
         if not (finite := queries.isfinite().all(1)).all():
             row = first + int((~finite).nonzero()[0, 0])
             raise InputError(f"row {row} is not finite in float32, so it has no nearest neighbours")
         best = queries.new_empty(len(queries), 0)
         found = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
         itself = torch.arange(first, first + len(queries), device=device).unsqueeze(1)
-        for start, candidates in candidates_kept or prepared():
+        for start, candidates in candidates_kept or prepared(as_candidate):
             # One more than k: the row itself may be among them.
             scores, columns = search(queries, candidates, min(k + 1, len(candidates)))
             columns = columns + start

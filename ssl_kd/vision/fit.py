@@ -24,6 +24,8 @@ from ssl_kd.vision.train import Gather
 CONSENSUS_PAIRS = 20_000
 
 
+# A partition is learnt in fewer passes than it is found in.
+EPOCHS = {"graph": 30, "heads": 200}
 # Rows of weights of each head: student, EMA teacher, both moments, and these in their last good
 # state.
 WEIGHTS_KEPT = 8
@@ -81,7 +83,8 @@ def make_sampler(settings: VisionSettings, neighbours: Tensor) -> tuple[PairSamp
     if settings.mutual_neighbours:
         allowed = mutual_neighbours(neighbours)
     sampler = PairSampler(neighbours, allowed, settings.batch_size, settings.seed)
-    return sampler, min(settings.epochs * sampler.steps_per_epoch, settings.max_steps)
+    epochs = settings.epochs or EPOCHS[settings.method]
+    return sampler, min(epochs * sampler.steps_per_epoch, settings.max_steps)
 
 
 def form_answer(
@@ -90,10 +93,11 @@ def form_answer(
     neighbours: Tensor,
     gather: Gather,
     projection: Projection,
+    partition: Tensor | None = None,
 ) -> tuple[ClusterModel, Tensor, Tensor]:
     """Rank the heads by what they tell about neighbours, and let the better half vote.
 
-    The best head names the clusters; no label is read.
+    The partition that they learnt names the clusters, or else the best head; no label is read.
 
     Args:
         settings: `consensus_heads`, `seed` and the heads' shape.
@@ -101,6 +105,7 @@ def form_answer(
         neighbours: `[n, k]` integer, nearest first.
         gather: reads embeddings as the heads see them, projected.
         projection: how they come to be so; becomes part of the model.
+        partition: `[n]`, the clusters that the heads learnt; None: they found their own.
 
     Returns:
         The model, on the CPU; the numbers of the heads that vote, best first; and of every head,
@@ -136,7 +141,8 @@ def form_answer(
         temperature=settings.teacher_temp,
     )
     model.weights.copy_(state.teacher.cpu()[chosen])
-    model.votes.copy_(vote_tables(clusters[chosen], clusters[order[0]], n_clusters))
+    anchor = clusters[order[0]] if partition is None else partition[rows]
+    model.votes.copy_(vote_tables(clusters[chosen], anchor, n_clusters))
     model.projection.load_state_dict(projection.state_dict())
     return model, chosen, information
 

@@ -56,7 +56,9 @@ def bundle_of(trainer: HeadTrainer, fault: HeadFault, settings: Mapping[str, Any
     return Bundle(
         event=fault.event,
         indices=fault.samples,
-        tensors=fault.before | {"views": fault.views},
+        tensors=fault.before
+        | {"views": fault.views}
+        | ({} if fault.given is None else {"given": fault.given}),
         settings={**settings, "replay": replay},
     )
 
@@ -96,7 +98,8 @@ def replay(path: str | Path, *, head: str | None = None, loss: str | None = None
         trainer.bank.draws_seeded(seed_of(trainer.settings.seed, bundle.event.step)),
         Microscope(named) as scope,
     ):
-        result = trainer.step(views, bundle.settings["replay"]["learning_rate"])
+        rate = bundle.settings["replay"]["learning_rate"]
+        result = trainer.step(views, rate, given=bundle.tensors.get("given"))
     fault = _fault(scope, result, views)
     reproduced = not bool(is_healthy(result.stage).all()) or bool(result.bad.any())
     return Replay(

@@ -19,6 +19,7 @@ from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.fit import head_clusters
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 
@@ -34,6 +35,7 @@ def judge(
     model: ClusterModel,
     chosen: Tensor,
     information: Tensor,
+    answer: GraphAnswer | None,
     progress: Callable[[int, int, dict[str, Any]], object],
 ) -> dict[str, Any]:
     """Score everything, write `assignments.csv` and `arrays.npz`; the content of `metrics.json`.
@@ -48,6 +50,7 @@ def judge(
         model: the answer.
         chosen: numbers of the heads that vote, best first.
         information: of every head, `[head]`: what it was ranked by.
+        answer: the partition that they learnt; None with METHOD heads.
         progress: called as `progress(done, total, info)`.
     """
     stages, n_clusters = len(stores) + 2, model.n_clusters
@@ -79,6 +82,7 @@ def judge(
     metrics = {
         "table": table,
         "heads": _heads(trainer, train, n_clusters, chosen, information, accuracies),
+        "graph": None if answer is None else _graph(answer),
         "cluster_sizes": evaluate.cluster_sizes(train.clusters, n_clusters).tolist(),
         **_embedding_scores(settings, train, test),
     }
@@ -142,6 +146,15 @@ def _heads(
         }
         for i in range(len(loss))
     ]
+
+
+def _graph(answer: GraphAnswer) -> dict[str, Any]:
+    """The partitions that competed, each method's best: what the choice was made by."""
+    best: dict[str, float] = {}
+    for part in answer.ranked:
+        best.setdefault(part.origin, part.value)
+    first = answer.ranked[0]
+    return {"value": first.value, "origin": first.origin, "ranked": best}
 
 
 def _embedding_scores(

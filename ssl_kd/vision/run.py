@@ -22,7 +22,7 @@ from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.heads import import_head
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, cached_neighbours
+from ssl_kd.store import EmbeddingStore, cached_neighbours, nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.board import Board
@@ -39,6 +39,7 @@ from ssl_kd.vision.fit import (
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.pairs import PairSampler
+from ssl_kd.vision.partition import partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.results import judge
@@ -52,6 +53,9 @@ Progress = Callable[[str, int, int, dict[str, Any]], None]
 Dataset = ImageDataset | FeatureDataset
 Images = Callable[[list[int]], list[Any]]
 PROJECTION_ROWS = 10_000
+# Samples whose graph is searched: enough for any number of clusters that can be told apart, few
+# enough to compare all pairs.
+GRAPH_ROWS = 100_000
 # What TensorBoard shows of a log record.
 DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
 
@@ -95,23 +99,30 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         source = _Source(store, settings)
 
         with clock("neighbours"):
-            neighbours = cached_neighbours(
-                store,
-                min(settings.neighbours, store.n - 1),
-                device=precision.device,
-                progress=lambda done, total: tell("neighbours", done, total, {}),
-            )
+            neighbours = _neighbours(settings, source, precision.device, tell)
+        found, clusters = None, None
+        if settings.method == "graph":
+            with clock("graph"):
+                found = partition_of(
+                    n_clusters,
+                    neighbours,
+                    source.embeddings,
+                    source(torch.arange(source.n)),
+                    precision.device,
+                    progress=lambda done, total: tell("graph", done, total, {}),
+                )
+                clusters = found.clusters
 
         with clock("train"):
             trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
             sampler, steps = make_sampler(settings, neighbours)
             with signals.between_steps():
-                _train(settings, folder, trainer, sampler, source, steps, signals, tell)
+                _train(settings, folder, trainer, sampler, source, clusters, steps, signals, tell)
 
         tell("consensus", 0, 1, {})
         with clock("consensus"):
             model, chosen, information = form_answer(
-                settings, trainer, neighbours, source, source.projection
+                settings, trainer, neighbours, source, source.projection, clusters
             )
             _save(model, folder)
         tell("consensus", 1, 1, {"heads": len(chosen)})
@@ -125,6 +136,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
                 model,
                 chosen,
                 information,
+                found,
                 lambda done, total, info: tell("judge", done, total, info),
             )
         metrics |= {
@@ -166,20 +178,52 @@ def _images(dataset: Dataset, store: EmbeddingStore) -> Images | None:
 
 
 class _Source:
-    """Embeddings as the heads see them: projected, in memory if they fit, else read from disk."""
+    """Embeddings as the heads see them: projected, in memory if they fit, else read from disk.
+
+    With METHOD graph a random sample of a very large store: the heads that learn its clusters tell
+    those of all others.
+    """
 
     def __init__(self, store: EmbeddingStore, settings: VisionSettings) -> None:
-        self._store, self._held = store, None
+        self._held: Tensor | None = None
+        self.store, most = store, GRAPH_ROWS if settings.method == "graph" else store.n
+        self.n = min(store.n, most)
+        self._rows = None if self.n == store.n else sample_rows(store.n, settings.seed, most)
         sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
         self.projection = Projection.fit(sample, settings.pca_dim)
-        if store.n * self.projection.dim * 4 / 2**30 <= settings.keep_in_memory_gib:
-            blocks = [self.projection(block) for _, block in store.blocks(ROWS_PER_BLOCK)]
-            self._held = torch.cat(blocks)
+        if self.n * self.projection.dim * 4 / 2**30 <= settings.keep_in_memory_gib:
+            blocks = torch.arange(self.n).split(ROWS_PER_BLOCK)
+            self._held = torch.cat([self.projection(self.embeddings(rows)) for rows in blocks])
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all rows of the store."""
+        return self._rows is None
+
+    def embeddings(self, rows: Tensor) -> Tensor:
+        """As the teacher gave them."""
+        return self.store.gather(rows if self._rows is None else self._rows[rows])
 
     def __call__(self, rows: Tensor) -> Tensor:
         if self._held is not None:
             return self._held[rows]
-        return self.projection(self._store.gather(rows))
+        return self.projection(self.embeddings(rows))
+
+
+def _neighbours(
+    settings: VisionSettings, source: _Source, device: torch.device, tell: Progress
+) -> Tensor:
+    """Of each sample in the source; kept beside the embeddings where these are all."""
+
+    def draw(done: int, total: int) -> None:
+        tell("neighbours", done, total, {})
+
+    k = min(settings.neighbours, source.n - 1)
+    if source.whole:
+        return cached_neighbours(source.store, k, device=device, progress=draw)
+    logger.info("the graph is that of a random %d of %d samples", source.n, source.store.n)
+    embeddings = source.embeddings(torch.arange(source.n))
+    return nearest_neighbours(embeddings, k, device=device, progress=draw)
 
 
 def _embed(
@@ -284,6 +328,7 @@ def _train(
     trainer: HeadTrainer,
     sampler: PairSampler,
     source: _Source,
+    clusters: Tensor | None,
     steps: int,
     signals: Signals,
     tell: Progress,
@@ -324,6 +369,7 @@ def _train(
                 sampler,
                 source,
                 steps,
+                clusters=clusters,
                 start=start,
                 log_every=settings.log_every,
                 checkpoint_every=settings.checkpoint_every,

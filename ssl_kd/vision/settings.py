@@ -163,10 +163,16 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     n_clusters: int | None = setting(
         None, "number of clusters; None: as many as the data set declares classes", low=2
     )
+    method: str = setting(
+        "graph",
+        "where the clusters come from: graph (the best partition of the graph of neighbours; the"
+        " heads learn it) | heads (the heads find them, by LOSS)",
+        choices=("graph", "heads"),
+    )
     n_heads: int = setting(
-        48,
+        16,
         "heads trained side by side",
-        "More: a steadier consensus, proportionally more time.",
+        "More: a steadier consensus, proportionally more time. With METHOD heads 48 pay.",
         low=1,
         high=4096,
     )
@@ -186,7 +192,8 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 
     loss: str = setting(
         "temi",
-        f"what the heads minimise: {_OBJECTIVES} | package.module.Class (your own)",
+        f"what the heads minimise with METHOD heads: {_OBJECTIVES} | package.module.Class (your"
+        " own)",
         section="Loss",
         choices=tuple(OBJECTIVES),
         forms=(IMPORT_PATH,),
@@ -254,7 +261,11 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         1.0, "largest gradient norm of each head; None: no clipping", above=0
     )
     batch_size: int = setting(256, "pairs per step", "Several times the number of clusters.", low=1)
-    epochs: int = setting(200, "maximum passes over the data", low=1)
+    epochs: int | None = setting(
+        None,
+        "maximum passes over the data; None: 30 with METHOD graph, 200 with METHOD heads",
+        low=1,
+    )
     max_steps: int = setting(
         800,
         "maximum optimizer steps; the first of EPOCHS and MAX_STEPS to be reached ends the run",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -202,7 +202,13 @@ class HeadTrainer:
         if all(name in tensors for name in names):
             self.recovery.load({n.removeprefix("recovery."): tensors[n] for n in names})
 
-    def step(self, views: Tensor, learning_rate: float, step: int | None = None) -> HeadsStep:
+    def step(
+        self,
+        views: Tensor,
+        learning_rate: float,
+        step: int | None = None,
+        given: Tensor | None = None,
+    ) -> HeadsStep:
         """One guarded step of every head.
 
         forward -> vector of losses -> gradient of each head -> its norm, check and clip -> masked
@@ -213,13 +219,18 @@ class HeadTrainer:
             views: `[view, batch, dim]`, two views or more of the same samples.
             learning_rate: of this step.
             step: its number; now and then the state before it is kept, to go back to. None: never.
+            given: `[view, batch, cluster]` probabilities that all heads learn by cross-entropy, each
+                from another view; None: each learns from its own EMA teacher, by its objective.
         """
         # A sample that is not finite is taken out of every view before any product sees it. Views
         # come from the CPU, so that asking waits for no device.
         bad = bad_samples(views)
         if bad.any():
             views = views[:, ~bad.any(0)]
+            given = None if given is None else given[:, ~bad.any(0)]
         views = views.to(self.precision.device, non_blocking=True)
+        if given is not None:
+            given = given.to(self.precision.device, non_blocking=True)
         smoothed = self.objective.smoothed(self.state.marginal)
         remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
         before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}
@@ -227,9 +238,10 @@ class HeadTrainer:
         n_views, batch, _ = views.shape
         floats = n_views * batch * self.bank.width + self.bank.n_parameters
         chunks = head_chunks(self.bank.n_heads, 4 * floats, views.device)
-        teachers: Iterator | list = (self._teach(rows, views) for rows in chunks)
+        teachers: Iterator | list = (self._teach(rows, views, given) for rows in chunks)
         shared = None
-        if self.settings.instance_weight == "mean":  # needs every teacher before any student
+        weighting = self.settings.instance_weight if given is None else "none"
+        if weighting == "mean":  # needs every teacher before any student
             teachers = list(teachers)
             agreements = torch.cat([t[2] for t in teachers])
             agreements.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
@@ -238,9 +250,12 @@ class HeadTrainer:
         results = []
         for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):
             weights = shared
-            if self.settings.instance_weight == "own":
+            if weighting == "own":
                 weights = losses.instance_weights(agreements, "own")
-            learn = self._learn(rows, views, targets, marginal, weights, learning_rate, step)
+            compare = self.objective.loss if given is None else self._cross_entropy
+            learn = self._learn(
+                rows, views, compare, targets, marginal, weights, learning_rate, step
+            )
             results.append(learn)
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
@@ -252,9 +267,13 @@ class HeadTrainer:
         return logits.unflatten(1, views.shape[:2])
 
     @torch.no_grad()
-    def _teach(self, rows: slice, views: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _teach(
+        self, rows: slice, views: Tensor, given: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Targets `[head, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
         settings, state = self.settings, self.state.rows(rows)
+        if given is not None:
+            return given.expand(len(state.student), *given.shape), state.marginal, given.new_empty(0)
         logits = self._logits(self.bank.unflatten(state.teacher), views, training=False)
         targets, latest = self.objective.targets(logits, state.marginal)
         marginal = torch.lerp(state.marginal, latest, 1 - settings.marginal_momentum)
@@ -263,10 +282,19 @@ class HeadTrainer:
             agreements = losses.agreement(self.objective.log_probabilities(targets))
         return targets, marginal, agreements
 
+    def _cross_entropy(
+        self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """The loss of targets that were given."""
+        return losses.sharpened_cross_entropy(
+            logits, targets, weights, student_temperature=self.settings.student_temp
+        )
+
     def _learn(
         self,
         rows: slice,
         views: Tensor,
+        compare: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
         targets: Tensor,
         marginal: Tensor,
         weights: Tensor | None,
@@ -280,7 +308,7 @@ class HeadTrainer:
             for name, value in self.bank.unflatten(state.student).items()
         }
         logits = self._logits(parameters, views, training=True)
-        loss = self.objective.loss(logits, targets, marginal, weights)
+        loss = compare(logits, targets, marginal, weights)
         gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
             (loss * state.scale).sum(), list(parameters.values()), materialize_grads=True
         )

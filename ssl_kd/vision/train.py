@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import SKIPPED, Stage, is_healthy
@@ -54,6 +55,7 @@ class HeadFault:
         event: what the guard saw.
         samples: `[view, batch]`, which rows the step was made of.
         views: `[view, batch, dim]`, their embeddings.
+        given: `[view, batch, cluster]`, what they were to learn; None: from the EMA teachers.
         learning_rate: of the step.
         before: name -> `[1, ...]`, the head's tensors before the step, as in `HeadsState.tensors`;
             they share memory with the trainer, so copy what is to last.
@@ -65,6 +67,7 @@ class HeadFault:
     event: Event
     samples: Tensor
     views: Tensor
+    given: Tensor | None
     learning_rate: float
     before: dict[str, Tensor]
     exact: bool
@@ -76,6 +79,7 @@ def train(
     gather: Gather,
     steps: int,
     *,
+    clusters: Tensor | None = None,
     start: int = 0,
     log_every: int = 20,
     checkpoint_every: int = 200,
@@ -92,6 +96,8 @@ def train(
         sampler: the pairs of each step.
         gather: reads embeddings.
         steps: last step, exclusive.
+        clusters: `[n]` int64 of the samples, which all heads learn from the neighbours that they
+            are paired with; None: each head learns from its EMA teacher, by its objective.
         start: first step, the number of steps already done.
         log_every: a record is made this often, in steps.
         checkpoint_every: `on_checkpoint(steps done)` is called this often, and at the end.
@@ -109,7 +115,7 @@ def train(
             head was saved before.
     """
     return run_loop(
-        _Heads(trainer, sampler, gather, steps, on_events, on_fault),
+        _Heads(trainer, sampler, gather, steps, clusters, on_events, on_fault),
         steps,
         start=start,
         log_every=log_every,
@@ -127,6 +133,7 @@ class _Step:
     step: int
     samples: Tensor
     views: Tensor
+    given: Tensor | None
     learning_rate: float
     result: HeadsStep
 
@@ -140,10 +147,12 @@ class _Heads:
         sampler: PairSampler,
         gather: Gather,
         steps: int,
+        clusters: Tensor | None,
         on_events: Callable[[list[Event]], object],
         on_fault: Callable[[HeadFault], object],
     ) -> None:
         self.trainer, self.sampler, self.gather, self.steps = trainer, sampler, gather, steps
+        self.clusters = clusters
         self.on_events, self.on_fault = on_events, on_fault
         self.pace = Pace()
         self._look_every = LOOK_EVERY[trainer.precision.device.type == "cpu"]
@@ -160,10 +169,13 @@ class _Heads:
         self._learning_rate = rate = learning_rate_at(step, self.steps, peak, warmup)
         samples = torch.stack(self.sampler(step))
         views = self.gather(samples.flatten()).unflatten(0, samples.shape)
+        given = None
+        if self.clusters is not None:
+            given = functional.one_hot(self.clusters[samples], trainer.n_clusters).float()
         with trainer.bank.draws_seeded(seed_of(settings.seed, step)):
-            result = trainer.step(views, rate, step)
+            result = trainer.step(views, rate, step, given)
         self._results.append(result)
-        self._unread.append(_Step(step, samples, views, rate, result))
+        self._unread.append(_Step(step, samples, views, given, rate, result))
         self.pace.add(samples.shape[1])
 
     def record(self, done: int) -> LogRecord:
@@ -238,7 +250,9 @@ class _Heads:
         now = {name: tensor[row] for name, tensor in self.trainer.state.tensors().items()}
         before = now | {name: tensor[row] for name, tensor in seen.result.before.items()}
         exact = not any(bool(is_healthy(step.result.stage[head])) for step in later)
-        return HeadFault(head, event, seen.samples, seen.views, seen.learning_rate, before, exact)
+        return HeadFault(
+            head, event, seen.samples, seen.views, seen.given, seen.learning_rate, before, exact
+        )
 
 
 def _on_cpu(steps: list[_Step]) -> list[_Step]:

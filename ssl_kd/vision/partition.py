@@ -1,0 +1,108 @@
+"""The partition that the heads learn: the best one of the graph of neighbours.
+
+Three graphs are summed, because none is best on all features: neighbours by the cosine of the
+embeddings as they are, by their Euclidean distance, and by that after their principal components
+were brought half-way to one length, which lets the weaker ones have a say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from torch import Tensor
+
+from ssl_kd.graph import Graph, Partition, best_partitions, fuzzy_graph
+from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.store import nearest_neighbours
+
+# Neighbours that a sample is tied to in each graph, as UMAP takes them.
+GRAPH_NEIGHBOURS = 15
+# The square root of the singular values: half-way between as they are and all alike.
+WHITENING = 0.5
+LEAST_DIRECTION = 1e-3  # of the strongest: weaker ones are noise that whitening would raise
+ROWS = 4096
+
+Gather = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GraphAnswer:
+    """What was found in the graph.
+
+    Attributes:
+        clusters: `[n]` int64, the best partition.
+        ranked: the partitions that competed, best first.
+    """
+
+    clusters: Tensor
+    ranked: list[Partition]
+
+
+def partition_of(
+    n_clusters: int,
+    neighbours: Tensor,
+    embeddings: Gather,
+    projected: Tensor,
+    device: torch.device,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> GraphAnswer:
+    """The best partition of some samples into `n_clusters`; it depends on nothing but them.
+
+    Args:
+        n_clusters: K, at least 2.
+        neighbours: `[n, k]`, nearest first by cosine of the embeddings as they are.
+        embeddings: reads these by row.
+        projected: `[n, dim]`, as the heads see them: centred.
+        device: where neighbours are searched.
+        progress: called with (graphs done, graphs).
+    """
+    n = len(projected)
+    total = sp.csr_matrix((n, n), dtype=np.float32)
+    views = _views(neighbours, embeddings, projected, device)
+    for done, (near, distances) in enumerate(views, 1):
+        total = total + fuzzy_graph(near.numpy(), distances.numpy())
+        progress(done, 3)
+    ranked = best_partitions(Graph(total.tocsr()), n_clusters)
+    return GraphAnswer(torch.from_numpy(ranked[0].clusters), ranked)
+
+
+def _views(
+    neighbours: Tensor, embeddings: Gather, projected: Tensor, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Neighbours and their distances, `[n, k]` each, of each graph."""
+    k = min(GRAPH_NEIGHBOURS, len(projected) - 1)
+    near = neighbours[:, :k]
+    if near.shape[1] < k:  # fewer were asked for, to pair samples with
+        near = nearest_neighbours(embeddings(torch.arange(len(projected))), k, device=device)
+    chords = _distances(near, lambda rows: safe_normalize(embeddings(rows).float()))
+    yield near, chords.square() / 2  # 1 - cosine
+    for x in (projected, _half_whitened(projected)):
+        near = nearest_neighbours(x, k, metric="euclidean", device=device)
+        yield near, _distances(near, x.__getitem__)
+
+
+def _distances(near: Tensor, read: Gather) -> Tensor:
+    """Euclidean distance from each row to its neighbours, `[n, k]`."""
+    n, k = near.shape
+    blocks = []
+    for rows in torch.arange(n).split(max(1, ROWS // k)):
+        others = read(near[rows].flatten()).unflatten(0, (len(rows), k))
+        blocks.append((others - read(rows).unsqueeze(1)).norm(dim=-1))
+    return torch.cat(blocks)
+
+
+def _half_whitened(x: Tensor) -> Tensor:
+    """Centred rows in their principal components, each divided by the root of its length."""
+    spread = (x.T @ x).double() / len(x)
+    variances, directions = torch.linalg.eigh(spread)
+    lengths = variances.clamp(min=0).sqrt()
+    kept = lengths > LEAST_DIRECTION * lengths.max()
+    if not kept.any():
+        return x
+    basis = directions[:, kept] / (lengths[kept] / lengths.max()) ** WHITENING
+    return x @ basis.float()
+
