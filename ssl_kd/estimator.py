@@ -212,9 +212,7 @@ class MultiHeadClusterer(
             clusters = found.clusters
         log = EventLog(announce=True)
         train(trainer, sampler, gather, steps, clusters=clusters, on_events=log.extend)
-        self.model_, _, _ = form_answer(
-            settings, trainer, neighbours, gather, projection, clusters
-        )
+        self.model_, _, _ = form_answer(settings, trainer, neighbours, gather, projection, clusters)
         self.settings_ = settings
         self.labels_ = self.model_.predict(x).numpy()
         return self

@@ -552,6 +552,8 @@ def other_than_default(cls, name):
     value = getattr(cls(), name)
     if isinstance(value, int) and not value:
         return 1
+    if value is None and cls.rules()[name][0] is int:
+        return 7
     return "elsewhere" if isinstance(value, str) else 0.25 if value is None else value / 2
 
 

@@ -20,7 +20,8 @@ Floats = NDArray[np.float64]
 # Sweeps of the local search; it ends long before, where no sample moves or nothing is gained.
 SWEEPS = 40
 LEAST_GAIN = 1e-7
-MODULARITY = 1.0
+# What the two criteria weigh, for ablations.
+INFORMATION, MODULARITY = 1.0, 1.0
 # Samples times clusters whose preferences are held in memory at once.
 CELLS = 2**24
 
@@ -98,7 +99,8 @@ def partition_value(joint: Floats) -> float:
     k, share = len(joint), joint.sum(1)
     information = _xlogx(joint).sum() - 2 * _xlogx(share).sum()
     modularity = np.trace(joint) - (share**2).sum()
-    return float(information / np.log(k) + MODULARITY * modularity / (1 - 1 / k))
+    a, b = _weights(k)
+    return float(a * information + b * modularity)
 
 
 def refine(
@@ -142,8 +144,9 @@ def merge_losses(joint: Floats, n_clusters: int) -> Floats:
         new += _xlogx(merged[:, a] + merged[each, b])
         old = 2 * (rows[a] + rows[b]) - own[a] - own[b] - 2 * cells[a, b]
         sizes = _xlogx(share[a] + share[b]) - _xlogx(share[a]) - _xlogx(share[b])
-        losses[a, b] = (old - new + 2 * sizes) / np.log(n_clusters)
-    return losses + MODULARITY * modularity_losses(joint) / (1 - 1 / n_clusters)
+        losses[a, b] = old - new + 2 * sizes
+    information, modularity = _weights(n_clusters)
+    return information * losses + modularity * modularity_losses(joint)
 
 
 def modularity_losses(joint: Floats) -> Floats:
@@ -151,6 +154,11 @@ def modularity_losses(joint: Floats) -> Floats:
     share = joint.sum(1)
     losses = 2 * (np.outer(share, share) - joint)
     return np.where(np.tri(len(losses), dtype=bool), np.inf, losses)
+
+
+def _weights(n_clusters: int) -> tuple[float, float]:
+    """What brings either criterion to 1 at best."""
+    return INFORMATION / np.log(n_clusters), MODULARITY / (1 - 1 / n_clusters)
 
 
 def _xlogx(x: Floats) -> Floats:
@@ -168,8 +176,9 @@ def _preferred(graph: Graph, clusters: Ints, joint: Floats) -> Ints:
     k = len(joint)
     share = np.maximum(joint.sum(1), 1e-12)
     logs = np.log(np.maximum(joint, 1e-6 * np.outer(share, share)))
-    product = logs / np.log(k) + MODULARITY * np.eye(k) / (1 - 1 / k)
-    size = np.log(share) / np.log(k) + MODULARITY * share / (1 - 1 / k)
+    information, modularity = _weights(k)
+    product = information * logs + modularity * np.eye(k)
+    size = information * np.log(share) + modularity * share
     step = max(1, CELLS // k)
     blocks = []
     for start in range(0, graph.n, step):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,16 +97,8 @@ class _Search:
     def _kmeans(
         self, x: NDArray, n_clusters: int, weights: NDArray | None = None, n_init: int = 1
     ) -> Ints:
-        model = KMeans(
-            min(n_clusters, len(x)),
-            n_init=n_init,
-            max_iter=50,
-            random_state=int(self.random.integers(2**31)),
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters
-            found = model.fit_predict(x, sample_weight=weights)
-        return np.unique(found, return_inverse=True)[1].astype(np.int64)
+        seed = int(self.random.integers(2**31))
+        return _kmeans(x, n_clusters, seed, weights, n_init=n_init)
 
     def _starts(self) -> dict[str, Ints]:
         starts = {
@@ -120,8 +113,7 @@ class _Search:
         most = max(ATOMS, ATOMS_PER_CLUSTER * self.k)
         atoms = np.arange(self.n)
         if self.n > most:
-            fine = KMeans(most, n_init=1, max_iter=5, init="random", random_state=0)
-            atoms = np.asarray(fine.fit_predict(self.places), np.int64)
+            atoms = _kmeans(self.places, most, 0, max_iter=5, init="random")
             for part in self.found[:4]:
                 atoms = np.unique(atoms * self.k + part.clusters, return_inverse=True)[1]
             atoms = np.unique(atoms, return_inverse=True)[1]
@@ -216,3 +208,14 @@ class _Search:
         spread: Floats = (said * self.count[:, None]).T @ said
         directions = np.linalg.eigh(spread).eigenvectors[:, -self.k :]
         return self._kmeans(said @ directions, self.k, self.count, n_init=2)
+
+
+def _kmeans(
+    x: NDArray, n_clusters: int, seed: int, weights: NDArray | None = None, **options: Any
+) -> Ints:
+    """Clusters `[n]` without gaps in their numbers; fewer where there are fewer distinct rows."""
+    model = KMeans(n_clusters, random_state=seed, **{"n_init": 1, "max_iter": 50} | options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = model.fit_predict(x, sample_weight=weights)
+    return np.unique(found, return_inverse=True)[1].astype(np.int64)

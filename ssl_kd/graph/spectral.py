@@ -14,8 +14,8 @@ DENSE_ROWS = 200
 def spectral_coordinates(graph: sp.csr_matrix, n_vectors: int) -> NDArray[np.float32]:
     """Leading eigenvectors of `D^-1/2 A D^-1/2`, largest eigenvalue first.
 
-    Always the same for the same graph: the iteration starts from a fixed vector, and each vector's largest
-    entry is positive.
+    Always the same for the same graph: the iteration starts from a fixed vector, and the largest
+    entry of each eigenvector is positive.
 
     Args:
         graph: symmetric `[n, n]`, at least 0.

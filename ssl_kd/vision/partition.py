@@ -62,27 +62,27 @@ def partition_of(
     """
     n = len(projected)
     total = sp.csr_matrix((n, n), dtype=np.float32)
-    views = _views(neighbours, embeddings, projected, device)
-    for done, (near, distances) in enumerate(views, 1):
-        total = total + fuzzy_graph(near.numpy(), distances.numpy())
+    views = graph_views(neighbours, embeddings, projected, device)
+    for done, view in enumerate(views, 1):
+        total = total + view
         progress(done, 3)
     ranked = best_partitions(Graph(total.tocsr()), n_clusters)
     return GraphAnswer(torch.from_numpy(ranked[0].clusters), ranked)
 
 
-def _views(
+def graph_views(
     neighbours: Tensor, embeddings: Gather, projected: Tensor, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Neighbours and their distances, `[n, k]` each, of each graph."""
+) -> Iterator[sp.csr_matrix]:
+    """The three graphs, `[n, n]` each: cosine, Euclidean, half-whitened; as for `partition_of`."""
     k = min(GRAPH_NEIGHBOURS, len(projected) - 1)
     near = neighbours[:, :k]
     if near.shape[1] < k:  # fewer were asked for, to pair samples with
         near = nearest_neighbours(embeddings(torch.arange(len(projected))), k, device=device)
     chords = _distances(near, lambda rows: safe_normalize(embeddings(rows).float()))
-    yield near, chords.square() / 2  # 1 - cosine
+    yield fuzzy_graph(near.numpy(), (chords.square() / 2).numpy())  # 1 - cosine
     for x in (projected, _half_whitened(projected)):
         near = nearest_neighbours(x, k, metric="euclidean", device=device)
-        yield near, _distances(near, x.__getitem__)
+        yield fuzzy_graph(near.numpy(), _distances(near, x.__getitem__).numpy())
 
 
 def _distances(near: Tensor, read: Gather) -> Tensor:
@@ -105,4 +105,3 @@ def _half_whitened(x: Tensor) -> Tensor:
         return x
     basis = directions[:, kept] / (lengths[kept] / lengths.max()) ** WHITENING
     return x @ basis.float()
-

@@ -155,6 +155,9 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         raise damaged(path, "indices are not int64 [view, batch], one for each embedding")
     if marginal is None or marginal.ndim != 2 or marginal.shape[1] < 2:
         raise damaged(path, "marginal is not [1, cluster]")
+    given, wanted = tensors.get("given"), (*views.shape[:2], marginal.shape[1])
+    if given is not None and (given.dtype != torch.float32 or given.shape != wanted):
+        raise damaged(path, "given is not float32 [view, batch, cluster]")
     if odd := settings.keys() ^ VisionSettings.rules().keys():
         names = ", ".join(sorted(map(str, odd)))
         raise damaged(path, f"its settings are not those of this version: {names}")

@@ -219,8 +219,8 @@ class HeadTrainer:
             views: `[view, batch, dim]`, two views or more of the same samples.
             learning_rate: of this step.
             step: its number; now and then the state before it is kept, to go back to. None: never.
-            given: `[view, batch, cluster]` probabilities that all heads learn by cross-entropy, each
-                from another view; None: each learns from its own EMA teacher, by its objective.
+            given: `[view, batch, cluster]` probabilities that all heads learn by cross-entropy,
+                each from another view; None: from their EMA teachers, by their objective.
         """
         # A sample that is not finite is taken out of every view before any product sees it. Views
         # come from the CPU, so that asking waits for no device.
@@ -273,7 +273,11 @@ class HeadTrainer:
         """Targets `[head, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
         settings, state = self.settings, self.state.rows(rows)
         if given is not None:
-            return given.expand(len(state.student), *given.shape), state.marginal, given.new_empty(0)
+            return (
+                given.expand(len(state.student), *given.shape),
+                state.marginal,
+                given.new_empty(0),
+            )
         logits = self._logits(self.bank.unflatten(state.teacher), views, training=False)
         targets, latest = self.objective.targets(logits, state.marginal)
         marginal = torch.lerp(state.marginal, latest, 1 - settings.marginal_momentum)

@@ -55,22 +55,22 @@ class HeadFault:
         event: what the guard saw.
         samples: `[view, batch]`, which rows the step was made of.
         views: `[view, batch, dim]`, their embeddings.
-        given: `[view, batch, cluster]`, what they were to learn; None: from the EMA teachers.
         learning_rate: of the step.
         before: name -> `[1, ...]`, the head's tensors before the step, as in `HeadsState.tensors`;
             they share memory with the trainer, so copy what is to last.
         exact: false where the head has been updated since, by steps that were not looked at yet:
             then its weights, moments and marginal are those of now.
+        given: `[view, batch, cluster]`, what it was to learn; None: what its EMA teacher said.
     """
 
     head: int
     event: Event
     samples: Tensor
     views: Tensor
-    given: Tensor | None
     learning_rate: float
     before: dict[str, Tensor]
     exact: bool
+    given: Tensor | None = None
 
 
 def train(
@@ -115,7 +115,7 @@ def train(
             head was saved before.
     """
     return run_loop(
-        _Heads(trainer, sampler, gather, steps, clusters, on_events, on_fault),
+        _Heads(trainer, sampler, gather, steps, on_events, on_fault, clusters),
         steps,
         start=start,
         log_every=log_every,
@@ -147,9 +147,9 @@ class _Heads:
         sampler: PairSampler,
         gather: Gather,
         steps: int,
-        clusters: Tensor | None,
         on_events: Callable[[list[Event]], object],
         on_fault: Callable[[HeadFault], object],
+        clusters: Tensor | None = None,
     ) -> None:
         self.trainer, self.sampler, self.gather, self.steps = trainer, sampler, gather, steps
         self.clusters = clusters
@@ -251,7 +251,7 @@ class _Heads:
         before = now | {name: tensor[row] for name, tensor in seen.result.before.items()}
         exact = not any(bool(is_healthy(step.result.stage[head])) for step in later)
         return HeadFault(
-            head, event, seen.samples, seen.views, seen.given, seen.learning_rate, before, exact
+            head, event, seen.samples, seen.views, seen.learning_rate, before, exact, seen.given
         )
 
 

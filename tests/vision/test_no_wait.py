@@ -32,13 +32,13 @@ def _trainer(bank, **changes):
     return HeadTrainer(bank, settings, Precision.for_device(GPU, settings.use_fp16), CLUSTERS)
 
 
-def _waits_of_steps(head=TEMIHead, **changes):
+def _waits_of_steps(head=TEMIHead, given=lambda: None, **changes):
     bank = Bank(lambda: head(DIM, CLUSTERS), HEADS)
     with pretended_cuda() as waits:
         trainer = _trainer(bank, **changes)
         waits.clear()
         for number in (0, 1, 2, SNAPSHOT_EVERY):
-            result = trainer.step(torch.zeros(2, BATCH, DIM), 1e-2, number)
+            result = trainer.step(torch.zeros(2, BATCH, DIM), 1e-2, number, given())
             assert result.loss.device.type == result.stage.device.type == "cuda"
         return waits
 
@@ -51,6 +51,10 @@ def _waits_of_steps(head=TEMIHead, **changes):
 )
 def test_a_step_waits_for_no_device(changes, how):
     assert _waits_of_steps(instance_weight=how, teacher_temp=0.05, **changes) == []
+
+
+def test_a_step_towards_clusters_waits_for_no_device():
+    assert _waits_of_steps(given=lambda: torch.zeros(2, BATCH, CLUSTERS)) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")

@@ -33,7 +33,7 @@ class NaiveHead(nn.Module):
         return z / z.norm(dim=-1, keepdim=True)
 
 
-def record(tmp_path, spoil, exact=True, **changes):
+def record(tmp_path, spoil, exact=True, given=None, **changes):
     """Two steps of three heads, `spoil(trainer, views)` before the second; its bundle of head 1."""
     settings = dataclasses.replace(
         VisionSettings(n_heads=3, hidden_dim=10, bottleneck_dim=5, batch_size=BATCH), **changes
@@ -43,12 +43,12 @@ def record(tmp_path, spoil, exact=True, **changes):
     trainer.step(views, 1e-2)
     spoil(trainer, views)
     before = {name: tensor[1:2].clone() for name, tensor in trainer.state.tensors().items()}
-    result = trainer.step(views, 1e-2)
+    result = trainer.step(views, 1e-2, given=given)
     stage = Stage(int(result.stage[1]))
     reason = stage.kind.reason or "nothing"
     event = Event(1, "head 1", stage.name.lower(), reason, "skipped")
     samples = torch.arange(100, 100 + 2 * BATCH).view(2, BATCH)
-    fault = HeadFault(1, event, samples, views, 1e-2, before, exact)
+    fault = HeadFault(1, event, samples, views, 1e-2, before, exact, given)
     bundle = bundle_of(trainer, fault, dataclasses.asdict(settings))
     path = FlightRecorder(tmp_path).record(bundle)
     assert path is not None
@@ -66,6 +66,18 @@ def test_a_poisoned_weight_is_named_by_owner_and_layer(tmp_path, weight):
     assert "fault    head 1, step 1: the loss is not finite" in text
     assert "student weight bottleneck.weight came in not finite (1 of 50 values NaN" in text
     assert "temi.py" in text and "first op aten.baddbmm, forward pass" in text
+
+
+def test_a_step_towards_given_clusters_is_run_again_with_them(tmp_path):
+    given = torch.rand(2, BATCH, CLUSTERS).softmax(-1)
+    given[1, 2, 3] = torch.nan
+    path = record(tmp_path, lambda trainer, views: None, given=given)
+    assert replay(path).reproduced
+    content = torch.load(path)
+    content["tensors"]["given"] = given[:, :, :2]
+    torch.save(content, path)
+    with pytest.raises(CorruptFileError, match="given is not float32"):
+        replay(path)
 
 
 def test_a_users_head_is_placed_at_its_line(tmp_path):

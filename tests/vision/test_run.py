@@ -120,7 +120,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     assert os.readlink(done.path.parent / "latest") == done.path.name
     assert all(ok for _, ok in stages)
     assert [*dict.fromkeys(stage for stage, _ in stages)] == (
-        "extract neighbours train consensus judge".split()
+        "extract neighbours graph train consensus judge".split()
     )
 
     config = json.loads((done.path / "config.json").read_text())
@@ -150,7 +150,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
         assert ("spectral clustering", split) in rows
     assert found["knn_accuracy"] > 0.5 and found["linear_probe"]["accuracy"] > 0.5
     assert set(found["seconds"]) == {
-        *"extract neighbours train consensus judge total".split(),
+        *"extract neighbours graph train consensus judge total".split(),
     }
 
     lines = assignments(done.path)

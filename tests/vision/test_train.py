@@ -67,6 +67,36 @@ def test_one_step_equals_the_float64_oracle(how):
         torch.testing.assert_close(trainer.state.teacher[i], ema)
 
 
+def test_given_clusters_are_learnt_from_the_other_view_by_cross_entropy():
+    trainer, views = _trainer(student_temp=0.2, instance_weight="mean"), _views()
+    given = torch.rand(2, BATCH, CLUSTERS).softmax(-1)
+    heads = [trainer.bank.head(trainer.state.student, i).double() for i in range(HEADS)]
+    logs = [h(views.double()).div(0.2).log_softmax(-1) for h in heads]
+    expected = torch.stack([-(given.flip(0) * log).sum(-1).mean() for log in logs])
+    before = trainer.state.marginal.clone()
+    result = trainer.step(views, 1e-2, given=given)
+    torch.testing.assert_close(result.loss.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(trainer.state.marginal, before)  # it is the EMA teachers'
+
+
+@pytest.mark.parametrize("strike", ["sample", "target"])
+def test_a_bad_sample_takes_its_target_with_it(strike):
+    trainer, alone = _trainer(), _trainer()
+    views, given = _views(), torch.rand(2, BATCH, CLUSTERS).softmax(-1)
+    kept = torch.arange(BATCH) != 3
+    alone.step(views[:, kept], 1e-2, given=given[:, kept])
+    if strike == "sample":
+        views[1, 3, 2] = torch.nan
+        trainer.step(views, 1e-2, given=given)
+        assert torch.equal(trainer.state.student, alone.state.student)
+    else:
+        given[1, 3, 2] = torch.nan
+        before = trainer.state.student.clone()
+        result = trainer.step(views, 1e-2, given=given)
+        assert (result.stage == int(Stage.LOSS)).all()
+        assert torch.equal(trainer.state.student, before)
+
+
 def test_the_loss_that_is_shown_begins_with_the_first_and_follows_slowly():
     trainer = _trainer()
     first = trainer.step(_views(), 1e-2).loss

@@ -1,0 +1,114 @@
+"""What each part of the search for a partition is worth, without heads, in points of accuracy.
+
+    python -m benchmarks.ablation --sets digits,unequal,rare,two
+
+Each variant clusters the same random four fifths of each set, `--draws` times, so that what two
+variants differ by is not the luck of one sample. Labels are read for the scores alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from benchmarks.sets import SETS, Absent, Sources
+from ssl_kd import evaluate
+from ssl_kd.graph import Graph, Partition, best_partitions, criterion, search
+from ssl_kd.store import nearest_neighbours
+from ssl_kd.vision import partition
+from ssl_kd.vision.projection import Projection
+
+ALL = (0, 1, 2)
+# Name -> neighbours, views (cosine, Euclidean, half-whitened), and constants that are replaced.
+VARIANTS: dict[str, tuple[int, tuple[int, ...], dict[Any, dict[str, Any]]]] = {
+    "as it is": (15, ALL, {}),
+    "cosine alone": (15, (0,), {}),
+    "Euclidean alone": (15, (1,), {}),
+    "half-whitened alone": (15, (2,), {}),
+    "not half-whitened": (15, (0, 1), {}),
+    "10 neighbours": (10, ALL, {}),
+    "25 neighbours": (25, ALL, {}),
+    "information alone": (15, ALL, {criterion: {"MODULARITY": 0.0}}),
+    "modularity alone": (15, ALL, {criterion: {"INFORMATION": 0.0}}),
+    "no merging down": (15, ALL, {search: {"RESTARTS": 0}}),
+    "no split and merge": (15, ALL, {search: {"ROUNDS": 0}}),
+    "no consensus": (15, ALL, {search: {"CONSENSUS": ()}}),
+}
+
+
+def graphs(x: NDArray, k: int) -> list[Any]:
+    """The graphs of all views with k neighbours."""
+    rows = torch.from_numpy(x)
+    projected = Projection.fit(rows, 256)(rows)
+    with mock.patch.object(partition, "GRAPH_NEIGHBOURS", k):
+        near = nearest_neighbours(rows, k)
+        cpu = torch.device("cpu")
+        return list(partition.graph_views(near, rows.__getitem__, projected, cpu))
+
+
+def ranked(views: Sequence[Any], n_clusters: int, changes: dict) -> list[Partition]:
+    """All partitions of the sum of some graphs, with some constants changed."""
+    patches = [mock.patch.multiple(module, **values) for module, values in changes.items()]
+    for patch in patches:
+        patch.start()
+    try:
+        return best_partitions(Graph(sum(views[1:], views[0]).tocsr()), n_clusters)
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--sets", type=lambda text: text.split(","), default=list(SETS))
+    parser.add_argument("--draws", type=int, default=5)
+    Sources.add_flags(parser)
+    args = parser.parse_args()
+    names, table, choice = [], {variant: [] for variant in VARIANTS}, []
+    for name in args.sets:
+        try:
+            x, y = SETS[name](Sources.of(args))
+        except Absent as error:
+            print(f"{name} is left out: {error}")
+            continue
+        names.append(name)
+        found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        for draw in range(args.draws):
+            rows = np.random.default_rng(draw).permutation(len(x))[: int(0.8 * len(x))]
+            labels = np.unique(y[rows], return_inverse=True)[1]
+            k = int(labels.max()) + 1
+            by_k = {
+                size: graphs(np.ascontiguousarray(x[rows], np.float32), size)
+                for size in {v[0] for v in VARIANTS.values()}
+            }
+            for variant, (size, which, changes) in VARIANTS.items():
+                parts = ranked([by_k[size][i] for i in which], k, changes)
+                acc = [100 * evaluate.accuracy(labels, part.clusters) for part in parts]
+                found[variant].append(acc[0])
+                if variant == "as it is":
+                    rank = spearmanr([part.value for part in parts], acc).statistic
+                    choice.append((rank, max(acc) - acc[0]))
+        for variant, values in found.items():
+            table[variant].append(float(np.mean(values)))
+        print(name, {v: round(a[-1], 1) for v, a in table.items()}, flush=True)
+    print("\n| variant |", " | ".join(names), "| mean |\n|---|" + "---|" * (len(names) + 1))
+    for variant, values in table.items():
+        cells = " | ".join(f"{value:.1f}" for value in values)
+        print(f"| {variant} | {cells} | {np.mean(values):.1f} |")
+    ranks, regrets = map(np.array, zip(*choice, strict=True))
+    print(
+        f"\nThe criterion's choice among its candidates: rank correlation with accuracy "
+        f"{np.nanmedian(ranks):.2f} (median), {np.median(regrets):.1f} points behind the best of "
+        f"them (median; {np.quantile(regrets, 0.9):.1f} in the worst tenth), {len(choice)} runs"
+    )
+
+
+if __name__ == "__main__":
+    main()

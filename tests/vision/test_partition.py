@@ -1,0 +1,99 @@
+"""The partition that heads learn: its graphs, and what becomes of it in a fit."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.metrics import adjusted_rand_score
+
+from ssl_kd import MultiHeadClusterer
+from ssl_kd.graph import fuzzy_graph
+from ssl_kd.store import nearest_neighbours
+from ssl_kd.vision.partition import GRAPH_NEIGHBOURS, graph_views, partition_of
+from ssl_kd.vision.projection import Projection
+
+CPU = torch.device("cpu")
+X, Y = load_digits(return_X_y=True)
+X, Y = torch.from_numpy(X[:500]).float(), Y[:500]
+
+
+def _inputs(x=X, neighbours=20):
+    return nearest_neighbours(x, neighbours), x.__getitem__, Projection.fit(x, None)(x)
+
+
+def test_graphs_are_cosine_euclidean_and_half_whitened():
+    x = torch.randn(400, 12) * torch.logspace(0, -2, 12) + 0.5
+    near, read, projected = _inputs(x)
+    directions = torch.linalg.svd(projected.double(), full_matrices=False)
+    lengths = directions.S / directions.S[0]
+    white = (projected.double() @ directions.Vh.T)[:, lengths > 1e-3]
+    white /= lengths[lengths > 1e-3].sqrt()
+    unit = x.double() / x.double().norm(dim=1, keepdim=True)
+    distances = [1 - unit @ unit.T, torch.cdist(x.double(), x.double()), torch.cdist(white, white)]
+    for view, distance in zip(graph_views(near, read, projected, CPU), distances, strict=True):
+        distance.fill_diagonal_(torch.inf)
+        nearest = distance.topk(GRAPH_NEIGHBOURS, largest=False)
+        expected = fuzzy_graph(nearest.indices.numpy(), nearest.values.numpy())
+        assert abs(view - expected).max() < 2e-3
+
+
+def test_neighbours_by_euclid_are_those_of_all_distances():
+    x = torch.randn(300, 7)
+    distance = torch.cdist(x, x).fill_diagonal_(torch.inf)
+    for backend in ("faiss", "torch"):
+        found = nearest_neighbours(x, 6, metric="euclidean", backend=backend, block_rows=64)
+        torch.testing.assert_close(
+            distance.gather(1, found), distance.topk(6, largest=False).values
+        )
+    with pytest.raises(ValueError, match="metric is 'manhattan'; expected one of cosine, eucl"):
+        nearest_neighbours(x, 6, metric="manhattan")
+
+
+def test_it_finds_the_digits_and_reports_each_graph():
+    seen = []
+    found = partition_of(
+        10, *_inputs(), CPU, progress=lambda done, total: seen.append((done, total))
+    )
+    assert adjusted_rand_score(Y, found.clusters) > 0.75
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert (found.clusters.numpy() == found.ranked[0].clusters).all()
+
+
+def test_fewer_neighbours_to_pair_with_change_no_graph():
+    few, many = (partition_of(10, *_inputs(neighbours=k), CPU).clusters for k in (5, 20))
+    assert torch.equal(few, many)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 2), (3, 3), (4, 2), (17, 5)])
+def test_few_samples(n, k):
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
+    found = partition_of(k, *_inputs(x, min(20, n - 1)), CPU)
+    assert found.clusters.shape == (n,) and int(found.clusters.max()) < k
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(40, 3), torch.zeros(40, 3), torch.eye(40), torch.ones(40, 2).cumsum(0) * 1e20],
+    ids=["one point", "zeros", "all alike", "a line, far out"],
+)
+def test_odd_embeddings(x):
+    found = partition_of(3, *_inputs(x), CPU)
+    assert torch.isfinite(torch.tensor(found.ranked[0].value))
+    assert found.clusters.shape == (40,)
+
+
+def test_heads_learn_the_partition_whatever_the_seed():
+    fits = [MultiHeadClusterer(10, n_heads=4, random_state=seed).fit(X.numpy()) for seed in (1, 2)]
+    partition = partition_of(10, *_inputs(), CPU).clusters.numpy()
+    for fit in fits:
+        assert np.mean(fit.labels_ == partition) > 0.95
+    assert np.mean(fits[0].labels_ == fits[1].labels_) > 0.95
+
+
+def test_heads_can_still_find_the_clusters_themselves():
+    options = {"n_heads": 4, "max_steps": 60, "random_state": 0}
+    own = MultiHeadClusterer(10, method="heads", **options).fit(X.numpy())
+    learnt = MultiHeadClusterer(10, method="graph", **options).fit(X.numpy())
+    assert adjusted_rand_score(own.labels_, learnt.labels_) < 0.999
+    with pytest.raises(ValueError, match="METHOD is 'tree', but must be one of 'graph', 'heads'"):
+        MultiHeadClusterer(10, method="tree").fit(X.numpy())
