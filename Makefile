@@ -38,7 +38,7 @@ lint: $(VENV)/.installed-dev ## Check style, types and import floors
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 bench: $(VENV)/.installed ## Measure: digits over several seeds, as in the README
-	$(PY) -m benchmarks.quality $(ARGS)
+	$(PY) -m benchmarks.quality --sets digits $(ARGS)
 
 doctor: $(VENV)/.installed ## Check the installation and the numerics
 	$(PY) test_installation.py

@@ -61,8 +61,9 @@ MUTUAL_NEIGHBOURS = True
 # Number of clusters, from 2; None: as many as the data set declares classes.
 N_CLUSTERS = None
 # Where the clusters come from: graph (the best partition of the graph of neighbours; the heads
-# learn it) | heads (the heads find them, by LOSS).
-METHOD = "graph"
+# learn it) | heads (the heads find them, by LOSS); None: graph, unless a setting of LOSS is
+# changed.
+METHOD = None
 # Heads trained side by side, 1 to 4096. More: a steadier consensus, proportionally more time. With
 # METHOD heads 48 pay.
 N_HEADS = 16

@@ -59,14 +59,17 @@ def ranked(views: Sequence[Any], n_clusters: int, changes: dict) -> list[Partiti
     for patch in patches:
         patch.start()
     try:
-        return best_partitions(Graph(sum(views[1:], views[0]).tocsr()), n_clusters)
+        total: Any = sum(views[1:], views[0])
+        return best_partitions(Graph(total.tocsr()), n_clusters)
     finally:
         for patch in patches:
             patch.stop()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="The search's parts, one by one.", allow_abbrev=False
+    )
     parser.add_argument("--sets", type=lambda text: text.split(","), default=list(SETS))
     parser.add_argument("--draws", type=int, default=5)
     Sources.add_flags(parser)
@@ -93,7 +96,7 @@ def main() -> None:
                 acc = [100 * evaluate.accuracy(labels, part.clusters) for part in parts]
                 found[variant].append(acc[0])
                 if variant == "as it is":
-                    rank = spearmanr([part.value for part in parts], acc).statistic
+                    rank, _ = spearmanr([part.value for part in parts], acc)
                     choice.append((rank, max(acc) - acc[0]))
         for variant, values in found.items():
             table[variant].append(float(np.mean(values)))

@@ -49,7 +49,7 @@ def write(folder: Path, n: int, dim: int) -> None:
 def measure(folder: Path, steps: int) -> dict[str, float]:
     """Train from disk; median seconds of gather and of step, and the peak resident set."""
     store = EmbeddingStore.open(folder, "train", verify=False)
-    settings = VisionSettings(n_clusters=CLUSTERS)
+    settings = VisionSettings(n_clusters=CLUSTERS, method="heads", n_heads=48)
     projection = Projection.fit(store.gather(torch.arange(10_000)), settings.pca_dim)
     precision = Precision.for_device("cpu")
     trainer = make_trainer(settings, projection.dim, CLUSTERS, precision)

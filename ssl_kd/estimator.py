@@ -62,7 +62,8 @@ class MultiHeadClusterer(
         neighbours: nearest neighbours that a sample may be paired with; at most n - 1 are used.
         mutual_neighbours: pair only samples that are each other's neighbours.
         method: `graph`, the best partition of the graph of neighbours, which the heads learn, or
-            `heads`, which find the clusters themselves.
+            `heads`, which find the clusters themselves; None: graph, unless `loss`, `beta`,
+            `instance_weight`, `centering` or `marginal_momentum` is changed.
         n_heads: heads trained side by side.
         head: import path of the head's class.
         hidden_dim: width of a head's hidden layer.
@@ -120,7 +121,7 @@ class MultiHeadClusterer(
         pca_dim: int | None = VisionSettings.pca_dim,
         neighbours: int = VisionSettings.neighbours,
         mutual_neighbours: bool = VisionSettings.mutual_neighbours,
-        method: str = VisionSettings.method,
+        method: str | None = VisionSettings.method,
         n_heads: int = VisionSettings.n_heads,
         head: str = VisionSettings.head,
         hidden_dim: int = VisionSettings.hidden_dim,
@@ -207,7 +208,7 @@ class MultiHeadClusterer(
         sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
         gather, clusters = projected.__getitem__, None
-        if settings.method == "graph" and n_clusters > 1:
+        if settings.by_graph and n_clusters > 1:
             found = partition_of(n_clusters, neighbours, x.__getitem__, projected, precision.device)
             clusters = found.clusters
         log = EventLog(announce=True)

@@ -9,6 +9,7 @@ nor so keen on the large as the second (weak clusters are kept apart).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -30,7 +31,7 @@ class Graph:
     """The edges of an undirected graph, once in each direction, its weights summing to 1.
 
     Args:
-        matrix: symmetric `[n, n]`, at least 0.
+        matrix: in rows (CSR), symmetric `[n, n]`, at least 0.
 
     Attributes:
         matrix: the same, its weights summing to 1.
@@ -40,7 +41,7 @@ class Graph:
         degree: `[n]`, each node's weights together.
     """
 
-    def __init__(self, matrix: sp.csr_matrix) -> None:
+    def __init__(self, matrix: Any) -> None:
         self.n = matrix.shape[0]
         self.weights = matrix.data.astype(np.float64) / matrix.data.sum(dtype=np.float64)
         self.matrix = sp.csr_matrix((self.weights, matrix.indices, matrix.indptr), matrix.shape)
@@ -53,7 +54,8 @@ class Graph:
         some = slice(self.matrix.indptr[start], self.matrix.indptr[end])
         cells = (self.rows[some] - start) * n_clusters + clusters[self.columns[some]]
         n = end - start
-        return np.bincount(cells, self.weights[some], n * n_clusters).reshape(n, n_clusters)
+        found: Floats = np.bincount(cells, self.weights[some], n * n_clusters)  # pyright: ignore[reportAssignmentType]: weighted, so not whole numbers
+        return found.reshape(n, n_clusters)
 
     def of_groups(self, groups: Ints, n_groups: int) -> Graph:
         """The graph whose nodes are groups of these: a partition of them keeps its value."""

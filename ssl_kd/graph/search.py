@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,10 +211,19 @@ class _Search:
 
 
 def _kmeans(
-    x: NDArray, n_clusters: int, seed: int, weights: NDArray | None = None, **options: Any
+    x: NDArray,
+    n_clusters: int,
+    seed: int,
+    weights: NDArray | None = None,
+    *,
+    n_init: int = 1,
+    max_iter: int = 50,
+    init: Literal["k-means++", "random"] = "k-means++",
 ) -> Ints:
     """Clusters `[n]` without gaps in their numbers; fewer where there are fewer distinct rows."""
-    model = KMeans(n_clusters, random_state=seed, **{"n_init": 1, "max_iter": 50} | options)
+    # scikit-learn's declaration knows n_init as a word only
+    starts: Any = n_init
+    model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         found = model.fit_predict(x, sample_weight=weights)

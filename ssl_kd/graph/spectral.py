@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
@@ -11,14 +13,14 @@ from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 DENSE_ROWS = 200
 
 
-def spectral_coordinates(graph: sp.csr_matrix, n_vectors: int) -> NDArray[np.float32]:
+def spectral_coordinates(graph: Any, n_vectors: int) -> NDArray[np.float32]:
     """Leading eigenvectors of `D^-1/2 A D^-1/2`, largest eigenvalue first.
 
     Always the same for the same graph: the iteration starts from a fixed vector, and the largest
     entry of each eigenvector is positive.
 
     Args:
-        graph: symmetric `[n, n]`, at least 0.
+        graph: sparse, symmetric `[n, n]`, at least 0.
         n_vectors: how many; at most n are there.
 
     Returns:

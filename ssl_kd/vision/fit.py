@@ -25,7 +25,7 @@ CONSENSUS_PAIRS = 20_000
 
 
 # A partition is learnt in fewer passes than it is found in.
-EPOCHS = {"graph": 30, "heads": 200}
+GRAPH_EPOCHS, EPOCHS = 30, 200
 # Rows of weights of each head: student, EMA teacher, both moments, and these in their last good
 # state.
 WEIGHTS_KEPT = 8
@@ -83,7 +83,7 @@ def make_sampler(settings: VisionSettings, neighbours: Tensor) -> tuple[PairSamp
     if settings.mutual_neighbours:
         allowed = mutual_neighbours(neighbours)
     sampler = PairSampler(neighbours, allowed, settings.batch_size, settings.seed)
-    epochs = settings.epochs or EPOCHS[settings.method]
+    epochs = settings.epochs or (GRAPH_EPOCHS if settings.by_graph else EPOCHS)
     return sampler, min(epochs * sampler.steps_per_epoch, settings.max_steps)
 
 

@@ -67,6 +67,9 @@ def judge(
         held: dict[str, Any] = {} if test is None else {"test_x": test.x}
         found = (evaluate.kmeans, evaluate.spectral)
         baselines = [method(train.x, n_clusters, settings.seed, **held) for method in found]
+    learnt = []
+    if answer is not None and len(answer.clusters) == stores["train"].n:
+        learnt = [_as_baseline(answer, train.rows)]
     progress(stages - 1, stages, {"split": "baselines"})
 
     scores = {
@@ -76,7 +79,9 @@ def judge(
     table = [
         row
         for name, split in splits.items()
-        for row in _table(name, split, scores[name], chosen, baselines)
+        for row in _table(
+            name, split, scores[name], chosen, [*(learnt if name == "train" else []), *baselines]
+        )
     ]
     accuracies = [score["acc"] for score in scores["train"]]
     metrics = {
@@ -148,6 +153,11 @@ def _heads(
     ]
 
 
+def _as_baseline(answer: GraphAnswer, rows: Tensor) -> Baseline:
+    """The partition itself, as it was before the heads learnt it."""
+    return Baseline("graph partition", answer.clusters[rows].numpy(), note=answer.ranked[0].origin)
+
+
 def _graph(answer: GraphAnswer) -> dict[str, Any]:
     """The partitions that competed, each method's best: what the choice was made by."""
     best: dict[str, float] = {}
@@ -189,7 +199,7 @@ class _Split:
 
         # Heads and baselines are compared on the same rows, a sample where there are very many.
         rows = sample_rows(store.n, settings.seed, JUDGED_ROWS)
-        x = store.gather(rows)
+        self.rows, x = rows, store.gather(rows)
         self.x = x.numpy()
         self.labels = None if self.all_labels is None else self.all_labels[rows.numpy()]
 

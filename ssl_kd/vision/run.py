@@ -101,7 +101,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         with clock("neighbours"):
             neighbours = _neighbours(settings, source, precision.device, tell)
         found, clusters = None, None
-        if settings.method == "graph":
+        if settings.by_graph:
             with clock("graph"):
                 found = partition_of(
                     n_clusters,
@@ -186,7 +186,7 @@ class _Source:
 
     def __init__(self, store: EmbeddingStore, settings: VisionSettings) -> None:
         self._held: Tensor | None = None
-        self.store, most = store, GRAPH_ROWS if settings.method == "graph" else store.n
+        self.store, most = store, GRAPH_ROWS if settings.by_graph else store.n
         self.n = min(store.n, most)
         self._rows = None if self.n == store.n else sample_rows(store.n, settings.seed, most)
         sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))

@@ -12,6 +12,9 @@ from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 
 __all__ = ["SettingsError", "VisionSettings"]
 
+# What only heads that find the clusters themselves make use of.
+OF_LOSS = ("loss", "beta", "instance_weight", "centering", "marginal_momentum")
+
 _OBJECTIVES = " | ".join(f"{name} ({kind.summary})" for name, kind in OBJECTIVES.items())
 
 
@@ -163,10 +166,11 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     n_clusters: int | None = setting(
         None, "number of clusters; None: as many as the data set declares classes", low=2
     )
-    method: str = setting(
-        "graph",
+    method: str | None = setting(
+        None,
         "where the clusters come from: graph (the best partition of the graph of neighbours; the"
-        " heads learn it) | heads (the heads find them, by LOSS)",
+        " heads learn it) | heads (the heads find them, by LOSS); None: graph, unless a setting of"
+        " LOSS is changed",
         choices=("graph", "heads"),
     )
     n_heads: int = setting(
@@ -331,8 +335,23 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "run k-means and, where the size allows, spectral clustering on the same embeddings",
     )
 
+    @property
+    def by_graph(self) -> bool:
+        """Whether the clusters come from the graph of neighbours; else the heads find them."""
+        return self.method == "graph" or (self.method is None and not self._of_loss_changed())
+
+    def _of_loss_changed(self) -> list[str]:
+        return [name for name in OF_LOSS if getattr(self, name) != getattr(type(self), name)]
+
     def check_together(self) -> None:
         """Raise SettingsError where settings that are fine alone do not fit together."""
         super().check_together()
+        changed = self._of_loss_changed()
+        if self.method == "graph" and changed:
+            name = changed[0].upper()
+            raise SettingsError(
+                f"{name} is {getattr(self, changed[0])!r}, but METHOD graph has no use for it: set "
+                f"METHOD to heads, or leave {name} as it is"
+            )
         if self.loss in OBJECTIVES:  # one of a user's own is imported, and asked, by the run
             make_objective(self.loss, vars(self))

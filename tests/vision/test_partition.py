@@ -1,5 +1,7 @@
 """The partition that heads learn: its graphs, and what becomes of it in a fit."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,8 @@ from ssl_kd.vision.partition import GRAPH_NEIGHBOURS, graph_views, partition_of
 from ssl_kd.vision.projection import Projection
 
 CPU = torch.device("cpu")
-X, Y = load_digits(return_X_y=True)
-X, Y = torch.from_numpy(X[:500]).float(), Y[:500]
+DIGITS: Any = load_digits()
+X, Y = torch.from_numpy(DIGITS.data[:500]).float(), DIGITS.target[:500]
 
 
 def _inputs(x=X, neighbours=20):
