@@ -2,6 +2,7 @@
 
 from ssl_kd.graph.criterion import Graph, Partition, joint, partition_value, refine
 from ssl_kd.graph.fuzzy import fuzzy_graph
+from ssl_kd.graph.kmeans import kmeans
 from ssl_kd.graph.search import best_partitions
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "best_partitions",
     "fuzzy_graph",
     "joint",
+    "kmeans",
     "partition_value",
     "refine",
 ]

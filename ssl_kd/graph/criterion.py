@@ -25,6 +25,7 @@ LEAST_GAIN = 1e-7
 INFORMATION, MODULARITY = 1.0, 1.0
 # Samples times clusters whose preferences are held in memory at once.
 CELLS = 2**24
+SPARSE = 256  # from this K on a node touches so few of them that a sparse product is faster
 
 
 class Graph:
@@ -185,7 +186,10 @@ def _preferred(graph: Graph, clusters: Ints, joint: Floats) -> Ints:
     blocks = []
     for start in range(0, graph.n, step):
         end = min(start + step, graph.n)
-        gain = graph.towards(clusters, k, start, end) @ product
+        if k < SPARSE:
+            gain = graph.towards(clusters, k, start, end) @ product
+        else:
+            gain = (graph.matrix[start:end] @ one_hot(clusters, k)) @ product
         gain -= graph.degree[start:end, None] * size
         blocks.append(gain.argmax(1))
     return np.concatenate(blocks)

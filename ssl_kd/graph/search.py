@@ -12,15 +12,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
 from sklearn.cluster._spectral import cluster_qr
-from sklearn.exceptions import ConvergenceWarning
 
 from ssl_kd.graph.criterion import (
     Floats,
@@ -34,6 +31,7 @@ from ssl_kd.graph.criterion import (
     partition_value,
     refine,
 )
+from ssl_kd.graph.kmeans import kmeans
 from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 
 # Eigenvectors that k-means sees, and clusters that are merged down, as multiples of K.
@@ -43,8 +41,14 @@ LEAST_DESCENT = 24  # two clusters that wind around each other are many small on
 ATOMS = 500
 ATOMS_PER_CLUSTER = 4
 IMPROVED = 4  # starts that are split and merged
-SPLIT, MERGED, ROUNDS = 2, 3, 30
+SPLIT, MERGED = 2, 3
+ROUNDS = 300  # of exchanges, divided by K: each costs K times as much
 RESTARTS = 2
+# From this K on everything is done once only: eigenvectors and merging cost the square of K, and
+# where clusters are so many the first descent finds them.
+MANY = 60
+MOST_VECTORS = 256  # a thousand clusters lie apart in fewer directions than they are
+DIRECTIONS = 2400  # of the joint assignments, whose eigenvectors are looked for
 HALVED = 16  # clusters whose halves are tried in a round, the largest first
 CONSENSUS = (3, 5, 8)
 
@@ -61,9 +65,17 @@ def best_partitions(
         starts: partitions `[n]` from elsewhere that compete, by name.
 
     Returns:
-        At least one; different starts may have come to the same end.
+        At least one; different starts may have come to the same end. Clusters are numbered in the
+        order of their first samples.
     """
-    return _Search(graph, n_clusters, seed).run(starts or {})
+    found = _Search(graph, n_clusters, seed).run(starts or {})
+    return [replace(part, clusters=_in_order(part.clusters)) for part in found]
+
+
+def _in_order(clusters: Ints) -> Ints:
+    """The same clusters, numbered as they come: whatever way found them."""
+    _, first, number = np.unique(clusters, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[number]
 
 
 class _Search:
@@ -71,7 +83,10 @@ class _Search:
         self.graph, self.k = graph, n_clusters
         self.random = np.random.default_rng(seed)
         self.n = graph.n
-        self.vectors = spectral_coordinates(graph.matrix, max(int(1.5 * n_clusters) + 1, 16))
+        self.widths = WIDTHS if n_clusters < MANY else WIDTHS[:1]
+        self.descents = DESCENTS if n_clusters < MANY else DESCENTS[:1]
+        n_vectors = min(max(int(max(self.widths) * n_clusters) + 1, 16), MOST_VECTORS)
+        self.vectors = spectral_coordinates(graph.matrix, n_vectors)
         self.places = on_sphere(self.vectors)
         self.found: list[Partition] = []
 
@@ -80,13 +95,14 @@ class _Search:
             self._keep(refine(self.graph, clusters, self.k, origin))
         begun = list(self.found)
         self._make_atoms()
-        self._improve(self._merge_down(np.arange(self.small.n)), "atoms merged")
-        for _ in range(RESTARTS):
+        if self.k < MANY:
+            self._improve(self._merge_down(np.arange(self.small.n)), "atoms merged")
+        for _ in range(RESTARTS if self.k < MANY else 1):
             for origin, clusters in self._descents().items():
                 self._improve(clusters, origin)
-        for part in begun[:IMPROVED]:
+        for part in begun[: IMPROVED if self.k < MANY else 1]:
             self._improve(self._of_atoms(part.clusters), part.origin)
-        for top in CONSENSUS:
+        for top in [top for top in CONSENSUS if top * self.k <= DIRECTIONS]:
             self._improve(self._consensus(top), f"consensus of {top}")
         return self.found
 
@@ -98,14 +114,15 @@ class _Search:
         self, x: NDArray, n_clusters: int, weights: NDArray | None = None, n_init: int = 1
     ) -> Ints:
         seed = int(self.random.integers(2**31))
-        return _kmeans(x, n_clusters, seed, weights, n_init=n_init)
+        return kmeans(x, n_clusters, seed, weights, n_init=n_init)
 
     def _starts(self) -> dict[str, Ints]:
         starts = {
             f"{width} K eigenvectors": self._kmeans(self.places[:, : int(width * self.k)], self.k)
-            for width in WIDTHS
+            for width in self.widths
         }
-        starts["eigenvectors by QR"] = cluster_qr(self.vectors[:, : self.k]).astype(np.int64)
+        if self.k <= self.vectors.shape[1]:
+            starts["eigenvectors by QR"] = cluster_qr(self.vectors[:, : self.k]).astype(np.int64)
         return starts
 
     def _make_atoms(self) -> None:
@@ -113,7 +130,7 @@ class _Search:
         most = max(ATOMS, ATOMS_PER_CLUSTER * self.k)
         atoms = np.arange(self.n)
         if self.n > most:
-            atoms = _kmeans(self.places, most, 0, max_iter=5, init="random")
+            atoms = kmeans(self.places, most, 0, max_iter=5, init="random")
             for part in self.found[:4]:
                 atoms = np.unique(atoms * self.k + part.clusters, return_inverse=True)[1]
             atoms = np.unique(atoms, return_inverse=True)[1]
@@ -131,39 +148,40 @@ class _Search:
     def _descents(self) -> dict[str, Ints]:
         """K clusters of atoms by merging from more of them."""
         found = {}
-        sizes = sorted({int(f * self.k) for f in DESCENTS} | {LEAST_DESCENT})
+        sizes = sorted({int(f * self.k) for f in self.descents} | {LEAST_DESCENT})
         for size in [s for s in sizes if self.k < s < self.small.n]:
             many = self._kmeans(self.centres[:, :size], size, self.count)
             found[f"{size} merged"] = self._merge_down(many)
         return found
 
     def _merge_down(self, clusters: Ints) -> Ints:
-        """Merge to K clusters: by modularity while they are many, then by the value, refining."""
+        """Merge the cheapest pairs to K clusters, a tenth of the way at a time, refining late."""
         k = int(clusters.max()) + 1
-        table = joint(self.small, clusters, k)
-        losses, early = modularity_losses(table), 3 * self.k
-        refine_every = max(1, self.k // 20)
         while k > self.k:
-            a, b = divmod(int(losses.argmin()), k)
-            clusters = np.where(clusters == b, a, clusters)
-            clusters -= clusters > b
-            k -= 1
-            if k <= early and (k - self.k) % refine_every == 0:
+            losses = self._losses(joint(self.small, clusters, k))
+            merged, used = np.arange(k), set()
+            for pair in losses.argsort(axis=None):
+                a, b = divmod(int(pair), k)
+                if len(used) >= 2 * max(1, (k - self.k) // 10) or np.isinf(losses[a, b]):
+                    break
+                if a not in used and b not in used:
+                    used |= {a, b}
+                    merged[b] = a
+            clusters = np.unique(merged[clusters], return_inverse=True)[1]
+            k -= len(used) // 2
+            if k <= 3 * self.k:
                 clusters = refine(self.small, clusters, k, sweeps=10).clusters
-                table = joint(self.small, clusters, k)
-                losses = merge_losses(table, self.k)
-                continue
-            table[a] += table[b]
-            table[:, a] += table[:, b]
-            keep = np.arange(k + 1) != b
-            table = table[np.ix_(keep, keep)]
-            losses = modularity_losses(table)
         return clusters
+
+    def _losses(self, table: Floats) -> Floats:
+        """What merging a pair costs; by modularity alone where the clusters are very many."""
+        exact = len(table) <= 3 * self.k and self.k < MANY
+        return merge_losses(table, self.k) if exact else modularity_losses(table)
 
     def _improve(self, clusters: Ints, origin: str) -> None:
         """Split and merge atoms while the value grows, then refine the nodes."""
         best = refine(self.small, clusters, self.k)
-        for _ in range(ROUNDS):
+        for _ in range(-(-ROUNDS // self.k)):
             better = self._exchange(best)
             if better is None:
                 break
@@ -175,7 +193,7 @@ class _Search:
         if self.k < 3:
             return None
         table = joint(self.small, best.clusters, self.k)
-        losses = merge_losses(table, self.k)
+        losses = self._losses(table)
         pairs = [divmod(int(o), self.k) for o in losses.argsort(axis=None)[:MERGED]]
         tried = []
         for cluster in table.sum(1).argsort()[::-1][:HALVED]:
@@ -208,23 +226,3 @@ class _Search:
         spread: Floats = (said * self.count[:, None]).T @ said
         directions = np.linalg.eigh(spread).eigenvectors[:, -self.k :]
         return self._kmeans(said @ directions, self.k, self.count, n_init=2)
-
-
-def _kmeans(
-    x: NDArray,
-    n_clusters: int,
-    seed: int,
-    weights: NDArray | None = None,
-    *,
-    n_init: int = 1,
-    max_iter: int = 50,
-    init: Literal["k-means++", "random"] = "k-means++",
-) -> Ints:
-    """Clusters `[n]` without gaps in their numbers; fewer where there are fewer distinct rows."""
-    # scikit-learn's declaration knows n_init as a word only
-    starts: Any = n_init
-    model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        found = model.fit_predict(x, sample_weight=weights)
-    return np.unique(found, return_inverse=True)[1].astype(np.int64)

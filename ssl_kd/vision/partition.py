@@ -15,7 +15,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from ssl_kd.graph import Graph, Partition, best_partitions, fuzzy_graph
+from ssl_kd.graph import Graph, Partition, best_partitions, fuzzy_graph, kmeans
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import nearest_neighbours
 
@@ -66,7 +66,8 @@ def partition_of(
     for done, view in enumerate(views, 1):
         total = total + view
         progress(done, 3)
-    ranked = best_partitions(Graph(total.tocsr()), n_clusters)
+    starts = {"k-means": kmeans(safe_normalize(projected).numpy(), n_clusters, seed=0)}
+    ranked = best_partitions(Graph(total.tocsr()), n_clusters, starts=starts)
     return GraphAnswer(torch.from_numpy(ranked[0].clusters), ranked)
 
 

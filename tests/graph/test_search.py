@@ -78,6 +78,13 @@ def test_the_same_graph_gives_the_same_answer(digits):
     assert (first.clusters == again.clusters).all()
 
 
+def test_clusters_are_numbered_as_they_come(digits):
+    graph, _ = digits
+    for part in best_partitions(graph, 10)[:5]:
+        seen = list(dict.fromkeys(part.clusters.tolist()))
+        assert seen == list(range(len(seen)))
+
+
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (3, 2), (5, 5), (30, 2), (30, 29), (400, 3)])
 def test_any_size(n, k):
     x = np.random.default_rng(n).normal(size=(n, 4))

@@ -1,0 +1,31 @@
+"""k-means as the search uses it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+
+
+def kmeans(
+    x: NDArray,
+    n_clusters: int,
+    seed: int,
+    weights: NDArray | None = None,
+    *,
+    n_init: int = 1,
+    max_iter: int = 50,
+    init: Literal["k-means++", "random"] = "k-means++",
+) -> NDArray[np.int64]:
+    """Clusters `[n]` without gaps in their numbers; fewer where there are fewer distinct rows."""
+    # scikit-learn's declaration knows n_init as a word only
+    starts: Any = n_init
+    model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found = model.fit_predict(x, sample_weight=weights)
+    return np.unique(found, return_inverse=True)[1].astype(np.int64)
