@@ -44,10 +44,12 @@ logger = logging.getLogger(__name__)
 class MultiHeadClusterer(
     ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator
 ):
-    """Clusters embeddings by many self-distilled heads that vote.
+    """Clusters embeddings by the best partition of their graph, learnt by heads that vote.
 
-    Each head learns to give a sample and its nearest neighbours the same cluster; the answer is
-    what the best heads agree on, `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. No label is used:
+    The graph of neighbours is searched for its best partition (`ssl_kd.graph`); each head learns to
+    give a sample the cluster of its nearest neighbours in it. With `method` heads they find the
+    clusters themselves, by self-distillation. The answer is what the best heads agree on,
+    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. No label is used:
     `y` is there for pipelines and ignored. All the parameters but `n_clusters` and `random_state`
     are settings of `config.py`, with their meaning, range and default. The same embeddings and
     seed give the same answer as a run of `train.py`.

@@ -1,4 +1,4 @@
-"""One answer from many heads, without labels: the best head names the clusters, the others vote."""
+"""One answer from many heads, without labels: one partition names the clusters, the heads vote."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def neighbour_information(first: Tensor, second: Tensor, n_clusters: int) -> flo
 
 
 def vote_tables(clusters: Tensor, anchor: Tensor, n_clusters: int) -> Tensor:
-    """Which cluster of the best head each cluster of each head stands for.
+    """Which cluster of one partition each cluster of each head stands for.
 
     A head that merged or split classes says so: the row of a cluster that covers two of the best
     head's is shared between them, and its vote decides neither.
 
     Args:
         clusters: `[head, n]` int64, each head's own.
-        anchor: `[n]` int64, the best head's.
+        anchor: `[n]` int64, that partition: the one that they learnt, or the best head's.
         n_clusters: of either.
 
     Returns:
