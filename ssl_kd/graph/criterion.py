@@ -138,7 +138,7 @@ def merge_losses(joint: Floats, n_clusters: int) -> Floats:
     k, share = len(joint), joint.sum(1)
     cells = _xlogx(joint)
     rows, own = cells.sum(1), np.diag(cells)
-    losses = np.full((k, k), np.inf)
+    losses = np.zeros((k, k))
     for a in range(k - 1):
         b = np.arange(a + 1, k)
         merged, each = joint[a] + joint[b], np.arange(len(b))
@@ -149,13 +149,20 @@ def merge_losses(joint: Floats, n_clusters: int) -> Floats:
         sizes = _xlogx(share[a] + share[b]) - _xlogx(share[a]) - _xlogx(share[b])
         losses[a, b] = old - new + 2 * sizes
     information, modularity = _weights(n_clusters)
-    return information * losses + modularity * modularity_losses(joint)
+    return _above_diagonal(information * losses + modularity * _modularity_lost(joint))
 
 
 def modularity_losses(joint: Floats) -> Floats:
     """What modularity alone loses by merging two clusters, as `merge_losses`."""
+    return _above_diagonal(_modularity_lost(joint))
+
+
+def _modularity_lost(joint: Floats) -> Floats:
     share = joint.sum(1)
-    losses = 2 * (np.outer(share, share) - joint)
+    return 2 * (np.outer(share, share) - joint)
+
+
+def _above_diagonal(losses: Floats) -> Floats:
     return np.where(np.tri(len(losses), dtype=bool), np.inf, losses)
 
 
