@@ -133,7 +133,6 @@ class _Search:
             atoms = kmeans(self.places, most, 0, max_iter=5, init="random")
             for part in self.found[:4]:
                 atoms = np.unique(atoms * self.k + part.clusters, return_inverse=True)[1]
-            atoms = np.unique(atoms, return_inverse=True)[1]
         m = int(atoms.max()) + 1
         members = one_hot(atoms, m)
         self.atoms, self.count = atoms, np.bincount(atoms, minlength=m)

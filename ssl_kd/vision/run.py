@@ -7,6 +7,7 @@ import inspect
 import logging
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from ssl_kd.vision.fit import (
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.pairs import PairSampler
-from ssl_kd.vision.partition import partition_of
+from ssl_kd.vision.partition import GraphAnswer, partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.results import judge
@@ -100,18 +101,11 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
 
         with clock("neighbours"):
             neighbours = _neighbours(settings, source, precision.device, tell)
-        found, clusters = None, None
+        found = None
         if settings.by_graph:
             with clock("graph"):
-                found = partition_of(
-                    n_clusters,
-                    neighbours,
-                    source.embeddings,
-                    source(torch.arange(source.n)),
-                    precision.device,
-                    progress=lambda done, total: tell("graph", done, total, {}),
-                )
-                clusters = found.clusters
+                found = _partition(n_clusters, neighbours, source, precision.device, tell)
+        clusters = None if found is None else found.clusters
 
         with clock("train"):
             trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
@@ -128,17 +122,8 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         tell("consensus", 1, 1, {"heads": len(chosen)})
 
         with clock("judge"):
-            metrics = judge(
-                settings,
-                folder,
-                stores,
-                trainer,
-                model,
-                chosen,
-                information,
-                found,
-                lambda done, total, info: tell("judge", done, total, info),
-            )
+            learnt, draw = (trainer, model, chosen, information, found), partial(tell, "judge")
+            metrics = judge(settings, folder, stores, *learnt, draw)
         metrics |= {
             "dataset": _about(train_set, stores, n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
@@ -224,6 +209,18 @@ def _neighbours(
     logger.info("the graph is that of a random %d of %d samples", source.n, source.store.n)
     embeddings = source.embeddings(torch.arange(source.n))
     return nearest_neighbours(embeddings, k, device=device, progress=draw)
+
+
+def _partition(
+    n_clusters: int, neighbours: Tensor, source: _Source, device: torch.device, tell: Progress
+) -> GraphAnswer:
+    """The clusters that the heads are to learn."""
+    projected = source(torch.arange(source.n))
+
+    def draw(done: int, total: int) -> None:
+        tell("graph", done, total, {})
+
+    return partition_of(n_clusters, neighbours, source.embeddings, projected, device, progress=draw)
 
 
 def _embed(
@@ -334,15 +331,7 @@ def _train(
     tell: Progress,
 ) -> None:
     """Train all heads, from the last checkpoint if there is one."""
-    start, tensors = folder.load_checkpoint()
-    if tensors:
-        try:
-            trainer.load(tensors)
-        except ValueError as error:
-            raise RunFolderError(
-                f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of the "
-                f"library or these heads: {error}. Start a new run without --resume"
-            ) from error
+    start = _loaded(folder, trainer)
     folder.rewind(start)
     folder.become_latest()
 
@@ -385,6 +374,20 @@ def _train(
                 raise
             way = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
             raise TooFewHealthyParts(f"{error}. {way} explains the first fault") from error
+
+
+def _loaded(folder: RunFolder, trainer: HeadTrainer) -> int:
+    """The step of the last checkpoint, which the trainer has taken over; 0 where there is none."""
+    start, tensors = folder.load_checkpoint()
+    if tensors:
+        try:
+            trainer.load(tensors)
+        except ValueError as error:
+            raise RunFolderError(
+                f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of the "
+                f"library or these heads: {error}. Start a new run without --resume"
+            ) from error
+    return start
 
 
 def _save(model: ClusterModel, folder: RunFolder) -> None:
