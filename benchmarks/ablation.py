@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.sets import SETS, Absent, Sources
 from ssl_kd import evaluate
-from ssl_kd.graph import Graph, Partition, best_partitions, criterion, search
+from ssl_kd.graph import Graph, Partition, best_partitions, search
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision import partition
 from ssl_kd.vision.projection import Projection
@@ -35,8 +35,12 @@ VARIANTS: dict[str, tuple[int, tuple[int, ...], dict[Any, dict[str, Any]]]] = {
     "not half-whitened": (15, (0, 1), {}),
     "10 neighbours": (10, ALL, {}),
     "25 neighbours": (25, ALL, {}),
-    "information alone": (15, ALL, {criterion: {"MODULARITY": 0.0}}),
-    "modularity alone": (15, ALL, {criterion: {"INFORMATION": 0.0}}),
+    "alpha 0, information alone": (15, ALL, {search: {"ALPHA": 0.0, "SAME_ALPHA": 1.0}}),
+    "alpha 0.3": (15, ALL, {search: {"ALPHA": 0.3, "SAME_ALPHA": 1.0}}),
+    "alpha 0.5": (15, ALL, {search: {"SAME_ALPHA": 1.0}}),
+    "alpha 0.7": (15, ALL, {search: {"ALPHA": 0.7, "SAME_ALPHA": 1.0}}),
+    "slope 5": (15, ALL, {search: {"SLOPE": 5.0}}),
+    "slope 10": (15, ALL, {search: {"SLOPE": 10.0}}),
     "no merging down": (15, ALL, {search: {"RESTARTS": 0}}),
     "no split and merge": (15, ALL, {search: {"ROUNDS": 0}}),
     "no consensus": (15, ALL, {search: {"CONSENSUS": ()}}),

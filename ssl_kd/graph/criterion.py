@@ -1,9 +1,9 @@
 """How good a partition of a graph is, without labels, and the local search that improves it.
 
-Two criteria, each 0 for chance and near 1 at best: the mutual information between the clusters at
-the two ends of an edge, which wants clusters of one size, and modularity, which wants few edges
-between them. Their sum is neither so keen on even sizes as the first (a long tail is left whole)
-nor so keen on the large as the second (weak clusters are kept apart).
+The mutual information between the clusters at the two ends of an edge wants clusters of one size:
+it cuts a large class in two before it keeps a small one. Divided by a power of the clusters'
+entropy it is the less so inclined, the higher the power; by the whole entropy, one large cluster
+and a few crumbs are as good.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Floats = NDArray[np.float64]
 # Sweeps of the local search; it ends long before, where no sample moves or nothing is gained.
 SWEEPS = 40
 LEAST_GAIN = 1e-7
-# What the two criteria weigh, for ablations.
-INFORMATION, MODULARITY = 1.0, 1.0
+# The power of the entropy where nothing is known of the sizes.
+ALPHA = 0.5
 # Samples times clusters whose preferences are held in memory at once.
 CELLS = 2**24
+LEAST_ENTROPY = 1e-9
 SPARSE = 256  # from this K on a node touches so few of them that a sparse product is faster
 
 
@@ -72,11 +73,13 @@ class Partition:
         value: `partition_value`, higher is better.
         clusters: `[n]` int64 from 0.
         origin: which method began it.
+        alpha: the power of the entropy in the value.
     """
 
     value: float
     clusters: Ints
     origin: str
+    alpha: float
 
 
 def joint(graph: Graph, clusters: Ints, n_clusters: int) -> Floats:
@@ -86,89 +89,90 @@ def joint(graph: Graph, clusters: Ints, n_clusters: int) -> Floats:
     return (table + table.T) / (2 * table.sum())
 
 
-def partition_value(joint: Floats) -> float:
-    """`I(k; k') / log K + Q / (1 - 1/K)` of clusters at the ends of an edge, from 0 to 2.
+def entropy(joint: Floats) -> float:
+    """`H(k) = -sum_k p_k log p_k` of the clusters of `[K, K]`, in nats."""
+    return float(-_xlogx(joint.sum(1)).sum())
+
+
+def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
+    """`I(k; k') / H(k)^alpha` of clusters at the ends of an edge, at least 0 and 0 for one cluster.
 
     `I = sum J log(J / p p')` is the mutual information (also the log-likelihood of a
-    degree-corrected block model), `Q = sum_k J_kk - p_k^2` the modularity.
+    degree-corrected block model). With `alpha` 0 it is the value, with 1 the uncertainty
+    coefficient.
 
     Args:
-        joint: `[K, K]` as `joint` gives it, K at least 2.
+        joint: `[K, K]` as `joint` gives it.
+        alpha: in [0, 1]: how little an even division counts by itself.
 
     References:
         Karrer & Newman, Stochastic blockmodels and community structure in networks, 2011, eq. 25;
-        Newman & Girvan, Finding and evaluating community structure in networks, 2004, eq. 5.
+        Theil, Statistical decomposition analysis, 1972.
     """
-    k, share = len(joint), joint.sum(1)
-    information = _xlogx(joint).sum() - 2 * _xlogx(share).sum()
-    modularity = np.trace(joint) - (share**2).sum()
-    a, b = _weights(k)
-    return float(a * information + b * modularity)
+    return float(_value(_information(joint), entropy(joint), alpha))
+
+
+def _information(joint: Floats) -> float:
+    return _xlogx(joint).sum() - 2 * _xlogx(joint.sum(1)).sum()
+
+
+def _value(information: Floats | float, entropy: Floats | float, alpha: float) -> Floats:
+    return np.maximum(information, 0) / np.maximum(entropy, LEAST_ENTROPY) ** alpha
 
 
 def refine(
-    graph: Graph, clusters: Ints, n_clusters: int, origin: str = "", sweeps: int = SWEEPS
+    graph: Graph,
+    clusters: Ints,
+    n_clusters: int,
+    alpha: float = ALPHA,
+    origin: str = "",
+    sweeps: int = SWEEPS,
 ) -> Partition:
     """Move all samples to the cluster that gains most, again and again while the value grows.
 
     The gain is the value's derivative, so that a sweep is one sparse product; a sweep that loses is
     not taken.
     """
-    best, clusters = Partition(-np.inf, clusters, origin), np.asarray(clusters, np.int64)
+    best, clusters = Partition(-np.inf, clusters, origin, alpha), np.asarray(clusters, np.int64)
     for _ in range(sweeps):
         table = joint(graph, clusters, n_clusters)
-        value = partition_value(table)
+        value = partition_value(table, alpha)
         if value <= best.value + LEAST_GAIN:
             break
-        best = Partition(value, clusters, origin)
-        moved = _preferred(graph, clusters, table)
+        best = Partition(value, clusters, origin, alpha)
+        moved = _preferred(graph, clusters, table, alpha)
         if (moved == clusters).all():
             break
         clusters = moved
     return best
 
 
-def merge_losses(joint: Floats, n_clusters: int) -> Floats:
-    """What the value loses by merging two clusters: `[k, k]`, infinite on and below the diagonal.
-
-    Args:
-        joint: `[k, k]`.
-        n_clusters: K of the value, on the way to which k falls.
-    """
+def merge_losses(joint: Floats, alpha: float = ALPHA) -> Floats:
+    """What the value loses by merging two clusters: `[k, k]`, above the diagonal, else infinite."""
     k, share = len(joint), joint.sum(1)
     cells = _xlogx(joint)
     rows, own = cells.sum(1), np.diag(cells)
-    losses = np.zeros((k, k))
+    of_cells, of_sizes = np.zeros((k, k)), np.zeros((k, k))
     for a in range(k - 1):
         b = np.arange(a + 1, k)
         merged, each = joint[a] + joint[b], np.arange(len(b))
         both = _xlogx(merged)
         new = 2 * (both.sum(1) - both[:, a] - both[each, b])
         new += _xlogx(merged[:, a] + merged[each, b])
-        old = 2 * (rows[a] + rows[b]) - own[a] - own[b] - 2 * cells[a, b]
-        sizes = _xlogx(share[a] + share[b]) - _xlogx(share[a]) - _xlogx(share[b])
-        losses[a, b] = old - new + 2 * sizes
-    information, modularity = _weights(n_clusters)
-    return _above_diagonal(information * losses + modularity * _modularity_lost(joint))
+        of_cells[a, b] = 2 * (rows[a] + rows[b]) - own[a] - own[b] - 2 * cells[a, b] - new
+        of_sizes[a, b] = _xlogx(share[a] + share[b]) - _xlogx(share[a]) - _xlogx(share[b])
+    left = _information(joint) - of_cells - 2 * of_sizes, entropy(joint) - of_sizes
+    return _above_diagonal(partition_value(joint, alpha) - _value(*left, alpha))
 
 
 def modularity_losses(joint: Floats) -> Floats:
     """What modularity alone loses by merging two clusters, as `merge_losses`."""
-    return _above_diagonal(_modularity_lost(joint))
-
-
-def _modularity_lost(joint: Floats) -> Floats:
     share = joint.sum(1)
-    return 2 * (np.outer(share, share) - joint)
+    return _above_diagonal(2 * (np.outer(share, share) - joint))
 
 
 def _above_diagonal(losses: Floats) -> Floats:
     return np.where(np.tri(len(losses), dtype=bool), np.inf, losses)
-
-
-def _weights(n_clusters: int) -> tuple[float, float]:
-    """What brings either criterion to 1 at best."""
-    return INFORMATION / np.log(n_clusters), MODULARITY / (1 - 1 / n_clusters)
 
 
 def _xlogx(x: Floats) -> Floats:
@@ -181,22 +185,20 @@ def one_hot(clusters: Ints, n_clusters: int) -> sp.csr_matrix:
     return sp.csr_matrix((ones, clusters, rows), shape=(len(clusters), n_clusters))
 
 
-def _preferred(graph: Graph, clusters: Ints, joint: Floats) -> Ints:
+def _preferred(graph: Graph, clusters: Ints, joint: Floats, alpha: float) -> Ints:
     """The cluster that each node's move would gain most by: the derivative of the value."""
     k = len(joint)
     share = np.maximum(joint.sum(1), 1e-12)
     logs = np.log(np.maximum(joint, 1e-6 * np.outer(share, share)))
-    information, modularity = _weights(k)
-    product = information * logs + modularity * np.eye(k)
-    size = information * np.log(share) + modularity * share
+    size = (1 - alpha * partition_value(joint, 1) / 2) * np.log(share)
     step = max(1, CELLS // k)
     blocks = []
     for start in range(0, graph.n, step):
         end = min(start + step, graph.n)
         if k < SPARSE:
-            gain = graph.towards(clusters, k, start, end) @ product
+            gain = graph.towards(clusters, k, start, end) @ logs
         else:
-            gain = (graph.matrix[start:end] @ one_hot(clusters, k)) @ product
+            gain = (graph.matrix[start:end] @ one_hot(clusters, k)) @ logs
         gain -= graph.degree[start:end, None] * size
         blocks.append(gain.argmax(1))
     return np.concatenate(blocks)

@@ -7,12 +7,13 @@
 3. Split and merge: the cluster whose halves gain most is split, the pair that loses least merged,
    the atoms refined; again while the value grows.
 4. Consensus: k-means on the joint assignments of the best 3, 5 and 8, improved likewise.
-5. The partition of the largest value is the answer.
+5. All again with the power of the entropy that suits what was found: `alpha_of` it.
+6. The partition of the largest value is the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,10 +21,13 @@ from numpy.typing import NDArray
 from sklearn.cluster._spectral import cluster_qr
 
 from ssl_kd.graph.criterion import (
+    ALPHA,
+    SWEEPS,
     Floats,
     Graph,
     Ints,
     Partition,
+    entropy,
     joint,
     merge_losses,
     modularity_losses,
@@ -44,6 +48,7 @@ IMPROVED = 4  # starts that are split and merged
 SPLIT, MERGED = 2, 3
 ROUNDS = 300  # of exchanges, divided by K: each costs K times as much
 RESTARTS = 2
+AGAIN = 8  # partitions that the second search begins with
 # From this K on everything is done once only: eigenvectors and merging cost the square of K, and
 # where clusters are so many the first descent finds them.
 MANY = 60
@@ -51,6 +56,10 @@ MOST_VECTORS = 256  # a thousand clusters lie apart in fewer directions than the
 DIRECTIONS = 2400  # of the joint assignments, whose eigenvectors are looked for
 HALVED = 16  # clusters whose halves are tried in a round, the largest first
 CONSENSUS = (3, 5, 8)
+# The power of the entropy by how even the clusters are that the middle one, ALPHA, finds: an even
+# division counts by itself where there is one, and little where there is a long tail.
+LEAST_ALPHA, MOST_ALPHA, SLOPE = 0.3, 0.7, 7.0
+SAME_ALPHA = 0.05  # so near to the first it is not worth a second search
 
 
 def best_partitions(
@@ -66,10 +75,28 @@ def best_partitions(
 
     Returns:
         At least one; different starts may have come to the same end. Clusters are numbered in the
-        order of their first samples.
+        order of their first samples. Those with fewer than K come last.
     """
-    found = _Search(graph, n_clusters, seed).run(starts or {})
-    return [replace(part, clusters=_in_order(part.clusters)) for part in found]
+    search = _Search(graph, n_clusters, seed)
+    given = dict(starts or {})
+    search.run(given | search.starts())
+    alpha = alpha_of(joint(graph, search.found[0].clusters, n_clusters))
+    if abs(alpha - search.alpha) > SAME_ALPHA:
+        best = {part.origin: part.clusters for part in reversed(search.found[:AGAIN])}
+        search.alpha = alpha
+        search.run(best | given)
+    return [replace(part, clusters=_in_order(part.clusters)) for part in search.found]
+
+
+def alpha_of(joint: Floats) -> float:
+    """The power of the entropy that suits clusters `[K, K]`: 0.3 for even ones, to 0.7 for a tail.
+
+    Not above `I / H`, what an edge tells of a cluster: where clusters overlap, uneven ones come of
+    merging, which costs little there.
+    """
+    evenness = entropy(joint) / np.log(len(joint))
+    most = max(LEAST_ALPHA, min(MOST_ALPHA, partition_value(joint, 1)))
+    return float(np.clip(LEAST_ALPHA + SLOPE * (1 - evenness), LEAST_ALPHA, most))
 
 
 def _in_order(clusters: Ints) -> Ints:
@@ -78,9 +105,49 @@ def _in_order(clusters: Ints) -> Ints:
     return first.argsort().argsort()[number]
 
 
+def descend(
+    graph: Graph, clusters: Ints, n_clusters: int, *, alpha: float = ALPHA, pace: int, refined: int
+) -> Iterator[tuple[int, Ints]]:
+    """Merge the pairs of clusters that cost least, down to `n_clusters`.
+
+    Args:
+        graph: of few nodes.
+        clusters: `[node]`, without gaps in their numbers.
+        n_clusters: where it ends.
+        alpha: of the value.
+        pace: one part in so many of the way left is gone at a time.
+        refined: from so many clusters on the nodes are moved after each time.
+
+    Yields:
+        The number of clusters, fewer each time, and the clusters `[node]`.
+    """
+    k = int(clusters.max()) + 1
+    while k > n_clusters:
+        losses = pair_losses(joint(graph, clusters, k), refined, alpha)
+        merged, used = np.arange(k), set()
+        for pair in losses.argsort(axis=None):
+            a, b = divmod(int(pair), k)
+            if len(used) >= 2 * max(1, (k - n_clusters) // pace) or np.isinf(losses[a, b]):
+                break
+            if a not in used and b not in used:
+                used |= {a, b}
+                merged[b] = a
+        clusters = np.unique(merged[clusters], return_inverse=True)[1]
+        k -= len(used) // 2
+        if k <= refined:
+            clusters = refine(graph, clusters, k, alpha, sweeps=10).clusters
+        yield k, clusters
+
+
+def pair_losses(table: Floats, exact: int, alpha: float) -> Floats:
+    """What merging a pair costs; by modularity alone where there are more clusters than `exact`."""
+    few = len(table) <= min(exact, 3 * MANY)
+    return merge_losses(table, alpha) if few else modularity_losses(table)
+
+
 class _Search:
     def __init__(self, graph: Graph, n_clusters: int, seed: int) -> None:
-        self.graph, self.k = graph, n_clusters
+        self.graph, self.k, self.alpha = graph, n_clusters, ALPHA
         self.random = np.random.default_rng(seed)
         self.n = graph.n
         self.widths = WIDTHS if n_clusters < MANY else WIDTHS[:1]
@@ -90,9 +157,11 @@ class _Search:
         self.places = on_sphere(self.vectors)
         self.found: list[Partition] = []
 
-    def run(self, starts: Mapping[str, Ints]) -> list[Partition]:
-        for origin, clusters in (dict(starts) | self._starts()).items():
-            self._keep(refine(self.graph, clusters, self.k, origin))
+    def run(self, starts: Mapping[str, Ints]) -> None:
+        """Fill `found`, best first, from these starts."""
+        self.found = []
+        for origin, clusters in starts.items():
+            self._keep(self._refined(self.graph, clusters, origin))
         begun = list(self.found)
         self._make_atoms()
         if self.k < MANY:
@@ -104,11 +173,16 @@ class _Search:
             self._improve(self._of_atoms(part.clusters), part.origin)
         for top in [top for top in CONSENSUS if top * self.k <= DIRECTIONS]:
             self._improve(self._consensus(top), f"consensus of {top}")
-        return self.found
+
+    def _refined(
+        self, graph: Graph, clusters: Ints, origin: str = "", sweeps: int = SWEEPS
+    ) -> Partition:
+        return refine(graph, clusters, self.k, self.alpha, origin, sweeps)
 
     def _keep(self, part: Partition) -> None:
+        """In its place: first those with K clusters, which a high power may leave empty."""
         self.found.append(part)
-        self.found.sort(key=lambda p: -p.value)
+        self.found.sort(key=lambda p: (-len(np.unique(p.clusters)), -p.value))
 
     def _kmeans(
         self, x: NDArray, n_clusters: int, weights: NDArray | None = None, n_init: int = 1
@@ -116,7 +190,8 @@ class _Search:
         seed = int(self.random.integers(2**31))
         return kmeans(x, n_clusters, seed, weights, n_init=n_init)
 
-    def _starts(self) -> dict[str, Ints]:
+    def starts(self) -> dict[str, Ints]:
+        """Partitions `[n]` by the leading eigenvectors."""
         starts = {
             f"{width} K eigenvectors": self._kmeans(self.places[:, : int(width * self.k)], self.k)
             for width in self.widths
@@ -154,45 +229,28 @@ class _Search:
         return found
 
     def _merge_down(self, clusters: Ints) -> Ints:
-        """Merge the cheapest pairs to K clusters, a tenth of the way at a time, refining late."""
-        k = int(clusters.max()) + 1
-        while k > self.k:
-            losses = self._losses(joint(self.small, clusters, k))
-            merged, used = np.arange(k), set()
-            for pair in losses.argsort(axis=None):
-                a, b = divmod(int(pair), k)
-                if len(used) >= 2 * max(1, (k - self.k) // 10) or np.isinf(losses[a, b]):
-                    break
-                if a not in used and b not in used:
-                    used |= {a, b}
-                    merged[b] = a
-            clusters = np.unique(merged[clusters], return_inverse=True)[1]
-            k -= len(used) // 2
-            if k <= 3 * self.k:
-                clusters = refine(self.small, clusters, k, sweeps=10).clusters
+        """K clusters by merging from more of them."""
+        steps = descend(self.small, clusters, self.k, alpha=self.alpha, pace=10, refined=3 * self.k)
+        for _, merged in steps:
+            clusters = merged
         return clusters
-
-    def _losses(self, table: Floats) -> Floats:
-        """What merging a pair costs; by modularity alone where the clusters are very many."""
-        exact = len(table) <= 3 * self.k and self.k < MANY
-        return merge_losses(table, self.k) if exact else modularity_losses(table)
 
     def _improve(self, clusters: Ints, origin: str) -> None:
         """Split and merge atoms while the value grows, then refine the nodes."""
-        best = refine(self.small, clusters, self.k)
+        best = self._refined(self.small, clusters)
         for _ in range(-(-ROUNDS // self.k)):
             better = self._exchange(best)
             if better is None:
                 break
             best = better
-        self._keep(refine(self.graph, best.clusters[self.atoms], self.k, origin))
+        self._keep(self._refined(self.graph, best.clusters[self.atoms], origin))
 
     def _exchange(self, best: Partition) -> Partition | None:
         """The best of a few exchanges of a split for a merge, None if none gains."""
         if self.k < 3:
             return None
         table = joint(self.small, best.clusters, self.k)
-        losses = self._losses(table)
+        losses = pair_losses(table, 3 * self.k, self.alpha)
         pairs = [divmod(int(o), self.k) for o in losses.argsort(axis=None)[:MERGED]]
         tried = []
         for cluster in table.sum(1).argsort()[::-1][:HALVED]:
@@ -202,7 +260,8 @@ class _Search:
             half = rows[self._kmeans(self.centres[rows], 2, self.count[rows]) == 1]
             split = best.clusters.copy()
             split[half] = self.k
-            tried.append((partition_value(joint(self.small, split, self.k + 1)), cluster, half))
+            value = partition_value(joint(self.small, split, self.k + 1), self.alpha)
+            tried.append((value, cluster, half))
         tried.sort(key=lambda t: -t[0])
         found = None
         for _, cluster, half in tried[:SPLIT]:
@@ -211,7 +270,7 @@ class _Search:
                     continue
                 clusters = np.where(best.clusters == b, a, best.clusters)
                 clusters[half] = b
-                part = refine(self.small, clusters, self.k, sweeps=15)
+                part = self._refined(self.small, clusters, sweeps=15)
                 if part.value > max(best.value, found.value if found else 0) + 1e-5:
                     found = part
         return found

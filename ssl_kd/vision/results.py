@@ -164,7 +164,12 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
     for part in answer.ranked:
         best.setdefault(part.origin, part.value)
     first = answer.ranked[0]
-    return {"value": first.value, "origin": first.origin, "ranked": best}
+    return {
+        "value": first.value,
+        "alpha": first.alpha,
+        "origin": first.origin,
+        "ranked": best,
+    }
 
 
 def _embedding_scores(

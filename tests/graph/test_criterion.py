@@ -15,37 +15,54 @@ def graph():
     return Graph(sp.csr_matrix(dense + dense.T))
 
 
-def test_value_is_information_and_modularity_of_the_edges(graph):
+@pytest.mark.parametrize("alpha", [0, 0.3, 1])
+def test_value_is_information_of_the_edges_over_a_power_of_the_entropy(graph, alpha):
     k, clusters = 4, np.random.default_rng(1).integers(4, size=graph.n)
-    ends = clusters[graph.rows], clusters[graph.columns]
     table = np.zeros((k, k))
-    np.add.at(table, ends, graph.weights)
+    np.add.at(table, (clusters[graph.rows], clusters[graph.columns]), graph.weights)
     information = sum(
         table[a, b] * np.log(table[a, b] / (table.sum(1)[a] * table.sum(0)[b]))
         for a in range(k)
         for b in range(k)
     )
-    share = np.array([graph.degree[clusters == c].sum() for c in range(k)])
-    inside = graph.weights[ends[0] == ends[1]].sum()
-    expected = information / np.log(k) + (inside - (share**2).sum()) / (1 - 1 / k)
-    assert partition_value(joint(graph, clusters, k)) == pytest.approx(expected, rel=1e-12)
+    share = [graph.degree[clusters == c].sum() for c in range(k)]
+    expected = information / (-sum(p * np.log(p) for p in share)) ** alpha
+    assert partition_value(joint(graph, clusters, k), alpha) == pytest.approx(expected, rel=1e-12)
 
 
-def test_value_is_two_for_even_separate_clusters_and_zero_for_one():
+def test_separate_clusters_are_worth_what_is_left_of_their_entropy_and_one_is_worth_nothing():
     blocks = Graph(sp.csr_matrix(np.kron(np.eye(3), np.ones((5, 5)))))
-    assert partition_value(joint(blocks, np.arange(15) // 5, 3)) == pytest.approx(2)
-    assert partition_value(joint(blocks, np.zeros(15, int), 3)) == pytest.approx(0, abs=1e-12)
+    apart = joint(blocks, np.arange(15) // 5, 3)
+    for alpha in (0, 0.5, 1):
+        assert partition_value(apart, alpha) == pytest.approx(np.log(3) ** (1 - alpha))
+        assert partition_value(joint(blocks, np.zeros(15, int), 3), alpha) == 0
 
 
-def test_merging_costs_what_it_says(graph):
+def test_the_higher_the_power_the_more_a_large_class_is_kept_whole():
+    place = np.repeat(np.arange(4), [30, 30, 20, 20])
+    ties = np.array([[9, 3, 0, 0], [3, 9, 0, 0], [0, 0, 9, 4.5], [0, 0, 4.5, 9]])
+    graph = Graph(sp.csr_matrix(ties[place][:, place]))
+    halved, kept = np.array([0, 1, 2, 2])[place], np.array([0, 0, 1, 2])[place]
+
+    def gain(alpha):
+        return np.log(
+            partition_value(joint(graph, kept, 3), alpha)
+            / partition_value(joint(graph, halved, 3), alpha)
+        )
+
+    assert gain(0) < gain(0.5) < gain(1)
+
+
+@pytest.mark.parametrize("alpha", [0, 0.5, 1])
+def test_merging_costs_what_it_says(graph, alpha):
     table = joint(graph, np.random.default_rng(2).integers(6, size=graph.n), 6)
-    losses = merge_losses(table, 6)
+    losses = merge_losses(table, alpha)
     for a, b in ((0, 1), (2, 5), (3, 4)):
         merged = table.copy()
         merged[a] += merged[b]
         merged[:, a] += merged[:, b]
-        merged[b], merged[:, b] = 0, 0  # K stays what the value is for
-        lost = partition_value(table) - partition_value(merged)
+        merged[b], merged[:, b] = 0, 0
+        lost = partition_value(table, alpha) - partition_value(merged, alpha)
         assert losses[a, b] == pytest.approx(lost, abs=1e-12)
     assert np.isinf(losses[np.tril_indices(6)]).all()
 
@@ -54,7 +71,7 @@ def test_refine_never_loses_and_ends_where_it_stays(graph):
     r = np.random.default_rng(3)
     for _ in range(20):
         start = r.integers(5, size=graph.n)
-        found = refine(graph, start, 5, "a start")
+        found = refine(graph, start, 5, origin="a start")
         assert found.value >= partition_value(joint(graph, start, 5))
         assert found.value == partition_value(joint(graph, found.clusters, 5))
         assert found.origin == "a start"

@@ -7,7 +7,8 @@ from sklearn.datasets import load_digits, make_moons
 from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
-from ssl_kd.graph import Graph, best_partitions, fuzzy_graph, joint, partition_value, refine
+from ssl_kd.graph import Graph, best_partitions, fuzzy_graph, joint, partition_value, refine, search
+from ssl_kd.graph.search import LEAST_ALPHA, MOST_ALPHA, alpha_of
 
 
 def graph_of(x, k=10):
@@ -63,12 +64,37 @@ def test_beats_each_of_its_starts(digits):
     graph, labels = digits
     start = np.random.default_rng(0).integers(10, size=graph.n)
     ranked = best_partitions(graph, 10, starts={"random": start, "labels": labels})
-    assert ranked[0].value >= partition_value(joint(graph, labels, 10))
+    alpha = ranked[0].alpha
+    assert ranked[0].value >= partition_value(joint(graph, labels, 10), alpha)
     assert {"random", "labels"} <= {part.origin for part in ranked}
     assert [p.value for p in ranked] == sorted((p.value for p in ranked), reverse=True)
     for part in ranked:
-        assert part.value == pytest.approx(partition_value(joint(graph, part.clusters, 10)))
-        assert refine(graph, part.clusters, 10).value == pytest.approx(part.value, abs=1e-6)
+        assert part.value == pytest.approx(partition_value(joint(graph, part.clusters, 10), alpha))
+        assert refine(graph, part.clusters, 10, alpha).value == pytest.approx(part.value, abs=1e-6)
+
+
+def test_a_small_class_is_found_beside_large_ones(monkeypatch):
+    r = np.random.default_rng(1)
+    y = np.repeat(np.arange(5), [900, 450, 150, 60, 25])
+    x = 3 * r.normal(size=(5, 8))[y] + r.normal(size=(len(y), 8))
+    graph = graph_of(x)
+    best = best_partitions(graph, 5)[0]
+    assert best.alpha == MOST_ALPHA
+    assert adjusted_rand_score(y, best.clusters) > 0.98
+    monkeypatch.setattr(search, "ALPHA", 0.0)
+    monkeypatch.setattr(search, "SAME_ALPHA", 1.0)
+    alone = best_partitions(graph, 5)[0]  # by information alone
+    assert alone.alpha == 0
+    assert adjusted_rand_score(y, alone.clusters) < 0.8
+
+
+def test_alpha_follows_the_sizes_and_what_edges_tell():
+    even, tail = np.diag(np.full(4, 0.25)), np.diag([0.85, 0.05, 0.05, 0.05])
+    assert alpha_of(even) == LEAST_ALPHA
+    assert alpha_of(tail) == MOST_ALPHA
+    share = tail.sum(1)
+    vague = 0.3 * tail + 0.7 * np.outer(share, share)
+    assert LEAST_ALPHA == alpha_of(vague) < MOST_ALPHA
 
 
 def test_the_same_graph_gives_the_same_answer(digits):
