@@ -11,8 +11,14 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision.consensus import judging_pairs, neighbour_information, vote_tables
+from ssl_kd.vision.consensus import (
+    judging_pairs,
+    neighbour_information,
+    sample_rows,
+    vote_tables,
+)
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
@@ -130,6 +136,7 @@ def form_answer(
         raise TooFewHealthyParts("no head is healthy, so there is no answer to form")
 
     chosen = order[: settings.consensus_heads or -(-len(order) // 2)]
+    novelty = Novelty.fit(gather(sample_rows(len(neighbours), settings.seed, REFERENCE_ROWS)))
     model = ClusterModel(
         in_dim=projection.in_dim,
         head_dim=projection.dim,
@@ -139,7 +146,9 @@ def form_answer(
         hidden_dim=settings.hidden_dim,
         bottleneck_dim=settings.bottleneck_dim,
         temperature=settings.teacher_temp,
+        n_reference=len(novelty.own),
     )
+    model.novelty = novelty
     model.weights.copy_(state.teacher.cpu()[chosen])
     anchor = clusters[order[0]] if partition is None else partition[rows]
     model.votes.copy_(vote_tables(clusters[chosen], anchor, n_clusters))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ssl_kd.errors import UserError
+from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.precision import undisturbed
 from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
 from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
+from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.projection import Projection
 
 ROWS_PER_BLOCK = 4096
@@ -42,6 +44,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         hidden_dim: its width, if it has such an argument.
         bottleneck_dim: its width, if it has such an argument.
         temperature: of the heads' probabilities.
+        n_reference: training samples kept to compare new ones with; 0: no outlier scores.
     """
 
     weights: Tensor
@@ -57,6 +60,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         hidden_dim: int = 512,
         bottleneck_dim: int = 256,
         temperature: float = 0.1,
+        n_reference: int = 0,
     ) -> None:
         super().__init__()
         self.n_clusters, self.temperature = n_clusters, temperature
@@ -69,6 +73,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             "hidden_dim": hidden_dim,
             "bottleneck_dim": bottleneck_dim,
             "temperature": temperature,
+            "n_reference": n_reference,
         }
         make = head_maker(
             head, head_dim, n_clusters, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim
@@ -77,6 +82,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("weights", torch.zeros(n_heads, self.bank.n_parameters))
         self.register_buffer("votes", torch.zeros(n_heads, n_clusters, n_clusters))
         self.projection = Projection(in_dim, head_dim)
+        self.novelty = Novelty(head_dim, n_reference) if n_reference else None
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -146,12 +152,31 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     @torch.inference_mode()
     def predict_proba(self, x: Tensor) -> Tensor:
         """`forward` in blocks, without gradients, on the model's device; the result on the CPU."""
-        blocks = x.split(ROWS_PER_BLOCK) if len(x) else [x]
-        return torch.cat([self(block.to(self.weights.device)).cpu() for block in blocks])
+        return self._in_blocks(self, x)
 
     def predict(self, x: Tensor) -> Tensor:
         """Embeddings `[n, in_dim]` -> clusters `[n]` int64."""
         return self.predict_proba(x).argmax(-1)
+
+    @undisturbed()
+    @torch.inference_mode()
+    def outlier_scores(self, x: Tensor) -> Tensor:
+        """Embeddings `[n, in_dim]` -> the share of training samples less far out, `[n]` in [0, 1].
+
+        Raises:
+            InputError: the model was saved by a version that kept none.
+        """
+        novelty = self.novelty
+        if novelty is None:
+            raise InputError(
+                "this model holds no outlier scores: it was saved before there were any. Train it "
+                "again with the settings of its config.json"
+            )
+        return self._in_blocks(lambda block: novelty.score(self.projection(block)), x)
+
+    def _in_blocks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        blocks = x.split(ROWS_PER_BLOCK) if len(x) else [x]
+        return torch.cat([function(block.to(self.weights.device)).cpu() for block in blocks])
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
