@@ -2,6 +2,7 @@
 
 from ssl_kd.evaluate.answers import AnswerScores, extract_answer, same_answer, wilson_interval
 from ssl_kd.evaluate.baselines import Baseline, kmeans, spectral
+from ssl_kd.evaluate.calibration import calibration, rightly_placed
 from ssl_kd.evaluate.clustering import (
     accuracy,
     balanced_accuracy,
@@ -25,6 +26,7 @@ __all__ = [
     "TokenValues",
     "accuracy",
     "balanced_accuracy",
+    "calibration",
     "cluster_sizes",
     "clustering_scores",
     "collapsed",
@@ -37,6 +39,7 @@ __all__ = [
     "knn_accuracy",
     "linear_probe",
     "match",
+    "rightly_placed",
     "same_answer",
     "spectral",
     "token_values",

@@ -1,6 +1,8 @@
 """How well clusters agree with labels, and whether the clusters themselves are healthy.
 
-A label of -1 means "unknown": such samples are left out of every score.
+A label of -1 means "unknown": such samples are left out of every score. A cluster of -1 means
+"noise": no class is paired with it, so such samples count as wrong in accuracies; NMI, ARI and AMI
+take it for one more cluster, as scikit-learn does.
 """
 
 import numpy as np
@@ -25,7 +27,7 @@ def contingency(
 
     Args:
         labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers in `[0, n_clusters)`.
+        clusters: `[n]` integers in `[0, n_clusters)`, -1 for noise, which is not counted.
         n_classes: Number of rows; None takes the largest label + 1.
         n_clusters: Number of columns; None takes the largest cluster + 1.
 
@@ -33,8 +35,8 @@ def contingency(
         `[n_classes, n_clusters]` int64.
 
     Raises:
-        ValueError: If the two differ in length, a cluster is negative, a label is below -1, or no
-            label is known.
+        ValueError: If the two differ in length, a cluster or a label is below -1, or no label is
+            known.
 
     Example:
         >>> contingency([0, 0, 1, -1], [1, 1, 0, 0]).tolist()
@@ -48,7 +50,8 @@ def contingency(
             f"labels reach {labels.max()} and clusters {clusters.max()}, but the table has "
             f"{rows} rows and {columns} columns: raise n_classes or n_clusters"
         )
-    return np.bincount(labels * columns + clusters, minlength=rows * columns).reshape(rows, columns)
+    cells = (labels * columns + clusters)[clusters >= 0]
+    return np.bincount(cells, minlength=rows * columns).reshape(rows, columns)
 
 
 def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
@@ -56,7 +59,7 @@ def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
 
     Args:
         labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers from 0.
+        clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
         Cluster to class. With more clusters than classes the ones left over are missing.
@@ -77,7 +80,7 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
 
     Args:
         labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers from 0.
+        clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
         A number in [0, 1].
@@ -90,7 +93,8 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
         0.75
     """
     table = contingency(labels, clusters)
-    return float(table[linear_sum_assignment(table, maximize=True)].sum() / table.sum())
+    paired = table[linear_sum_assignment(table, maximize=True)].sum()
+    return float(paired / (np.asarray(labels) >= 0).sum())
 
 
 def balanced_accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
@@ -101,7 +105,7 @@ def balanced_accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
 
     Args:
         labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers from 0.
+        clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
         A number in [0, 1].
@@ -110,9 +114,8 @@ def balanced_accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
         >>> balanced_accuracy([0, 0, 0, 1], [0, 0, 0, 0]), accuracy([0, 0, 0, 1], [0, 0, 0, 0])
         (0.5, 0.75)
     """
-    table = contingency(labels, clusters)
-    table = table[table.any(1)]
-    recall = table / table.sum(1, keepdims=True)
+    sizes = np.bincount(_known(labels, clusters)[0])
+    recall = contingency(labels, clusters)[sizes > 0] / sizes[sizes > 0, None]
     return float(recall[linear_sum_assignment(recall, maximize=True)].sum() / len(recall))
 
 
@@ -121,7 +124,7 @@ def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str
 
     Args:
         labels: `[n]` integers, -1 where unknown, or None.
-        clusters: `[n]` integers from 0.
+        clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
         Keys `acc`, `nmi`, `ari`, `ami`. All None where no label is known.
@@ -151,7 +154,7 @@ def confusion(
 
     Args:
         labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers from 0.
+        clusters: `[n]` integers from 0, -1 for noise.
         n_classes: Number of rows; None takes the largest label + 1.
         n_clusters: Number of columns; None takes the largest cluster + 1.
 
@@ -250,9 +253,9 @@ def _known(labels: ArrayLike, clusters: ArrayLike) -> tuple[Ints, Ints]:
         )
     if not (labels >= 0).any():
         raise ValueError("no label is known (all are -1): a clustering score needs some")
-    if labels.min() < -1 or clusters.min() < 0:
+    if labels.min() < -1 or clusters.min() < -1:
         raise ValueError(
-            f"labels start at -1 (unknown) and clusters at 0, "
+            f"labels start at -1 (unknown) and clusters at -1 (noise), "
             f"got {labels.min()} and {clusters.min()}"
         )
     known = labels >= 0

@@ -97,6 +97,19 @@ def test_confusion_puts_the_matched_pairs_on_the_diagonal(rows):
     assert np.trace(table) / table.sum() == pytest.approx(accuracy(labels, clusters))
 
 
+def test_noise_is_wrong_in_accuracies_and_one_more_cluster_in_the_others():
+    labels, clusters = np.array([0, 0, 0, 1, 1, 1, 2]), np.array([0, 0, -1, 1, 1, -1, -1])
+    assert accuracy(labels, clusters) == pytest.approx(4 / 7)
+    assert balanced_accuracy(labels, clusters) == pytest.approx((2 / 3 + 2 / 3 + 0) / 3)
+    assert contingency(labels, clusters).tolist() == [[2, 0], [0, 2], [0, 0]]
+    scores = clustering_scores(labels, clusters)
+    assert scores["nmi"] == normalized_mutual_info_score(labels, clusters)
+    assert scores["ari"] == adjusted_rand_score(labels, clusters)
+    nobody = np.full(7, -1)
+    assert (accuracy(labels, nobody), balanced_accuracy(labels, nobody)) == (0, 0)
+    assert match(labels, nobody) == {}
+
+
 def test_more_clusters_than_classes_leave_some_without_a_class():
     labels, clusters = [0, 0, 0, 1, 1], [2, 2, 0, 1, 1]
     assert match(labels, clusters) == {2: 0, 1: 1}
@@ -111,7 +124,7 @@ def test_fewer_clusters_than_classes():
     ("labels", "clusters", "error", "message"),
     [
         ([0, 1], [0], ValueError, "one length"),
-        ([0, 1], [0, -1], ValueError, "clusters at 0"),
+        ([0, 1], [0, -2], ValueError, "clusters at -1"),
         ([0, -2], [0, 0], ValueError, "start at -1"),
         (["cat", "dog"], [0, 1], TypeError, "labels must be integers"),
         ([0, 1], [0.0, 1.0], TypeError, "clusters must be integers"),
