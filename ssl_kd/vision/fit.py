@@ -11,6 +11,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.settings import SettingsError
+from ssl_kd.vision.confidence import stability, temperature_for
 from ssl_kd.vision.consensus import (
     judging_pairs,
     neighbour_information,
@@ -20,6 +21,7 @@ from ssl_kd.vision.consensus import (
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
+from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
@@ -28,6 +30,7 @@ from ssl_kd.vision.train import Gather
 # Pairs of neighbours by which answers are judged: enough for a hundredth of a nat, few enough to
 # hold their embeddings in memory.
 CONSENSUS_PAIRS = 20_000
+CALIBRATION_ROWS = 20_000  # whose mean confidence is set
 
 
 # A partition is learnt in fewer passes than it is found in.
@@ -99,7 +102,7 @@ def form_answer(
     neighbours: Tensor,
     gather: Gather,
     projection: Projection,
-    partition: Tensor | None = None,
+    found: GraphAnswer | None = None,
 ) -> tuple[ClusterModel, Tensor, Tensor]:
     """Rank the heads by what they tell about neighbours, and let the better half vote.
 
@@ -111,7 +114,8 @@ def form_answer(
         neighbours: `[n, k]` integer, nearest first.
         gather: reads embeddings as the heads see them, projected.
         projection: how they come to be so; becomes part of the model.
-        partition: `[n]`, the clusters that the heads learnt; None: they found their own.
+        found: the partition that the heads learnt, and how stable it is; None: they found their
+            own, and the confidence is their vote as it is.
 
     Returns:
         The model, on the CPU; the numbers of the heads that vote, best first; and of every head,
@@ -150,10 +154,23 @@ def form_answer(
     )
     model.novelty = novelty
     model.weights.copy_(state.teacher.cpu()[chosen])
-    anchor = clusters[order[0]] if partition is None else partition[rows]
+    anchor = clusters[order[0]] if found is None else found.clusters[rows]
     model.votes.copy_(vote_tables(clusters[chosen], anchor, n_clusters))
     model.projection.load_state_dict(projection.state_dict())
+    if found is not None:
+        _calibrate(model, gather, found.repeats, settings.seed)
     return model, chosen, information
+
+
+@torch.inference_mode()
+def _calibrate(model: ClusterModel, gather: Gather, repeats: Tensor, seed: int) -> None:
+    """Make the model's mean confidence what the partition's stability is."""
+    rows = sample_rows(repeats.shape[1], seed, CALIBRATION_ROWS)
+    blocks = [gather(block) for block in rows.split(ROWS_PER_BLOCK)]
+    votes = torch.cat([model.vote(model.head_probabilities(block)) for block in blocks])
+    wanted = stability(votes.argmax(-1), repeats[:, rows])
+    if wanted is not None:
+        model.options["answer_temperature"] = temperature_for(votes, wanted)
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from ssl_kd.guard.precision import undisturbed
 from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
 from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
+from ssl_kd.vision.confidence import tempered
 from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.projection import Projection
 
@@ -31,9 +32,11 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     """Trained heads that vote: embeddings in, probabilities of clusters out.
 
     `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`: each head says how sure it is of each of its
-    own clusters, and a table says which cluster of the consensus that one stands for. Training and
-    held-out samples go through the same function. `ClusterModel.from_pretrained(folder)` loads what
-    `save_pretrained(folder)` wrote, a run folder too; a tensor with a NaN is refused by its name.
+    own clusters, and a table says which cluster of the consensus that one stands for. One
+    temperature makes the vote as sure as the partition is stable (`ssl_kd.vision.confidence`).
+    Training and held-out samples go through the same function.
+    `ClusterModel.from_pretrained(folder)` loads what `save_pretrained(folder)` wrote, a run folder
+    too; a tensor with a NaN is refused by its name.
 
     Args:
         in_dim: width of the embeddings.
@@ -44,6 +47,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         hidden_dim: its width, if it has such an argument.
         bottleneck_dim: its width, if it has such an argument.
         temperature: of the heads' probabilities.
+        answer_temperature: of the vote; above 1 it is less sure than the heads are.
         n_reference: training samples kept to compare new ones with; 0: no outlier scores.
     """
 
@@ -60,6 +64,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         hidden_dim: int = 512,
         bottleneck_dim: int = 256,
         temperature: float = 0.1,
+        answer_temperature: float = 1.0,
         n_reference: int = 0,
     ) -> None:
         super().__init__()
@@ -73,6 +78,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             "hidden_dim": hidden_dim,
             "bottleneck_dim": bottleneck_dim,
             "temperature": temperature,
+            "answer_temperature": answer_temperature,
             "n_reference": n_reference,
         }
         make = head_maker(
@@ -134,17 +140,18 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
 
     def forward(self, x: Tensor) -> Tensor:
         """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32."""
-        return self.vote(self.head_probabilities(x))
+        vote = self.vote(self.head_probabilities(self.projection(x)))
+        return tempered(vote, self.options["answer_temperature"])
 
-    def head_probabilities(self, x: Tensor) -> Tensor:
-        """Embeddings `[batch, in_dim]` -> each head's own `[head, batch, cluster]`."""
-        logits = self.bank(self.bank.unflatten(self.weights), self.projection(x))
+    def head_probabilities(self, projected: Tensor) -> Tensor:
+        """Projected embeddings `[batch, head_dim]` -> each head's own `[head, batch, cluster]`."""
+        logits = self.bank(self.bank.unflatten(self.weights), projected)
         return log_probabilities(logits, self.temperature).exp()
 
     def vote(self, probabilities: Tensor) -> Tensor:
         """The heads' own probabilities `[head, batch, cluster]` -> the answer's `[batch, cluster]`.
 
-        Its largest entry is how far the heads agree on that sample.
+        Its largest entry is how far the heads agree on that sample, before `answer_temperature`.
         """
         return torch.bmm(probabilities, self.votes).mean(0)
 

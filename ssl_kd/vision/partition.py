@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd.graph import Graph, Partition, best_partitions, fuzzy_graph, kmeans
@@ -25,6 +27,7 @@ GRAPH_NEIGHBOURS = 15
 WHITENING = 0.5
 LEAST_DIRECTION = 1e-3  # of the strongest: weaker ones are noise that whitening would raise
 ROWS = 4096
+LEAST_IN_HALF = 4  # samples for each cluster, or nothing can be said of how stable they are
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -36,10 +39,13 @@ class GraphAnswer:
     Attributes:
         clusters: `[n]` int64, the best partition.
         ranked: the partitions that competed, best first.
+        repeats: `[repeat, n]` int64, found anew in a random half of the samples, -1 for the other
+            half; in one of the three graphs each. None of them where a half is too small.
     """
 
     clusters: Tensor
     ranked: list[Partition]
+    repeats: Tensor
 
 
 def partition_of(
@@ -61,14 +67,29 @@ def partition_of(
         progress: called with (graphs done, graphs).
     """
     n = len(projected)
-    total = sp.csr_matrix((n, n), dtype=np.float32)
-    views = graph_views(neighbours, embeddings, projected, device)
-    for done, view in enumerate(views, 1):
+    views, total = [], sp.csr_matrix((n, n), dtype=np.float32)
+    for view in graph_views(neighbours, embeddings, projected, device):
+        views.append(view)
         total = total + view
-        progress(done, 3)
+        progress(len(views), 3)
     starts = {"k-means": kmeans(safe_normalize(projected).numpy(), n_clusters, seed=0)}
     ranked = best_partitions(Graph(total.tocsr()), n_clusters, starts=starts)
-    return GraphAnswer(torch.from_numpy(ranked[0].clusters), ranked)
+    repeats = [_repeated(view, n_clusters, seed) for seed, view in enumerate(views)]
+    found = [torch.from_numpy(clusters) for clusters in repeats if clusters is not None]
+    every = torch.stack(found) if found else torch.empty(0, n, dtype=torch.int64)
+    return GraphAnswer(torch.from_numpy(ranked[0].clusters), ranked, every)
+
+
+def _repeated(graph: Any, n_clusters: int, seed: int) -> NDArray[np.int64] | None:
+    """The best partition of a random half of a graph's nodes, -1 for the others; None: too few."""
+    n = graph.shape[0]
+    half = np.sort(np.random.default_rng(seed).permutation(n)[: n // 2])
+    part = graph[half][:, half].tocsr()
+    if len(half) < LEAST_IN_HALF * n_clusters or not part.nnz:
+        return None
+    clusters = np.full(n, -1)
+    clusters[half] = best_partitions(Graph(part), n_clusters)[0].clusters
+    return clusters
 
 
 def graph_views(

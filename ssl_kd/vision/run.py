@@ -116,7 +116,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         tell("consensus", 0, 1, {})
         with clock("consensus"):
             model, chosen, information = form_answer(
-                settings, trainer, neighbours, source, source.projection, clusters
+                settings, trainer, neighbours, source, source.projection, found
             )
             _save(model, folder)
         tell("consensus", 1, 1, {"heads": len(chosen)})

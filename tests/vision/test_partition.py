@@ -58,6 +58,13 @@ def test_it_finds_the_digits_and_reports_each_graph():
     )
     assert adjusted_rand_score(Y, found.clusters) > 0.75
     assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert found.repeats.shape == (3, len(X))  # one in each graph, each of another half
+    for repeat in found.repeats:
+        took_part = repeat >= 0
+        assert took_part.sum() == len(X) // 2 and len(repeat[took_part].unique()) == 10
+        assert adjusted_rand_score(found.clusters[took_part], repeat[took_part]) > 0.5
+    assert not torch.equal(found.repeats[0] >= 0, found.repeats[1] >= 0)
+    assert partition_of(10, *_inputs(X[:79]), CPU).repeats.shape == (0, 79)  # under 4 for each
     assert (found.clusters.numpy() == found.ranked[0].clusters).all()
 
 
