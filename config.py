@@ -117,6 +117,14 @@ MAX_STEPS = 800
 # them.
 CONSENSUS_HEADS = None
 
+# --- Answer ---------------------------------------------------------------------------------------
+
+# Clusters named for each sample in assignments.csv, the likeliest first, 1 to 10.
+TOP_K = 3
+# Outlier score above which a sample is noise, cluster -1, above 0 to 1; None: nobody is. 0.99 marks
+# one in a hundred of samples like those of the training.
+NOISE_THRESHOLD = None
+
 # --- Guard ----------------------------------------------------------------------------------------
 
 # Leave a head out of a step in which its gradient norm is this many times its running median, above

@@ -32,6 +32,7 @@ from ssl_kd.store import nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
 from ssl_kd.vision.model import ClusterModel, read_config
+from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
 from ssl_kd.vision.projection import Projection
@@ -86,14 +87,16 @@ class MultiHeadClusterer(
         epochs: maximum passes over the data; None: 30 with `method` graph, 200 with heads.
         max_steps: most steps; whichever of the two ends first.
         consensus_heads: heads that vote, the best ones; None: the better half.
+        noise_threshold: outlier score in (0, 1] above which a sample is noise, cluster -1; None:
+            nobody is.
         use_fp16: run the students in half precision where the device gains by it.
         device: where to train, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the CPU.
         random_state: an integer makes the result repeatable, a `RandomState` is drawn from once,
             None takes fresh entropy (and leaves NumPy's global state alone).
 
     Attributes:
-        labels_: `[n]` int64, the cluster of each training sample, equal to `predict` of them; after
-            `fit` only.
+        labels_: `[n]` int64, the cluster of each training sample (or -1, see `noise_threshold`),
+            equal to `predict` of them; after `fit` only.
         model_: the `ClusterModel` of the heads that vote, on the CPU.
         settings_: the `VisionSettings` that it was trained with, its seed too.
         n_features_in_: width of the embeddings.
@@ -144,6 +147,7 @@ class MultiHeadClusterer(
         epochs: int | None = VisionSettings.epochs,
         max_steps: int = VisionSettings.max_steps,
         consensus_heads: int | None = VisionSettings.consensus_heads,
+        noise_threshold: float | None = VisionSettings.noise_threshold,
         use_fp16: bool = VisionSettings.use_fp16,
         device: str = VisionSettings.device,
         random_state: int | np.random.RandomState | None = VisionSettings.seed,
@@ -173,6 +177,7 @@ class MultiHeadClusterer(
         self.epochs = epochs
         self.max_steps = max_steps
         self.consensus_heads = consensus_heads
+        self.noise_threshold = noise_threshold
         self.use_fp16 = use_fp16
         self.device = device
         self.random_state = random_state
@@ -209,26 +214,56 @@ class MultiHeadClusterer(
         neighbours = nearest_neighbours(x, k, device=precision.device)
         sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        gather, clusters = projected.__getitem__, None
+        gather, found = projected.__getitem__, None
         if settings.by_graph and n_clusters > 1:
             found = partition_of(n_clusters, neighbours, x.__getitem__, projected, precision.device)
-            clusters = found.clusters
+        clusters = None if found is None else found.clusters
         log = EventLog(announce=True)
         train(trainer, sampler, gather, steps, clusters=clusters, on_events=log.extend)
-        self.model_, _, _ = form_answer(settings, trainer, neighbours, gather, projection, clusters)
+        self.model_, _, _ = form_answer(settings, trainer, neighbours, gather, projection, found)
         self.settings_ = settings
-        self.labels_ = self.model_.predict(x).numpy()
+        self.labels_ = self._clusters(x)
         return self
 
+    @undisturbed()
     def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
-        """The cluster of each sample, `[n]` int64: the likeliest of `predict_proba`."""
-        return self.predict_proba(X).argmax(1)
+        """The cluster of each sample, `[n]` int64: the likeliest of `predict_proba`.
+
+        It is -1 where `outlier_scores` is above the `noise_threshold` of `settings_`, if any.
+
+        Raises:
+            InputError: there is a threshold, and the model holds no outlier scores.
+        """
+        check_is_fitted(self)
+        return self._clusters(self._embeddings(X, reset=False))
+
+    def _clusters(self, x: Tensor) -> NDArray[np.int64]:
+        clusters, threshold = self.model_.predict(x), self.settings_.noise_threshold
+        if threshold is not None:
+            clusters = without_outliers(clusters, self.model_.outlier_scores(x), threshold)
+        return clusters.numpy()
+
+    @undisturbed()
+    def outlier_scores(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
+        """The share of the training samples that lie less far out, `[n]` float32 in [0, 1].
+
+        A training sample is compared with the others, so that one never seen has a fair score:
+        samples like those of the training have scores spread evenly over [0, 1], and what lies
+        beyond all of them has 1. `ssl_kd.vision.novelty` has the formula.
+
+        Raises:
+            InputError: the model was saved by a version that kept none.
+        """
+        check_is_fitted(self)
+        return self.model_.outlier_scores(self._embeddings(X, reset=False)).numpy()
 
     @undisturbed()
     def predict_proba(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
         """The heads' mean vote, `[n, n_clusters]` float32, each row a distribution.
 
-        The largest entry of a row is the confidence: how far the heads agree on that sample.
+        The largest entry of a row is the confidence: how far the heads agree on that sample, made
+        as sure on average as the partition is stable. Where a cluster as a whole is not what you
+        would call a class, the confidence cannot know.
         """
         check_is_fitted(self)
         return self.model_.predict_proba(self._embeddings(X, reset=False)).numpy()

@@ -108,6 +108,39 @@ def test_training_data_is_predicted_as_labelled_and_probabilities_add_up(fitted,
     assert list(fitted.get_feature_names_out()) == [f"multiheadclusterer{k}" for k in range(3)]
 
 
+def test_noise_is_for_those_who_ask_for_it(blobs, fitted, tmp_path):
+    X, _ = blobs
+    assert (fitted.labels_ >= 0).all()
+    asked = small(noise_threshold=0.9).fit(X)
+    scores = asked.outlier_scores(X)
+    assert scores.dtype == np.float32 and scores.shape == (150,)
+    np.testing.assert_array_equal(scores, fitted.outlier_scores(X))
+    np.testing.assert_array_equal(asked.labels_, np.where(scores > 0.9, -1, fitted.labels_))
+    assert 10 <= (asked.labels_ == -1).sum() <= 15  # a tenth of the training samples
+    np.testing.assert_array_equal(asked.predict(X), asked.labels_)
+    np.testing.assert_array_equal(asked.predict_proba(X), fitted.predict_proba(X))
+    far = X[:3] + 1000
+    assert (asked.predict(far) == -1).all() and (fitted.predict(far) >= 0).all()
+    assert (fitted.outlier_scores(far) == 1).all()
+    asked.save_pretrained(tmp_path)
+    np.testing.assert_array_equal(MultiHeadClusterer.from_pretrained(tmp_path).predict(X),
+                                  asked.labels_)  # fmt: skip
+
+
+def test_the_confidence_is_as_sure_as_the_partition_is_stable():
+    rng = np.random.default_rng(0)
+    apart = rng.normal(size=(300, 6)) + 8 * np.eye(3, 6)[np.arange(300) % 3]
+    one = rng.normal(size=(300, 6))  # three clusters where there are none
+    sure, unsure = (small().fit(X) for X in (apart, one))
+    assert sure.predict_proba(apart).max(1).mean() > 0.95
+    assert unsure.predict_proba(one).max(1).mean() < 0.8
+    model = unsure.model_
+    calibrated = model.options["answer_temperature"]
+    model.options["answer_temperature"] = 1.0
+    np.testing.assert_array_equal(unsure.predict(one), unsure.labels_)  # nobody has moved
+    assert calibrated > 1
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 )

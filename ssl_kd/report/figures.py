@@ -145,6 +145,40 @@ def confusion_matrix(
     return svg(draw, (5.2, 4.6), "share of each class in each cluster, in per cent")
 
 
+def reliability_diagram(bins: Sequence[dict[str, Any]]) -> Markup | None:
+    """How many are right at each confidence, beside the diagonal, and how many samples these are.
+
+    Args:
+        bins: As `ssl_kd.evaluate.calibration` gives them.
+
+    Returns:
+        SVG, or None without bins.
+    """
+    if not bins:
+        return None
+    low, high = (np.array([b[key] for b in bins]) for key in ("low", "high"))
+    confidence, right, n = (
+        np.array([b[key] for b in bins]) for key in ("confidence", "right", "n")
+    )
+
+    def draw(figure: Figure) -> None:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        above.bar(low, right, high - low, align="edge", color=ACCENT, lw=0)
+        above.plot((0, 1), (0, 1), color=MUTED, lw=1, ls=(0, (4, 3)))
+        above.plot(confidence, right, "o", color=INK, ms=4, mew=0)
+        above.set_ylim(0, 1)
+        above.set_ylabel("right")
+        below.bar(low, n, high - low, align="edge", color=PALETTE[3], lw=0)
+        below.yaxis.set_major_locator(MaxNLocator(2, integer=True))
+        below.set_ylabel("samples")
+        below.set_xlabel("confidence")
+        below.set_xlim(0, 1)
+        for axes in (above, below):
+            axes.grid(axis="x", visible=False)
+
+    return svg(draw, (5.2, 4.4), "share of right samples at each confidence, and their number")
+
+
 def cluster_colours(n_clusters: int, places: ArrayLike, clusters: ArrayLike) -> list[str]:
     """A colour for each cluster; beyond ten they repeat, as far from each other as can be.
 

@@ -17,7 +17,7 @@ from ssl_kd.report.results import RunResults
 logger = logging.getLogger(__name__)
 
 Images = Callable[[list[int]], list[Image.Image]]
-MAX_CLUSTERS, MAX_PICTURES, DOUBTFUL = 100, 600, 14
+MAX_CLUSTERS, MAX_PICTURES, EXTREME = 100, 600, 14
 
 
 def run_images(run_dir: Path) -> Images | None:
@@ -65,10 +65,10 @@ def gallery(
         label_names: Name of each label as written in `assignments.csv`.
 
     Returns:
-        `clusters`, `hidden` (number of clusters left out), `doubtful`, and `missing`: the sentence
-        to show where there is no cluster.
+        `clusters`, `hidden` (number of clusters left out), `doubtful`, `outlying`, and `missing`:
+        the sentence to show where there is no cluster.
     """
-    nothing: dict[str, Any] = {"clusters": [], "hidden": 0, "doubtful": []}
+    nothing: dict[str, Any] = {"clusters": [], "hidden": 0, "doubtful": [], "outlying": []}
     typical = run.arrays.get("typical")
     if images is None:
         return nothing | {"missing": "There are no pictures: this data has features, not images."}
@@ -79,20 +79,18 @@ def gallery(
     counts = [int(sizes[k]) if k < len(sizes) else -1 for k in range(len(typical))]
     shown = sorted(sorted(range(len(typical)), key=lambda k: -counts[k])[:MAX_CLUSTERS])
     picked = {k: [int(r) for r in typical[k] if r >= 0] if counts[k] else [] for k in shown}
-    doubtful = _least_certain(train)
-    rows = [row for k in shown for row in picked[k]] + doubtful
+    doubtful, outlying = extreme_rows(train, "confidence"), extreme_rows(train, "outlier", -1)
+    rows = [row for k in shown for row in picked[k]] + doubtful + outlying
     try:
         pictures = dict(zip(rows, map(_thumbnail, images(rows)), strict=True))
     except Exception as error:  # the images may be gone by now; the rest of the page still stands
         logger.warning("the report has no pictures: %s", error)
         return nothing | {"missing": f"There are no pictures: {type(error).__name__}: {error}"}
 
-    def named(row: int, with_cluster: bool = False) -> dict[str, str]:
+    def named(row: int, *about: str) -> dict[str, str]:
         sample = train[row] if row < len(train) else {}
         name = sample.get("file", f"row {row}")
-        if with_cluster:
-            name += f", cluster {sample.get('cluster')}, agreement {sample.get('confidence')}"
-        return pictures[row] | {"name": name}
+        return pictures[row] | {"name": ", ".join([name, *(f"{a} {sample[a]}" for a in about)])}
 
     members: dict[str, Counter[str]] = {}
     for sample in train:
@@ -111,7 +109,8 @@ def gallery(
         "clusters": clusters,
         "hidden": len(typical) - len(shown),
         "columns": typical.shape[1] if typical.shape[1] <= 8 else -(-typical.shape[1] // 2),
-        "doubtful": [named(row, with_cluster=True) for row in doubtful],
+        "doubtful": [named(row, "cluster", "confidence") for row in doubtful],
+        "outlying": [named(row, "cluster", "outlier") for row in outlying],
     }
 
 
@@ -128,15 +127,15 @@ def _caption(cluster: int, size: int, labels: Counter[str] | None) -> dict[str, 
     return {"title": title, "about": about}
 
 
-def _least_certain(train: Sequence[dict[str, str]]) -> list[int]:
-    """Rows with the lowest confidence; none where all are alike or not known."""
+def extreme_rows(train: Sequence[dict[str, str]], column: str, sign: int = 1) -> list[int]:
+    """Rows where a column is lowest, or highest with sign -1; none where all are alike."""
     try:
-        confidence = np.array([float(row["confidence"]) for row in train])
+        values = sign * np.array([float(row[column]) for row in train])
     except (KeyError, ValueError):
         return []
-    if not len(confidence) or not np.nanmin(confidence) < np.nanmax(confidence):
+    if not len(values) or not np.nanmin(values) < np.nanmax(values):
         return []
-    return [int(r) for r in np.argsort(confidence, kind="stable")[:DOUBTFUL]]
+    return [int(r) for r in np.argsort(values, kind="stable")[:EXTREME]]
 
 
 def _thumbnail(image: Image.Image) -> dict[str, str]:

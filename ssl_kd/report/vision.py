@@ -8,7 +8,7 @@ import numpy as np
 from ssl_kd.evaluate import collapsed, effective_clusters
 from ssl_kd.report import figures
 from ssl_kd.report.curves import head_curves
-from ssl_kd.report.gallery import Images, gallery
+from ssl_kd.report.gallery import Images, extreme_rows, gallery
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
 
@@ -50,6 +50,7 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "sizes": figures.cluster_size_bars(sizes),
         "size_text": size_text,
         "size_warnings": size_warnings,
+        **_trust(run),
         "curves": head_curves(run.steps, chosen, run.events),
         "training_text": _training_text(run, chosen, len(heads)),
         "heads": [_head(h) for h in heads],
@@ -85,6 +86,28 @@ def _maps(run: RunResults, colours: list[str], names: list[str]) -> dict[str, An
             places, labels, by_class, names, "map of the embeddings, coloured by true class"
         )
     return maps
+
+
+def _trust(run: RunResults) -> dict[str, Any]:
+    """How far to trust the confidence, and which training samples lie farthest out."""
+    found = (run.metrics.get("calibration") or {}).get("train") or {}
+    text, ece, sure = "", found.get("ece"), found.get("sure")
+    if finite(ece):
+        text = f"Confidence and share of right ones differ by {100 * ece:.1f} points on average."
+    if sure:
+        least, right = sure["low"], percent(sure["right"])
+        text += f" Of the {sure['n']:,} with confidence {least:g} or more {right} % are right."
+    train = [row for row in run.assignments if row.get("split", "train") == "train"]
+    noise = run.metrics.get("outliers", {}).get("train", {}).get("noise")
+    threshold = run.config.get("settings", {}).get("NOISE_THRESHOLD")
+    return {
+        "reliability": figures.reliability_diagram(found.get("bins", [])),
+        "reliability_text": text,
+        "outlying": [train[row] for row in extreme_rows(train, "outlier", -1)],
+        "noise_text": f"{noise:,} lie beyond the threshold of {threshold:g} and count as noise."
+        if noise is not None and finite(threshold)
+        else "None is called noise: NOISE_THRESHOLD is not set.",
+    }
 
 
 def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:

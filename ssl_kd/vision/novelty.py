@@ -123,3 +123,8 @@ class Novelty(nn.Module):
             found.append((exact.gather(1, first), columns.gather(1, first), known))
         distances, columns, known = map(torch.cat, zip(*found, strict=True))
         return distances, columns, known
+
+
+def without_outliers(clusters: Tensor, scores: Tensor, threshold: float) -> Tensor:
+    """Clusters `[n]`, -1 ("noise") where the outlier score `[n]` is above the threshold."""
+    return clusters.masked_fill(scores > threshold, -1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd import evaluate
@@ -19,12 +20,15 @@ from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.fit import head_clusters
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 
 TYPICAL = 8
 JUDGED_ROWS = 100_000
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+PLACES = ("second", "third", *(f"{place}th" for place in range(4, 11)))
 
 
 def judge(
@@ -88,7 +92,9 @@ def judge(
         "table": table,
         "heads": _heads(trainer, train, n_clusters, chosen, information, accuracies),
         "graph": None if answer is None else _graph(answer),
-        "cluster_sizes": evaluate.cluster_sizes(train.clusters, n_clusters).tolist(),
+        "cluster_sizes": evaluate.cluster_sizes(train.members, n_clusters).tolist(),
+        "calibration": {name: _calibration(split) for name, split in splits.items()},
+        "outliers": {name: _outliers(split) for name, split in splits.items()},
         **_embedding_scores(settings, train, test),
     }
     _write_arrays(folder, train, stores["train"].class_names, n_clusters, settings.seed)
@@ -172,6 +178,24 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
     }
 
 
+def _calibration(split: _Split) -> dict[str, Any] | None:
+    """How many are right at each confidence; of samples with a label and a cluster."""
+    if split.all_labels is None:
+        return None
+    known = (split.all_labels >= 0) & (split.clusters >= 0)
+    if not known.any():
+        return None
+    right = evaluate.rightly_placed(split.all_labels, split.clusters)
+    return evaluate.calibration(split.confidence[known], right[known])
+
+
+def _outliers(split: _Split) -> dict[str, Any]:
+    """How far out the samples of a split lie, and how many of them are called noise."""
+    found = np.quantile(split.outlier, QUANTILES)
+    quantiles = {f"{q:g}": float(value) for q, value in zip(QUANTILES, found, strict=True)}
+    return {"noise": int((split.clusters < 0).sum()), "quantiles": quantiles}
+
+
 def _embedding_scores(
     settings: VisionSettings, train: _Split, test: _Split | None
 ) -> dict[str, Any]:
@@ -197,9 +221,19 @@ class _Split:
         model: ClusterModel,
     ) -> None:
         self.store = store
-        blocks = [model.predict_proba(x) for _, x in store.blocks(ROWS_PER_BLOCK)]
-        confidence, clusters = torch.cat(blocks).max(-1)
-        self.clusters, self.confidence = clusters.numpy(), confidence.numpy()
+        most, probabilities, places, scores = min(settings.top_k, model.n_clusters), [], [], []
+        for _, x in store.blocks(ROWS_PER_BLOCK):
+            found = model.predict_proba(x).sort(stable=True, dim=-1, descending=True)
+            probabilities.append(found.values[:, :most])
+            places.append(found.indices[:, :most])
+            scores.append(model.outlier_scores(x))
+        outlier, clusters = torch.cat(scores), torch.cat(places)
+        self.likely, self.probabilities = clusters.numpy(), torch.cat(probabilities).numpy()
+        self.outlier, self.confidence = outlier.numpy(), self.probabilities[:, 0]
+        first = clusters[:, 0]
+        if settings.noise_threshold is not None:
+            first = without_outliers(first, outlier, settings.noise_threshold)
+        self.clusters = first.numpy()
         self.all_labels = None if store.labels is None else store.labels.numpy()
 
         # Heads and baselines are compared on the same rows, a sample where there are very many.
@@ -213,21 +247,37 @@ class _Split:
 
         self.heads = head_clusters(trainer, projected, rows).numpy()
 
+    @property
+    def members(self) -> NDArray[np.int64]:
+        """The clusters of the samples that have one."""
+        return self.clusters[self.clusters >= 0]
+
 
 def _write_assignments(folder: RunFolder, splits: dict[str, _Split]) -> None:
-    """`assignments.csv`: file, cluster, confidence, split, and the label where it is known."""
+    """`assignments.csv`: file, cluster, confidence, split, and the label where any is known.
+
+    Then `outlier`, and the next likely clusters with their probabilities, TOP_K clusters in all.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     labelled = any(split.all_labels is not None for split in splits.values())
-    writer.writerow(["file", "cluster", "confidence", "split", *(["label"] if labelled else [])])
+    n_more = next(iter(splits.values())).likely.shape[1] - 1
+    more = [name for place in PLACES[:n_more] for name in (place, f"{place}_confidence")]
+    names = ["file", "cluster", "confidence", "split", *(["label"] if labelled else [])]
+    writer.writerow([*names, "outlier", *more])
     for name, split in splits.items():
         labels = split.all_labels if split.all_labels is not None else [-1] * split.store.n
-        names = split.store.class_names
-        rows = zip(split.store.ids, split.clusters, split.confidence, labels, strict=True)
-        for file, cluster, confidence, label in rows:
-            known = "" if label < 0 else label if names is None else names[label]
-            row = [file, int(cluster), f"{confidence:.4f}", name]
-            writer.writerow([*row, known] if labelled else row)
+        classes = split.store.class_names
+        for i, (file, cluster, label) in enumerate(
+            zip(split.store.ids, split.clusters, labels, strict=True)
+        ):
+            known = "" if label < 0 else label if classes is None else classes[label]
+            row = [file, int(cluster), f"{split.confidence[i]:.4f}", name]
+            row += [known] if labelled else []
+            row.append(f"{split.outlier[i]:.4f}")
+            for other, p in zip(split.likely[i, 1:], split.probabilities[i, 1:], strict=True):
+                row += [int(other), f"{p:.4f}"]
+            writer.writerow(row)
     atomic_write_text(folder.path / "assignments.csv", text.getvalue())
 
 

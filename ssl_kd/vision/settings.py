@@ -282,6 +282,21 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         low=1,
     )
 
+    top_k: int = setting(
+        3,
+        "clusters named for each sample in assignments.csv, the likeliest first",
+        section="Answer",
+        low=1,
+        high=10,
+    )
+    noise_threshold: float | None = setting(
+        None,
+        "outlier score above which a sample is noise, cluster -1; None: nobody is",
+        "0.99 marks one in a hundred of samples like those of the training.",
+        above=0,
+        high=1,
+    )
+
     spike_factor: float = setting(
         100.0,
         "leave a head out of a step in which its gradient norm is this many times its running"

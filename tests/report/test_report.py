@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_kd.evaluate import calibration
 from ssl_kd.report import figures, run_images, write_report
 from tests.report.reading import Reader, change, put, write_and_read
 
@@ -94,6 +95,34 @@ def test_headline_says_how_good_against_what_and_how_long(run):
     assert "93.3 % of 60 images in the right cluster, without a label" in page.text
     assert "15.1 points ahead of k-means and 6.2 points ahead of spectral clustering" in page.text
     assert "The whole run took 47 s." in page.text
+
+
+def add_outliers(folder, scores):
+    with open(folder / "assignments.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    with open(folder / "assignments.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], "outlier"])
+        writer.writeheader()
+        writer.writerows(r | {"outlier": f"{s:.4f}"} for r, s in zip(rows, scores, strict=True))
+
+
+def test_it_says_how_far_to_trust_the_confidence_and_shows_the_farthest_out(run):
+    _, page = read(run)
+    assert "How far to trust it" not in page.text  # a run of an older version
+    add_outliers(run, np.linspace(1, 0, N + N_TEST).round(4))
+    found = calibration([0.95] * 30 + [0.5] * 30, [True] * 27 + [False] * 33)
+    change(run, "metrics.json", calibration={"train": found, "test": None},
+           outliers={"train": {"noise": 2, "quantiles": {}}})  # fmt: skip
+    source, page = read(run)
+    assert "Confidence and share of right ones differ by 27.5 points on average." in page.text
+    assert "Of the 30 with confidence 0.9 or more 90.0 % are right." in page.text
+    assert "share of right samples at each confidence" in source
+    assert "The farthest out" in page.text and "NOISE_THRESHOLD is not set" in page.text
+    assert "img00.jpg, cluster 0, outlier 1.0000" in source
+    change(run, "config.json", settings={"NOISE_THRESHOLD": 0.99})
+    _, page = read(run, images=None)  # features: their names
+    assert "2 lie beyond the threshold of 0.99 and count as noise" in page.text
+    assert "img00.jpg" in page.text and "The farthest out" not in page.text
 
 
 def test_headline_is_honest_when_behind(run):

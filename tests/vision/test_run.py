@@ -162,6 +162,38 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
         assert (clusters[rows_of_k[rows_of_k >= 0]] == k).all()
 
 
+def test_second_thoughts_outliers_and_noise(settings):
+    plain, noisy = run(settings()).path, run(settings(noise_threshold=0.7, top_k=2)).path
+    names = "file cluster confidence split label outlier second second_confidence".split()
+    assert list(assignments(noisy)[0]) == names
+    assert list(assignments(plain)[0]) == [*names, "third", "third_confidence"]
+    model = ClusterModel.from_pretrained(noisy)
+    for split in ("train", "test"):
+        x = EmbeddingStore.open(noisy.parents[1] / "embeddings", split).tensor()
+        before, after = (
+            [line for line in assignments(path) if line["split"] == split]
+            for path in (plain, noisy)
+        )
+        scores, two = model.outlier_scores(x), model.predict_proba(x).topk(2)
+        out = (scores > 0.7).tolist()
+        expected = ["-1" if o else b["cluster"] for o, b in zip(out, before, strict=True)]
+        assert [line["cluster"] for line in after] == expected
+        assert [float(a["outlier"]) for a in after] == pytest.approx(scores.tolist(), abs=1e-4)
+        assert [int(a["second"]) for a in after] == two.indices[:, 1].tolist()
+        seconds = [float(a["second_confidence"]) for a in after]
+        assert seconds == pytest.approx(two.values[:, 1].tolist(), abs=1e-4)
+        assert metrics(noisy)["outliers"][split]["noise"] == sum(out) > 0
+        assert metrics(plain)["outliers"][split]["noise"] == 0
+    found = metrics(noisy)
+    noise = found["outliers"]["train"]["noise"]
+    assert sum(found["cluster_sizes"]) == 64 - noise
+    assert sum(b["n"] for b in found["calibration"]["train"]["bins"]) == 64 - noise
+    assert 0 <= found["calibration"]["test"]["ece"] <= 1
+    assert found["outliers"]["train"]["quantiles"]["0.5"] == pytest.approx(0.5, abs=0.05)
+    acc = {path: metrics(path)["table"][0]["acc"] for path in (plain, noisy)}
+    assert acc[noisy] < acc[plain]  # noise counts as wrong
+
+
 def test_the_saved_model_says_what_assignments_say_on_both_splits(settings):
     path = run(settings()).path
     model = ClusterModel.from_pretrained(path)
