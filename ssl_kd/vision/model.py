@@ -23,6 +23,7 @@ from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
 from ssl_kd.vision.confidence import tempered
 from ssl_kd.vision.novelty import Novelty
+from ssl_kd.vision.offers import Offers, comparable, find_offers
 from ssl_kd.vision.projection import Projection
 
 ROWS_PER_BLOCK = 4096
@@ -49,6 +50,11 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         temperature: of the heads' probabilities.
         answer_temperature: of the vote; above 1 it is less sure than the heads are.
         n_reference: training samples kept to compare new ones with; 0: no outlier scores.
+        n_new: clusters that were offered later, numbered K, K + 1, ...
+        n_new_rows: samples kept to know these by.
+
+    Attributes:
+        n_clusters: all of them, K + n_new.
     """
 
     weights: Tensor
@@ -66,9 +72,11 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         temperature: float = 0.1,
         answer_temperature: float = 1.0,
         n_reference: int = 0,
+        n_new: int = 0,
+        n_new_rows: int = 0,
     ) -> None:
         super().__init__()
-        self.n_clusters, self.temperature = n_clusters, temperature
+        self.n_clusters, self.temperature = n_clusters + n_new, temperature
         self.options = {
             "in_dim": in_dim,
             "head_dim": head_dim,
@@ -80,6 +88,8 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             "temperature": temperature,
             "answer_temperature": answer_temperature,
             "n_reference": n_reference,
+            "n_new": n_new,
+            "n_new_rows": n_new_rows,
         }
         make = head_maker(
             head, head_dim, n_clusters, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim
@@ -89,6 +99,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("votes", torch.zeros(n_heads, n_clusters, n_clusters))
         self.projection = Projection(in_dim, head_dim)
         self.novelty = Novelty(head_dim, n_reference) if n_reference else None
+        self.offers = Offers(head_dim + 1, n_new_rows) if n_new else None
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -139,9 +150,22 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         return _finite(model, Path(model_id) / "model.safetensors")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32."""
-        vote = self.vote(self.head_probabilities(self.projection(x)))
-        return tempered(vote, self.options["answer_temperature"])
+        """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32.
+
+        Where a sample is of an offered cluster, that one has the share of the nearest rows that are
+        of it, and the others share the rest; all other rows are as if nothing had been offered.
+        """
+        projected = self.projection(x)
+        vote = self.vote(self.head_probabilities(projected))
+        old = tempered(vote, self.options["answer_temperature"])
+        if self.offers is None:
+            return old
+        novelty = self._novelty()
+        cluster, share = self.offers.claims(novelty.polar(projected), novelty.reference)
+        share = torch.where(cluster >= 0, share, 0.0).unsqueeze(1)
+        new = torch.zeros(len(x), self.options["n_new"], device=old.device)
+        new.scatter_(1, cluster.clamp(min=0).unsqueeze(1), share)
+        return torch.cat([old * (1 - share), new], 1)
 
     def head_probabilities(self, projected: Tensor) -> Tensor:
         """Projected embeddings `[batch, head_dim]` -> each head's own `[head, batch, cluster]`."""
@@ -161,9 +185,57 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         """`forward` in blocks, without gradients, on the model's device; the result on the CPU."""
         return self._in_blocks(self, x)
 
+    @undisturbed()
+    @torch.inference_mode()
     def predict(self, x: Tensor) -> Tensor:
-        """Embeddings `[n, in_dim]` -> clusters `[n]` int64."""
-        return self.predict_proba(x).argmax(-1)
+        """Embeddings `[n, in_dim]` -> clusters `[n]` int64; a mapped file is read in blocks."""
+        return self._in_blocks(lambda block: self(block).argmax(-1), x)
+
+    @undisturbed()
+    @torch.inference_mode()
+    def extended(self, read: Callable[[Tensor], Tensor], n: int) -> ClusterModel:
+        """This model with the clusters that new samples offer; itself where they offer none.
+
+        Its numbers keep their meaning: offered clusters are `n_clusters`, `n_clusters + 1`, ...
+
+        Args:
+            read: the embeddings of some of the new samples, `[b]` integers -> `[b, in_dim]`.
+            n: how many there are, at least 1.
+
+        Raises:
+            InputError: the model was saved by a version that kept no samples to compare with.
+        """
+        novelty = self._novelty()
+        reference, old = novelty.reference, self.vote(self.head_probabilities(novelty.rows)).argmax(-1)
+        if self.offers is not None:
+            reference = torch.cat([reference, self.offers.rows])
+            old = torch.cat([old, self.options["n_clusters"] + self.offers.clusters])
+
+        def polar(x: Tensor) -> Tensor:
+            return novelty.polar(self.projection(x.to(self.weights.device)))
+
+        blocks = [self.predict(read(rows)) for rows in torch.arange(n).split(ROWS_PER_BLOCK)]
+        joined = torch.cat(blocks)
+        rows = comparable(old.cpu(), joined)
+        new = torch.cat([polar(read(part)) for part in rows.split(ROWS_PER_BLOCK)])
+        groups = find_offers(reference.cpu(), old.cpu(), new.cpu(), joined[rows])
+        if not (groups >= 0).any():
+            return self
+
+        tensors, n_new = self.state_dict(), self.options["n_new"]
+        known = {"offers.rows": new[groups >= 0], "offers.clusters": n_new + groups[groups >= 0]}
+        for name, tensor in known.items():
+            before = [tensors[name]] if name in tensors else []
+            tensors[name] = torch.cat([*before, tensor.to(self.weights.device)])
+        model = type(self)(
+            **self.options
+            | {
+                "n_new": n_new + int(groups.max()) + 1,
+                "n_new_rows": len(tensors["offers.rows"]),
+            }
+        )
+        model.load_state_dict(tensors)
+        return model.to(self.weights.device)
 
     @undisturbed()
     @torch.inference_mode()
@@ -173,13 +245,16 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         Raises:
             InputError: the model was saved by a version that kept none.
         """
-        novelty = self.novelty
-        if novelty is None:
+        novelty = self._novelty()
+        return self._in_blocks(lambda block: novelty.score(self.projection(block)), x)
+
+    def _novelty(self) -> Novelty:
+        if self.novelty is None:
             raise InputError(
                 "this model holds no outlier scores: it was saved before there were any. Train it "
                 "again with the settings of its config.json"
             )
-        return self._in_blocks(lambda block: novelty.score(self.projection(block)), x)
+        return self.novelty
 
     def _in_blocks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         blocks = x.split(ROWS_PER_BLOCK) if len(x) else [x]

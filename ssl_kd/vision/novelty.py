@@ -76,7 +76,7 @@ class Novelty(nn.Module):
         novelty = cls(x.shape[1], len(x))
         median = x.double().norm(dim=1).median()
         novelty.length.copy_(median if median > 0 else torch.ones_like(median))
-        novelty.reference.copy_(novelty._polar(x))
+        novelty.reference.copy_(novelty.polar(x))
         distances, _, _ = novelty._nearest(novelty.reference)
         novelty.spacing.copy_(distances.mean(1))
         novelty.reach.copy_(distances[:, -1])
@@ -89,11 +89,17 @@ class Novelty(nn.Module):
         Of two thresholds the higher one calls fewer samples noise; 0.99 calls so about one in a
         hundred of those that come from where the training samples came from.
         """
-        blocks = [self._far(self._polar(block)) for block in x.split(QUERIES)]
+        blocks = [self._far(self.polar(block)) for block in x.split(QUERIES)]
         far = torch.cat(blocks) if blocks else self.own[:0]
         return torch.searchsorted(self.own, far).float() / len(self.own)
 
-    def _polar(self, x: Tensor) -> Tensor:
+    @property
+    def rows(self) -> Tensor:
+        """The rows to compare with, as they came: `[n, d]` float32, the inverse of `polar`."""
+        log_length = self.reference[:, -1:].double() / LENGTH_WEIGHT
+        return (self.reference[:, :-1] * log_length.exp() * self.length.double()).float()
+
+    def polar(self, x: Tensor) -> Tensor:
         """Rows `[batch, d]` -> `[batch, d + 1]` float32: direction, and what the length counts."""
         x = x.double() / self.length.double()  # squares of 1e19 overflow in float32
         length = x.norm(dim=1, keepdim=True) + SHORTEST

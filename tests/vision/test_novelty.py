@@ -45,7 +45,7 @@ def test_it_is_the_formula_for_new_samples_and_for_those_left_out():
     own = torch.stack([plain(novelty, novelty.reference[i].double(), i) for i in range(40)])
     torch.testing.assert_close(novelty.own.double(), own.sort().values, rtol=1e-5, atol=1e-6)
     new = two_densities(10, 1)
-    far = torch.stack([plain(novelty, z.double(), None) for z in novelty._polar(new)])
+    far = torch.stack([plain(novelty, z.double(), None) for z in novelty.polar(new)])
     expected = (own < far.unsqueeze(1)).double().mean(1)
     torch.testing.assert_close(novelty.score(new).double(), expected, rtol=0, atol=1e-6)
 
