@@ -12,6 +12,9 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 DATASET = "digits"
 # Held-out folder or file of features; None: the data set's own test split, if it has one.
 DATASET_TEST = None
+# Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
+# None: train. Teacher and clusters are the run's; what is new is offered as new clusters.
+EXTEND = None
 # Where data sets are, and where DOWNLOAD puts them.
 DATA_DIR = "data"
 # Where the teacher's embeddings are cached. One folder holds the embeddings of one data set by one

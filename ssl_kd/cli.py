@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = "train.py") -> int:
     """Embed, train, judge and report, as `config.py` and the flags say; return the exit code.
 
+    With `--extend RUN` add new samples to a finished run instead.
+
     Args:
         argv: The flags.
         config: The settings file where no `--config` is given; it may be missing.
@@ -79,7 +81,14 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
     def work() -> int:
         from ssl_kd.vision.settings import VisionSettings
 
-        return _train(read_settings(VisionSettings, argv, config, prog=prog))
+        def derive(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:
+            if settings.extend is None:
+                return settings
+            from ssl_kd.vision.extend import inherited
+
+            return inherited(settings, given)
+
+        return _train(read_settings(VisionSettings, argv, config, prog=prog, derive=derive))
 
     return guarded(work, shlex.join([*_program(prog), *argv]))
 
@@ -343,11 +352,12 @@ def _train(settings: VisionSettings) -> int:
 
     screen = open_screen()
     from ssl_kd.report import run_images
-    from ssl_kd.report.tables import results_table
+    from ssl_kd.report.tables import extension_text, results_table
+    from ssl_kd.vision.extend import extend
     from ssl_kd.vision.run import run
 
     def start(progress: ProgressBars) -> tuple[Path, Images | None]:
-        done = run(settings, progress=progress)
+        done = (extend if settings.extend else run)(settings, progress=progress)
         return done.path, done.images
 
     path, metrics = _run_and_report(start, run_images, screen)
@@ -357,6 +367,8 @@ def _train(settings: VisionSettings) -> int:
         sizes = metrics["cluster_sizes"]
         found = f"{len(sizes)} clusters of {min(sizes)} to {max(sizes)} samples"
         result = f"{found}; no label is known, so there is nothing to score."
+    if "extended" in metrics:
+        print(extension_text(metrics) + ".")
     files = {"Clusters": path / "assignments.csv", "Report": path / "report.html"}
     if (path / "faults").exists():
         files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"

@@ -31,7 +31,7 @@ from ssl_kd.ranks import refuse_ranks
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
-from ssl_kd.vision.model import ClusterModel, read_config
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config
 from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
@@ -95,8 +95,10 @@ class MultiHeadClusterer(
             None takes fresh entropy (and leaves NumPy's global state alone).
 
     Attributes:
-        labels_: `[n]` int64, the cluster of each training sample (or -1, see `noise_threshold`),
-            equal to `predict` of them; after `fit` only.
+        labels_: `[n]` int64, the cluster of each sample of the last `fit` or `partial_fit` (or -1,
+            see `noise_threshold`), equal to `predict` of them.
+        n_clusters_: how many clusters there are, those that `partial_fit` found among them.
+        new_clusters_: the numbers of these.
         model_: the `ClusterModel` of the heads that vote, on the CPU.
         settings_: the `VisionSettings` that it was trained with, its seed too.
         n_features_in_: width of the embeddings.
@@ -183,6 +185,42 @@ class MultiHeadClusterer(
         self.random_state = random_state
 
     @undisturbed()
+    def partial_fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
+        """Fit, or, where it is fitted, add samples: they join their clusters, or new ones.
+
+        Clusters keep their numbers, and nothing is trained: samples that lie where none lay before,
+        by more than chance and in a group (`ssl_kd.vision.offers.find_offers`), become clusters
+        `n_clusters_`, `n_clusters_ + 1`, ..., which `predict` knows from then on. `labels_` are
+        those of this batch. A batch tells of new clusters only by itself: give hundreds at once.
+
+        Args:
+            X: embeddings `[n, n_features]`.
+            y: ignored.
+
+        Raises:
+            ValueError: as `fit`, or the model was saved by a version that kept no samples to
+                compare with.
+        """
+        if not hasattr(self, "model_"):
+            return self.fit(X)
+        x = self._embeddings(X, reset=False)
+        self.model_ = self.model_.extended(x.__getitem__, len(x))
+        self.labels_ = self._clusters(x)
+        return self
+
+    @property
+    def n_clusters_(self) -> int:
+        """How many clusters there are: `n_clusters`, and those that `partial_fit` found."""
+        check_is_fitted(self)
+        return self.model_.n_clusters
+
+    @property
+    def new_clusters_(self) -> NDArray[np.int64]:
+        """The numbers of the clusters that `partial_fit` found, `[m]` int64, since `fit`."""
+        check_is_fitted(self)
+        return np.arange(self.model_.options["n_clusters"], self.n_clusters_)
+
+    @undisturbed()
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Train the heads and form their answer.
 
@@ -229,13 +267,19 @@ class MultiHeadClusterer(
     def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
         """The cluster of each sample, `[n]` int64: the likeliest of `predict_proba`.
 
-        It is -1 where `outlier_scores` is above the `noise_threshold` of `settings_`, if any.
+        It is -1 where `outlier_scores` is above the `noise_threshold` of `settings_`, if any. An
+        array is gone through in blocks, so that one of a mapped file (`np.load(file,
+        mmap_mode="r")`) is never in memory as a whole.
 
         Raises:
             InputError: there is a threshold, and the model holds no outlier scores.
         """
         check_is_fitted(self)
-        return self._clusters(self._embeddings(X, reset=False))
+        blocks: list[Any] = [X]
+        if isinstance(X, np.ndarray) and X.ndim == 2 and len(X) > ROWS_PER_BLOCK:
+            blocks = np.split(X, range(ROWS_PER_BLOCK, len(X), ROWS_PER_BLOCK))
+        found = [self._clusters(self._embeddings(block, reset=False)) for block in blocks]
+        return np.concatenate(found)
 
     def _clusters(self, x: Tensor) -> NDArray[np.int64]:
         clusters, threshold = self.model_.predict(x), self.settings_.noise_threshold
@@ -324,7 +368,7 @@ class MultiHeadClusterer(
             )
         model = ClusterModel.from_pretrained(folder, head=head)
         saved |= {
-            "N_CLUSTERS": model.n_clusters,
+            "N_CLUSTERS": model.options["n_clusters"],
             "TEACHER_TEMP": model.temperature,
             **{name.upper(): model.options[name] for name in ("head", *_WIDTHS)},
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -51,6 +51,7 @@ def read_settings(
     prog: str,
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     preset: str | None = None,
+    derive: Callable[[S, Mapping[str, Any]], S] = lambda settings, given: settings,
 ) -> S:
     """Resolve settings: defaults, then the file, then the preset, then the flags.
 
@@ -61,6 +62,7 @@ def read_settings(
         prog: What `--help` calls the program.
         presets: Name -> the settings that it changes, for `--preset`.
         preset: The preset where no `--preset` is given.
+        derive: Gets these settings, and those that flags gave; what it returns is returned.
 
     Raises:
         SettingsError: Names what is misspelt, mistyped or out of range, and what is allowed.
@@ -92,8 +94,8 @@ def read_settings(
             raise SettingsError(f"PRESET is {preset!r}, not {listed}.{nearest(preset, presets)}")
         values = {**presets[preset], **values}
     if file is None and not os.path.lexists(config):  # a broken link is no missing file
-        return cls(**values)
-    return cls.from_file(config if file is None else file).replace(**values)
+        return derive(cls(**values), values)
+    return derive(cls.from_file(config if file is None else file).replace(**values), values)
 
 
 def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:

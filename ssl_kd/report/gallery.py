@@ -36,13 +36,14 @@ def run_images(run_dir: Path) -> Images | None:
 
     def images(rows: list[int]) -> list[Image.Image]:
         settings = run.config["settings"]
-        dataset = open_dataset(settings["DATASET"], "train", root=settings["DATA_DIR"])
+        name = run.metrics.get("extended", {}).get("dataset", settings["DATASET"])
+        dataset = open_dataset(name, "train", root=settings["DATA_DIR"])
         assert isinstance(dataset, ImageDataset)
         number = {name: i for i, name in enumerate(dataset.ids)}
-        files = [row["file"] for row in run.assignments if row["split"] == "train"]
+        files = [row["file"] for row in run.assignments if row["split"] == run.split]
         for row in rows:
             if files[row] not in number:
-                raise FileNotFoundError(f"{files[row]} is no longer in {settings['DATASET']}")
+                raise FileNotFoundError(f"{files[row]} is no longer in {name}")
         return [dataset.image(number[files[row]]) for row in rows]
 
     return images
@@ -75,7 +76,7 @@ def gallery(
     if typical is None or not typical.size:
         return nothing | {"missing": "There are no pictures: arrays.npz does not name any."}
     typical = typical[:, : max(1, min(12, MAX_PICTURES // min(len(typical), MAX_CLUSTERS)))]
-    train = [row for row in run.assignments if row.get("split", "train") == "train"]
+    train = [row for row in run.assignments if row.get("split", "train") == run.split]
     counts = [int(sizes[k]) if k < len(sizes) else -1 for k in range(len(typical))]
     shown = sorted(sorted(range(len(typical)), key=lambda k: -counts[k])[:MAX_CLUSTERS])
     picked = {k: [int(r) for r in typical[k] if r >= 0] if counts[k] else [] for k in shown}
@@ -96,8 +97,9 @@ def gallery(
     for sample in train:
         if label := label_names.get(sample.get("label", "")):
             members.setdefault(sample["cluster"], Counter())[label] += 1
+    offered = {c["cluster"] for c in run.metrics.get("extended", {}).get("new_clusters", [])}
     clusters = [
-        _caption(k, counts[k], members.get(str(k)))
+        _caption(k, counts[k], members.get(str(k)), k in offered)
         | {
             "size": counts[k],
             "colour": colours[k] if k < len(colours) else "#808080",
@@ -114,9 +116,9 @@ def gallery(
     }
 
 
-def _caption(cluster: int, size: int, labels: Counter[str] | None) -> dict[str, Any]:
+def _caption(cluster: int, size: int, labels: Counter[str] | None, offered: bool) -> dict[str, Any]:
     """Title of a cluster, and a line on how many images it has and of which classes."""
-    title = f"Cluster {cluster}"
+    title = f"Cluster {cluster}" + (" (new)" if offered else "")
     about = f"{size:,} image{'s' if size != 1 else ''}" if size >= 0 else ""
     if labels:
         (name, count), total = labels.most_common(1)[0], labels.total()

@@ -37,6 +37,11 @@ class RunResults:
         """Whether a language model learned here; a folder that does not say is a vision run's."""
         return "language" in (self.config.get("mode"), self.metrics.get("mode"))
 
+    @property
+    def split(self) -> str:
+        """The samples that the page is about: those that were added, of an extended run."""
+        return self.metrics.get("extended", {}).get("split", "train")
+
     @classmethod
     def read(cls, path: Path) -> "RunResults":
         """Read what is there.

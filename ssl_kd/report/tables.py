@@ -33,6 +33,16 @@ def language_table(metrics: dict[str, Any]) -> Table:
     return table
 
 
+def extension_text(metrics: dict[str, Any]) -> str:
+    """What became of the samples that were added to a run, from its `metrics.json`, in a line."""
+    about = metrics["extended"]
+    new = [f"{c['cluster']} ({c['size']:,} samples)" for c in about["new_clusters"]]
+    text = f"{about['joined']:,} of {about['n']:,} new samples joined the clusters that there were"
+    noun = "new cluster" if len(new) == 1 else "new clusters"
+    left = f"{about['n'] - about['joined']:,} are offered as {len(new)} {noun}: {', '.join(new)}"
+    return f"{text}; {left if new else 'no new cluster is offered'}"
+
+
 def results_table(metrics: dict[str, Any]) -> Table:
     """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
     title = "Clusters against the labels, in percent" if metrics.get("table") else None

@@ -10,6 +10,7 @@ from ssl_kd.report import figures
 from ssl_kd.report.curves import head_curves
 from ssl_kd.report.gallery import Images, extreme_rows, gallery
 from ssl_kd.report.results import RunResults
+from ssl_kd.report.tables import extension_text
 from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
 
 ANSWER = "consensus"
@@ -34,6 +35,8 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         order = None if order is None else [int(k) for k in order]
         confusion = figures.confusion_matrix(run.arrays["confusion"], names, order)
     size_text, size_warnings = _sizes(sizes)
+    if "extended" in metrics:  # new samples may well be of a few clusters only
+        size_warnings = []
     label_names = {str(i): name for i, name in enumerate(names)}
     label_names |= {row["label"]: row["label"] for row in run.assignments
                     if row.get("label", "") not in ("", "-1", *label_names)}  # fmt: skip
@@ -126,7 +129,10 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     )
     total: Any = seconds.get("total")
     lead: list[str] = []
-    if labelled and finite(answer.get("acc")):
+    if "extended" in metrics:
+        headline = extension_text(metrics)
+        lead.append(f"They were added to the run {base_name(metrics['extended']['run'])}.")
+    elif labelled and finite(answer.get("acc")):
         headline = f"{percent(answer['acc'])} % of {scored} in the right cluster, without a label"
         lead.append(_against(answer, scores))
     else:
@@ -209,6 +215,7 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "bound" if "upper bound" in name else kind
         result.append({"name": name, "note": "; ".join(notes), "cells": cells, "kind": kind})
     titles = {"train": "training data", "test": "held-out data"}
+    titles |= {split: "new data" for split in splits if split.startswith("extend")}
     return {"splits": [titles.get(split, split) for split in splits], "rows": result}
 
 
@@ -278,7 +285,10 @@ def _class_names(run: RunResults) -> list[str]:
 
 def _agreement(run: RunResults) -> float | None:
     try:
-        values = [float(row["confidence"]) for row in run.assignments]
+        rows = run.assignments
+        if "extended" in run.metrics:
+            rows = [row for row in rows if row["split"] == run.split]
+        values = [float(row["confidence"]) for row in rows]
     except (KeyError, ValueError):
         return None
     return float(np.nanmean(values)) if values else None

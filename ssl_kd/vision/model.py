@@ -206,7 +206,10 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             InputError: the model was saved by a version that kept no samples to compare with.
         """
         novelty = self._novelty()
-        reference, old = novelty.reference, self.vote(self.head_probabilities(novelty.rows)).argmax(-1)
+        reference, old = (
+            novelty.reference,
+            self.vote(self.head_probabilities(novelty.rows)).argmax(-1),
+        )
         if self.offers is not None:
             reference = torch.cat([reference, self.offers.rows])
             old = torch.cat([old, self.options["n_clusters"] + self.offers.clusters])

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd import evaluate
 from ssl_kd.evaluate.baselines import Baseline
-from ssl_kd.files import atomic_write, atomic_write_text
+from ssl_kd.files import atomic_write
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.training.folder import RunFolder
+from ssl_kd.vision.assigned import JUDGED_ROWS, Assigned
 from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.fit import head_clusters
-from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
-from ssl_kd.vision.novelty import without_outliers
+from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 
 TYPICAL = 8
-JUDGED_ROWS = 100_000
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
-PLACES = ("second", "third", *(f"{place}th" for place in range(4, 11)))
 
 
 def judge(
@@ -97,7 +92,7 @@ def judge(
         "outliers": {name: _outliers(split) for name, split in splits.items()},
         **_embedding_scores(settings, train, test),
     }
-    _write_arrays(folder, train, stores["train"].class_names, n_clusters, settings.seed)
+    write_arrays(folder, train, n_clusters, settings.seed)
     progress(stages, stages, {})
     return metrics
 
@@ -210,7 +205,7 @@ def _embedding_scores(
     return found
 
 
-class _Split:
+class _Split(Assigned):
     """One split, judged: the answer for every row, and each head's on the rows that are scored."""
 
     def __init__(
@@ -220,37 +215,12 @@ class _Split:
         trainer: HeadTrainer,
         model: ClusterModel,
     ) -> None:
-        self.store = store
-        most, probabilities, places, scores = min(settings.top_k, model.n_clusters), [], [], []
-        for _, x in store.blocks(ROWS_PER_BLOCK):
-            found = model.predict_proba(x).sort(stable=True, dim=-1, descending=True)
-            probabilities.append(found.values[:, :most])
-            places.append(found.indices[:, :most])
-            scores.append(model.outlier_scores(x))
-        outlier, clusters = torch.cat(scores), torch.cat(places)
-        self.likely, self.probabilities = clusters.numpy(), torch.cat(probabilities).numpy()
-        self.outlier, self.confidence = outlier.numpy(), self.probabilities[:, 0]
-        first = clusters[:, 0]
-        if settings.noise_threshold is not None:
-            first = without_outliers(first, outlier, settings.noise_threshold)
-        self.clusters = first.numpy()
-        self.all_labels = None if store.labels is None else store.labels.numpy()
-
-        # Heads and baselines are compared on the same rows, a sample where there are very many.
-        rows = sample_rows(store.n, settings.seed, JUDGED_ROWS)
-        self.rows, x = rows, store.gather(rows)
-        self.x = x.numpy()
-        self.labels = None if self.all_labels is None else self.all_labels[rows.numpy()]
+        super().__init__(store, settings, model)
 
         def projected(rows: Tensor) -> Tensor:
             return model.projection(store.gather(rows))
 
-        self.heads = head_clusters(trainer, projected, rows).numpy()
-
-    @property
-    def members(self) -> NDArray[np.int64]:
-        """The clusters of the samples that have one."""
-        return self.clusters[self.clusters >= 0]
+        self.heads = head_clusters(trainer, projected, self.rows).numpy()
 
 
 def _write_assignments(folder: RunFolder, splits: dict[str, _Split]) -> None:
@@ -258,37 +228,26 @@ def _write_assignments(folder: RunFolder, splits: dict[str, _Split]) -> None:
 
     Then `outlier`, and the next likely clusters with their probabilities, TOP_K clusters in all.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     labelled = any(split.all_labels is not None for split in splits.values())
-    n_more = next(iter(splits.values())).likely.shape[1] - 1
-    more = [name for place in PLACES[:n_more] for name in (place, f"{place}_confidence")]
-    names = ["file", "cluster", "confidence", "split", *(["label"] if labelled else [])]
-    writer.writerow([*names, "outlier", *more])
-    for name, split in splits.items():
-        labels = split.all_labels if split.all_labels is not None else [-1] * split.store.n
-        classes = split.store.class_names
-        for i, (file, cluster, label) in enumerate(
-            zip(split.store.ids, split.clusters, labels, strict=True)
-        ):
-            known = "" if label < 0 else label if classes is None else classes[label]
-            row = [file, int(cluster), f"{split.confidence[i]:.4f}", name]
-            row += [known] if labelled else []
-            row.append(f"{split.outlier[i]:.4f}")
-            for other, p in zip(split.likely[i, 1:], split.probabilities[i, 1:], strict=True):
-                row += [int(other), f"{p:.4f}"]
-            writer.writerow(row)
-    atomic_write_text(folder.path / "assignments.csv", text.getvalue())
+    columns = next(iter(splits.values())).columns(labelled)
+
+    def write(file: BinaryIO) -> None:
+        file.write((",".join(columns) + "\n").encode())
+        for name, split in splits.items():
+            file.writelines(lines.encode() for lines in split.lines(name, columns))
+
+    atomic_write(folder.path / "assignments.csv", write)
 
 
-def _write_arrays(
-    folder: RunFolder,
-    split: _Split,
-    class_names: tuple[str, ...] | None,
-    n_clusters: int,
-    seed: int,
-) -> None:
-    """`arrays.npz`: the map of the embeddings, typical samples of each cluster, the confusion."""
+def write_arrays(
+    folder: RunFolder, split: Assigned, n_clusters: int, seed: int
+) -> NDArray[np.int64]:
+    """`arrays.npz`: the map of the embeddings, typical samples of each cluster, the confusion.
+
+    Returns:
+        Rows of the typical samples, `[cluster, 8]`, -1 for none.
+    """
+    class_names = split.store.class_names
     rows, places = evaluate.embedding_map(split.x, seed)
     judged = sample_rows(split.store.n, seed, JUDGED_ROWS).numpy()[rows]
     arrays = {"map": places, "map_cluster": split.clusters[judged]}
@@ -306,3 +265,4 @@ def _write_arrays(
             table, order = evaluate.confusion(labels, split.clusters, n_classes, n_clusters)
             arrays |= {"confusion": table, "confusion_clusters": order}
     atomic_write(folder.path / "arrays.npz", lambda file: np.savez_compressed(file, **arrays))
+    return typical

@@ -79,11 +79,16 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
 
     Raises:
         InputError: this process is one of several that were started together.
-        SettingsError: EMBEDDING_DIM disagrees with the teacher, or N_CLUSTERS is needed.
+        SettingsError: EMBEDDING_DIM disagrees with the teacher, N_CLUSTERS is needed, or this is
+            to extend a run.
         Interrupted: told to stop by Ctrl-C or SIGTERM.
         TooFewHealthyParts: no head is healthy any more.
     """
     refuse_ranks()
+    if settings.extend is not None:
+        raise SettingsError(
+            f"EXTEND is {settings.extend!r}, but this trains: ssl_kd.vision.extend.extend extends"
+        )
     tell = progress or (lambda stage, done, total, info: None)
     clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)
     logger.info("%s", precision)
@@ -118,14 +123,14 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             model, chosen, information = form_answer(
                 settings, trainer, neighbours, source, source.projection, found
             )
-            _save(model, folder)
+            save_model(model, folder)
         tell("consensus", 1, 1, {"heads": len(chosen)})
 
         with clock("judge"):
             learnt, draw = (trainer, model, chosen, information, found), partial(tell, "judge")
             metrics = judge(settings, folder, stores, *learnt, draw)
         metrics |= {
-            "dataset": _about(train_set, stores, n_clusters),
+            "dataset": about_data(train_set, stores, n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
             "steps": steps,
             "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
@@ -133,7 +138,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             "seconds": clock.seconds,
         }
         folder.update_json("metrics.json", **metrics)  # the last file: it says "finished"
-    return Run(folder.path, _images(train_set, store))
+    return Run(folder.path, pictures(train_set, store))
 
 
 def _warn_of_odd_rows(store: EmbeddingStore, n_clusters: int) -> None:
@@ -155,7 +160,7 @@ def _own_code(settings: VisionSettings) -> dict[str, tuple[Path, str]]:
     return found
 
 
-def _images(dataset: Dataset, store: EmbeddingStore) -> Images | None:
+def pictures(dataset: Dataset, store: EmbeddingStore) -> Images | None:
     """The pictures of some rows of the store; None where there are none."""
     if not isinstance(dataset, ImageDataset):
         return None
@@ -253,7 +258,7 @@ def _embed(
             settings.dataset, "test", missing_ok=True, root=root, download=download
         )
 
-    teacher = _teacher(settings, train_set, precision)
+    teacher = teacher_of(settings, train_set, precision)
     if settings.embedding_dim not in (None, teacher.dim):
         raise SettingsError(
             f"EMBEDDING_DIM is {settings.embedding_dim}, but the teacher {teacher.name} gives "
@@ -282,7 +287,8 @@ def _embed(
     return train_set, stores, teacher
 
 
-def _teacher(settings: VisionSettings, dataset: Dataset, precision: Precision) -> Teacher:
+def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision) -> Teacher:
+    """The teacher that the settings name, for these samples."""
     name = settings.teacher
     if isinstance(dataset, FeatureDataset) and name == VisionSettings.teacher:
         name = "features"  # a file of features says so by itself
@@ -390,14 +396,16 @@ def _loaded(folder: RunFolder, trainer: HeadTrainer) -> int:
     return start
 
 
-def _save(model: ClusterModel, folder: RunFolder) -> None:
+def save_model(model: ClusterModel, folder: RunFolder) -> None:
     """`model.safetensors`, and the model's options beside the settings in `config.json`."""
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     atomic_write_bytes(folder.path / "model.safetensors", safetensors.torch.save(tensors))
     folder.update_json("config.json", **model.options)
 
 
-def _about(dataset: Dataset, stores: dict[str, EmbeddingStore], n_clusters: int) -> dict[str, Any]:
+def about_data(
+    dataset: Dataset, stores: dict[str, EmbeddingStore], n_clusters: int
+) -> dict[str, Any]:
     """What `metrics.json` says of the data."""
     store = stores["train"]
     return {

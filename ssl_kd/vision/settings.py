@@ -72,6 +72,12 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         None,
         "held-out folder or file of features; None: the data set's own test split, if it has one",
     )
+    extend: str | None = setting(
+        None,
+        "finished run that the samples of DATASET are added to: its folder, or its name under"
+        " RUNS_DIR; None: train",
+        "Teacher and clusters are the run's; what is new is offered as new clusters.",
+    )
     data_dir: str = setting("data", "where data sets are, and where DOWNLOAD puts them")
     embeddings_dir: str = setting(
         "data/embeddings",

@@ -1,0 +1,335 @@
+"""More samples for a finished run: they join its clusters, and what is new is offered as new ones.
+
+The run itself is only read. A new run folder is made under a hidden name and moved to its place
+when it is whole, so that a kill at any moment leaves no half of one; the embeddings are kept, and
+the same command goes on with them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ssl_kd import evaluate
+from ssl_kd.datasets import open_dataset
+from ssl_kd.files import CorruptFileError, atomic_write
+from ssl_kd.guard.precision import Precision, undisturbed
+from ssl_kd.heads import OWN_HEADS
+from ssl_kd.imports import path_of_file
+from ssl_kd.lock import Lock
+from ssl_kd.ranks import refuse_ranks
+from ssl_kd.settings import SettingsError
+from ssl_kd.store import EmbeddingStore
+from ssl_kd.teachers import Teacher
+from ssl_kd.training.clock import Clock
+from ssl_kd.training.folder import RunFolder, RunFolderError
+from ssl_kd.vision.assigned import Assigned
+from ssl_kd.vision.extract import ExtractProgress, extract, fingerprint
+from ssl_kd.vision.model import ClusterModel, read_config
+from ssl_kd.vision.results import write_arrays
+from ssl_kd.vision.run import (
+    Dataset,
+    Progress,
+    Run,
+    about_data,
+    pictures,
+    save_model,
+    teacher_of,
+)
+from ssl_kd.vision.settings import VisionSettings
+
+logger = logging.getLogger(__name__)
+
+# What an extension may be told; all else is the run's.
+OWN = {"dataset", "device", "download", "extend", "extract_batch_size", "force_recompute"}
+OWN |= {"resume", "run_name", "runs_dir", "workers"}
+# These too, but the run's where nothing is said.
+OWN_IF_GIVEN = {"data_dir", "embeddings_dir"}
+
+
+@dataclass(frozen=True)
+class _Parent:
+    """A finished run, as its files describe it."""
+
+    path: Path
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+
+    @classmethod
+    def of(cls, settings: VisionSettings) -> _Parent:
+        """The run that EXTEND names: a folder, or a name under RUNS_DIR.
+
+        Raises:
+            RunFolderError: there is none, it is not finished, or not of this mode.
+        """
+        name = settings.extend or ""
+        places = [Path(name).expanduser(), Path(settings.runs_dir) / name]
+        found = next((p for p in places if (p / "config.json").is_file()), None)
+        if found is None:
+            raise RunFolderError(
+                f"EXTEND is {name!r}, but neither {places[0]} nor {places[1]} is a run's folder "
+                "(no config.json): name a finished run"
+            )
+        path, config = found.resolve(), read_config(found)
+        if "language" in (config.get("mode"), config.get("settings", {}).get("MODE")):
+            raise RunFolderError(f"{found} is a run of language models: only clusters are extended")
+        missing = [n for n in _FILES if not (path / n).is_file()]
+        if missing:
+            raise RunFolderError(
+                f"{found} has no {missing[0]}, so it is not a finished run: finish it by --resume "
+                f"--run_name {path.name}, then extend it"
+            )
+        return cls(path, config, _read_metrics(path))
+
+    @property
+    def known(self) -> list[str]:
+        """Fingerprints of all the samples that are in it."""
+        return [self.config["learns_from"], *(e["digest"] for e in self.extensions)]
+
+    @property
+    def extensions(self) -> list[dict[str, Any]]:
+        """What was added before, in order."""
+        return self.config.get("extensions", [])
+
+
+_FILES = ("metrics.json", "model.safetensors", "assignments.csv")
+
+
+def _read_metrics(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((path / "metrics.json").read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CorruptFileError(f"{path / 'metrics.json'} is damaged ({error}): copy it") from error
+
+
+def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:
+    """The settings of the run that EXTEND names, and those that an extension has of its own.
+
+    Args:
+        settings: as file and flags say.
+        given: those that were given for this command, by flag.
+
+    Raises:
+        RunFolderError: there is no finished run of that name.
+        SettingsError: one that was given contradicts the run.
+        InputError: the run has a head or teacher of somebody's own, which only its user may name.
+    """
+    if settings.resume:
+        raise SettingsError(
+            "RESUME is True, but an extension that was stopped begins anew, from the embeddings "
+            "that it has: give the same command without --resume"
+        )
+    parent = _Parent.of(settings)
+    run = VisionSettings.from_dict(parent.config["settings"])
+    differ = [
+        f"{name.upper()} is {value!r} here and {getattr(run, name)!r} there"
+        for name, value in given.items()
+        if name not in OWN | OWN_IF_GIVEN and value != getattr(run, name)
+    ]
+    if differ:
+        raise SettingsError(
+            f"{parent.path} is extended as it was trained: {'; '.join(differ)}. Leave the flag "
+            "out, or train anew on all samples"
+        )
+    own_teacher = "." in run.teacher and ":" not in run.teacher
+    for name, allowed in (("head", OWN_HEADS), ("teacher", () if own_teacher else [run.teacher])):
+        value = getattr(run, name)
+        path_of_file(
+            value,
+            value if getattr(settings, name) == value else None,
+            allowed,
+            what=name,
+            file=parent.path / "config.json",
+            way=f"--{name} {value}",
+        )
+    own = OWN | (OWN_IF_GIVEN & given.keys())
+    return run.replace(**{name: getattr(settings, name) for name in own})
+
+
+@undisturbed()
+def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
+    """Add the samples of DATASET to the run that EXTEND names, in a run folder of their own.
+
+    Args:
+        settings: those that `inherited` gave.
+        progress: called as `progress(stage, done, total, info)`.
+
+    Raises:
+        RunFolderError: no such run, one with these samples or another teacher's weights, or the
+            folder's name is taken.
+        SettingsError: the embeddings have another width than the run's.
+    """
+    refuse_ranks()
+    tell = progress or (lambda stage, done, total, info: None)
+    parent, runs = _Parent.of(settings), Path(settings.runs_dir)
+    _check_free(runs, settings.run_name)
+    clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)
+    model = ClusterModel.from_pretrained(parent.path, head=settings.head)
+    with clock("extract"):
+        dataset, store, teacher = _embedded(settings, parent, model, precision, tell)
+
+    staging = runs / ".extending"
+    staging.mkdir(parents=True, exist_ok=True)
+    with Lock(staging / ".lock"):
+        for left in (p for p in staging.iterdir() if p.is_dir()):  # of a kill
+            shutil.rmtree(left)
+        with RunFolder(settings.replace(runs_dir=str(staging))) as folder:
+            with clock("offer"):
+                tell("offer", 0, 2, {})
+                grown = model.extended(store.gather, store.n)
+                tell("offer", 1, 2, {"new": grown.n_clusters - model.n_clusters})
+                found = Assigned(store, settings, grown)
+                tell("offer", 2, 2, {})
+            split = f"extend{len(parent.extensions) + 1}"
+            _write_config(folder, settings, parent, store, precision)
+            save_model(grown, folder)
+            _write_assignments(folder, parent, found, split)
+            typical = write_arrays(folder, found, grown.n_clusters, settings.seed)
+            metrics = _judge(found, model, grown, split, typical) | {
+                "dataset": about_data(dataset, {"train": store}, grown.n_clusters),
+                "teacher": parent.metrics.get("teacher", {"name": teacher.name}),
+                "seconds": clock.seconds,
+            }
+            metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}
+            folder.update_json("metrics.json", **metrics)
+        folder.path = _moved(folder.path, runs)
+    folder.become_latest()
+    return Run(folder.path, pictures(dataset, store))
+
+
+def _check_free(runs: Path, name: str | None) -> None:
+    if name is not None and (runs / name).exists():
+        raise RunFolderError(f"{runs / name} exists already: choose another --run_name")
+
+
+def _moved(path: Path, runs: Path) -> Path:
+    """The finished folder, at its place."""
+    _check_free(runs, path.name)
+    (path / ".lock").unlink(missing_ok=True)
+    os.rename(path, runs / path.name)
+    return runs / path.name
+
+
+def _embedded(
+    settings: VisionSettings,
+    parent: _Parent,
+    model: ClusterModel,
+    precision: Precision,
+    tell: Progress,
+) -> tuple[Dataset, EmbeddingStore, Teacher]:
+    """The new samples through the run's teacher, in a cache named after what they are."""
+    dataset = open_dataset(
+        settings.dataset, "train", root=settings.data_dir, download=settings.download
+    )
+    teacher = teacher_of(settings, dataset, precision)
+    width, weights = model.options["in_dim"], parent.metrics.get("teacher", {}).get("weights")
+    if teacher.dim != width:
+        raise SettingsError(
+            f"{settings.dataset} has embeddings of {teacher.dim} dimensions by the teacher "
+            f"{teacher.name}, but {parent.path} learnt from {width}: give samples of the same kind"
+        )
+    if weights is not None and weights != teacher.weights_id:
+        raise RunFolderError(
+            f"the teacher {teacher.name} has other weights ({teacher.weights_id[:12]}) than when "
+            f"{parent.path} was trained ({weights[:12]}): put those back, --teacher_weights FILE"
+        )
+    found = fingerprint(dataset, teacher, precision)
+    if found.digest in parent.known:
+        raise RunFolderError(
+            f"{settings.dataset} holds the same samples as {parent.path}: name new ones by "
+            "--dataset"
+        )
+    folder = Path(settings.embeddings_dir) / f"extend-{found.digest[:12]}"
+    logger.info("the embeddings of %s are kept in %s", settings.dataset, folder)
+
+    def draw(p: ExtractProgress) -> None:
+        tell("extract", p.done, p.total, {"images/s": p.images_per_second})
+
+    store = extract(
+        dataset,
+        teacher,
+        folder,
+        split="extend",
+        precision=precision,
+        batch_size=settings.extract_batch_size,
+        workers=settings.workers,
+        force=settings.force_recompute,
+        progress=draw,
+    )
+    return dataset, store, teacher
+
+
+def _write_config(
+    folder: RunFolder,
+    settings: VisionSettings,
+    parent: _Parent,
+    store: EmbeddingStore,
+    precision: Precision,
+) -> None:
+    """`config.json`: the run's settings, and what was added to it."""
+    added = {
+        "run": str(parent.path),
+        "dataset": settings.dataset,
+        "n": store.n,
+        "digest": store.fingerprint.digest,
+        "embeddings": str(store.folder),
+    }
+    run = VisionSettings.from_dict(parent.config["settings"])
+    kept = {"learns_from": parent.config["learns_from"], "precision": str(precision)}
+    folder.write_config(run, **kept, extensions=[*parent.extensions, added])
+
+
+def _write_assignments(folder: RunFolder, parent: _Parent, found: Assigned, split: str) -> None:
+    """`assignments.csv`: the run's own to the byte, then the new samples in the same columns."""
+    before = parent.path / "assignments.csv"
+    with open(before, newline="", encoding="utf-8") as file:
+        columns = next(csv.reader(file))
+
+    def write(file: BinaryIO) -> None:
+        with open(before, "rb") as old:
+            shutil.copyfileobj(old, file)
+        file.writelines(lines.encode() for lines in found.lines(split, columns))
+
+    atomic_write(folder.path / "assignments.csv", write)
+
+
+def _judge(
+    found: Assigned, old: ClusterModel, new: ClusterModel, split: str, typical: np.ndarray
+) -> dict[str, Any]:
+    """What `metrics.json` says of the new samples; their labels are read here for the first time.
+
+    Args:
+        found: where each new sample is.
+        old: the run's model.
+        new: the extended one.
+        split: what the new samples are called.
+        typical: `[cluster, 8]`, rows of the samples that are typical of each, -1 for none.
+    """
+    sizes = evaluate.cluster_sizes(found.clusters, new.n_clusters).tolist()
+    offered = []
+    for k in range(old.n_clusters, new.n_clusters):
+        names = [found.store.ids[row] for row in typical[k].tolist() if row >= 0]
+        offered.append({"cluster": k, "size": sizes[k], "typical": names})
+    score = evaluate.clustering_scores(found.all_labels, found.clusters)
+    joined = sum(sizes[: old.n_clusters])
+    note = f"{joined} joined, {found.store.n - joined} offered"
+    return {
+        "table": [{"name": "consensus", "split": split, **score, "note": note}],
+        "cluster_sizes": sizes,
+        "extended": {
+            "split": split,
+            "n": found.store.n,
+            "joined": joined,
+            "old_clusters": old.n_clusters,
+            "new_clusters": offered,
+        },
+    }
