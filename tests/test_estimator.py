@@ -305,6 +305,48 @@ def test_a_run_folder_loads_and_a_fit_on_its_embeddings_is_the_same(tmp_path):
     np.testing.assert_array_equal(loaded.predict_proba(x), fitted.predict_proba(x))
 
 
+def test_partial_fit_adds_samples_and_the_clusters_that_they_offer(blobs, tmp_path):
+    x, truth = blobs
+    clusterer = small().partial_fit(x)  # not fitted: this fits
+    assert np.array_equal(clusterer.labels_, small().fit(x).labels_)
+    assert (clusterer.n_clusters_, len(clusterer.new_clusters_)) == (3, 0)
+    before = clusterer.predict(x)
+    far = np.random.default_rng(0).normal(x.mean(0) + 12, 0.5, (40, 6)).astype(np.float32)
+    batch = np.concatenate([x[:30] + 0.01, far])
+    clusterer.partial_fit(batch)
+    assert (clusterer.n_clusters, clusterer.n_clusters_) == (3, 4)
+    assert clusterer.new_clusters_.tolist() == [3] and len(clusterer.labels_) == 70
+    assert np.array_equal(clusterer.labels_, clusterer.predict(batch))
+    assert np.array_equal(clusterer.labels_[:30], before[:30])
+    assert (clusterer.labels_[30:] == 3).mean() > 0.9
+    assert np.array_equal(clusterer.predict(x), before)
+    assert clusterer.predict_proba(batch).shape == (70, 4)
+    np.testing.assert_allclose(clusterer.predict_proba(batch).sum(1), 1, rtol=1e-5)
+    assert len(clusterer.get_feature_names_out()) == 4
+
+    clusterer.save_pretrained(tmp_path)
+    for other in (type(clusterer).from_pretrained(tmp_path), pickle.loads(pickle.dumps(clusterer))):
+        assert other.n_clusters == 3 and other.new_clusters_.tolist() == [3]
+        assert np.array_equal(other.predict(batch), clusterer.labels_)
+    assert clusterer.fit(x).n_clusters_ == 3
+    with pytest.raises(ValueError, match="is expecting 6 features"):
+        clusterer.partial_fit(x[:, :5])
+    with pytest.raises(NotFittedError):
+        _ = small().n_clusters_
+
+
+def test_a_mapped_file_is_predicted_in_blocks(fitted, blobs, tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", blobs[0])
+    mapped, sizes = np.load(tmp_path / "x.npy", mmap_mode="r"), []
+    monkeypatch.setattr("ssl_kd.estimator.ROWS_PER_BLOCK", 40)
+    predict = type(fitted.model_).predict
+    monkeypatch.setattr(
+        type(fitted.model_), "predict", lambda model, x: sizes.append(len(x)) or predict(model, x)
+    )
+    assert np.array_equal(fitted.predict(mapped), fitted.labels_)
+    assert sizes == [40, 40, 40, 30]
+
+
 def test_feature_names_survive_saving(blobs, tmp_path):
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(blobs[0], columns=list("abcdef"))

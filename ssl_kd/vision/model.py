@@ -245,11 +245,23 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     def outlier_scores(self, x: Tensor) -> Tensor:
         """Embeddings `[n, in_dim]` -> the share of training samples less far out, `[n]` in [0, 1].
 
+        For one of an offered cluster the training samples are no measure: it has the share of its
+        nearest five that are not of that cluster, where this is less.
+
         Raises:
             InputError: the model was saved by a version that kept none.
         """
         novelty = self._novelty()
-        return self._in_blocks(lambda block: novelty.score(self.projection(block)), x)
+
+        def score(block: Tensor) -> Tensor:
+            projected = self.projection(block)
+            found = novelty.score(projected)
+            if self.offers is None:
+                return found
+            cluster, share = self.offers.claims(novelty.polar(projected), novelty.reference)
+            return torch.where(cluster >= 0, found.minimum(1 - share), found)
+
+        return self._in_blocks(score, x)
 
     def _novelty(self) -> Novelty:
         if self.novelty is None:

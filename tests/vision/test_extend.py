@@ -1,0 +1,342 @@
+"""New samples for a finished run: what joins, what is offered, what is refused, and kill -9."""
+
+import csv
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_kd.cli import train
+from ssl_kd.errors import InputError
+from ssl_kd.estimator import MultiHeadClusterer
+from ssl_kd.report import write_report
+from ssl_kd.settings import SettingsError
+from ssl_kd.training.folder import RunFolderError
+from ssl_kd.vision.extend import extend, inherited
+from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.offers import comparable, find_offers
+from ssl_kd.vision.run import run
+from ssl_kd.vision.settings import VisionSettings
+from tests.kills import kill_again_and_again
+from tests.vision.test_run import FAST, assignments, metrics
+
+CENTRES = 4 * np.eye(8)[:6]
+
+
+def blobs(classes, each, seed):
+    """Samples around some of six centres, shuffled, and their classes."""
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.repeat(classes, each))
+    return (CENTRES[labels] + rng.normal(size=(len(labels), 8))).astype(np.float32), labels
+
+
+def save(folder, name, classes, each, seed):
+    x, labels = blobs(classes, each, seed)
+    np.savez(folder / name, features=x, labels=labels)
+    return str(folder / name)
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    """A finished run of the first three classes; every test leaves it as it was."""
+    root = tmp_path_factory.mktemp("parent")
+    asked = {"dataset": save(root, "old.npz", range(3), 80, 0), "embeddings_dir": str(root / "e")}
+    asked |= {"runs_dir": str(root / "runs"), "run_name": "parent", "n_clusters": 3}
+    path = run(VisionSettings(**{**FAST, "max_steps": 60, **asked})).path
+    write_report(path)
+    before = content(path)
+    yield path
+    assert content(path) == before
+
+
+def content(path):
+    return {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+@pytest.fixture
+def settings(parent, tmp_path):
+    """Settings of an extension of the parent, as a command would give them."""
+
+    def asked(dataset, **given):
+        given = {
+            "dataset": str(dataset),
+            "extend": str(parent),
+            "runs_dir": str(tmp_path / "runs"),
+            "embeddings_dir": str(tmp_path / "embeddings"),
+            **given,
+        }
+        return inherited(VisionSettings(**given), given)
+
+    return asked
+
+
+def joined(path, split="extend1"):
+    rows = [row for row in assignments(path) if row["split"] == split]
+    return [int(row["cluster"]) for row in rows], [int(row["label"]) for row in rows]
+
+
+def test_known_classes_join_and_an_unseen_one_is_offered(parent, settings, tmp_path):
+    new = save(tmp_path, "new.npz", range(4), 40, 1)
+    path = extend(settings(new)).path
+
+    before = (parent / "assignments.csv").read_bytes()
+    assert (path / "assignments.csv").read_bytes().startswith(before)
+    clusters, labels = map(np.array, joined(path))
+    assert len(clusters) == 160
+    assert (clusters[labels == 3] == 3).mean() > 0.9 and (clusters[labels != 3] < 3).mean() > 0.98
+    x = torch.from_numpy(np.load(new)["features"])
+    kept = ClusterModel.from_pretrained(parent).predict(x).numpy()
+    assert (clusters == kept)[clusters < 3].all()
+
+    about = metrics(path)["extended"]
+    sizes = np.bincount(clusters, minlength=4)
+    assert metrics(path)["cluster_sizes"] == sizes.tolist()
+    assert (about["joined"], about["n"], about["old_clusters"]) == (sizes[:3].sum(), 160, 3)
+    (offered,) = about["new_clusters"]
+    assert (offered["cluster"], offered["size"]) == (3, sizes[3])
+    assert all(labels[int(name)] == 3 for name in offered["typical"])
+    assert metrics(path)["table"][0]["acc"] > 0.95
+    model = ClusterModel.from_pretrained(path)
+    assert (model.predict(x).numpy() == clusters).all() and model.n_clusters == 4
+    loaded = MultiHeadClusterer.from_pretrained(path)
+    assert (loaded.predict(x.numpy()) == clusters).all()
+    assert (loaded.n_clusters, loaded.n_clusters_, loaded.new_clusters_.tolist()) == (3, 4, [3])
+    scores = [float(row["outlier"]) for row in assignments(path)[240:] if "outlier" in row]
+    scores = np.array(scores or model.outlier_scores(x))
+    assert (scores[clusters == 3] <= 0.4).all() and scores[clusters < 3].max() > 0.8
+    page = write_report(path).read_text()
+    assert f"{sizes[:3].sum()} of 160 new samples joined" in page
+    assert os.readlink(path.parent / "latest") == path.name
+
+
+def test_a_known_sample_keeps_its_cluster_in_the_extended_model(parent, settings, tmp_path):
+    path = extend(settings(save(tmp_path, "new.npz", [2, 3], 60, 1))).path
+    old = torch.from_numpy(np.load(parent.parents[1] / "old.npz")["features"])
+    before, after = (ClusterModel.from_pretrained(p).predict_proba(old) for p in (parent, path))
+    assert after.shape == (240, 4) and (after[:, 3:] == 0).all()
+    assert torch.equal(after[:, :3], before)
+
+
+@pytest.mark.parametrize(
+    "classes", [range(3), [1], [0, 0, 0, 0, 2]], ids=["the same", "one of them", "another mixture"]
+)
+def test_no_cluster_is_offered_where_nothing_is_new(settings, tmp_path, classes):
+    for seed in range(3):
+        new = save(tmp_path, f"new{seed}.npz", classes, 60, seed + 1)
+        path = extend(settings(new, run_name=f"r{seed}")).path
+        assert metrics(path)["extended"]["new_clusters"] == []
+        assert max(joined(path)[0]) < 3 and ClusterModel.from_pretrained(path).offers is None
+
+
+def test_copies_of_one_sample_are_no_cluster(settings, tmp_path):
+    x, labels = blobs(range(3), 30, 1)
+    x[:20], labels[:20] = 3 * CENTRES[3] + 1, 3  # far out, twenty times the same
+    np.savez(tmp_path / "new.npz", features=x, labels=labels)
+    path = extend(settings(tmp_path / "new.npz")).path
+    assert metrics(path)["extended"]["new_clusters"] == []
+    assert all("extend1" == row["split"] for row in assignments(path)[240:])
+
+
+def test_an_extended_run_is_extended_again(settings, tmp_path):
+    first = extend(settings(save(tmp_path, "one.npz", range(4), 40, 1), run_name="one")).path
+    both = save(tmp_path, "two.npz", range(5), 40, 2)
+    second = extend(settings(both, extend=str(first), run_name="two")).path
+    assert (
+        (second / "assignments.csv")
+        .read_bytes()
+        .startswith((first / "assignments.csv").read_bytes())
+    )
+    clusters, labels = map(np.array, joined(second, "extend2"))
+    assert (clusters[labels == 3] == 3).mean() > 0.9
+    assert (clusters[labels == 4] == 4).mean() > 0.9 and (clusters[labels < 3] < 3).all()
+    known = [e["dataset"] for e in json.loads((second / "config.json").read_text())["extensions"]]
+    assert known == [str(tmp_path / "one.npz"), both]
+    with pytest.raises(RunFolderError, match="holds the same samples"):
+        extend(settings(tmp_path / "one.npz", extend=str(second)))
+
+
+def test_samples_without_labels_and_rows_of_the_runs_own_columns(settings, tmp_path):
+    x, _ = blobs(range(4), 40, 1)
+    np.save(tmp_path / "new.npy", x)
+    path = extend(settings(tmp_path / "new.npy")).path
+    with open(path / "assignments.csv", newline="") as file:
+        assert {len(row) for row in csv.reader(file)} == {len(assignments(path)[0])}
+    assert {row["label"] for row in assignments(path)[240:]} == {""}
+    assert metrics(path)["table"][0]["acc"] is None
+    assert len(metrics(path)["extended"]["new_clusters"]) == 1
+
+
+def test_images_are_embedded_by_the_runs_teacher_and_shown(tmp_path):
+    from sklearn.datasets import load_digits
+
+    from tests.vision.test_run import save_images
+
+    data = load_digits()
+    images, labels = (data.images * 15).astype(np.uint8), data.target  # pyright: ignore
+    for name, rows in (("old", slice(0, 300)), ("new", slice(300, 500))):
+        for label in range(3) if name == "old" else range(4):
+            folder = tmp_path / name / f"class{label}"
+            save_images(folder, images[rows][labels[rows] == label], name + "{}.png")
+    asked = {**FAST, "max_steps": 60, "dataset": str(tmp_path / "old"), "run_name": "old"}
+    asked |= {"runs_dir": str(tmp_path / "runs"), "embeddings_dir": str(tmp_path / "e")}
+    run(VisionSettings(**asked))
+    given = {"extend": "old", "dataset": str(tmp_path / "new"), "runs_dir": asked["runs_dir"]}
+    done = extend(inherited(VisionSettings(**given), given))
+    names = [row["label"] for row in assignments(done.path) if row["cluster"] == "3"]
+    assert names and set(names) == {"class3"}
+    page = write_report(done.path, images=done.images).read_text()
+    assert "Cluster 3 (new) · class3" in page and "data:image/png" in page
+
+
+# --- What is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n_clusters": 4}, "N_CLUSTERS is 4 here and 3 there"),
+        ({"teacher": "dinov2"}, "TEACHER is 'dinov2' here and 'pixels' there"),
+        ({"resume": True}, "without --resume"),
+    ],
+)
+def test_settings_that_contradict_the_run_are_refused(settings, given, said):
+    with pytest.raises(SettingsError, match=said):
+        settings("new.npz", **given)
+    assert settings("new.npz", n_clusters=3).n_heads == FAST["n_heads"]
+
+
+def test_a_run_that_cannot_be_extended_is_refused(parent, settings, tmp_path):
+    with pytest.raises(RunFolderError, match="neither .* is a run's folder"):
+        settings("new.npz", extend="nowhere")
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(parent, unfinished)
+    (unfinished / "metrics.json").unlink()
+    with pytest.raises(RunFolderError, match="finish it by --resume --run_name unfinished"):
+        settings("new.npz", extend=str(unfinished))
+
+
+def changed(parent, tmp_path, name, change):
+    """A copy of the run in which a JSON file says something else."""
+    path = tmp_path / "changed"
+    shutil.copytree(parent, path)
+    found = json.loads((path / name).read_text())
+    change(found)
+    (path / name).write_text(json.dumps(found))
+    return str(path)
+
+
+def test_samples_and_teachers_that_do_not_fit_are_refused(parent, settings, tmp_path):
+    with pytest.raises(RunFolderError, match="holds the same samples"):
+        extend(settings(parent.parents[1] / "old.npz"))
+    np.save(tmp_path / "wide.npy", np.ones((20, 9), np.float32))
+    with pytest.raises(SettingsError, match="9 dimensions .* learnt from 8"):
+        extend(settings(tmp_path / "wide.npy"))
+    other = changed(
+        parent, tmp_path, "metrics.json", lambda m: m["teacher"].update(weights="f" * 64)
+    )
+    new = save(tmp_path, "new.npz", range(3), 20, 1)
+    with pytest.raises(RunFolderError, match="other weights"):
+        extend(settings(new, extend=other))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_head_of_a_file_is_imported_unasked(parent, settings, tmp_path):
+    own = changed(
+        parent, tmp_path, "config.json", lambda c: c["settings"].update(HEAD="evil.module.Head")
+    )
+    with pytest.raises(InputError, match="would run its code.*--head evil.module.Head"):
+        settings("new.npz", extend=own)
+    assert settings("new.npz", extend=own, head="evil.module.Head").head == "evil.module.Head"
+
+
+def test_a_model_without_samples_to_compare_with_says_so():
+    model = ClusterModel(in_dim=4, head_dim=4, n_clusters=2, n_heads=1)
+    with pytest.raises(InputError, match="Train it again"):
+        model.extended(torch.randn(10, 4).__getitem__, 10)
+
+
+def test_the_command(parent, tmp_path, capsys):
+    new = save(tmp_path, "new.npz", range(4), 40, 1)
+    words = ["--extend", str(parent), "--dataset", new, "--run-name", "more"]
+    words += ["--runs_dir", str(tmp_path / "runs"), "--embeddings_dir", str(tmp_path / "e")]
+    assert train(words, config=tmp_path / "none.py") == 0
+    said = capsys.readouterr().out
+    assert "offered as 1 new cluster: 3 (" in said and "report.html" in said
+    assert (tmp_path / "runs" / "more" / "report.html").exists()
+    assert [p.name for p in (tmp_path / "e").iterdir()][0].startswith("extend-")
+    assert train(words, config=tmp_path / "none.py") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert train([*words, "--n_clusters", "7"], config=tmp_path / "none.py") == 2
+    assert "N_CLUSTERS is 7 here and 3 there" in capsys.readouterr().err
+
+
+# --- Kills --------------------------------------------------------------------------------------
+
+
+def extend_in(folder, asked):
+    """Extend into this folder, unless that was done."""
+    if not whole(folder):
+        change = {"RUNS_DIR": str(folder), "EMBEDDINGS_DIR": str(folder / "e")}
+        extend(VisionSettings.from_dict(asked | change))
+
+
+def whole(folder):
+    """The runs that are there: each of them has every file."""
+    found = {p for p in folder.glob("[!.]*") if p.name not in ("e", "latest")}
+    names = {"config.json", "metrics.json", "model.safetensors", "assignments.csv", "arrays.npz"}
+    assert all(names == {file.name for file in path.iterdir()} for path in found)
+    return {path.name for path in found}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_killed_anywhere_nothing_half_is_seen_and_the_same_command_finishes(settings, tmp_path):
+    asked = settings(save(tmp_path, "new.npz", range(4), 40, 1), run_name="more")
+    found = kill_again_and_again(extend_in, whole, tmp_path / "k", asked.to_dict(), kills=8)
+    assert found.kills == 8
+    for path in found.folders:
+        assert whole(path) == {"more"}
+        assert [p.name for p in (path / ".extending").iterdir()] == [".lock"]
+        for name in ("assignments.csv", "model.safetensors"):
+            same = [(folder / "more" / name).read_bytes() for folder in (path, found.straight)]
+            assert same[0] == same[1]
+
+
+# --- The test itself ----------------------------------------------------------------------------
+
+
+def test_false_alarms_are_as_rare_as_the_test_says():
+    alarms = 0
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(400, 5, generator=g)
+        clusters = (x[:, 0] > 0).long()
+        groups = find_offers(x[:300], clusters[:300], x[300:], clusters[300:])
+        alarms += bool((groups >= 0).any())
+    assert alarms <= 1  # expected: less than one
+
+
+def test_the_more_numerous_group_comes_first_and_small_ones_are_not_offered():
+    g = torch.Generator().manual_seed(0)
+    old = torch.randn(400, 5, generator=g)
+    far = [30 * torch.eye(5)[i] + torch.randn(n, 5, generator=g) for i, n in enumerate([30, 60, 4])]
+    new = torch.cat([torch.randn(100, 5, generator=g), *far])
+    groups = find_offers(old, torch.zeros(400).long(), new, torch.zeros(194).long())
+    assert (groups[:100] == -1).all() and (groups[190:] == -1).all()
+    assert (groups[100:130] == 1).all() and (groups[130:190] == 0).all()
+
+
+def test_no_more_new_samples_of_a_cluster_are_compared_than_there_are_old_ones():
+    old = torch.tensor([0] * 3 + [1] * 50)
+    joined = torch.tensor([0, 1] * 40 + [2] * 5)
+    rows = comparable(old, joined)
+    assert joined[rows].bincount().tolist() == [3, 40]
+    assert rows.tolist() == sorted(set(rows.tolist()))
+
+
+def test_predict_in_blocks_is_bit_equal_to_the_likeliest(parent):
+    model = ClusterModel.from_pretrained(parent)
+    x = torch.from_numpy(blobs(range(3), 2000, 5)[0])
+    assert torch.equal(model.predict(x), model.predict_proba(x).argmax(-1))
