@@ -99,9 +99,9 @@ def main() -> None:
             run = subprocess.run(words, check=True, capture_output=True, text=True)
         m = json.loads(run.stdout)
         print(
-            f"{m['n']:,} x {DIM} rows in {m['seconds']:.0f} s: {m['start']:.0f} MiB resident "
-            f"before, {m['peak']:.0f} at the most, {m['mapped']:.0f} MiB of files' own pages at the end, "
-            "which the system takes back at will"
+            f"{m['n']:,} x {DIM} rows in {m['seconds']:.0f} s. MiB resident: {m['start']:.0f} "
+            f"before, {m['peak']:.0f} at the most, {m['mapped']:.0f} of them pages of files, which "
+            "the system takes back at will"
         )
         return
     columns = "data, unseen, trained on, new, known: cluster kept, unseen: in an offered cluster, "

@@ -235,7 +235,8 @@ def _embedded(
     if teacher.dim != width:
         raise SettingsError(
             f"{settings.dataset} has embeddings of {teacher.dim} dimensions by the teacher "
-            f"{teacher.name}, but {parent.path} learnt from {width}: give samples of the same kind"
+            f"{teacher.name}, but {parent.path} learnt from {width}: give samples of the same kind "
+            "(for pixels: images of the same size, and both from a folder or both by name)"
         )
     if weights is not None and weights != teacher.weights_id:
         raise RunFolderError(

@@ -105,7 +105,7 @@ def test_known_classes_join_and_an_unseen_one_is_offered(parent, settings, tmp_p
     assert (loaded.predict(x.numpy()) == clusters).all()
     assert (loaded.n_clusters, loaded.n_clusters_, loaded.new_clusters_.tolist()) == (3, 4, [3])
     scores = [float(row["outlier"]) for row in assignments(path)[240:] if "outlier" in row]
-    scores = np.array(scores or model.outlier_scores(x))
+    scores = np.array(scores or model.outlier_scores(x).tolist())
     assert (scores[clusters == 3] <= 0.4).all() and scores[clusters < 3].max() > 0.8
     page = write_report(path).read_text()
     assert f"{sizes[:3].sum()} of 160 new samples joined" in page
