@@ -192,7 +192,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         return self._in_blocks(lambda block: self(block).argmax(-1), x)
 
     @undisturbed()
-    @torch.inference_mode()
+    @torch.no_grad()
     def extended(self, read: Callable[[Tensor], Tensor], n: int) -> ClusterModel:
         """This model with the clusters that new samples offer; itself where they offer none.
 
@@ -230,13 +230,8 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         for name, tensor in known.items():
             before = [tensors[name]] if name in tensors else []
             tensors[name] = torch.cat([*before, tensor.to(self.weights.device)])
-        model = type(self)(
-            **self.options
-            | {
-                "n_new": n_new + int(groups.max()) + 1,
-                "n_new_rows": len(tensors["offers.rows"]),
-            }
-        )
+        grown = {"n_new": n_new + int(groups.max()) + 1, "n_new_rows": len(tensors["offers.rows"])}
+        model = type(self)(**self.options | grown)
         model.load_state_dict(tensors)
         return model.to(self.weights.device)
 

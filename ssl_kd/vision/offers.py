@@ -112,11 +112,11 @@ def find_offers(
         Hoeffding, On the distribution of the number of successes in independent trials, 1956.
     """
     found = torch.full((len(new),), -1)
+    if len(new) < LEAST:
+        return found
     # Copies of one sample are one sample: they would vouch for each other.
     rows = np.sort(np.unique(new.numpy(), axis=0, return_index=True)[1])
     n, r = len(rows), len(reference)
-    if n < LEAST:
-        return found
     clusters = np.concatenate([old.numpy(), joined.numpy()[rows]])
     counts = [np.bincount(part, minlength=clusters.max() + 1) for part in np.split(clusters, [r])]
     share = counts[1] / np.maximum(counts[0] + counts[1], 1)

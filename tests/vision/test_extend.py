@@ -328,6 +328,18 @@ def test_the_more_numerous_group_comes_first_and_small_ones_are_not_offered():
     assert (groups[100:130] == 1).all() and (groups[130:190] == 0).all()
 
 
+def test_awkward_batches_are_extended_by_too(parent):
+    model = ClusterModel.from_pretrained(parent)
+    far = torch.from_numpy(blobs([3], 40, 1)[0])
+    for x in (far[:1], far[:4], torch.zeros(30, 8)):
+        assert model.extended(x.__getitem__, len(x)) is model
+    grown = model.extended(far.__getitem__, len(far))
+    assert grown.predict_proba(far[:0]).shape == (0, 4) and len(grown.outlier_scores(far[:0])) == 0
+    x = far.clone().requires_grad_()
+    grown(x).sum().backward()  # its tensors are ordinary ones
+    assert grown.extended(far.__getitem__, len(far)) is grown  # known by now
+
+
 def test_no_more_new_samples_of_a_cluster_are_compared_than_there_are_old_ones():
     old = torch.tensor([0] * 3 + [1] * 50)
     joined = torch.tensor([0, 1] * 40 + [2] * 5)
