@@ -61,7 +61,7 @@ PCA_DIM = 256
 NEIGHBOURS = 20
 # Pair only samples that are each other's neighbours: fewer wrong pairs. Turn off for sparse data.
 MUTUAL_NEIGHBOURS = True
-# Number of clusters, from 2; None: as many as the data set declares classes.
+# Number of clusters, from 2; None: as many as the data set declares classes; auto: found.
 N_CLUSTERS = None
 # Where the clusters come from: graph (the best partition of the graph of neighbours; the heads
 # learn it) | heads (the heads find them, by LOSS); None: graph, unless a setting of LOSS is

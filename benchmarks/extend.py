@@ -39,7 +39,7 @@ def measure(x: np.ndarray, y: np.ndarray, unseen: tuple[int, ...], seed: int) ->
     began = time.perf_counter()
     after = clusterer.partial_fit(x[new]).labels_
     seconds = time.perf_counter() - began
-    is_new, known = np.isin(y[new], unseen), clusterer.n_clusters
+    is_new, known = np.isin(y[new], unseen), clusterer.model_.options["n_clusters"]
     found = [np.bincount(y[new][after == k]) for k in clusterer.new_clusters_]
     pure = sum(int(counts.max()) for counts in found), sum(int(c.sum()) for c in found)
     purity = f"{pure[0]} of {pure[1]}" if found else "-"

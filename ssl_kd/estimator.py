@@ -36,7 +36,7 @@ from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
 from ssl_kd.vision.projection import Projection
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.train import train
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ class MultiHeadClusterer(
     Outputs are NumPy arrays. The global random states are left as they were.
 
     Args:
-        n_clusters: K, from 1 to the number of samples.
+        n_clusters: K, from 1 to the number of samples; None or `auto`: as many as are found, among
+            64 samples at least.
         pca_dim: wider embeddings are rotated to this many principal components; None: never.
         neighbours: nearest neighbours that a sample may be paired with; at most n - 1 are used.
         mutual_neighbours: pair only samples that are each other's neighbours.
@@ -99,6 +100,8 @@ class MultiHeadClusterer(
             see `noise_threshold`), equal to `predict` of them.
         n_clusters_: how many clusters there are, those that `partial_fit` found among them.
         new_clusters_: the numbers of these.
+        number_: where `n_clusters` was found, what speaks for it: an interval, and the levels that
+            are worth most (`ssl_kd.graph.levels.Evidence`); else None.
         model_: the `ClusterModel` of the heads that vote, on the CPU.
         settings_: the `VisionSettings` that it was trained with, its seed too.
         n_features_in_: width of the embeddings.
@@ -123,7 +126,7 @@ class MultiHeadClusterer(
 
     def __init__(
         self,
-        n_clusters: int = 10,
+        n_clusters: int | str | None = 10,
         *,
         pca_dim: int | None = VisionSettings.pca_dim,
         neighbours: int = VisionSettings.neighbours,
@@ -237,7 +240,8 @@ class MultiHeadClusterer(
         settings = self._settings()
         x = self._embeddings(X, reset=True)
         n = len(x)
-        n_clusters = settings.n_clusters or 1
+        auto = settings.n_clusters == AUTO
+        n_clusters = 2 if auto else int(settings.n_clusters or 1)
         if n < n_clusters:
             raise ValueError(
                 f"n_samples={n} is less than n_clusters={n_clusters}: give more samples or ask for "
@@ -250,12 +254,15 @@ class MultiHeadClusterer(
         projected = projection(x)
         k = min(settings.neighbours, n - 1)
         neighbours = nearest_neighbours(x, k, device=precision.device)
+        gather, found, self.number_ = projected.__getitem__, None, None
+        if auto or (settings.by_graph and n_clusters > 1):
+            wanted = None if auto else n_clusters
+            found = partition_of(wanted, neighbours, x.__getitem__, projected, precision.device)
+            n_clusters, self.number_ = found.n_clusters, found.number
+            found = found if settings.by_graph else None
+        clusters = None if found is None else found.clusters
         sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        gather, found = projected.__getitem__, None
-        if settings.by_graph and n_clusters > 1:
-            found = partition_of(n_clusters, neighbours, x.__getitem__, projected, precision.device)
-        clusters = None if found is None else found.clusters
         log = EventLog(announce=True)
         train(trainer, sampler, gather, steps, clusters=clusters, on_events=log.extend)
         self.model_, _, _ = form_answer(settings, trainer, neighbours, gather, projection, found)
@@ -315,6 +322,19 @@ class MultiHeadClusterer(
     def transform(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
         """The same `[n, n_clusters]` float32 as `predict_proba`, as features for a next step."""
         return self.predict_proba(X)
+
+    @undisturbed()
+    def predict_levels(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
+        """The cluster of each sample at every level of the tree, `[n, level]` int64.
+
+        The levels have `model_.options["levels"]` clusters, the finest first: 3 K of them, each
+        part of one that `predict` gives, down to 5, each made of whole ones.
+
+        Raises:
+            InputError: the heads found the clusters themselves (`method`), so there is no tree.
+        """
+        check_is_fitted(self)
+        return self.model_.predict_levels(self._embeddings(X, reset=False)).numpy()
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `model.safetensors` and `config.json`, as a run folder has them."""
@@ -388,12 +408,12 @@ class MultiHeadClusterer(
 
     def _settings(self) -> VisionSettings:
         """The parameters, checked; `n_clusters` is None for a single cluster."""
-        if self.n_clusters is None:
-            raise ValueError("n_clusters is None, but an array declares no classes: give a number")
         values = {_setting(name): _plain(value) for name, value in self.get_params().items()}
         values["SEED"] = self._seed()
         if values["N_CLUSTERS"] == 1:  # trivial, so no run may ask for it; scikit-learn's users may
             values["N_CLUSTERS"] = None
+        elif values["N_CLUSTERS"] is None:  # an array declares no classes
+            values["N_CLUSTERS"] = AUTO
         return VisionSettings.from_dict(values)
 
     def _seed(self) -> int:

@@ -46,6 +46,7 @@ class Rule:
     below: float | None = None  # like `high`, the border itself left out
     choices: tuple[str, ...] = ()
     forms: tuple[tuple[str, str], ...] = ()  # further choices: as shown, and as an expression
+    words: tuple[str, ...] = ()  # what a number may also be, from its type: int | Literal["auto"]
 
     @property
     def bounded(self) -> bool:
@@ -97,8 +98,12 @@ def _fields(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
         hint = hints[field.name]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         members = typing.get_args(hint) if union else (hint,)
-        (kind,) = (member for member in members if member is not types.NoneType)
-        found[field.name] = (kind, types.NoneType in members, field.metadata["rule"])
+        words = [m for m in members if typing.get_origin(m) is typing.Literal]
+        (kind,) = (m for m in members if m is not types.NoneType and m not in words)
+        rule = field.metadata["rule"]
+        if words:
+            rule = dataclasses.replace(rule, words=typing.get_args(words[0]))
+        found[field.name] = (kind, types.NoneType in members, rule)
     return types.MappingProxyType(found)
 
 
@@ -145,14 +150,15 @@ class Settings:
         ):
             if border is not None:
                 words.append(f"{word} {_number(border)}")
-        return ", ".join(words) + (" (or None)" if optional else "")
+        others = [*map(repr, rule.words), *(["None"] if optional else [])]
+        return ", ".join(words) + (f" (or {' or '.join(others)})" if others else "")
 
     @classmethod
     def check(cls, name: str, value: Any) -> Any:
         """Return `value` as the setting `name` holds it, or raise SettingsError."""
         kind, optional, rule = _fields(cls)[name]
-        if optional and value is None:
-            return None
+        if (optional and value is None) or (type(value) is str and value in rule.words):
+            return value
         came, value = value, _widened(value, kind)
         fits = type(value) is kind and (kind is not float or math.isfinite(value))
         if fits and kind is str:
@@ -173,7 +179,7 @@ class Settings:
                 and (rule.below is None or value < rule.below)
             )
         if not fits:
-            near = nearest(value, rule.choices) if isinstance(value, str) else ""
+            near = nearest(value, rule.choices or rule.words) if isinstance(value, str) else ""
             raise SettingsError(
                 f"{name.upper()} is {came!r}, but must be {cls.allowed(name)}.{near}"
             )
@@ -182,9 +188,11 @@ class Settings:
     @classmethod
     def parse(cls, name: str, text: str) -> Any:
         """Return the value that `text`, a word of the command line, means for a setting."""
-        kind, optional, _ = _fields(cls)[name]
+        kind, optional, rule = _fields(cls)[name]
         if optional and text.lower() == "none":
             return None
+        if text.lower() in rule.words:
+            return text.lower()
         try:
             # A word that cannot be read is handed on as it is: `check` then says what is allowed.
             value = text if kind in (bool, str) else kind(text)

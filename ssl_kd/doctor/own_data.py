@@ -13,7 +13,7 @@ from ssl_kd.doctor import machine
 from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.objectives import objective_class
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.settings import AUTO, VisionSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,7 @@ _BLOCK_ROWS = 8192
 _MANY_ROWS = 200_000  # beyond them, duplicates and neighbours are those of a sample
 _PAIRED_ROWS = 4096  # that sample of neighbours
 _STEPS, _SECONDS = 3, 10.0
+_SOME_CLUSTERS = 10  # where their number is to be found
 _SHOWN = 5  # faults of the first batches, before the rest is only counted
 
 
@@ -208,7 +209,8 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
     """Settings that are allowed and often well meant, and what they do to a run."""
     s, store = settings, stores.get("train")
     known = None if store is None or store.class_names is None else len(store.class_names)
-    k = s.n_clusters or known or 2
+    given = None if s.n_clusters == AUTO else s.n_clusters
+    k = given or known or 2
     found = []
 
     def risk(name: str, why: str, change: str) -> None:
@@ -279,10 +281,11 @@ def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -
     from ssl_kd.vision.run import n_clusters_of
 
     try:
-        n_clusters = n_clusters_of(settings, store.class_names, store.n)
+        known = n_clusters_of(settings, store.class_names, store.n)
     except SettingsError as error:
         yield Finding(name, str(error), AS_SAID)
         return
+    n_clusters = known or _SOME_CLUSTERS
     found = _train_a_little(settings, store, n_clusters, precision)
     loss = _range([value for record in found.records for value in record.loss])
     norm = _range([value for record in found.records for value in record.grad_norm])

@@ -85,7 +85,7 @@ def best_partitions(
         best = {part.origin: part.clusters for part in reversed(search.found[:AGAIN])}
         search.alpha = alpha
         search.run(best | given)
-    return [replace(part, clusters=_in_order(part.clusters)) for part in search.found]
+    return [replace(part, clusters=in_order(part.clusters)) for part in search.found]
 
 
 def alpha_of(joint: Floats) -> float:
@@ -99,7 +99,7 @@ def alpha_of(joint: Floats) -> float:
     return float(np.clip(LEAST_ALPHA + SLOPE * (1 - evenness), LEAST_ALPHA, most))
 
 
-def _in_order(clusters: Ints) -> Ints:
+def in_order(clusters: Ints) -> Ints:
     """The same clusters, numbered as they come: whatever way found them."""
     _, first, number = np.unique(clusters, return_index=True, return_inverse=True)
     return first.argsort().argsort()[number]

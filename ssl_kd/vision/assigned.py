@@ -30,6 +30,8 @@ class Assigned:
         clusters: `[n]`, the likeliest, or -1 beyond NOISE_THRESHOLD.
         confidence: `[n]`, of the likeliest.
         outlier: `[n]`, how far out each lies.
+        sizes: clusters of each level of the tree, finest first; empty where there is none.
+        levels: `[n, level]`, each sample's, or -1 beyond NOISE_THRESHOLD.
         all_labels: `[n]`, or None.
         rows: those that are scored, a random part of very many.
         x: `[row, dim]`, their embeddings.
@@ -53,6 +55,11 @@ class Assigned:
         if settings.noise_threshold is not None:
             first = without_outliers(first, outlier, settings.noise_threshold)
         self.clusters = first.numpy()
+        self.sizes = model.options["levels"] or []
+        self.levels = np.empty((store.n, 0), np.int64)
+        if self.sizes:
+            blocks = [model.predict_levels(x) for _, x in store.blocks(ROWS_PER_BLOCK)]
+            self.levels = torch.where(first.unsqueeze(1) < 0, -1, torch.cat(blocks)).numpy()
         self.all_labels = None if store.labels is None else store.labels.numpy()
 
         # Heads and baselines are compared on the same rows, a sample where there are very many.
@@ -73,6 +80,7 @@ class Assigned:
             *(["label"] if labelled else []),
             "outlier",
             *(name for place in more for name in (place, f"{place}_confidence")),
+            *(f"level_{size}" for size in self.sizes),
         ]
 
     def lines(self, split: str, columns: Sequence[str]) -> Iterator[str]:
@@ -95,6 +103,8 @@ class Assigned:
         for place, name in enumerate(PLACES[: self.likely.shape[1] - 1], 1):
             line[name] = int(self.likely[row, place])
             line[f"{name}_confidence"] = f"{self.probabilities[row, place]:.4f}"
+        for size, cluster in zip(self.sizes, self.levels[row], strict=True):
+            line[f"level_{size}"] = int(cluster)
         return line
 
     def _label(self, row: int) -> str:

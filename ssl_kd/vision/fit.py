@@ -26,6 +26,7 @@ from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather
+from ssl_kd.vision.tree import Tree
 
 # Pairs of neighbours by which answers are judged: enough for a hundredth of a nat, few enough to
 # hold their embeddings in memory.
@@ -151,6 +152,7 @@ def form_answer(
         bottleneck_dim=settings.bottleneck_dim,
         temperature=settings.teacher_temp,
         n_reference=len(novelty.own),
+        levels=None if found is None else [int(level.max()) + 1 for level in found.levels],
     )
     model.novelty = novelty
     model.weights.copy_(state.teacher.cpu()[chosen])
@@ -159,6 +161,8 @@ def form_answer(
     model.projection.load_state_dict(projection.state_dict())
     if found is not None:
         _calibrate(model, gather, found.repeats, settings.seed)
+        every = [gather(rows) for rows in torch.arange(len(neighbours)).split(ROWS_PER_BLOCK)]
+        model.tree = Tree.fit(torch.cat(every), found.clusters, found.levels, n_clusters)
     return model, chosen, information
 
 

@@ -25,6 +25,7 @@ from ssl_kd.vision.confidence import tempered
 from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.offers import Offers, comparable, find_offers
 from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.tree import Tree
 
 ROWS_PER_BLOCK = 4096
 
@@ -52,6 +53,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         n_reference: training samples kept to compare new ones with; 0: no outlier scores.
         n_new: clusters that were offered later, numbered K, K + 1, ...
         n_new_rows: samples kept to know these by.
+        levels: clusters of each level of the tree around these, finest first; None: there is none.
 
     Attributes:
         n_clusters: all of them, K + n_new.
@@ -74,6 +76,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         n_reference: int = 0,
         n_new: int = 0,
         n_new_rows: int = 0,
+        levels: list[int] | None = None,
     ) -> None:
         super().__init__()
         self.n_clusters, self.temperature = n_clusters + n_new, temperature
@@ -90,6 +93,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             "n_reference": n_reference,
             "n_new": n_new,
             "n_new_rows": n_new_rows,
+            "levels": levels,
         }
         make = head_maker(
             head, head_dim, n_clusters, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim
@@ -99,6 +103,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         self.register_buffer("votes", torch.zeros(n_heads, n_clusters, n_clusters))
         self.projection = Projection(in_dim, head_dim)
         self.novelty = Novelty(head_dim, n_reference) if n_reference else None
+        self.tree = Tree(head_dim, levels, n_clusters) if levels else None
         self.offers = Offers(head_dim + 1, n_new_rows) if n_new else None
 
     @classmethod
@@ -234,6 +239,25 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         model = type(self)(**self.options | grown)
         model.load_state_dict(tensors)
         return model.to(self.weights.device)
+
+    @undisturbed()
+    @torch.inference_mode()
+    def predict_levels(self, x: Tensor) -> Tensor:
+        """Embeddings `[n, in_dim]` -> clusters of each level of `options["levels"]`, `[n, level]`.
+
+        Raises:
+            InputError: the model has no tree: its heads found the clusters themselves, or it was
+                saved before there were any.
+        """
+        tree = self.tree
+        if tree is None:
+            raise InputError(
+                "this model holds no tree of levels: train it with METHOD graph (the default), in "
+                "this version"
+            )
+        return self._in_blocks(
+            lambda block: tree(self.projection(block), self(block).argmax(-1)), x
+        )
 
     @undisturbed()
     @torch.inference_mode()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd.graph import Graph, Partition, best_partitions, fuzzy_graph, kmeans
+from ssl_kd.graph.levels import Evidence, nested_levels, number_of_clusters
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import nearest_neighbours
 
@@ -37,19 +38,26 @@ class GraphAnswer:
     """What was found in the graph.
 
     Attributes:
+        n_clusters: K.
         clusters: `[n]` int64, the best partition.
         ranked: the partitions that competed, best first.
+        levels: `[level, n]` int64, finest first: clusters within those of `clusters`, to 3 K of
+            them, and of whole ones, down to 5.
+        number: why there are so many clusters; None where that was given.
         repeats: `[repeat, n]` int64, found anew in a random half of the samples, -1 for the other
             half; in one of the three graphs each. None of them where a half is too small.
     """
 
+    n_clusters: int
     clusters: Tensor
     ranked: list[Partition]
+    levels: Tensor
+    number: Evidence | None
     repeats: Tensor
 
 
 def partition_of(
-    n_clusters: int,
+    n_clusters: int | None,
     neighbours: Tensor,
     embeddings: Gather,
     projected: Tensor,
@@ -59,12 +67,15 @@ def partition_of(
     """The best partition of some samples into `n_clusters`; it depends on nothing but them.
 
     Args:
-        n_clusters: K, at least 2.
+        n_clusters: K, at least 2; None: as many as are found.
         neighbours: `[n, k]`, nearest first by cosine of the embeddings as they are.
         embeddings: reads these by row.
         projected: `[n, dim]`, as the heads see them: centred.
         device: where neighbours are searched.
         progress: called with (graphs done, graphs).
+
+    Raises:
+        InputError: the number of clusters is to be found among too few samples.
     """
     n = len(projected)
     views, total = [], sp.csr_matrix((n, n), dtype=np.float32)
@@ -72,12 +83,18 @@ def partition_of(
         views.append(view)
         total = total + view
         progress(len(views), 3)
+    graph, number = Graph(total.tocsr()), None
+    if n_clusters is None:
+        number = number_of_clusters(graph)
+        n_clusters = number.n_clusters
     starts = {"k-means": kmeans(safe_normalize(projected).numpy(), n_clusters, seed=0)}
-    ranked = best_partitions(Graph(total.tocsr()), n_clusters, starts=starts)
+    ranked = best_partitions(graph, n_clusters, starts=starts)
+    levels = np.stack(nested_levels(graph, ranked[0].clusters))
     repeats = [_repeated(view, n_clusters, seed) for seed, view in enumerate(views)]
     found = [torch.from_numpy(clusters) for clusters in repeats if clusters is not None]
     every = torch.stack(found) if found else torch.empty(0, n, dtype=torch.int64)
-    return GraphAnswer(torch.from_numpy(ranked[0].clusters), ranked, every)
+    clusters, tree = torch.from_numpy(ranked[0].clusters), torch.from_numpy(levels)
+    return GraphAnswer(n_clusters, clusters, ranked, tree, number, every)
 
 
 def _repeated(graph: Any, n_clusters: int, seed: int) -> NDArray[np.int64] | None:

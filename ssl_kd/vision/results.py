@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
@@ -87,6 +88,7 @@ def judge(
         "table": table,
         "heads": _heads(trainer, train, n_clusters, chosen, information, accuracies),
         "graph": None if answer is None else _graph(answer),
+        "levels": _levels(train, n_clusters),
         "cluster_sizes": evaluate.cluster_sizes(train.members, n_clusters).tolist(),
         "calibration": {name: _calibration(split) for name, split in splits.items()},
         "outliers": {name: _outliers(split) for name, split in splits.items()},
@@ -170,7 +172,25 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
         "alpha": first.alpha,
         "origin": first.origin,
         "ranked": best,
+        "number": None if answer.number is None else dataclasses.asdict(answer.number),
     }
+
+
+def _levels(split: Assigned, n_clusters: int) -> list[dict[str, Any]]:
+    """The tree, coarsest level first, the answer among them: sizes, and what each is part of."""
+    levels = {
+        f"level_{size}": (size, of) for size, of in zip(split.sizes, split.levels.T, strict=True)
+    }
+    levels["cluster"] = (n_clusters, split.clusters)
+    found, above = [], None
+    for column, (_, of) in sorted(levels.items(), key=lambda level: level[1][0]):
+        clusters, first, counts = np.unique(of, return_index=True, return_counts=True)
+        kept = clusters >= 0
+        parents = None if above is None else above[first][kept].tolist()
+        level = {"clusters": clusters[kept].tolist(), "sizes": counts[kept].tolist()}
+        found.append({"column": column, **level, "parents": parents})
+        above = of
+    return found if split.sizes else []
 
 
 def _calibration(split: _Split) -> dict[str, Any] | None:
@@ -226,7 +246,8 @@ class _Split(Assigned):
 def _write_assignments(folder: RunFolder, splits: dict[str, _Split]) -> None:
     """`assignments.csv`: file, cluster, confidence, split, and the label where any is known.
 
-    Then `outlier`, and the next likely clusters with their probabilities, TOP_K clusters in all.
+    Then `outlier`, the next likely clusters with their probabilities, TOP_K clusters in all, and
+    the cluster at each level of the tree.
     """
     labelled = any(split.all_labels is not None for split in splits.values())
     columns = next(iter(splits.values())).columns(labelled)

@@ -44,7 +44,7 @@ from ssl_kd.vision.partition import GraphAnswer, partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.results import judge
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import HeadFault, LogRecord, train
 
@@ -101,16 +101,19 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         store = stores["train"]
         folder.keep_to(store.fingerprint.digest)
         n_clusters = n_clusters_of(settings, store.class_names, store.n)
-        _warn_of_odd_rows(store, n_clusters)
+        _warn_of_odd_rows(store, n_clusters or 2)
         source = _Source(store, settings)
 
         with clock("neighbours"):
             neighbours = _neighbours(settings, source, precision.device, tell)
         found = None
-        if settings.by_graph:
+        if settings.by_graph or n_clusters is None:
             with clock("graph"):
                 found = _partition(n_clusters, neighbours, source, precision.device, tell)
-        clusters = None if found is None else found.clusters
+            n_clusters = found.n_clusters
+        assert n_clusters is not None
+        learnt = found if settings.by_graph else None
+        clusters = None if learnt is None else learnt.clusters
 
         with clock("train"):
             trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
@@ -121,14 +124,16 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         tell("consensus", 0, 1, {})
         with clock("consensus"):
             model, chosen, information = form_answer(
-                settings, trainer, neighbours, source, source.projection, found
+                settings, trainer, neighbours, source, source.projection, learnt
             )
             save_model(model, folder)
         tell("consensus", 1, 1, {"heads": len(chosen)})
 
         with clock("judge"):
-            learnt, draw = (trainer, model, chosen, information, found), partial(tell, "judge")
-            metrics = judge(settings, folder, stores, *learnt, draw)
+            draw = partial(tell, "judge")
+            metrics = judge(
+                settings, folder, stores, trainer, model, chosen, information, found, draw
+            )
         metrics |= {
             "dataset": about_data(train_set, stores, n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
@@ -176,7 +181,8 @@ class _Source:
 
     def __init__(self, store: EmbeddingStore, settings: VisionSettings) -> None:
         self._held: Tensor | None = None
-        self.store, most = store, GRAPH_ROWS if settings.by_graph else store.n
+        by_graph = settings.by_graph or settings.n_clusters == AUTO
+        self.store, most = store, GRAPH_ROWS if by_graph else store.n
         self.n = min(store.n, most)
         self._rows = None if self.n == store.n else sample_rows(store.n, settings.seed, most)
         sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
@@ -217,7 +223,11 @@ def _neighbours(
 
 
 def _partition(
-    n_clusters: int, neighbours: Tensor, source: _Source, device: torch.device, tell: Progress
+    n_clusters: int | None,
+    neighbours: Tensor,
+    source: _Source,
+    device: torch.device,
+    tell: Progress,
 ) -> GraphAnswer:
     """The clusters that the heads are to learn."""
     projected = source(torch.arange(source.n))
@@ -304,18 +314,25 @@ def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision)
     )
 
 
-def n_clusters_of(settings: VisionSettings, class_names: Sequence[str] | None, n: int) -> int:
+def n_clusters_of(
+    settings: VisionSettings, class_names: Sequence[str] | None, n: int
+) -> int | None:
     """K of `n` samples: what the settings say, else the number of classes that the data declares.
+
+    Returns:
+        K; None where it is to be found.
 
     Raises:
         SettingsError: neither says it, or it does not fit the number of samples.
     """
     n_clusters = settings.n_clusters
+    if n_clusters == AUTO:
+        return None
     if n_clusters is None:
         if class_names is None:
             raise SettingsError(
                 "N_CLUSTERS is None, which means the number of classes the data set declares, but "
-                f"{settings.dataset} declares none: give --n_clusters"
+                f"{settings.dataset} declares none: give --n_clusters, a number or {AUTO}"
             )
         n_clusters = len(class_names)
     if not 2 <= n_clusters <= n:

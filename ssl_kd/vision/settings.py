@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ssl_kd.imports import IMPORT_PATH
 from ssl_kd.settings import RunSettings, SettingsError, setting
@@ -12,6 +12,8 @@ from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 
 __all__ = ["SettingsError", "VisionSettings"]
 
+# N_CLUSTERS that is to be found.
+AUTO = "auto"
 # What only heads that find the clusters themselves make use of.
 OF_LOSS = ("loss", "beta", "instance_weight", "centering", "marginal_momentum")
 
@@ -169,8 +171,10 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "pair only samples that are each other's neighbours: fewer wrong pairs",
         "Turn off for sparse data.",
     )
-    n_clusters: int | None = setting(
-        None, "number of clusters; None: as many as the data set declares classes", low=2
+    n_clusters: int | Literal["auto"] | None = setting(
+        None,
+        "number of clusters; None: as many as the data set declares classes; auto: found",
+        low=2,
     )
     method: str | None = setting(
         None,

@@ -1,0 +1,205 @@
+"""How many clusters a graph has, where nobody says, and the tree of its levels.
+
+A level of K clusters is worth `Q(K) A(K)^(1/3)`: Q is the modularity of a partition into K, and A
+how far two random halves of the samples agree on theirs (prediction strength, as adjusted Rand
+index). Modularity alone finds about ten clusters in any graph of neighbours, since to cut a
+homogeneous cluster still gains by it; but such a cut falls elsewhere in each half.
+
+References:
+    Tibshirani & Walther, Cluster validation by prediction strength, 2005.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from sklearn.metrics import adjusted_rand_score
+
+from ssl_kd.errors import InputError
+from ssl_kd.graph.criterion import ALPHA, Graph, Ints, joint, one_hot
+from ssl_kd.graph.kmeans import kmeans
+from ssl_kd.graph.search import descend, in_order, pair_losses
+from ssl_kd.graph.spectral import on_sphere
+
+EXPONENT = 1 / 3
+HALVINGS = 4
+ATOMS = 400
+MOST = 250  # clusters that are looked for
+LEAST_SIZE = 16  # samples that a cluster has on average
+DIMENSIONS, STEPS = 64, 10
+# Of the tree: clusters at its ends, the first as a multiple of K.
+FINEST, COARSEST = 3, 5
+APART = 1.25  # two levels closer than this factor are one
+
+
+@dataclass(frozen=True)
+class Level:
+    """A number of clusters, and what speaks for it.
+
+    Attributes:
+        n_clusters: K.
+        worth: `modularity * agreement ** (1/3)`.
+        modularity: of the partition into K.
+        agreement: adjusted Rand index of two halves' partitions, mean over the halvings.
+    """
+
+    n_clusters: int
+    worth: float
+    modularity: float
+    agreement: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found of the number of clusters.
+
+    Attributes:
+        n_clusters: the level worth most.
+        interval: from the least to the greatest that one halving alone would choose.
+        ranked: levels that are worth more than those near them, best first.
+    """
+
+    n_clusters: int
+    interval: tuple[int, int]
+    ranked: list[Level]
+
+
+def number_of_clusters(graph: Graph, seed: int = 0) -> Evidence:
+    """The number of clusters of a graph of neighbours, from 2 to 250, at least 16 samples each.
+
+    Args:
+        graph: of the samples.
+        seed: of the halvings and of every k-means.
+
+    Raises:
+        InputError: fewer than 64 samples.
+    """
+    if graph.n < 4 * LEAST_SIZE:
+        raise InputError(
+            f"the number of clusters is to be found, but there are {graph.n} samples, expected at "
+            f"least {4 * LEAST_SIZE}: give the number (N_CLUSTERS, n_clusters)"
+        )
+    most = max(2, min(MOST, graph.n // LEAST_SIZE))
+    found = levels(graph, most, seed)
+    agreed = [_agreement(graph, most, np.random.default_rng([seed, h])) for h in range(HALVINGS)]
+    known = [k for k in sorted(found) if all(k in halving for halving in agreed)] or [2]
+    quality = np.array([_modularity(graph, found[k], k) if k in found else 0.0 for k in known])
+    agree = np.array([[halving.get(k, 0.0) for k in known] for halving in agreed]).clip(0)
+    worth, single = quality * agree.mean(0) ** EXPONENT, quality * agree**EXPONENT
+    all_levels = [
+        Level(k, float(w), float(q), float(a))
+        for k, w, q, a in zip(known, worth, quality, agree.mean(0), strict=True)
+    ]
+    ranked = [
+        level
+        for level in sorted(all_levels, key=lambda level: -level.worth)
+        if level.worth >= max(o.worth for o in all_levels if _near(o, level))
+    ]
+    choices = [known[int(i)] for i in single.argmax(1)] + [ranked[0].n_clusters]
+    return Evidence(ranked[0].n_clusters, (min(choices), max(choices)), ranked)
+
+
+def _near(a: Level, b: Level) -> bool:
+    return 1 / APART < a.n_clusters / b.n_clusters < APART
+
+
+def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
+    """Partitions `[n]` by their number of clusters, from `most` down to 2; not every number."""
+    atoms = _atoms(graph, 2 * most, seed)
+    m = int(atoms.max()) + 1
+    small = graph.of_groups(atoms, m)
+    return {
+        k: clusters[atoms]
+        for k, clusters in descend(small, np.arange(m), 2, pace=20, refined=most)
+        if k <= most
+    }
+
+
+def _atoms(graph: Graph, least: int, seed: int) -> Ints:
+    """Groups `[n]` of samples few steps apart, at least `least` of them where there are as many."""
+    wanted = max(ATOMS, least)
+    if graph.n <= 3 * wanted:
+        return np.arange(graph.n)
+    places = _diffused(graph, np.random.default_rng(seed))
+    return kmeans(places, wanted, seed, max_iter=5, init="random")
+
+
+def _modularity(graph: Graph, clusters: Ints, k: int) -> float:
+    table = joint(graph, clusters, k)
+    return float(np.trace(table) - (table.sum(1) ** 2).sum())
+
+
+def _agreement(graph: Graph, most: int, random: np.random.Generator) -> dict[int, float]:
+    """By K: how far clusters of one half, carried over the edges to the other, are those there."""
+    order = random.permutation(graph.n)
+    halves = [np.sort(order[: graph.n // 2]), np.sort(order[graph.n // 2 :])]
+    seed = int(random.integers(2**31))
+    graphs = [Graph(graph.matrix[rows][:, rows].tocsr()) for rows in halves]
+    found = [levels(half, most, seed) for half in graphs]
+    across = graph.matrix[halves[0]][:, halves[1]].tocsr()
+    agreed = {}
+    for k in set(found[0]) & set(found[1]):
+        scores = []
+        for here, there, edges in ((0, 1, across.T), (1, 0, across)):
+            carried = (edges @ one_hot(found[here][k], k)).toarray()
+            tied = carried.any(1)
+            pair = found[there][k][tied], carried[tied].argmax(1)
+            scores.append(adjusted_rand_score(*pair))
+        agreed[k] = float(np.mean(scores))
+    return agreed
+
+
+def _diffused(graph: Graph, random: np.random.Generator) -> NDArray[np.float32]:
+    """Places `[n, 64]` in which near means few steps apart: smoothed random vectors."""
+    degree = np.maximum(graph.degree, 1e-12)
+    walk = sp.diags_array(0.5 / degree) @ graph.matrix + sp.eye_array(graph.n) * 0.5
+    places = random.standard_normal((graph.n, DIMENSIONS)) / np.sqrt(degree)[:, None]
+    for _ in range(STEPS):
+        places = walk @ places
+    return on_sphere((places - places.mean(0)).astype(np.float32))
+
+
+def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
+    """A tree of partitions around one: from 3 K clusters, within those of `clusters`, down to 5.
+
+    Args:
+        graph: of the samples.
+        clusters: `[n]`, K of them, numbered without gaps.
+        seed: of the atoms that the finest clusters are made of.
+
+    Returns:
+        Partitions `[n]`, finest first, each made of the next finer one's clusters; K itself is
+        not among them, unless there is no other. They are numbered in the order of their first
+        samples.
+    """
+    k = int(clusters.max()) + 1
+    finest = min(FINEST * k, graph.n)
+    groups = np.unique(_atoms(graph, finest, seed) * k + clusters, return_inverse=True)[1]
+    m = int(groups.max()) + 1
+    owner = np.zeros(m, np.int64)
+    owner[groups] = clusters
+    small, labels, found = graph.of_groups(groups, m), np.arange(m), []
+    wanted = level_sizes(k)
+    while True:
+        if m in wanted:
+            found.append(in_order(labels[groups]))
+        if m <= min(wanted):
+            return found or [clusters]
+        losses = pair_losses(joint(small, labels, m), finest, ALPHA)
+        if m > k:
+            losses[owner[:, None] != owner] = np.inf
+        a, b = divmod(int(losses.argmin()), m)
+        labels = np.where(labels == b, a, labels)
+        labels -= labels > b
+        owner, m = np.delete(owner, b), m - 1
+
+
+def level_sizes(n_clusters: int) -> list[int]:
+    """The numbers of clusters of a tree around K, largest first: 3 K, then each 2/3 of the last."""
+    least = min(COARSEST, n_clusters)
+    near = {round(n_clusters * 1.5**step) for step in range(-20, 3)} | {FINEST * n_clusters, least}
+    others = sorted((size for size in near - {n_clusters} if least <= size), reverse=True)
+    return others or [n_clusters]
