@@ -353,11 +353,14 @@ def _train(settings: VisionSettings) -> int:
     screen = open_screen()
     from ssl_kd.report import run_images
     from ssl_kd.report.tables import extension_text, results_table
-    from ssl_kd.vision.extend import extend
-    from ssl_kd.vision.run import run
+
+    if settings.extend is None:
+        from ssl_kd.vision.run import run as work
+    else:
+        from ssl_kd.vision.extend import extend as work
 
     def start(progress: ProgressBars) -> tuple[Path, Images | None]:
-        done = (extend if settings.extend else run)(settings, progress=progress)
+        done = work(settings, progress=progress)
         return done.path, done.images
 
     path, metrics = _run_and_report(start, run_images, screen)
