@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[int, tuple[int, ...], dict[Any, dict[str, Any]]]] = {
     "alpha 0.7": (15, ALL, {search: {"ALPHA": 0.7, "SAME_ALPHA": 1.0}}),
     "slope 5": (15, ALL, {search: {"SLOPE": 5.0}}),
     "slope 10": (15, ALL, {search: {"SLOPE": 10.0}}),
-    "no merging down": (15, ALL, {search: {"RESTARTS": 0}}),
+    "no merging down": (15, ALL, {search: {"DESCENTS": (), "LEAST_DESCENT": 0}}),
     "no split and merge": (15, ALL, {search: {"ROUNDS": 0}}),
     "no consensus": (15, ALL, {search: {"CONSENSUS": ()}}),
 }

@@ -352,7 +352,7 @@ def _train(settings: VisionSettings) -> int:
 
     screen = open_screen()
     from ssl_kd.report import run_images
-    from ssl_kd.report.tables import extension_text, results_table
+    from ssl_kd.report.tables import extension_text, number_text, results_table
 
     if settings.extend is None:
         from ssl_kd.vision.run import run as work
@@ -370,8 +370,9 @@ def _train(settings: VisionSettings) -> int:
         sizes = metrics["cluster_sizes"]
         found = f"{len(sizes)} clusters of {min(sizes)} to {max(sizes)} samples"
         result = f"{found}; no label is known, so there is nothing to score."
-    if "extended" in metrics:
-        print(extension_text(metrics) + ".")
+    told = extension_text(metrics) if "extended" in metrics else number_text(metrics)
+    if told:
+        print(told + ".")
     files = {"Clusters": path / "assignments.csv", "Report": path / "report.html"}
     if (path / "faults").exists():
         files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"

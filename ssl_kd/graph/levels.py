@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from sklearn.metrics import adjusted_rand_score
 
 from ssl_kd.errors import InputError
-from ssl_kd.graph.criterion import ALPHA, Graph, Ints, joint, one_hot
+from ssl_kd.graph.criterion import Floats, Graph, Ints, joint, merge_losses, one_hot
 from ssl_kd.graph.kmeans import kmeans
-from ssl_kd.graph.search import descend, in_order, pair_losses
+from ssl_kd.graph.search import descend, in_order
 from ssl_kd.graph.spectral import on_sphere
 
 EXPONENT = 1 / 3
@@ -32,6 +32,7 @@ LEAST_SIZE = 16  # samples that a cluster has on average
 DIMENSIONS, STEPS = 64, 10
 # Of the tree: clusters at its ends, the first as a multiple of K.
 FINEST, COARSEST = 3, 5
+LEAST_SHARE = 1e-9
 APART = 1.25  # two levels closer than this factor are one
 
 
@@ -188,13 +189,26 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
             found.append(in_order(labels[groups]))
         if m <= min(wanted):
             return found or [clusters]
-        losses = pair_losses(joint(small, labels, m), finest, ALPHA)
+        table = joint(small, labels, m)
+        losses = _crumbs_first(table) if m > k else merge_losses(table)
         if m > k:
             losses[owner[:, None] != owner] = np.inf
         a, b = divmod(int(losses.argmin()), m)
         labels = np.where(labels == b, a, labels)
         labels -= labels > b
         owner, m = np.delete(owner, b), m - 1
+
+
+def _crumbs_first(joint: Floats) -> Floats:
+    """What merging costs inside a cluster, `[k, k]`, above the diagonal, else infinite.
+
+    Ward's cost, with how closely two are tied in the place of their distance: by the value alone
+    crumbs would stay apart for ever, for it hardly counts them.
+    """
+    share = np.maximum(joint.sum(1), LEAST_SHARE)
+    both = np.outer(share, share)
+    cost = both**2 / (share[:, None] + share) / np.maximum(joint, LEAST_SHARE * both)
+    return np.where(np.tri(len(joint), dtype=bool), np.inf, cost)
 
 
 def level_sizes(n_clusters: int) -> list[int]:

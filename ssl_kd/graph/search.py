@@ -48,7 +48,7 @@ IMPROVED = 4  # starts that are split and merged
 SPLIT, MERGED = 2, 3
 ROUNDS = 300  # of exchanges, divided by K: each costs K times as much
 RESTARTS = 2
-AGAIN = 8  # partitions that the second search begins with
+AGAIN = 8  # partitions whose mean power is taken, and that the second search begins with
 # From this K on everything is done once only: eigenvectors and merging cost the square of K, and
 # where clusters are so many the first descent finds them.
 MANY = 60
@@ -63,7 +63,12 @@ SAME_ALPHA = 0.05  # so near to the first it is not worth a second search
 
 
 def best_partitions(
-    graph: Graph, n_clusters: int, seed: int = 0, starts: Mapping[str, Ints] | None = None
+    graph: Graph,
+    n_clusters: int,
+    seed: int = 0,
+    starts: Mapping[str, Ints] | None = None,
+    alpha: float | None = None,
+    restarts: int = RESTARTS,
 ) -> list[Partition]:
     """Partitions of a graph into `n_clusters`, the best first.
 
@@ -72,20 +77,29 @@ def best_partitions(
         n_clusters: K, from 2 to n.
         seed: of every k-means.
         starts: partitions `[n]` from elsewhere that compete, by name.
+        alpha: the power of the entropy; None: the one that suits what a first search finds.
+        restarts: how often merging down begins anew.
 
     Returns:
         At least one; different starts may have come to the same end. Clusters are numbered in the
         order of their first samples. Those with fewer than K come last.
     """
-    search = _Search(graph, n_clusters, seed)
+    search = _Search(graph, n_clusters, seed, ALPHA if alpha is None else alpha, restarts)
     given = dict(starts or {})
     search.run(given | search.starts())
-    alpha = alpha_of(joint(graph, search.found[0].clusters, n_clusters))
+    if alpha is None:
+        _search_again(search, given)
+    return [replace(part, clusters=in_order(part.clusters)) for part in search.found]
+
+
+def _search_again(search: _Search, given: dict[str, Ints]) -> None:
+    """With the power that suits what was found."""
+    graph, n_clusters, top = search.graph, search.k, search.found[:AGAIN]
+    alpha = float(np.mean([alpha_of(joint(graph, p.clusters, n_clusters)) for p in top]))
     if abs(alpha - search.alpha) > SAME_ALPHA:
-        best = {part.origin: part.clusters for part in reversed(search.found[:AGAIN])}
+        best = {part.origin: part.clusters for part in reversed(top)}
         search.alpha = alpha
         search.run(best | given)
-    return [replace(part, clusters=in_order(part.clusters)) for part in search.found]
 
 
 def alpha_of(joint: Floats) -> float:
@@ -146,8 +160,11 @@ def pair_losses(table: Floats, exact: int, alpha: float) -> Floats:
 
 
 class _Search:
-    def __init__(self, graph: Graph, n_clusters: int, seed: int) -> None:
-        self.graph, self.k, self.alpha = graph, n_clusters, ALPHA
+    def __init__(
+        self, graph: Graph, n_clusters: int, seed: int, alpha: float, restarts: int
+    ) -> None:
+        self.restarts = restarts if n_clusters < MANY else 1
+        self.graph, self.k, self.alpha = graph, n_clusters, alpha
         self.random = np.random.default_rng(seed)
         self.n = graph.n
         self.widths = WIDTHS if n_clusters < MANY else WIDTHS[:1]
@@ -166,7 +183,7 @@ class _Search:
         self._make_atoms()
         if self.k < MANY:
             self._improve(self._merge_down(np.arange(self.small.n)), "atoms merged")
-        for _ in range(RESTARTS if self.k < MANY else 1):
+        for _ in range(self.restarts):
             for origin, clusters in self._descents().items():
                 self._improve(clusters, origin)
         for part in begun[: IMPROVED if self.k < MANY else 1]:

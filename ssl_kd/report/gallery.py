@@ -101,6 +101,7 @@ def gallery(
     clusters = [
         _caption(k, counts[k], members.get(str(k)), k in offered)
         | {
+            "cluster": k,
             "size": counts[k],
             "colour": colours[k] if k < len(colours) else "#808080",
             "pictures": [named(row) for row in picked[k]],

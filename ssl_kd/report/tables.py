@@ -43,6 +43,20 @@ def extension_text(metrics: dict[str, Any]) -> str:
     return f"{text}; {left if new else 'no new cluster is offered'}"
 
 
+def number_text(metrics: dict[str, Any]) -> str | None:
+    """How many clusters were found and what else may be, in a line; None where K was given."""
+    number = (metrics.get("graph") or {}).get("number")
+    if not number:
+        return None
+    low, high = number["interval"]
+    others = ", ".join(str(level["n_clusters"]) for level in number["ranked"][1:4])
+    between = (
+        f"{low} to {high} by halves of the data" if low < high else "by every half of the data"
+    )
+    next_best = f"; next best {others}" if others else ""
+    return f"{number['n_clusters']} clusters were found ({between}{next_best})"
+
+
 def results_table(metrics: dict[str, Any]) -> Table:
     """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
     title = "Clusters against the labels, in percent" if metrics.get("table") else None

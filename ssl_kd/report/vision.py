@@ -10,7 +10,8 @@ from ssl_kd.report import figures
 from ssl_kd.report.curves import head_curves
 from ssl_kd.report.gallery import Images, extreme_rows, gallery
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.tables import extension_text
+from ssl_kd.report.tables import extension_text, number_text
+from ssl_kd.report.tree import tree
 from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
 
 ANSWER = "consensus"
@@ -40,6 +41,7 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
     label_names = {str(i): name for i, name in enumerate(names)}
     label_names |= {row["label"]: row["label"] for row in run.assignments
                     if row.get("label", "") not in ("", "-1", *label_names)}  # fmt: skip
+    shown = gallery(run, images, sizes, colours, label_names)
     return {
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
         **_header(run, labelled, noun),
@@ -48,7 +50,11 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "table": _table(metrics.get("table", [])) if labelled else {"rows": [], "splits": []},
         **_maps(run, colours, names),
         "many": len(colours) > len(figures.PALETTE),
-        "gallery": gallery(run, images, sizes, colours, label_names),
+        "gallery": shown,
+        "tree": tree(
+            metrics.get("levels", []), {c["cluster"]: c["pictures"] for c in shown["clusters"]}
+        ),
+        "tree_text": _tree_text(metrics),
         "confusion": confusion,
         "sizes": figures.cluster_size_bars(sizes),
         "size_text": size_text,
@@ -60,6 +66,13 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "heads_judged": any(finite(h.get("acc")) for h in heads),
         "heads_text": _heads_text(heads, chosen),
     }
+
+
+def _tree_text(metrics: dict[str, Any]) -> str:
+    """What the tree is, and where the number of its clusters comes from."""
+    text = "Fewer and larger clusters at the top, what they are made of inside; click to open."
+    found = number_text(metrics)
+    return f"{found}. {text}" if found else text
 
 
 def _cluster_colours(run: RunResults, n_sizes: int) -> list[str]:

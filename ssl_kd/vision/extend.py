@@ -315,14 +315,16 @@ def _judge(
         split: what the new samples are called.
         typical: `[cluster, 8]`, rows of the samples that are typical of each, -1 for none.
     """
-    sizes = evaluate.cluster_sizes(found.clusters, new.n_clusters).tolist()
+    sizes = evaluate.cluster_sizes(found.members, new.n_clusters).tolist()
     offered = []
     for k in range(old.n_clusters, new.n_clusters):
         names = [found.store.ids[row] for row in typical[k].tolist() if row >= 0]
         offered.append({"cluster": k, "size": sizes[k], "typical": names})
     score = evaluate.clustering_scores(found.all_labels, found.clusters)
     joined = sum(sizes[: old.n_clusters])
-    note = f"{joined} joined, {found.store.n - joined} offered"
+    noise = found.store.n - len(found.members)
+    note = f"{joined} joined, {len(found.members) - joined} offered"
+    note += f", {noise} noise" if noise else ""
     return {
         "table": [{"name": "consensus", "split": split, **score, "note": note}],
         "cluster_sizes": sizes,

@@ -90,14 +90,15 @@ def partition_of(
     starts = {"k-means": kmeans(safe_normalize(projected).numpy(), n_clusters, seed=0)}
     ranked = best_partitions(graph, n_clusters, starts=starts)
     levels = np.stack(nested_levels(graph, ranked[0].clusters))
-    repeats = [_repeated(view, n_clusters, seed) for seed, view in enumerate(views)]
+    alpha = ranked[0].alpha
+    repeats = [_repeated(view, n_clusters, alpha, seed) for seed, view in enumerate(views)]
     found = [torch.from_numpy(clusters) for clusters in repeats if clusters is not None]
     every = torch.stack(found) if found else torch.empty(0, n, dtype=torch.int64)
     clusters, tree = torch.from_numpy(ranked[0].clusters), torch.from_numpy(levels)
     return GraphAnswer(n_clusters, clusters, ranked, tree, number, every)
 
 
-def _repeated(graph: Any, n_clusters: int, seed: int) -> NDArray[np.int64] | None:
+def _repeated(graph: Any, n_clusters: int, alpha: float, seed: int) -> NDArray[np.int64] | None:
     """The best partition of a random half of a graph's nodes, -1 for the others; None: too few."""
     n = graph.shape[0]
     half = np.sort(np.random.default_rng(seed).permutation(n)[: n // 2])
@@ -105,7 +106,7 @@ def _repeated(graph: Any, n_clusters: int, seed: int) -> NDArray[np.int64] | Non
     if len(half) < LEAST_IN_HALF * n_clusters or not part.nnz:
         return None
     clusters = np.full(n, -1)
-    clusters[half] = best_partitions(Graph(part), n_clusters)[0].clusters
+    clusters[half] = best_partitions(Graph(part), n_clusters, alpha=alpha, restarts=1)[0].clusters
     return clusters
 
 
