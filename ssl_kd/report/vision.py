@@ -151,9 +151,9 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
         lead.append("No label is known here, so there is no accuracy to report.")
-    agreement = _agreement(run)
-    if agreement is not None and not labelled:
-        lead.append(f"The heads' mean agreement is {100 * agreement:.0f}\u00a0%.")
+    confidence = _confidence(run)
+    if confidence is not None and not labelled:
+        lead.append(f"The mean confidence is {100 * confidence:.0f}\u00a0%.")
     if lost := data.get("unreadable"):
         lead.append(f"Not readable and left out: {lost:,} {noun}{'s' if lost > 1 else ''}.")
     if finite(total):
@@ -175,7 +175,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         tile("linear probe on the embeddings, with labels", probe.get("accuracy"))
     elif k:
         tiles.append({"name": "clusters", "value": str(k), "unit": ""})
-    tile("agreement of the heads", agreement)
+    tile("mean confidence", confidence)
     if finite(total):
         value, _, unit = duration(total).partition(" ")
         tiles.append({"name": "from start to report", "value": value, "unit": unit})
@@ -296,7 +296,7 @@ def _class_names(run: RunResults) -> list[str]:
     return [*map(str, names), *map(str, range(len(names), n))]
 
 
-def _agreement(run: RunResults) -> float | None:
+def _confidence(run: RunResults) -> float | None:
     try:
         rows = run.assignments
         if "extended" in run.metrics:

@@ -142,7 +142,7 @@ def test_all_numbers_of_the_run_are_there(run):
         *("96.1", "97.4", "1,000 steps", "6 heads, 2 of them chosen", "1 of 6 heads collapsed"),
         *("LEARNING_RATE", "0.004", "2.15.0", "0123abc", "cpu: everything in fp32"),
         *("python train.py --dataset pets", "dinov2_vits14", "extract", "3.0 s", "42 s"),
-        *("From 14 to 18 samples", "Where the heads disagree most"),
+        *("From 14 to 18 samples", "The least certain"),
     ):
         assert expected in page.text, expected
     assert "missing" not in re.findall(r'<p class="(\w+)"', (run / "report.html").read_text())
@@ -180,7 +180,7 @@ def test_typical_images_are_asked_for_by_row_and_named(run):
     assert asked[: typical.size] == typical.ravel().tolist()
     assert asked[typical.size :] == list(range(14))  # the least confident training samples
     assert source.count("<img") == len(asked)
-    assert 'alt="img00.jpg"' in source and "img03.jpg, cluster 0, agreement 0.515" in source
+    assert 'alt="img00.jpg"' in source and "img03.jpg, cluster 0, confidence 0.515" in source
     assert "Cluster 2 · dog" in page.text and "100 % of them dog" in page.text
 
 

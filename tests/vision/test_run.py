@@ -321,7 +321,8 @@ def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
 
     done = run(settings(**plain, n_clusters=10, baselines=True, probe=True))
     lines = assignments(done.path)
-    assert list(lines[0]) == ["file", "cluster", "confidence", "split"]
+    more = ["outlier", "second", "second_confidence", "third", "third_confidence"]
+    assert list(lines[0]) == ["file", "cluster", "confidence", "split", *more]
     assert [line["file"] for line in lines] == [f"{i:03}.png" for i in range(64)]
     assert all(0 <= int(line["cluster"]) < 10 for line in lines)
     assert all(0.1 <= float(line["confidence"]) <= 1 for line in lines)
