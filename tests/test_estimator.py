@@ -305,6 +305,25 @@ def test_a_run_folder_loads_and_a_fit_on_its_embeddings_is_the_same(tmp_path):
     np.testing.assert_array_equal(loaded.predict_proba(x), fitted.predict_proba(x))
 
 
+@pytest.mark.parametrize("wanted", [None, "auto"])
+def test_the_number_of_clusters_can_be_found(blobs, tmp_path, wanted):
+    x, truth = blobs
+    clusterer = small(wanted).fit(x)
+    assert clusterer.n_clusters_ == clusterer.number_.n_clusters == 3
+    assert adjusted_rand_score(truth, clusterer.labels_) == 1
+    levels = clusterer.predict_levels(x)
+    assert levels.shape == (len(x), len(clusterer.model_.options["levels"]))
+    for level in levels.T:  # each is a part of a cluster
+        assert len({*zip(level, clusterer.labels_, strict=True)}) == len(set(level))
+    clusterer.save_pretrained(tmp_path)
+    again = type(clusterer).from_pretrained(tmp_path)
+    assert again.n_clusters == 3
+    assert np.array_equal(again.predict_levels(x), levels)
+    assert small(3).fit(x).number_ is None
+    with pytest.raises(ValueError, match="there are 20 samples, expected at least 64"):
+        small(wanted).fit(x[:20])
+
+
 def test_partial_fit_adds_samples_and_the_clusters_that_they_offer(blobs, tmp_path):
     x, truth = blobs
     clusterer = small().partial_fit(x)  # not fitted: this fits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -234,3 +235,18 @@ def test_the_committed_settings_files_are_what_the_declarations_say(command, fil
     assert capsys.readouterr().out.encode() == committed, f"{file} is not new: make config"
     assert cli.main(["config", f"{command}s"]) == 2
     assert cli.main(["config"]) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Kitchen(Settings):
+    ovens: int | Literal["all"] | None = setting(None, "how many are hot", low=2)
+
+
+def test_a_number_may_also_be_a_word():
+    assert Kitchen(ovens="all").ovens == Kitchen.parse("ovens", "All") == "all"
+    assert Kitchen.parse("ovens", "3") == 3 and Kitchen.parse("ovens", "none") is None
+    for value in (1, "al", True, 2.0):
+        with pytest.raises(SettingsError, match=r"at least 2 \(or 'all' or None\)"):
+            Kitchen(ovens=value)
+    with pytest.raises(SettingsError, match="Did you mean all?"):
+        Kitchen.parse("ovens", "alll")

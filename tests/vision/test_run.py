@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
@@ -165,8 +166,9 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
 def test_second_thoughts_outliers_and_noise(settings):
     plain, noisy = run(settings()).path, run(settings(noise_threshold=0.7, top_k=2)).path
     names = "file cluster confidence split label outlier second second_confidence".split()
-    assert list(assignments(noisy)[0]) == names
-    assert list(assignments(plain)[0]) == [*names, "third", "third_confidence"]
+    levels = ["level_30", "level_22", "level_15", "level_7", "level_5"]
+    assert list(assignments(noisy)[0]) == [*names, *levels]
+    assert list(assignments(plain)[0]) == [*names, "third", "third_confidence", *levels]
     model = ClusterModel.from_pretrained(noisy)
     for split in ("train", "test"):
         x = EmbeddingStore.open(noisy.parents[1] / "embeddings", split).tensor()
@@ -192,6 +194,48 @@ def test_second_thoughts_outliers_and_noise(settings):
     assert found["outliers"]["train"]["quantiles"]["0.5"] == pytest.approx(0.5, abs=0.05)
     acc = {path: metrics(path)["table"][0]["acc"] for path in (plain, noisy)}
     assert acc[noisy] < acc[plain]  # noise counts as wrong
+
+
+def test_the_number_of_clusters_is_found_and_its_levels_are_nested(settings):
+    path = run(settings(n_clusters="auto")).path
+    found, lines = metrics(path), assignments(path)
+    number, k = found["graph"]["number"], found["dataset"]["n_clusters"]
+    assert (
+        number["n_clusters"]
+        == k
+        == len(found["cluster_sizes"])
+        == number["ranked"][0]["n_clusters"]
+    )
+    assert number["interval"][0] <= k <= number["interval"][1]
+    columns = [level["column"] for level in found["levels"]]
+    assert "cluster" in columns and set(columns) - {"cluster"} == {
+        name for name in lines[0] if name.startswith("level_")
+    }
+    for above, below in zip(found["levels"], found["levels"][1:], strict=False):
+        assert len(below["clusters"]) >= len(above["clusters"])
+        pairs = {(line[below["column"]], line[above["column"]]) for line in lines}
+        assert len(pairs) == len({line[below["column"]] for line in lines})  # both splits
+        parents = dict(zip(below["clusters"], below["parents"], strict=True))
+        assert all(parents.get(int(b), int(a)) == int(a) for b, a in pairs)
+    train = [line for line in lines if line["split"] == "train"]
+    for level in found["levels"]:
+        counts = {
+            c: sum(int(line[level["column"]]) == c for line in train) for c in level["clusters"]
+        }
+        assert list(counts.values()) == level["sizes"]
+    model = ClusterModel.from_pretrained(path)
+    x = EmbeddingStore.open(path.parents[1] / "embeddings", "test").tensor()
+    said = [[int(v) for n, v in line.items() if n.startswith("level_")] for line in lines[64:]]
+    assert model.predict_levels(x).tolist() == said
+    assert "clusters were found" in write_report(path).read_text()
+
+
+def test_heads_alone_have_no_tree_but_may_have_their_number_found(settings):
+    path = run(settings(n_clusters="auto", method="heads")).path
+    assert metrics(path)["graph"]["number"]["n_clusters"] == len(metrics(path)["cluster_sizes"])
+    assert not any(name.startswith("level_") for name in assignments(path)[0])
+    with pytest.raises(InputError, match="METHOD graph"):
+        ClusterModel.from_pretrained(path).predict_levels(torch.zeros(1, 64))
 
 
 def test_the_saved_model_says_what_assignments_say_on_both_splits(settings):

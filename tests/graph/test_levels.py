@@ -1,0 +1,78 @@
+"""The number of clusters where it is plain, and the tree around any partition."""
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn.metrics import adjusted_rand_score
+
+from ssl_kd.errors import InputError
+from ssl_kd.graph import Graph
+from ssl_kd.graph.levels import level_sizes, nested_levels, number_of_clusters
+from tests.graph.test_search import graph_of
+
+
+def blobs(k, each=60, dim=12, seed=0):
+    r = np.random.default_rng(seed)
+    y = np.repeat(np.arange(k), each)
+    return 4 * r.normal(size=(k, dim))[y] + r.normal(size=(len(y), dim)), y
+
+
+@pytest.mark.parametrize("k", [3, 8, 25])
+def test_finds_the_number_of_clusters_that_lie_apart(k):
+    found = number_of_clusters(graph_of(blobs(k)[0]))
+    low, high = found.interval
+    assert found.n_clusters == k == found.ranked[0].n_clusters
+    assert low <= k <= high
+    assert found.ranked[0].agreement > 0.95
+    assert [level.worth for level in found.ranked] == sorted(
+        (level.worth for level in found.ranked), reverse=True
+    )
+
+
+def test_the_same_graph_has_the_same_number():
+    graph = graph_of(np.random.default_rng(0).normal(size=(500, 5)))
+    assert number_of_clusters(graph) == number_of_clusters(graph)
+
+
+def test_too_few_samples_have_no_number():
+    with pytest.raises(InputError, match="there are 63 samples, expected at least 64"):
+        number_of_clusters(graph_of(np.random.default_rng(0).normal(size=(63, 5))))
+
+
+@pytest.mark.parametrize(("n", "k"), [(400, 2), (400, 5), (400, 7), (2500, 20), (5, 2), (9, 9)])
+def test_levels_are_nested_around_any_partition(n, k):
+    x = np.random.default_rng(n).normal(size=(n, 4))
+    clusters = np.unique(np.arange(n) % k, return_inverse=True)[1]
+    levels = nested_levels(graph_of(x, min(10, n - 1)), clusters)
+    sizes = [len(np.unique(level)) for level in levels]
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(sizes) <= set(level_sizes(k)) | {k}
+    for level, size in zip(levels, sizes, strict=True):
+        assert set(level) == set(range(size))
+        finer, coarser = (level, clusters) if size > k else (clusters, level)
+        assert len(np.unique(np.stack([finer, coarser]), axis=1).T) == max(size, k)
+    for finer, coarser in zip(levels, levels[1:], strict=False):
+        assert len(np.unique(np.stack([finer, coarser]), axis=1).T) == len(np.unique(finer))
+
+
+def test_the_tree_goes_through_groups_of_groups():
+    """Six clusters in three pairs, each of two halves."""
+    place = np.repeat(np.arange(12), 30)
+    pair = np.arange(12) // 4
+    cluster = np.arange(12) // 2
+    ties = np.where(pair[:, None] == pair, 0.05, 0.001) + 0.2 * (cluster[:, None] == cluster)
+    ties += 2 * np.eye(12)
+    graph = Graph(sp.csr_matrix(ties[place][:, place]))
+    levels = {len(np.unique(level)): level for level in nested_levels(graph, cluster[place])}
+    assert level_sizes(6) == [18, 14, 9, 5]
+    assert set(levels) == {18, 14, 9, 5}
+    merged = [c for c in range(6) if (levels[5] == levels[5][place // 2 == c][0]).sum() > 60]
+    assert len(merged) == 2 and merged[0] // 2 == merged[1] // 2
+    halves = adjusted_rand_score(place, levels[14])
+    assert halves > 0.9
+
+
+def test_sizes_of_levels():
+    assert level_sizes(10) == [30, 22, 15, 7, 5]
+    assert level_sizes(2) == [6, 4, 3]
+    assert level_sizes(5) == [15, 11, 8]
