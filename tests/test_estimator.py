@@ -433,7 +433,7 @@ def test_inputs_that_are_refused(X, error, message):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"n_clusters": None}, "n_clusters is None"),
+        ({"n_clusters": "many"}, "N_CLUSTERS is 'many'.*at least 2"),
         ({"n_clusters": 0}, "N_CLUSTERS is 0.*at least 2"),
         ({"n_heads": 2.5}, "N_HEADS is 2.5.*whole number"),
         ({"loss": "temy"}, "LOSS is 'temy'.*Did you mean temi"),

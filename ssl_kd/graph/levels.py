@@ -21,7 +21,7 @@ from sklearn.metrics import adjusted_rand_score
 from ssl_kd.errors import InputError
 from ssl_kd.graph.criterion import Floats, Graph, Ints, joint, merge_losses, one_hot
 from ssl_kd.graph.kmeans import kmeans
-from ssl_kd.graph.search import descend, in_order
+from ssl_kd.graph.search import MANY, descend, in_order
 from ssl_kd.graph.spectral import on_sphere
 
 EXPONENT = 1 / 3
@@ -190,7 +190,7 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
         if m <= min(wanted):
             return found or [clusters]
         table = joint(small, labels, m)
-        losses = _crumbs_first(table) if m > k else merge_losses(table)
+        losses = _crumbs_first(table) if m > min(k, MANY) else merge_losses(table)
         if m > k:
             losses[owner[:, None] != owner] = np.inf
         a, b = divmod(int(losses.argmin()), m)
@@ -200,10 +200,10 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
 
 
 def _crumbs_first(joint: Floats) -> Floats:
-    """What merging costs inside a cluster, `[k, k]`, above the diagonal, else infinite.
+    """What merging costs parts of one cluster, or very many: `[k, k]`, above the diagonal.
 
     Ward's cost, with how closely two are tied in the place of their distance: by the value alone
-    crumbs would stay apart for ever, for it hardly counts them.
+    crumbs would stay apart for ever, for it hardly counts them. Elsewhere infinite.
     """
     share = np.maximum(joint.sum(1), LEAST_SHARE)
     both = np.outer(share, share)

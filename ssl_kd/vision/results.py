@@ -15,8 +15,7 @@ from ssl_kd.evaluate.baselines import Baseline
 from ssl_kd.files import atomic_write
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.training.folder import RunFolder
-from ssl_kd.vision.assigned import JUDGED_ROWS, Assigned
-from ssl_kd.vision.consensus import sample_rows
+from ssl_kd.vision.assigned import Assigned
 from ssl_kd.vision.fit import head_clusters
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.partition import GraphAnswer
@@ -270,7 +269,7 @@ def write_arrays(
     """
     class_names = split.store.class_names
     rows, places = evaluate.embedding_map(split.x, seed)
-    judged = sample_rows(split.store.n, seed, JUDGED_ROWS).numpy()[rows]
+    judged = split.rows.numpy()[rows]
     arrays = {"map": places, "map_cluster": split.clusters[judged]}
     typical = np.full((n_clusters, TYPICAL), -1)
     for k in range(n_clusters):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.files import atomic_write_bytes, sha256_file
+from ssl_kd.graph.search import MOST_ALPHA
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.guard.recorder import FlightRecorder
@@ -235,7 +236,19 @@ def _partition(
     def draw(done: int, total: int) -> None:
         tell("graph", done, total, {})
 
-    return partition_of(n_clusters, neighbours, source.embeddings, projected, device, progress=draw)
+    found = partition_of(
+        n_clusters, neighbours, source.embeddings, projected, device, progress=draw
+    )
+    if found.ranked[0].alpha >= MOST_ALPHA:
+        sizes = found.clusters.bincount(minlength=found.n_clusters)
+        logger.warning(
+            "the clusters have %d to %d samples, as uneven as the criterion allows for (alpha %g): "
+            "small ones may still hide in large ones; more clusters or the levels would show them",
+            int(sizes.min()),
+            int(sizes.max()),
+            MOST_ALPHA,
+        )
+    return found
 
 
 def _embed(
