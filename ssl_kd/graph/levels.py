@@ -122,7 +122,7 @@ def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
 def _atoms(graph: Graph, least: int, seed: int) -> Ints:
     """Groups `[n]` of samples few steps apart, at least `least` of them where there are as many."""
     wanted = max(ATOMS, least)
-    if graph.n <= 3 * wanted:
+    if graph.n <= wanted:
         return np.arange(graph.n)
     places = _diffused(graph, np.random.default_rng(seed))
     return kmeans(places, wanted, seed, max_iter=5, init="random")

@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster._spectral import cluster_qr
+from threadpoolctl import threadpool_limits
 
 from ssl_kd.graph.criterion import (
     ALPHA,
@@ -181,6 +182,11 @@ class _Search:
             self._keep(self._refined(self.graph, clusters, origin))
         begun = list(self.found)
         self._make_atoms()
+        # A k-means of some hundred atoms takes a millisecond, and longer by several threads.
+        with threadpool_limits(1, "openmp"):
+            self._search_atoms(begun)
+
+    def _search_atoms(self, begun: list[Partition]) -> None:
         if self.k < MANY:
             self._improve(self._merge_down(np.arange(self.small.n)), "atoms merged")
         for _ in range(self.restarts):
