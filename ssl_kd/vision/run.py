@@ -105,14 +105,10 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         _warn_of_odd_rows(store, n_clusters or 2)
         source = _Source(store, settings)
 
-        with clock("neighbours"):
-            neighbours = _neighbours(settings, source, precision.device, tell)
-        found = None
-        if settings.by_graph or n_clusters is None:
-            with clock("graph"):
-                found = _partition(n_clusters, neighbours, source, precision.device, tell)
+        neighbours, found = _graph(settings, n_clusters, source, precision.device, clock, tell)
+        if n_clusters is None:
+            assert found is not None  # it was searched for this number
             n_clusters = found.n_clusters
-        assert n_clusters is not None
         learnt = found if settings.by_graph else None
         clusters = None if learnt is None else learnt.clusters
 
@@ -205,6 +201,23 @@ class _Source:
         if self._held is not None:
             return self._held[rows]
         return self.projection(self.embeddings(rows))
+
+
+def _graph(
+    settings: VisionSettings,
+    n_clusters: int | None,
+    source: _Source,
+    device: torch.device,
+    clock: Clock,
+    tell: Progress,
+) -> tuple[Tensor, GraphAnswer | None]:
+    """Neighbours, and the partition of their graph where it is learnt or its K is wanted."""
+    with clock("neighbours"):
+        neighbours = _neighbours(settings, source, device, tell)
+    if not settings.by_graph and n_clusters is not None:
+        return neighbours, None
+    with clock("graph"):
+        return neighbours, _partition(n_clusters, neighbours, source, device, tell)
 
 
 def _neighbours(
