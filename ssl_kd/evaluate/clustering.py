@@ -5,6 +5,8 @@ A label of -1 means "unknown": such samples are left out of every score. A clust
 take it for one more cluster, as scikit-learn does.
 """
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
@@ -194,7 +196,7 @@ def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
             f"clusters run from {clusters.min()} to {clusters.max()}, "
             f"expected 0 to {n_clusters - 1}"
         )
-    flat = clusters.reshape(-1, clusters.shape[-1])
+    flat = clusters.reshape(math.prod(clusters.shape[:-1]), clusters.shape[-1])  # n may be 0
     offsets = np.arange(len(flat))[:, None] * n_clusters
     counts = np.bincount((flat + offsets).ravel(), minlength=len(flat) * n_clusters)
     return counts.reshape(*clusters.shape[:-1], n_clusters)

@@ -39,8 +39,11 @@ def extension_text(metrics: dict[str, Any]) -> str:
     new = [f"{c['cluster']} ({c['size']:,} samples)" for c in about["new_clusters"]]
     text = f"{about['joined']:,} of {about['n']:,} new samples joined the clusters that there were"
     noun = "new cluster" if len(new) == 1 else "new clusters"
-    left = f"{about['n'] - about['joined']:,} are offered as {len(new)} {noun}: {', '.join(new)}"
-    return f"{text}; {left if new else 'no new cluster is offered'}"
+    offered = sum(c["size"] for c in about["new_clusters"])
+    noise = about["n"] - about["joined"] - offered
+    left = f"{offered:,} are offered as {len(new)} {noun}: {', '.join(new)}"
+    text += f"; {left if new else 'no new cluster is offered'}"
+    return f"{text}; {noise:,} count as noise" if noise else text
 
 
 def number_text(metrics: dict[str, Any]) -> str | None:

@@ -105,7 +105,7 @@ def _maps(run: RunResults, colours: list[str], names: list[str]) -> dict[str, An
 
 
 def _trust(run: RunResults) -> dict[str, Any]:
-    """How far to trust the confidence, and which training samples lie farthest out."""
+    """How far to trust the confidence, and which samples lie farthest out."""
     found = (run.metrics.get("calibration") or {}).get("train") or {}
     text, ece, sure = "", found.get("ece"), found.get("sure")
     if finite(ece):
@@ -113,8 +113,10 @@ def _trust(run: RunResults) -> dict[str, Any]:
     if sure:
         least, right = sure["low"], percent(sure["right"])
         text += f" Of the {sure['n']:,} with confidence {least:g} or more {right} % are right."
-    train = [row for row in run.assignments if row.get("split", "train") == "train"]
+    train = [row for row in run.assignments if row.get("split", "train") == run.split]
     noise = run.metrics.get("outliers", {}).get("train", {}).get("noise")
+    if "extended" in run.metrics:
+        noise = sum(row["cluster"] == "-1" for row in train)
     threshold = run.config.get("settings", {}).get("NOISE_THRESHOLD")
     return {
         "reliability": figures.reliability_diagram(found.get("bins", [])),

@@ -88,6 +88,10 @@ class _Parent:
                 f"{found} has no {missing[0]}, so it is not a finished run: finish it by --resume "
                 f"--run_name {path.name}, then extend it"
             )
+        if "learns_from" not in config:
+            raise RunFolderError(
+                f"{found} was trained by a version that did not note its samples: train it again"
+            )
         return cls(path, config, _read_metrics(path))
 
     @property

@@ -147,6 +147,8 @@ def test_sizes_keep_leading_axes():
     assert np.array_equal(sizes[2, 1], np.bincount(clusters[2, 1], minlength=7))
     with pytest.raises(ValueError, match="expected 0 to 5"):
         cluster_sizes(clusters, 6)
+    assert cluster_sizes([], 2).tolist() == [0, 0]
+    assert cluster_sizes(np.empty((3, 0)), 2).tolist() == [[0, 0]] * 3
 
 
 def test_effective_clusters_between_one_and_all():

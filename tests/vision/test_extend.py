@@ -228,6 +228,30 @@ def changed(parent, tmp_path, name, change):
     return str(path)
 
 
+def test_a_run_that_did_not_note_its_samples_is_refused(parent, settings, tmp_path):
+    old = changed(parent, tmp_path, "config.json", lambda config: config.pop("learns_from"))
+    with pytest.raises(RunFolderError, match="did not note its samples"):
+        settings("new.npz", extend=old)
+
+
+def test_new_samples_may_all_be_noise(parent, settings, tmp_path):
+    def strict(config):
+        config["settings"]["NOISE_THRESHOLD"] = 1e-9
+
+    strictest = changed(parent, tmp_path, "config.json", strict)
+    far = np.random.default_rng(0).normal(size=(3, 8)) + 100
+    np.save(tmp_path / "far.npy", far.astype(np.float32))
+    done = extend(settings(tmp_path / "far.npy", extend=strictest))
+    page = write_report(done.path).read_text()
+    assert joined_clusters(done.path) == [-1] * 3
+    assert "0 of 3 new samples joined" in page and "3 count as noise" in page
+    assert "3 lie beyond the threshold of 1e-09 and count as noise" in page
+
+
+def joined_clusters(path):
+    return [int(row["cluster"]) for row in assignments(path) if row["split"] == "extend1"]
+
+
 def test_samples_and_teachers_that_do_not_fit_are_refused(parent, settings, tmp_path):
     with pytest.raises(RunFolderError, match="holds the same samples"):
         extend(settings(parent.parents[1] / "old.npz"))
