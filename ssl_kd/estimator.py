@@ -101,7 +101,8 @@ class MultiHeadClusterer(
         n_clusters_: how many clusters there are, those that `partial_fit` found among them.
         new_clusters_: the numbers of these.
         number_: where `n_clusters` was found, what speaks for it: an interval, and the levels that
-            are worth most (`ssl_kd.graph.levels.Evidence`); else None.
+            are worth most (`ssl_kd.graph.levels.Evidence`); else None, and so
+            after `from_pretrained`.
         model_: the `ClusterModel` of the heads that vote, on the CPU.
         settings_: the `VisionSettings` that it was trained with, its seed too.
         n_features_in_: width of the embeddings.
@@ -394,7 +395,7 @@ class MultiHeadClusterer(
         }
         names = cls().get_params()
         loaded = cls(**{name: saved[_setting(name)] for name in names if _setting(name) in saved})
-        loaded.model_, loaded.settings_ = model, loaded._settings()
+        loaded.model_, loaded.settings_, loaded.number_ = model, loaded._settings(), None
         loaded.n_features_in_ = model.options["in_dim"]
         if "feature_names" in config:
             names, width = config["feature_names"], loaded.n_features_in_

@@ -29,6 +29,7 @@ HALVINGS = 4
 ATOMS = 400
 MOST = 250  # clusters that are looked for
 LEAST_SIZE = 16  # samples that a cluster has on average
+LEAST_SAMPLES = 64  # in all
 DIMENSIONS, STEPS = 64, 10
 # Of the tree: clusters at its ends, the first as a multiple of K.
 FINEST, COARSEST = 3, 5
@@ -78,11 +79,7 @@ def number_of_clusters(graph: Graph, seed: int = 0) -> Evidence:
     Raises:
         InputError: fewer than 64 samples.
     """
-    if graph.n < 4 * LEAST_SIZE:
-        raise InputError(
-            f"the number of clusters is to be found, but there are {graph.n} samples, expected at "
-            f"least {4 * LEAST_SIZE}: give the number (N_CLUSTERS, n_clusters)"
-        )
+    check_enough(graph.n)
     most = max(2, min(MOST, graph.n // LEAST_SIZE))
     found = levels(graph, most, seed)
     agreed = [_agreement(graph, most, np.random.default_rng([seed, h])) for h in range(HALVINGS)]
@@ -103,6 +100,19 @@ def number_of_clusters(graph: Graph, seed: int = 0) -> Evidence:
     return Evidence(ranked[0].n_clusters, (min(choices), max(choices)), ranked)
 
 
+def check_enough(n: int) -> None:
+    """Refuse to look for the number of clusters among too few samples.
+
+    Raises:
+        InputError: fewer than 64.
+    """
+    if n < LEAST_SAMPLES:
+        raise InputError(
+            f"the number of clusters is to be found, but there are {n} samples, expected at least "
+            f"{LEAST_SAMPLES}: give the number (N_CLUSTERS, n_clusters)"
+        )
+
+
 def _near(a: Level, b: Level) -> bool:
     return 1 / APART < a.n_clusters / b.n_clusters < APART
 
@@ -112,11 +122,12 @@ def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
     atoms = _atoms(graph, 2 * most, seed)
     m = int(atoms.max()) + 1
     small = graph.of_groups(atoms, m)
-    return {
-        k: clusters[atoms]
-        for k, clusters in descend(small, np.arange(m), 2, pace=20, refined=most)
-        if k <= most
-    }
+    found = {}
+    for _, clusters in descend(small, np.arange(m), 2, pace=20, refined=most):
+        whole = np.unique(clusters[atoms], return_inverse=True)[1]  # refining may empty some
+        if 1 < (k := int(whole.max()) + 1) <= most:
+            found[k] = whole
+    return found
 
 
 def _atoms(graph: Graph, least: int, seed: int) -> Ints:
@@ -173,7 +184,7 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
 
     Returns:
         Partitions `[n]`, finest first, each made of the next finer one's clusters; K itself is
-        not among them, unless there is no other. They are numbered in the order of their first
+        not among them, unless there is no finer one. They are numbered in the order of their first
         samples.
     """
     k = int(clusters.max()) + 1
@@ -185,7 +196,7 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
     small, labels, found = graph.of_groups(groups, m), np.arange(m), []
     wanted = level_sizes(k)
     while True:
-        if m in wanted:
+        if m in wanted or (m == k and not found):
             found.append(in_order(labels[groups]))
         if m <= min(wanted):
             return found or [clusters]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.files import atomic_write_bytes, sha256_file
+from ssl_kd.graph.levels import check_enough
 from ssl_kd.graph.search import MOST_ALPHA
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision, undisturbed
@@ -350,9 +351,11 @@ def n_clusters_of(
 
     Raises:
         SettingsError: neither says it, or it does not fit the number of samples.
+        InputError: it is to be found among too few.
     """
     n_clusters = settings.n_clusters
     if n_clusters == AUTO:
+        check_enough(n)
         return None
     if n_clusters is None:
         if class_names is None:

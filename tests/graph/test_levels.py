@@ -7,7 +7,7 @@ from sklearn.metrics import adjusted_rand_score
 
 from ssl_kd.errors import InputError
 from ssl_kd.graph import Graph
-from ssl_kd.graph.levels import level_sizes, nested_levels, number_of_clusters
+from ssl_kd.graph.levels import level_sizes, levels, nested_levels, number_of_clusters
 from tests.graph.test_search import graph_of
 
 
@@ -24,9 +24,16 @@ def test_finds_the_number_of_clusters_that_lie_apart(k):
     assert found.n_clusters == k == found.ranked[0].n_clusters
     assert low <= k <= high
     assert found.ranked[0].agreement > 0.95
+    assert len({level.n_clusters for level in found.ranked}) == len(found.ranked)
     assert [level.worth for level in found.ranked] == sorted(
         (level.worth for level in found.ranked), reverse=True
     )
+
+
+def test_levels_have_as_many_clusters_as_they_say():
+    x = np.random.default_rng(0).normal(size=(300, 1)) + np.repeat([0, 9, 20], 100)[:, None]
+    for k, clusters in levels(graph_of(x), 18, 0).items():
+        assert set(clusters) == set(range(k))
 
 
 def test_the_same_graph_has_the_same_number():
@@ -39,19 +46,22 @@ def test_too_few_samples_have_no_number():
         number_of_clusters(graph_of(np.random.default_rng(0).normal(size=(63, 5))))
 
 
-@pytest.mark.parametrize(("n", "k"), [(400, 2), (400, 5), (400, 7), (2500, 20), (5, 2), (9, 9)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(400, 2), (400, 5), (400, 7), (2500, 20), (5, 2), (9, 9), (40, 30)]
+)
 def test_levels_are_nested_around_any_partition(n, k):
     x = np.random.default_rng(n).normal(size=(n, 4))
     clusters = np.unique(np.arange(n) % k, return_inverse=True)[1]
-    levels = nested_levels(graph_of(x, min(10, n - 1)), clusters)
-    sizes = [len(np.unique(level)) for level in levels]
+    found = nested_levels(graph_of(x, min(10, n - 1)), clusters)
+    sizes = [len(np.unique(level)) for level in found]
     assert sizes == sorted(sizes, reverse=True)
     assert set(sizes) <= set(level_sizes(k)) | {k}
-    for level, size in zip(levels, sizes, strict=True):
+    assert sizes[0] >= k  # so that each cluster is a part or has some
+    for level, size in zip(found, sizes, strict=True):
         assert set(level) == set(range(size))
         finer, coarser = (level, clusters) if size > k else (clusters, level)
         assert len(np.unique(np.stack([finer, coarser]), axis=1).T) == max(size, k)
-    for finer, coarser in zip(levels, levels[1:], strict=False):
+    for finer, coarser in zip(found, found[1:], strict=False):
         assert len(np.unique(np.stack([finer, coarser]), axis=1).T) == len(np.unique(finer))
 
 
@@ -63,12 +73,12 @@ def test_the_tree_goes_through_groups_of_groups():
     ties = np.where(pair[:, None] == pair, 0.05, 0.001) + 0.2 * (cluster[:, None] == cluster)
     ties += 2 * np.eye(12)
     graph = Graph(sp.csr_matrix(ties[place][:, place]))
-    levels = {len(np.unique(level)): level for level in nested_levels(graph, cluster[place])}
+    tree = {len(np.unique(level)): level for level in nested_levels(graph, cluster[place])}
     assert level_sizes(6) == [18, 14, 9, 5]
-    assert set(levels) == {18, 14, 9, 5}
-    merged = [c for c in range(6) if (levels[5] == levels[5][place // 2 == c][0]).sum() > 60]
+    assert set(tree) == {18, 14, 9, 5}
+    merged = [c for c in range(6) if (tree[5] == tree[5][place // 2 == c][0]).sum() > 60]
     assert len(merged) == 2 and merged[0] // 2 == merged[1] // 2
-    halves = adjusted_rand_score(place, levels[14])
+    halves = adjusted_rand_score(place, tree[14])
     assert halves > 0.9
 
 
