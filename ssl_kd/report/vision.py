@@ -161,26 +161,8 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     if finite(total):
         lead.append(f"The whole run took {duration(total)}.")
 
-    tiles: list[dict[str, str]] = []
-
-    def tile(label: str, value: Any, unit: str = "%") -> None:
-        if finite(value):
-            tiles.append({"name": label, "value": percent(value), "unit": unit})
-
-    if labelled:
-        tile("accuracy (Hungarian)", answer.get("acc"))
-        tile("NMI", answer.get("nmi"))
-        tile("ARI", answer.get("ari"))
-        tile("accuracy on held-out data", scores.get((answer.get("name"), "test"), {}).get("acc"))
-        tile("k-NN on the embeddings, with labels", metrics.get("knn_accuracy"))
-        probe = metrics.get("linear_probe") or {}
-        tile("linear probe on the embeddings, with labels", probe.get("accuracy"))
-    elif k:
-        tiles.append({"name": "clusters", "value": str(k), "unit": ""})
-    tile("mean confidence", confidence)
-    if finite(total):
-        value, _, unit = duration(total).partition(" ")
-        tiles.append({"name": "from start to report", "value": value, "unit": unit})
+    held_out = scores.get((answer.get("name"), "test"), {})
+    tiles = _tiles(metrics, answer if labelled else None, held_out, k, confidence)
     teacher = metrics.get("teacher", {})
     teacher = teacher.get("name", teacher) if isinstance(teacher, dict) else teacher
     eyebrow = [str(data.get("name", run.path.name)), f"teacher {teacher}" if teacher else "",
@@ -191,6 +173,38 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         "lead": " ".join(lead),
         "tiles": tiles,
     }
+
+
+def _tiles(
+    metrics: dict[str, Any],
+    answer: dict[str, Any] | None,
+    held_out: dict[str, Any],
+    k: int | None,
+    confidence: float | None,
+) -> list[dict[str, str]]:
+    """The main numbers: the answer's scores, or how many clusters there are where none is known."""
+    tiles: list[dict[str, str]] = []
+
+    def tile(label: str, value: Any, unit: str = "%") -> None:
+        if finite(value):
+            tiles.append({"name": label, "value": percent(value), "unit": unit})
+
+    if answer is not None:
+        tile("accuracy (Hungarian)", answer.get("acc"))
+        tile("NMI", answer.get("nmi"))
+        tile("ARI", answer.get("ari"))
+        tile("accuracy on held-out data", held_out.get("acc"))
+        tile("k-NN on the embeddings, with labels", metrics.get("knn_accuracy"))
+        probe = metrics.get("linear_probe") or {}
+        tile("linear probe on the embeddings, with labels", probe.get("accuracy"))
+    elif k:
+        tiles.append({"name": "clusters", "value": str(k), "unit": ""})
+    tile("mean confidence", confidence)
+    total: Any = metrics.get("seconds", {}).get("total")
+    if finite(total):
+        value, _, unit = duration(total).partition(" ")
+        tiles.append({"name": "from start to report", "value": value, "unit": unit})
+    return tiles
 
 
 def _against(answer: dict[str, Any], scores: dict[Any, dict[str, Any]]) -> str:

@@ -42,12 +42,16 @@ class Assigned:
         self, store: EmbeddingStore, settings: VisionSettings, model: ClusterModel
     ) -> None:
         self.store = store
-        most, probabilities, places, scores = min(settings.top_k, model.n_clusters), [], [], []
+        self.sizes = model.options["levels"] or []
+        most, probabilities, places = min(settings.top_k, model.n_clusters), [], []
+        scores, levels = [], []
         for _, x in store.blocks(ROWS_PER_BLOCK):
             found = model.predict_proba(x).sort(stable=True, dim=-1, descending=True)
             probabilities.append(found.values[:, :most])
             places.append(found.indices[:, :most])
             scores.append(model.outlier_scores(x))
+            if self.sizes:
+                levels.append(model.predict_levels(x, found.indices[:, 0]))
         outlier, clusters = torch.cat(scores), torch.cat(places)
         self.likely, self.probabilities = clusters.numpy(), torch.cat(probabilities).numpy()
         self.outlier, self.confidence = outlier.numpy(), self.probabilities[:, 0]
@@ -55,11 +59,8 @@ class Assigned:
         if settings.noise_threshold is not None:
             first = without_outliers(first, outlier, settings.noise_threshold)
         self.clusters = first.numpy()
-        self.sizes = model.options["levels"] or []
-        self.levels = np.empty((store.n, 0), np.int64)
-        if self.sizes:
-            blocks = [model.predict_levels(x) for _, x in store.blocks(ROWS_PER_BLOCK)]
-            self.levels = torch.where(first.unsqueeze(1) < 0, -1, torch.cat(blocks)).numpy()
+        tree = torch.cat(levels) if levels else torch.empty(store.n, 0, dtype=torch.int64)
+        self.levels = torch.where(first.unsqueeze(1) < 0, -1, tree).numpy()
         self.all_labels = None if store.labels is None else store.labels.numpy()
 
         # Heads and baselines are compared on the same rows, a sample where there are very many.

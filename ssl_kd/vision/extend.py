@@ -33,7 +33,7 @@ from ssl_kd.teachers import Teacher
 from ssl_kd.training.clock import Clock
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.vision.assigned import Assigned
-from ssl_kd.vision.extract import ExtractProgress, extract, fingerprint
+from ssl_kd.vision.extract import fingerprint
 from ssl_kd.vision.model import ClusterModel, read_config
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import (
@@ -41,6 +41,7 @@ from ssl_kd.vision.run import (
     Progress,
     Run,
     about_data,
+    embedded,
     pictures,
     save_model,
     teacher_of,
@@ -255,21 +256,7 @@ def _embedded(
         )
     folder = Path(settings.embeddings_dir) / f"extend-{found.digest[:12]}"
     logger.info("the embeddings of %s are kept in %s", settings.dataset, folder)
-
-    def draw(p: ExtractProgress) -> None:
-        tell("extract", p.done, p.total, {"images/s": p.images_per_second})
-
-    store = extract(
-        dataset,
-        teacher,
-        folder,
-        split="extend",
-        precision=precision,
-        batch_size=settings.extract_batch_size,
-        workers=settings.workers,
-        force=settings.force_recompute,
-        progress=draw,
-    )
+    store = embedded(settings, dataset, teacher, folder, "extend", precision, tell)
     return dataset, store, teacher
 
 

@@ -242,8 +242,12 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
 
     @undisturbed()
     @torch.inference_mode()
-    def predict_levels(self, x: Tensor) -> Tensor:
+    def predict_levels(self, x: Tensor, clusters: Tensor | None = None) -> Tensor:
         """Embeddings `[n, in_dim]` -> clusters of each level of `options["levels"]`, `[n, level]`.
+
+        Args:
+            x: the embeddings.
+            clusters: `[n]` int64, what `predict` says of them, where that is known.
 
         Raises:
             InputError: the model has no tree: its heads found the clusters themselves, or it was
@@ -255,9 +259,14 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
                 "this model holds no tree of levels: train it with METHOD graph (the default), in "
                 "this version"
             )
-        return self._in_blocks(
-            lambda block: tree(self.projection(block), self(block).argmax(-1)), x
-        )
+        blocks = x.split(ROWS_PER_BLOCK)
+        given = (self.predict(x) if clusters is None else clusters).split(ROWS_PER_BLOCK)
+        device = self.weights.device
+        found = [
+            tree(self.projection(block.to(device)), own.to(device)).cpu()
+            for block, own in zip(blocks, given, strict=True)
+        ]
+        return torch.cat(found)
 
     @undisturbed()
     @torch.inference_mode()

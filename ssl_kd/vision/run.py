@@ -301,27 +301,40 @@ def _embed(
             f"EMBEDDING_DIM is {settings.embedding_dim}, but the teacher {teacher.name} gives "
             f"{teacher.dim}: set EMBEDDING_DIM to {teacher.dim} or None"
         )
-    stores = {}
-    for split, dataset in (("train", train_set), ("test", test_set)):
-        if dataset is None:
-            continue
-
-        def draw(p: ExtractProgress) -> None:
-            info = {"images/s": p.images_per_second}
-            tell("extract", p.done, p.total, info)
-
-        stores[split] = extract(
-            dataset,
-            teacher,
-            settings.embeddings_dir,
-            split=split,
-            precision=precision,
-            batch_size=settings.extract_batch_size,
-            workers=settings.workers,
-            force=settings.force_recompute,
-            progress=draw,
-        )
+    folder = Path(settings.embeddings_dir)
+    stores = {
+        split: embedded(settings, dataset, teacher, folder, split, precision, tell)
+        for split, dataset in (("train", train_set), ("test", test_set))
+        if dataset is not None
+    }
     return train_set, stores, teacher
+
+
+def embedded(
+    settings: VisionSettings,
+    dataset: Dataset,
+    teacher: Teacher,
+    folder: Path,
+    split: str,
+    precision: Precision,
+    tell: Progress,
+) -> EmbeddingStore:
+    """The store of one split, filled where it is not yet."""
+
+    def draw(p: ExtractProgress) -> None:
+        tell("extract", p.done, p.total, {"images/s": p.images_per_second})
+
+    return extract(
+        dataset,
+        teacher,
+        folder,
+        split=split,
+        precision=precision,
+        batch_size=settings.extract_batch_size,
+        workers=settings.workers,
+        force=settings.force_recompute,
+        progress=draw,
+    )
 
 
 def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision) -> Teacher:
