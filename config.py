@@ -104,7 +104,8 @@ EMA_MOMENTUM = 0.9
 
 # Peak learning rate of AdamW, above 0 to 100. Lower it if the loss curves are jagged.
 LEARNING_RATE = 0.004
-# Fraction of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
+# Fraction of the steps that warm up, 0 up to, not including, 1. A cosine to zero follows, at once
+# where the number of steps is given, else once the heads have converged.
 WARMUP_FRACTION = 0.1
 # Decoupled weight decay of AdamW, 0 to 10.
 WEIGHT_DECAY = 0.0001
@@ -112,10 +113,12 @@ WEIGHT_DECAY = 0.0001
 CLIP_GRAD = 1.0
 # Pairs per step, from 1. Several times the number of clusters.
 BATCH_SIZE = 256
-# Maximum passes over the data, from 1; None: 30 with METHOD graph, 200 with METHOD heads.
+# Passes over the data, from 1; None: until the heads have converged, by what they tell of
+# neighbours, or 200.
 EPOCHS = None
-# Maximum optimizer steps, from 1; the first of EPOCHS and MAX_STEPS to be reached ends the run.
-MAX_STEPS = 800
+# Optimizer steps, from 1; None: as EPOCHS says. Where both are given the first to be reached ends
+# the training.
+MAX_STEPS = None
 # Heads that vote on the answer, best first by a criterion without labels, from 1; None: half of
 # them.
 CONSENSUS_HEADS = None

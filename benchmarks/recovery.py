@@ -39,7 +39,7 @@ from ssl_kd.heads import HeadBank
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train
-from ssl_kd.vision.fit import head_clusters, make_sampler, make_trainer
+from ssl_kd.vision.fit import head_clusters, make_plan, make_trainer
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
@@ -159,7 +159,6 @@ class Digits:
         trainer = make_trainer(settings, self.dim, 10, Precision.for_device("cpu"))
         bank = StruckBank(trainer.bank.make_head, HEADS)
         trainer.bank = bank
-        sampler, _ = make_sampler(settings, self.neighbours)
         looks: list[tuple[int, list[float]]] = []
         retired = trainer.state.health.retired
 
@@ -183,6 +182,7 @@ class Digits:
             return self.x[rows]
 
         gather.step = 0
+        sampler = make_plan(settings, trainer, self.neighbours, self.x.__getitem__).sampler
         one_chunk = patch.object(guarded, "head_chunks", lambda n, size, device: [slice(0, n)])
         with one_chunk, WAYS[way](), contextlib.suppress(TooFewHealthyParts):
             train.train(trainer, sampler, gather, steps, checkpoint_every=steps)

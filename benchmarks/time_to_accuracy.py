@@ -23,7 +23,7 @@ from ssl_kd.datasets import ArrayDataset, open_dataset
 from ssl_kd.guard import Precision
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.training.schedule import learning_rate_at
-from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
+from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
@@ -31,12 +31,14 @@ from ssl_kd.vision.settings import VisionSettings
 
 def ours(x: torch.Tensor, labels: np.ndarray, goal: float, every: int, seed: int):
     """Seconds to the goal and the accuracy there; the last ones where it is not reached."""
-    settings = VisionSettings(n_clusters=10, seed=seed, method="heads", n_heads=48)
+    settings = VisionSettings(n_clusters=10, seed=seed, method="heads", n_heads=48, max_steps=800)
     projection = Projection.fit(x, settings.pca_dim)
     projected = projection(x)
     trainer = make_trainer(settings, projection.dim, 10, Precision.for_device("cpu"))
     neighbours = nearest_neighbours(x, settings.neighbours)
-    sampler, steps = make_sampler(settings, neighbours)
+    gather = projected.__getitem__
+    plan = make_plan(settings, trainer, neighbours, gather)
+    sampler, steps = plan.sampler, plan.steps
     spent, acc = 0.0, 0.0
     for step in range(steps):
         began = time.perf_counter()
@@ -44,7 +46,6 @@ def ours(x: torch.Tensor, labels: np.ndarray, goal: float, every: int, seed: int
         rate = learning_rate_at(step, steps, settings.learning_rate, settings.warmup_fraction)
         trainer.step(views, rate)
         if (step + 1) % every == 0 or step + 1 == steps:
-            gather = projected.__getitem__
             model, _, _ = form_answer(settings, trainer, neighbours, gather, projection)
             clusters = model.predict(x).numpy()
         else:

@@ -30,7 +30,7 @@ from ssl_kd.imports import path_of_file
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
-from ssl_kd.vision.fit import form_answer, make_sampler, make_trainer
+from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config
 from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.objectives import OBJECTIVES
@@ -85,8 +85,10 @@ class MultiHeadClusterer(
         weight_decay: decoupled, of AdamW.
         clip_grad: largest gradient norm of a head; None: no clipping.
         batch_size: pairs per step; at most n are used.
-        epochs: maximum passes over the data; None: 30 with `method` graph, 200 with heads.
-        max_steps: most steps; whichever of the two ends first.
+        epochs: passes over the data; None: until the heads have converged, by what they tell of
+            neighbours, or 200.
+        max_steps: optimizer steps; None: as `epochs` says. If both are given, the first to be
+            reached ends it.
         consensus_heads: heads that vote, the best ones; None: the better half.
         noise_threshold: outlier score in (0, 1] above which a sample is noise, cluster -1; None:
             nobody is.
@@ -103,6 +105,7 @@ class MultiHeadClusterer(
         number_: where `n_clusters` was found, what speaks for it: an interval, and the levels that
             are worth most (`ssl_kd.graph.levels.Evidence`); else None, and so
             after `from_pretrained`.
+        n_iter_: how many steps the heads were trained, by `fit`.
         model_: the `ClusterModel` of the heads that vote, on the CPU.
         settings_: the `VisionSettings` that it was trained with, its seed too.
         n_features_in_: width of the embeddings.
@@ -151,7 +154,7 @@ class MultiHeadClusterer(
         clip_grad: float | None = VisionSettings.clip_grad,
         batch_size: int = VisionSettings.batch_size,
         epochs: int | None = VisionSettings.epochs,
-        max_steps: int = VisionSettings.max_steps,
+        max_steps: int | None = VisionSettings.max_steps,
         consensus_heads: int | None = VisionSettings.consensus_heads,
         noise_threshold: float | None = VisionSettings.noise_threshold,
         use_fp16: bool = VisionSettings.use_fp16,
@@ -262,10 +265,18 @@ class MultiHeadClusterer(
             n_clusters, self.number_ = found.n_clusters, found.number
             found = found if settings.by_graph else None
         clusters = None if found is None else found.clusters
-        sampler, steps = make_sampler(settings, neighbours)
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-        log = EventLog(announce=True)
-        train(trainer, sampler, gather, steps, clusters=clusters, on_events=log.extend)
+        plan = make_plan(settings, trainer, neighbours, gather)
+        tell = EventLog(announce=True).extend
+        self.n_iter_ = train(
+            trainer,
+            plan.sampler,
+            gather,
+            plan.steps,
+            until=plan.until,
+            clusters=clusters,
+            on_events=tell,
+        )
         self.model_, _, _ = form_answer(settings, trainer, neighbours, gather, projection, found)
         self.settings_ = settings
         self.labels_ = self._clusters(x)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ssl_kd.doctor import machine
 from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.settings import SettingsError
+from ssl_kd.vision.convergence import FEWEST
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.settings import AUTO, VisionSettings
 
@@ -246,8 +247,8 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
     if s.ema_momentum == 0:
         why = "the teacher equals the student at every step, so it averages nothing"
         risk("ema_momentum", why, "try 0.9")
-    elif 1 / (1 - s.ema_momentum) > s.max_steps:
-        why = f"the teacher averages over more than the {s.max_steps} steps of the run"
+    elif 1 / (1 - s.ema_momentum) > (steps := s.max_steps or FEWEST):
+        why = f"the teacher averages over more than the {steps} steps that a run may have"
         risk("ema_momentum", why, "try 0.9")
     if s.learning_rate > 0.05:
         why = "AdamW then moves every weight by more than its size in a few steps"
@@ -333,7 +334,7 @@ def _train_a_little(
     from ssl_kd.guard.parts import TooFewHealthyParts
     from ssl_kd.store import nearest_neighbours
     from ssl_kd.vision.consensus import sample_rows
-    from ssl_kd.vision.fit import make_sampler, make_trainer
+    from ssl_kd.vision.fit import make_plan, make_trainer
     from ssl_kd.vision.projection import Projection
     from ssl_kd.vision.run import PROJECTION_ROWS
     from ssl_kd.vision.train import train
@@ -346,7 +347,11 @@ def _train_a_little(
     sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
     projection = Projection.fit(sample, settings.pca_dim)
     trainer = make_trainer(settings, projection.dim, n_clusters, precision)
-    sampler, steps = make_sampler(settings, neighbours)
+
+    def gather(wanted: Tensor) -> Tensor:
+        return projection(store.gather(rows[wanted]))
+
+    plan = make_plan(settings, trainer, neighbours, gather)
 
     records: list[LogRecord] = []
     events: list[Event] = []
@@ -359,9 +364,10 @@ def _train_a_little(
     try:
         train(
             trainer,
-            sampler,
-            lambda batch: projection(store.gather(rows[batch])),
-            steps,
+            plan.sampler,
+            gather,
+            plan.steps,
+            until=plan.until,
             log_every=1,
             on_log=records.append,
             on_events=events.extend,

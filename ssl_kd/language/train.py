@@ -71,7 +71,6 @@ def train(
     settings = distiller.settings
     done = run_loop(
         _Student(distiller, blocks, steps, on_step),
-        steps,
         start=start,
         log_every=settings.log_every,
         checkpoint_every=settings.checkpoint_every,

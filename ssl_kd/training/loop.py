@@ -42,9 +42,18 @@ class Pace:
 
 
 class Learner(Protocol[R_co]):
-    """What the loop trains; all of its state that a resumed run needs is its own to save."""
+    """What the loop trains; all of its state that a resumed run needs is its own to save.
+
+    Attributes:
+        pace: of its steps.
+    """
 
     pace: Pace
+
+    @property
+    def steps(self) -> int:
+        """Where training ends, exclusive; it may move while there are steps to do."""
+        ...
 
     def learn(self, step: int) -> None:
         """Do one guarded step, whose random draws depend on the seed and the step alone.
@@ -75,7 +84,6 @@ class Learner(Protocol[R_co]):
 @undisturbed()
 def run_loop(
     learner: Learner[R_co],
-    steps: int,
     *,
     start: int = 0,
     log_every: int,
@@ -86,11 +94,10 @@ def run_loop(
     on_checkpoint: Callable[[int], object],
     should_stop: Callable[[], bool],
 ) -> int:
-    """Train from step `start` to `steps`.
+    """Train from step `start` to where the learner ends.
 
     Args:
         learner: changed in place.
-        steps: last step, exclusive.
         start: first step, the number of steps already done.
         log_every: `on_log` gets a record this often, in steps, and at the end.
         checkpoint_every: `on_checkpoint(steps done)` is called this often, and at the end.
@@ -101,7 +108,7 @@ def run_loop(
         should_stop: asked before every step; true saves and returns.
 
     Returns:
-        The number of steps done; less than `steps` if it was told to stop.
+        The number of steps done; less than `learner.steps` if it was told to stop.
 
     Raises:
         TooFewHealthyParts: training cannot continue; the last good state of everything was saved
@@ -111,12 +118,12 @@ def run_loop(
     """
 
     def is_due(done: int, every: int) -> bool:
-        return done % every == 0 or done == steps
+        return done % every == 0 or done == learner.steps
 
     def checkpoint(done: int) -> None:
         learner.look(done, at_once=True)
         learner.before_checkpoint(done)
-        if done == steps:
+        if done == learner.steps:
             at_the_end(on_checkpoint, done)
         else:
             on_checkpoint(done)
@@ -129,7 +136,7 @@ def run_loop(
 
     done = start
     try:
-        for step in range(start, steps):
+        while (step := done) < learner.steps:
             if should_stop():
                 checkpoint(step)
                 return step
@@ -146,4 +153,4 @@ def run_loop(
     except TooFewHealthyParts:
         at_the_end(on_checkpoint, done)
         raise
-    return steps
+    return done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from ssl_kd.vision.consensus import (
     sample_rows,
     vote_tables,
 )
+from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
@@ -31,11 +34,9 @@ from ssl_kd.vision.tree import Tree
 # Pairs of neighbours by which answers are judged: enough for a hundredth of a nat, few enough to
 # hold their embeddings in memory.
 CONSENSUS_PAIRS = 20_000
+CONVERGENCE_PAIRS = 4_000  # and enough to see whether they still learn
 CALIBRATION_ROWS = 20_000  # whose mean confidence is set
-
-
-# A partition is learnt in fewer passes than it is found in.
-GRAPH_EPOCHS, EPOCHS = 30, 200
+MOST_EPOCHS = 200
 # Rows of weights of each head: student, EMA teacher, both moments, and these in their last good
 # state.
 WEIGHTS_KEPT = 8
@@ -87,14 +88,62 @@ def _check_memory(settings: VisionSettings, n_parameters: int | None, device: to
         )
 
 
-def make_sampler(settings: VisionSettings, neighbours: Tensor) -> tuple[PairSampler, int]:
-    """Pairs from neighbours `[n, k]`, and the number of steps to train."""
+@dataclass(frozen=True)
+class Plan:
+    """What is learned from, and for how long.
+
+    Attributes:
+        sampler: the pairs of each step.
+        steps: the most there are.
+        until: what ends the training before; None where the number of steps was given.
+    """
+
+    sampler: PairSampler
+    steps: int
+    until: Convergence | None
+
+
+def make_plan(
+    settings: VisionSettings, trainer: HeadTrainer, neighbours: Tensor, gather: Gather
+) -> Plan:
+    """The training on pairs from neighbours `[n, k]`; `gather` reads embeddings, projected."""
     allowed = torch.ones_like(neighbours, dtype=torch.bool)
     if settings.mutual_neighbours:
         allowed = mutual_neighbours(neighbours)
     sampler = PairSampler(neighbours, allowed, settings.batch_size, settings.seed)
-    epochs = settings.epochs or (GRAPH_EPOCHS if settings.by_graph else EPOCHS)
-    return sampler, min(epochs * sampler.steps_per_epoch, settings.max_steps)
+    given = [] if settings.max_steps is None else [settings.max_steps]
+    if settings.epochs is not None:
+        given.append(settings.epochs * sampler.steps_per_epoch)
+    if given:
+        return Plan(sampler, min(given), None)
+    steps = MOST_EPOCHS * sampler.steps_per_epoch
+    judge = _Judge(trainer, neighbours, gather, CONVERGENCE_PAIRS)
+    return Plan(sampler, steps, Convergence(lambda: judge()[1], trainer.n_clusters, steps))
+
+
+class _Judge:
+    """What each head tells about some pairs of neighbours, called whenever that is wanted.
+
+    Attributes:
+        rows: `[row]` int64, the samples of these pairs.
+    """
+
+    def __init__(self, trainer: HeadTrainer, neighbours: Tensor, gather: Gather, most: int) -> None:
+        self._trainer, self._gather = trainer, gather
+        pairs = judging_pairs(neighbours, trainer.settings.seed, most)
+        self.rows, self._pairs = pairs.unique(return_inverse=True)
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Clusters of the rows `[head, row]`, and information in nats `[head]`, NaN of a sick."""
+        clusters = head_clusters(self._trainer, self._gather, self.rows)
+        state, n_clusters = self._trainer.state, self._trainer.n_clusters
+        sound = (state.health.streak == 0) & ~state.health.retired
+        healthy = (torch.isfinite(state.loss) & sound).cpu()
+        information = torch.full((len(clusters),), torch.nan)
+        for head in healthy.nonzero().flatten().tolist():
+            first, second = clusters[head][self._pairs]
+            information[head] = neighbour_information(first, second, n_clusters)
+        return clusters, information
 
 
 def form_answer(
@@ -126,17 +175,10 @@ def form_answer(
         TooFewHealthyParts: no head is healthy.
     """
     state, n_clusters = trainer.state, trainer.n_clusters
-    rows, pairs = judging_pairs(neighbours, settings.seed, CONSENSUS_PAIRS).unique(
-        return_inverse=True
-    )
-    clusters = head_clusters(trainer, gather, rows)
-    sound = (state.health.streak == 0) & ~state.health.retired
-    healthy = (torch.isfinite(state.loss) & sound).cpu()
-    information = torch.full((len(clusters),), torch.nan)
-    for head in healthy.nonzero().flatten().tolist():
-        first, second = clusters[head][pairs]
-        information[head] = neighbour_information(first, second, n_clusters)
-    order = information.nan_to_num(-1.0).argsort(descending=True)[: int(healthy.sum())]
+    judge = _Judge(trainer, neighbours, gather, CONSENSUS_PAIRS)
+    clusters, information = judge()
+    order = information.nan_to_num(-1.0).argsort(descending=True)
+    order = order[: int(information.isfinite().sum())]
     if not len(order):
         raise TooFewHealthyParts("no head is healthy, so there is no answer to form")
 
@@ -156,7 +198,7 @@ def form_answer(
     )
     model.novelty = novelty
     model.weights.copy_(state.teacher.cpu()[chosen])
-    anchor = clusters[order[0]] if found is None else found.clusters[rows]
+    anchor = clusters[order[0]] if found is None else found.clusters[judge.rows]
     model.votes.copy_(vote_tables(clusters[chosen], anchor, n_clusters))
     model.projection.load_state_dict(projection.state_dict())
     if found is not None:

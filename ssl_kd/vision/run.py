@@ -33,15 +33,16 @@ from ssl_kd.training.clock import Clock
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.consensus import sample_rows
+from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.extract import ExtractProgress, extract
 from ssl_kd.vision.fit import (
+    Plan,
     form_answer,
-    make_sampler,
+    make_plan,
     make_trainer,
 )
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.objectives import objective_class
-from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.partition import GraphAnswer, partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.replay import bundle_of
@@ -115,9 +116,9 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
 
         with clock("train"):
             trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
-            sampler, steps = make_sampler(settings, neighbours)
+            plan = make_plan(settings, trainer, neighbours, source)
             with signals.between_steps():
-                _train(settings, folder, trainer, sampler, source, clusters, steps, signals, tell)
+                steps = _train(settings, folder, trainer, plan, source, clusters, signals, tell)
 
         tell("consensus", 0, 1, {})
         with clock("consensus"):
@@ -136,6 +137,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             "dataset": about_data(train_set, stores, n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
             "steps": steps,
+            "convergence": None if plan.until is None else plan.until.seen(),
             "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
             "events": folder.count_events(),
             "seconds": clock.seconds,
@@ -388,15 +390,14 @@ def _train(
     settings: VisionSettings,
     folder: RunFolder,
     trainer: HeadTrainer,
-    sampler: PairSampler,
+    plan: Plan,
     source: _Source,
     clusters: Tensor | None,
-    steps: int,
     signals: Signals,
     tell: Progress,
-) -> None:
-    """Train all heads, from the last checkpoint if there is one."""
-    start = _loaded(folder, trainer)
+) -> int:
+    """Train all heads, from the last checkpoint if there is one; the number of steps done."""
+    start, until = _loaded(folder, trainer, plan.until), plan.until
     folder.rewind(start)
     folder.become_latest()
 
@@ -409,7 +410,7 @@ def _train(
             finite = [v for v in record.loss if abs(v) < float("inf")]
             mean = sum(finite) / len(finite) if finite else float("nan")
             info = {"loss": mean, "healthy": f"{record.healthy}/{settings.n_heads}"}
-            tell("train", record.step, steps, info)
+            tell("train", record.step, plan.steps if until is None else until.steps, info)
 
         recorder = FlightRecorder(folder.path / "faults")
 
@@ -417,12 +418,14 @@ def _train(
             if recorder.wants(fault.event.part):
                 recorder.record(bundle_of(trainer, fault, dataclasses.asdict(settings)))
 
+        saved = {} if until is None else until.tensors()
         try:
-            train(
+            return train(
                 trainer,
-                sampler,
+                plan.sampler,
                 source,
-                steps,
+                plan.steps,
+                until=until,
                 clusters=clusters,
                 start=start,
                 log_every=settings.log_every,
@@ -430,7 +433,7 @@ def _train(
                 on_log=on_log,
                 on_events=folder.events.extend,
                 on_fault=on_fault,
-                on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors()),
+                on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors() | saved),
                 should_stop=lambda: bool(signals.caught),
             )
         except TooFewHealthyParts as error:
@@ -441,12 +444,14 @@ def _train(
             raise TooFewHealthyParts(f"{error}. {way} explains the first fault") from error
 
 
-def _loaded(folder: RunFolder, trainer: HeadTrainer) -> int:
-    """The step of the last checkpoint, which the trainer has taken over; 0 where there is none."""
+def _loaded(folder: RunFolder, trainer: HeadTrainer, until: Convergence | None) -> int:
+    """The step of the last checkpoint, which these have taken over; 0 where there is none."""
     start, tensors = folder.load_checkpoint()
     if tensors:
         try:
             trainer.load(tensors)
+            if until is not None:
+                until.load(tensors)
         except ValueError as error:
             raise RunFolderError(
                 f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of the "

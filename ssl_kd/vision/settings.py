@@ -268,7 +268,12 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         high=100,
     )
     warmup_fraction: float = setting(
-        0.1, "fraction of the steps that warm up; a cosine to zero follows", low=0, below=1
+        0.1,
+        "fraction of the steps that warm up",
+        "A cosine to zero follows, at once where the number of steps is given, else once the heads"
+        " have converged.",
+        low=0,
+        below=1,
     )
     weight_decay: float = setting(1e-4, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(
@@ -277,12 +282,14 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     batch_size: int = setting(256, "pairs per step", "Several times the number of clusters.", low=1)
     epochs: int | None = setting(
         None,
-        "maximum passes over the data; None: 30 with METHOD graph, 200 with METHOD heads",
+        "passes over the data; None: until the heads have converged, by what they tell of"
+        " neighbours, or 200",
         low=1,
     )
-    max_steps: int = setting(
-        800,
-        "maximum optimizer steps; the first of EPOCHS and MAX_STEPS to be reached ends the run",
+    max_steps: int | None = setting(
+        None,
+        "optimizer steps; None: as EPOCHS says",
+        "Where both are given the first to be reached ends the training.",
         low=1,
     )
     consensus_heads: int | None = setting(

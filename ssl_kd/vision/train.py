@@ -17,6 +17,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.seeds import seed_of
 from ssl_kd.training.loop import Pace, run_loop
 from ssl_kd.training.schedule import learning_rate_at
+from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.step import HeadsStep, HeadTrainer
 
@@ -79,6 +80,7 @@ def train(
     gather: Gather,
     steps: int,
     *,
+    until: Convergence | None = None,
     clusters: Tensor | None = None,
     start: int = 0,
     log_every: int = 20,
@@ -95,7 +97,8 @@ def train(
         trainer: holds the state; changed in place.
         sampler: the pairs of each step.
         gather: reads embeddings.
-        steps: last step, exclusive.
+        steps: last step, exclusive, where nothing ends it before.
+        until: ends it when the heads have converged.
         clusters: `[n]` int64 of the samples, which all heads learn from the neighbours that they
             are paired with; None: each head learns from its EMA teacher, by its objective.
         start: first step, the number of steps already done.
@@ -108,15 +111,14 @@ def train(
         should_stop: asked before every step; true saves and returns.
 
     Returns:
-        The number of steps done; less than `steps` if it was told to stop.
+        The number of steps done; fewer than there were to do if it was told to stop.
 
     Raises:
         TooFewHealthyParts: training cannot continue; a checkpoint of the last good state of every
             head was saved before.
     """
     return run_loop(
-        _Heads(trainer, sampler, gather, steps, on_events, on_fault, clusters),
-        steps,
+        _Heads(trainer, sampler, gather, steps, on_events, on_fault, clusters, until),
         start=start,
         log_every=log_every,
         checkpoint_every=checkpoint_every,
@@ -150,9 +152,10 @@ class _Heads:
         on_events: Callable[[list[Event]], object],
         on_fault: Callable[[HeadFault], object],
         clusters: Tensor | None = None,
+        until: Convergence | None = None,
     ) -> None:
-        self.trainer, self.sampler, self.gather, self.steps = trainer, sampler, gather, steps
-        self.clusters = clusters
+        self.trainer, self.sampler, self.gather, self._most = trainer, sampler, gather, steps
+        self.clusters, self.until = clusters, until
         self.on_events, self.on_fault = on_events, on_fault
         self.pace = Pace()
         self._look_every = LOOK_EVERY[trainer.precision.device.type == "cpu"]
@@ -162,11 +165,22 @@ class _Heads:
         self._smoothed: set[int] = set()
         self._last = Event(0, "head", "loss", "nothing was seen", "")
 
+    @property
+    def steps(self) -> int:
+        """Where training ends, as far as it is known."""
+        return self._most if self.until is None else self.until.steps
+
+    def _rate_at(self, step: int) -> float:
+        settings = self.trainer.settings
+        peak, warmup = settings.learning_rate, settings.warmup_fraction
+        if self.until is not None:
+            return self.until.learning_rate_at(step, peak, warmup)
+        return learning_rate_at(step, self._most, peak, warmup)
+
     def learn(self, step: int) -> None:
         """One guarded step on a batch of pairs."""
         trainer, settings = self.trainer, self.trainer.settings
-        peak, warmup = settings.learning_rate, settings.warmup_fraction
-        self._learning_rate = rate = learning_rate_at(step, self.steps, peak, warmup)
+        self._learning_rate = rate = self._rate_at(step)
         samples = torch.stack(self.sampler(step))
         views = self.gather(samples.flatten()).unflatten(0, samples.shape)
         given = None
@@ -177,6 +191,8 @@ class _Heads:
         self._results.append(result)
         self._unread.append(_Step(step, samples, views, given, rate, result))
         self.pace.add(samples.shape[1])
+        if self.until is not None:
+            self.until.look(step + 1)
 
     def record(self, done: int) -> LogRecord:
         """Loss and norms of the last step, and how many heads were healthy in all of them."""

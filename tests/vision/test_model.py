@@ -151,9 +151,9 @@ def trained(x, **changes):
     projection = Projection.fit(x, settings.pca_dim)
     neighbours = torch.cdist(x, x).fill_diagonal_(9e9).argsort(1)[:, :5]
     trainer = fit.make_trainer(settings, projection.dim, K, Precision.for_device("cpu"))
-    sampler, steps = fit.make_sampler(settings, neighbours)
     gather = projection(x).__getitem__
-    train(trainer, sampler, gather, steps)
+    plan = fit.make_plan(settings, trainer, neighbours, gather)
+    train(trainer, plan.sampler, gather, plan.steps)
     return trainer, lambda: fit.form_answer(settings, trainer, neighbours, gather, projection)
 
 

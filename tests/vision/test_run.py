@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -315,6 +316,22 @@ def test_resumed_equals_uninterrupted(settings, number):
     assert weights(parts) == weights(whole)
     assert log_lines(parts) == log_lines(whole)
     assert assignments(parts) == assignments(whole)
+
+
+def test_resumed_before_and_after_convergence_equals_uninterrupted(settings):
+    """Where nobody says how many steps there are, they are as many as without the stop."""
+    ends = {"max_steps": None, "epochs": None, "checkpoint_every": 40}
+    whole = run(settings(run_name="whole", **ends)).path
+    for step in (60, 120):
+        with pytest.raises(Interrupted):
+            run(settings(run_name=f"at{step}", **ends), progress=stop_at(step))
+        parts = run(settings(run_name=f"at{step}", resume=True, **ends)).path
+        assert weights(parts) == weights(whole) and assignments(parts) == assignments(whole)
+        for name in ("steps", "convergence"):
+            assert metrics(parts)[name] == metrics(whole)[name]
+    looks = list(metrics(whole)["convergence"])
+    assert looks[:3] == ["50", "71", "100"]
+    assert metrics(whole)["steps"] == math.ceil(int(looks[-1]) / 0.7)  # the last 30 % slow down
 
 
 def test_stopped_while_judging_goes_on_from_the_trained_heads(settings):

@@ -1,0 +1,78 @@
+"""Training ends by what the heads tell of neighbours, and at the same step after a resume."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_kd import MultiHeadClusterer
+from ssl_kd.vision.convergence import DECAY, FEWEST, LOOKS, Convergence
+
+
+def _ended(values, most=10**6, n_clusters=10):
+    """Steps, and the learning rate of each, where the looks see these values in turn."""
+    seen = iter(values)
+    until = Convergence(lambda: torch.tensor([next(seen)]), n_clusters, most)
+    rates, step = [], 0
+    while step < until.steps:
+        rates.append(until.learning_rate_at(step, 1.0, 0.1))
+        step += 1
+        until.look(step)
+    return until, rates
+
+
+def test_it_ends_once_half_of_the_steps_brought_less_than_a_hundredth():
+    hundredth = 0.01 * math.log(10)
+    # The third is 0.3 above the first, the fourth as much as it has to be above the second.
+    seen = [0.0, 0.3, 0.3, 0.3 + 1.01 * hundredth, 0.3 + 0.99 * hundredth]
+    until, rates = _ended([*seen, *[9.0] * 9])
+    assert list(until.seen()) == [50, 71, 100, 141, 200]
+    assert until.steps == len(rates) == math.ceil(200 / (1 - DECAY))
+
+
+def test_the_rate_warms_up_stays_and_falls_once_it_is_known_when():
+    _, rates = _ended([1.0] * 9)
+    assert len(rates) == FEWEST
+    warmup = round(0.1 * FEWEST)
+    assert rates[0] == 1 / warmup and rates[warmup - 1 : 100] == [1.0] * (101 - warmup)
+    assert all(a >= b for a, b in zip(rates[100:], rates[101:], strict=False))
+    assert 0 < rates[-1] < 0.01
+
+
+@pytest.mark.parametrize("most", [1, 2, 30, 99, 143, 150, 1000])
+def test_it_never_takes_more_steps_than_there_are(most):
+    until, rates = _ended([float(n) for n in range(99)], most)  # always grows
+    assert until.steps == len(rates) == most
+    assert most < 10 or rates[-1] < 0.2  # and the rate falls in time
+    assert all(step <= most for step in until.seen())
+
+
+def test_heads_that_all_are_sick_do_not_move_the_end():
+    values = [torch.nan, torch.nan, torch.nan]
+    until, _ = _ended(values)
+    assert list(until.seen().values()) == [0.0] * 3 and until.steps == FEWEST
+
+
+def test_a_resumed_one_ends_where_it_would_have():
+    whole, rates = _ended([0.0, 0.5, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5])
+    again, resumed = _ended([0.0, 0.5, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5])
+    again.information[3:] = torch.nan
+    kept = Convergence(lambda: torch.tensor([1.5]), 10, 10**6)
+    kept.load(again.tensors())
+    for step in range(LOOKS[2], len(rates)):
+        assert kept.learning_rate_at(step, 1.0, 0.1) == rates[step] == resumed[step]
+        kept.look(step + 1)
+    assert kept.steps == whole.steps and kept.seen() == whole.seen()
+
+
+def test_steps_that_are_given_win_over_the_rule():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 8)).astype(np.float32) + 6 * np.eye(8)[rng.integers(0, 3, 300)]
+    common = {"n_clusters": 3, "n_heads": 2, "batch_size": 100}
+    steps = {}
+    for name, given in {"max_steps": 7, "epochs": 2, "neither": None}.items():
+        options = {} if given is None else {name: given}
+        model = MultiHeadClusterer(**common, **options).fit(x.astype(np.float32))
+        steps[name] = model.n_iter_
+    assert steps == {"max_steps": 7, "epochs": 6, "neither": FEWEST}
