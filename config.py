@@ -69,7 +69,7 @@ N_CLUSTERS = None
 METHOD = None
 # Heads trained side by side, 1 to 4096. More: a steadier consensus, proportionally more time. With
 # METHOD heads 48 pay.
-N_HEADS = 16
+N_HEADS = 8
 # Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
 # Width of a head's hidden layer, from 1. Wider for high-dimensional embeddings and many classes.

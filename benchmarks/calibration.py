@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.quality import _line, _names
+from benchmarks.quality import _line, names_of
 from benchmarks.sets import SETS, Absent, Sources
 from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
@@ -69,7 +69,7 @@ def sure(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Calibration of the confidence; outlier scores.")
-    parser.add_argument("--sets", type=lambda text: _names(SETS, text), default=list(SETS))
+    parser.add_argument("--sets", type=lambda text: names_of(SETS, text), default=list(SETS))
     parser.add_argument("--seed", type=int, default=0)
     Sources.add_flags(parser)
     args = parser.parse_args()

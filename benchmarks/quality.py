@@ -184,7 +184,8 @@ def report(rows: Sequence[Row]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _names(known: dict[str, Any], text: str) -> list[str]:
+def names_of(known: dict[str, Any], text: str) -> list[str]:
+    """The names in a comma-separated flag, all of which are known."""
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
         raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
@@ -193,8 +194,10 @@ def _names(known: dict[str, Any], text: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ours and its peers on many data sets.")
-    parser.add_argument("--sets", type=lambda text: _names(SETS, text), default=list(SETS))
-    parser.add_argument("--methods", type=lambda text: _names(METHODS, text), default=list(METHODS))
+    parser.add_argument("--sets", type=lambda text: names_of(SETS, text), default=list(SETS))
+    parser.add_argument(
+        "--methods", type=lambda text: names_of(METHODS, text), default=list(METHODS)
+    )
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--unknown", action="store_true", help="also without the number of classes")
     parser.add_argument("--json", type=Path, help="file of rows, to continue and to add to")

@@ -184,7 +184,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         choices=("graph", "heads"),
     )
     n_heads: int = setting(
-        16,
+        8,
         "heads trained side by side",
         "More: a steadier consensus, proportionally more time. With METHOD heads 48 pay.",
         low=1,
