@@ -123,7 +123,7 @@ def main() -> None:
                 acc = [100 * evaluate.accuracy(labels, part.clusters) for part in parts]
                 found[variant].append(acc[0])
                 if variant == "as it is":
-                    rank, _ = spearmanr([part.value for part in parts], acc)
+                    rank: Any = spearmanr([part.value for part in parts], acc)[0]
                     choice.setdefault(name, []).append((rank, max(acc) - acc[0]))
         for variant, values in found.items():
             table[variant].append(float(np.mean(values)))

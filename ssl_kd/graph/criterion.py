@@ -51,13 +51,13 @@ class Graph:
         self.columns = matrix.indices
         self.degree = np.bincount(self.rows, self.weights, self.n)
 
-    def towards(self, clusters: Ints, n_clusters: int, start: int, end: int) -> Floats:
-        """Weight from each node from `start` to `end` to each cluster: `[end - start, K]`."""
-        some = slice(self.matrix.indptr[start], self.matrix.indptr[end])
-        cells = (self.rows[some] - start) * n_clusters + clusters[self.columns[some]]
-        n = end - start
-        found: Floats = np.bincount(cells, self.weights[some], n * n_clusters)  # pyright: ignore[reportAssignmentType]: weighted, so not whole numbers
-        return found.reshape(n, n_clusters)
+    def ties(self, clusters: Ints, n_clusters: int) -> Any:
+        """Weight from each node to each cluster, `[n, n_clusters]`; sparse where that is large."""
+        if n_clusters >= SPARSE or self.n * n_clusters > CELLS:
+            return self.matrix @ one_hot(clusters, n_clusters)
+        cells = self.rows * n_clusters + clusters[self.columns]
+        found = np.bincount(cells, self.weights, self.n * n_clusters)
+        return found.reshape(self.n, n_clusters)
 
     def of_groups(self, groups: Ints, n_groups: int) -> Graph:
         """The graph whose nodes are groups of these: a partition of them keeps its value."""
@@ -84,8 +84,16 @@ class Partition:
 
 def joint(graph: Graph, clusters: Ints, n_clusters: int) -> Floats:
     """Weight between each two clusters: symmetric `[n_clusters, n_clusters]`, summing to 1."""
-    cells = clusters[graph.rows] * n_clusters + clusters[graph.columns]
-    table = np.bincount(cells, graph.weights, n_clusters**2).reshape(n_clusters, n_clusters)
+    return _joint(graph.ties(clusters, n_clusters), clusters)
+
+
+def _joint(ties: Any, clusters: Ints) -> Floats:
+    k = ties.shape[1]
+    if sp.issparse(ties):
+        table = (one_hot(clusters, k).T @ ties).toarray()
+    else:
+        cells = clusters[:, None] * k + np.arange(k)
+        table = np.bincount(cells.ravel(), ties.ravel(), k * k).reshape(k, k)
     return (table + table.T) / (2 * table.sum())
 
 
@@ -130,17 +138,18 @@ def refine(
 ) -> Partition:
     """Move all samples to the cluster that gains most, again and again while the value grows.
 
-    The gain is the value's derivative, so that a sweep is one sparse product; a sweep that loses is
-    not taken.
+    The gain is the value's derivative, so that a sweep is one pass over the edges; a sweep that
+    loses is not taken.
     """
     best, clusters = Partition(-np.inf, clusters, origin, alpha), np.asarray(clusters, np.int64)
     for _ in range(sweeps):
-        table = joint(graph, clusters, n_clusters)
+        ties = graph.ties(clusters, n_clusters)
+        table = _joint(ties, clusters)
         value = partition_value(table, alpha)
         if value <= best.value + LEAST_GAIN:
             break
         best = Partition(value, clusters, origin, alpha)
-        moved = _preferred(graph, clusters, table, alpha)
+        moved = _preferred(graph, ties, table, alpha)
         if (moved == clusters).all():
             break
         clusters = moved
@@ -149,30 +158,26 @@ def refine(
 
 def merge_losses(joint: Floats, alpha: float = ALPHA) -> Floats:
     """What the value loses by merging two clusters: `[k, k]`, above the diagonal, else infinite."""
-    k, share = len(joint), joint.sum(1)
-    cells = _xlogx(joint)
+    a, b = np.triu_indices(len(joint), 1)
+    cells, share, pair = _xlogx(joint), joint.sum(1), np.arange(len(a))
     rows, own = cells.sum(1), np.diag(cells)
-    of_cells, of_sizes = np.zeros((k, k)), np.zeros((k, k))
-    for a in range(k - 1):
-        b = np.arange(a + 1, k)
-        merged, each = joint[a] + joint[b], np.arange(len(b))
-        both = _xlogx(merged)
-        new = 2 * (both.sum(1) - both[:, a] - both[each, b])
-        new += _xlogx(merged[:, a] + merged[each, b])
-        of_cells[a, b] = 2 * (rows[a] + rows[b]) - own[a] - own[b] - 2 * cells[a, b] - new
-        of_sizes[a, b] = _xlogx(share[a] + share[b]) - _xlogx(share[a]) - _xlogx(share[b])
+    merged = joint[a] + joint[b]
+    both = _xlogx(merged)
+    new = 2 * (both.sum(1) - both[pair, a] - both[pair, b])
+    new += _xlogx(merged[pair, a] + merged[pair, b])
+    of_cells = 2 * (rows[a] + rows[b]) - own[a] - own[b] - 2 * cells[a, b] - new
+    of_sizes = _xlogx(share[a] + share[b]) - _xlogx(share[a]) - _xlogx(share[b])
     left = _information(joint) - of_cells - 2 * of_sizes, entropy(joint) - of_sizes
-    return _above_diagonal(partition_value(joint, alpha) - _value(*left, alpha))
+    losses = np.full(joint.shape, np.inf)
+    losses[a, b] = partition_value(joint, alpha) - _value(*left, alpha)
+    return losses
 
 
 def modularity_losses(joint: Floats) -> Floats:
     """What modularity alone loses by merging two clusters, as `merge_losses`."""
     share = joint.sum(1)
-    return _above_diagonal(2 * (np.outer(share, share) - joint))
-
-
-def _above_diagonal(losses: Floats) -> Floats:
-    return np.where(np.tri(len(losses), dtype=bool), np.inf, losses)
+    losses = 2 * (np.outer(share, share) - joint)
+    return np.where(np.tri(len(joint), dtype=bool), np.inf, losses)
 
 
 def _xlogx(x: Floats) -> Floats:
@@ -185,7 +190,7 @@ def one_hot(clusters: Ints, n_clusters: int) -> sp.csr_matrix:
     return sp.csr_matrix((ones, clusters, rows), shape=(len(clusters), n_clusters))
 
 
-def _preferred(graph: Graph, clusters: Ints, joint: Floats, alpha: float) -> Ints:
+def _preferred(graph: Graph, ties: Any, joint: Floats, alpha: float) -> Ints:
     """The cluster that each node's move would gain most by: the derivative of the value."""
     k = len(joint)
     share = np.maximum(joint.sum(1), 1e-12)
@@ -194,11 +199,6 @@ def _preferred(graph: Graph, clusters: Ints, joint: Floats, alpha: float) -> Int
     step = max(1, CELLS // k)
     blocks = []
     for start in range(0, graph.n, step):
-        end = min(start + step, graph.n)
-        if k < SPARSE:
-            gain = graph.towards(clusters, k, start, end) @ logs
-        else:
-            gain = (graph.matrix[start:end] @ one_hot(clusters, k)) @ logs
-        gain -= graph.degree[start:end, None] * size
-        blocks.append(gain.argmax(1))
+        some = slice(start, start + step)
+        blocks.append((ties[some] @ logs - graph.degree[some, None] * size).argmax(1))
     return np.concatenate(blocks)

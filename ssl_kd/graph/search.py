@@ -280,7 +280,7 @@ class _Search:
             rows = np.flatnonzero(best.clusters == cluster)
             if len(rows) < 2:
                 continue
-            half = rows[self._kmeans(self.centres[rows], 2, self.count[rows]) == 1]
+            half = self._half(rows)
             split = best.clusters.copy()
             split[half] = self.k
             value = partition_value(joint(self.small, split, self.k + 1), self.alpha)
@@ -297,6 +297,12 @@ class _Search:
                 if part.value > max(best.value, found.value if found else 0) + 1e-5:
                     found = part
         return found
+
+    def _half(self, rows: Ints) -> Ints:
+        """Those of some atoms that lie on one side of their middle, along where they spread."""
+        count = self.count[rows, None]
+        x = self.centres[rows] - (self.centres[rows] * count).sum(0) / count.sum()
+        return rows[x @ np.linalg.eigh((x * count).T @ x).eigenvectors[:, -1] > 0]
 
     def _consensus(self, top: int) -> Ints:
         """k-means on what the best partitions say together of each atom."""
