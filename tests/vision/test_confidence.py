@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssl_kd.vision.confidence import stability, temperature_for, tempered
@@ -23,6 +23,7 @@ def test_stability_is_accuracy_against_repeats_whatever_their_names():
     assert stability(clusters, torch.empty(0, 40, dtype=torch.int64)) is None
 
 
+@settings(deadline=None)
 @given(st.floats(0.05, 20), st.integers(2, 30), st.integers(0, 99))
 def test_a_temperature_keeps_distributions_and_who_is_first(temperature, k, seed):
     p = votes(30, k, seed)
