@@ -81,7 +81,7 @@ def _gradients(output, inputs, *, materialize_grads):
         # gradient for each argument: None for those that are no tensors, here the last ones.
         backward = node if callable(node) else node.apply
         with torch.no_grad():
-            gradients = backward(*(given.get(slot) for slot in range(max(given) + 1)))
+            gradients = backward(*(given.get(slot) for slot in range(len(node._input_metadata))))
         gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
         for (after, slot), gradient in zip(node.next_functions, gradients, strict=False):
             if after is None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+SHORT = 100  # entries of an axis below which a softmax over it is faster where it is not the last
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -20,6 +24,42 @@ def probability_floor(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps ** 2
 
 
+class _UnitAndNorm(torch.autograd.Function):
+    """`x / |x|` and `|x|`; for a zero vector 0 and 1.
+
+    The gradient in closed form reads only these two: a third of the passes of autograd's own. Both
+    being outputs, it can be differentiated again.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        # Dividing by the largest entry first: squares of 1e20 overflow, squares of 1e-25 vanish.
+        largest = x.abs().amax(dim=dim, keepdim=True)
+        largest = torch.where(largest > 0, largest, 1)
+        unit = x / largest
+        length = (unit * unit).sum(dim=dim, keepdim=True).sqrt_()
+        length = torch.where(length > 0, length, 1)
+        return unit.div_(length), largest.mul_(length)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*output)
+        ctx.dim = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, of_unit: Tensor | None, of_norm: Tensor | None) -> Any:  # type: ignore[override]
+        unit, norm = ctx.saved_tensors
+        gradient = None if of_norm is None else of_norm * unit
+        if of_unit is not None:
+            along = (of_unit * unit).sum(dim=ctx.dim, keepdim=True)
+            across = torch.addcmul(of_unit, unit, along, value=-1).div_(norm)
+            gradient = across if gradient is None else across + gradient
+        return gradient, None
+
+
 def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:
     """Scale vectors to unit L2 length; zero vectors stay zero, with a finite gradient.
 
@@ -31,13 +71,8 @@ def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:
     Returns:
         A tensor of the same shape; float64 for float64 input, float32 otherwise.
     """
-    x = x.to(compute_dtype(x))
-    # Dividing by the largest entry first: squares of 1e20 overflow, squares of 1e-25 vanish.
-    largest = x.detach().abs().amax(dim=dim, keepdim=True)
-    nonzero = largest > 0
-    x = x / torch.where(nonzero, largest, 1)
-    squared = (x * x).sum(dim=dim, keepdim=True)
-    return x * torch.where(nonzero, squared, 1).rsqrt()
+    unit, _ = _UnitAndNorm.apply(x.to(compute_dtype(x)), dim)  # pyright: ignore[reportGeneralTypeIssues]
+    return unit
 
 
 def safe_normalize_weights(weights: Tensor, dim: int = -1) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.guard.finite import SHORT, safe_normalize
 
 
 class TEMIHead(nn.Module):
@@ -49,10 +49,14 @@ class TEMIHead(nn.Module):
         """`forward` of many heads: parameters `[head, ...]`, `x` as there -> `[head, batch, K]`.
 
         The bank would get the same from `vmap`; written out as batched products it is a third
-        faster.
+        faster. In between samples come last, `[head, feature, batch]`: biases and norms run along
+        long rows, gradients come as the weights lie. So do logits of few clusters, for the softmax.
         """
         p = parameters
-        x = x.expand(len(p["prototypes"]), *x.shape)
-        z = torch.baddbmm(p["hidden.bias"].unsqueeze(1), x, p["hidden.weight"].mT)
-        z = torch.baddbmm(p["bottleneck.bias"].unsqueeze(1), F.gelu(z), p["bottleneck.weight"].mT)
-        return torch.bmm(safe_normalize(z), safe_normalize(p["prototypes"]).mT)
+        x = x.mT.expand(len(p["prototypes"]), *x.mT.shape)
+        z = torch.baddbmm(p["hidden.bias"].unsqueeze(2), p["hidden.weight"], x)
+        z = torch.baddbmm(p["bottleneck.bias"].unsqueeze(2), p["bottleneck.weight"], F.gelu(z))
+        prototypes, z = safe_normalize(p["prototypes"]), safe_normalize(z, dim=1)
+        if prototypes.shape[1] < SHORT:
+            return torch.bmm(prototypes, z).mT
+        return torch.bmm(z.mT, prototypes.mT)

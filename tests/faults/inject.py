@@ -271,7 +271,7 @@ def set_logit(value, heads=SICK):
     def change(logits):
         mask = torch.zeros_like(logits, dtype=torch.bool)
         mask[heads, 0, 0] = True
-        return logits.masked_fill(mask, value)
+        return torch.where(mask, value, logits)  # masked_fill would lay them out anew in memory
 
     return change
 

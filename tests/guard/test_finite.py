@@ -54,9 +54,23 @@ def test_zero_rows_stay_zero_with_a_finite_gradient(dtype):
     assert torch.isfinite(x.grad).all() and x.grad.abs().max() <= 1
 
 
-def test_safe_normalize_gradient():
-    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert torch.autograd.gradcheck(safe_normalize, x.requires_grad_())
+@pytest.mark.parametrize("dim", [1, -1])
+def test_safe_normalize_has_both_derivatives(dim):
+    x = torch.randn(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def of_each(x):  # vmap asks for a rule of its own
+        return torch.vmap(safe_normalize)(x)
+
+    for normalize in (lambda x: safe_normalize(x, dim), of_each):
+        assert torch.autograd.gradcheck(normalize, x.requires_grad_())
+        assert torch.autograd.gradgradcheck(normalize, x)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_gradient_of_safe_normalize_at_any_length(scale):
+    x = torch.tensor([[3.0, 4.0]]) * scale
+    safe_normalize(x.requires_grad_())[0, 0].backward()
+    torch.testing.assert_close(x.grad * scale, torch.tensor([[0.128, -0.096]]))
 
 
 @settings(max_examples=100, deadline=None)
