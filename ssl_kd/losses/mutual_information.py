@@ -14,7 +14,7 @@ from ssl_kd.guard.finite import (
     probability_floor,
     safe_normalize_weights,
 )
-from ssl_kd.losses.rows import differentiated_once, saturated
+from ssl_kd.losses.rows import along_clusters, differentiated_once, rolled_views, saturated
 
 TEMPERATURE_RANGE = (1e-4, 1e4)
 InstanceWeight = Literal["none", "own", "mean"]
@@ -36,7 +36,7 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
 
     Upcast before the division: float16 logits of 2,621 overflow at a temperature of 0.04.
     """
-    return torch.log_softmax(logits.to(compute_dtype(logits)) / temperature, dim=-1)
+    return along_clusters(torch.log_softmax, logits.to(compute_dtype(logits)) / temperature)
 
 
 def log_marginal(marginal: Tensor) -> Tensor:
@@ -65,19 +65,21 @@ class _BetaMI(torch.autograd.Function):
     ) -> Tensor:
         student_log_probs = log_probabilities(student_logits, temperature)
         joint = (student_log_probs + teacher_log_probs).mul_(beta).sub_(log_pi)
-        pmi = torch.logsumexp(joint, dim=-1)
+        largest = joint.amax(-1, keepdim=True)
+        joint.sub_(largest).exp_()
+        total = joint.sum(-1, keepdim=True)
         if ctx.needs_input_grad[0]:  # pyright: ignore[reportAttributeAccessIssue]
-            share = joint.sub_(pmi.unsqueeze(-1)).exp_()
-            gradient = student_log_probs.exp_().sub_(share).mul_(beta / temperature)
-            ctx.save_for_backward(gradient)
-            ctx.dtype = student_logits.dtype  # pyright: ignore[reportAttributeAccessIssue]
-        return -pmi.clamp(min=clip_min)
+            share = total.reciprocal()
+            ctx.save_for_backward(student_log_probs.exp_().addcmul_(joint, share, value=-1))
+            ctx.dtype, ctx.factor = student_logits.dtype, beta / temperature  # pyright: ignore[reportAttributeAccessIssue]
+        return -largest.add_(total.log_()).squeeze(-1).clamp(min=clip_min)
 
     @staticmethod
     @differentiated_once
     def backward(ctx, grad_output: Tensor):  # noqa: ANN001  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_output.unsqueeze(-1)).to(ctx.dtype), None, None, None, None, None
+        scale = (grad_output * ctx.factor).unsqueeze(-1)
+        return (gradient * scale).to(ctx.dtype), None, None, None, None, None
 
 
 def _check(beta: float, student_temperature: float, clip_min: float) -> None:
@@ -225,7 +227,7 @@ def temi(
     log_pi = log_marginal(marginal)[:, None, None]
     total = torch.zeros((), device=student_logits.device)
     for shift in range(1, views):
-        other = teacher_log_probs.roll(shift, dims=1)
+        other = rolled_views(teacher_log_probs, shift)
         loss = _BetaMI.apply(
             student_logits, other, log_pi, beta, student_temperature, clip_min
         )  # [head, view, batch]

@@ -10,10 +10,28 @@ import torch
 from torch import Tensor
 
 from ssl_kd.divergences import Divergence
-from ssl_kd.guard.finite import compute_dtype
+from ssl_kd.guard.finite import SHORT, compute_dtype
 
 SATURATION = 65504.0  # the largest finite float16: what an overflowed logit is taken for
 _NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
+
+
+def along_clusters(function: Callable[..., Tensor], logits: Tensor) -> Tensor:
+    """`function(logits, dim=-1)`, a softmax, with the samples last in memory if clusters are few.
+
+    Logits `[head, ..., cluster]` of `TEMIHead.stacked` come like this; so does what is returned.
+    """
+    if logits.ndim > 2 and logits.shape[-1] < SHORT:
+        return function(logits.movedim(-1, 1), dim=1).movedim(1, -1)
+    return function(logits, dim=-1)
+
+
+def rolled_views(values: Tensor, shift: int) -> Tensor:
+    """`values.roll(shift, dims=1)`, which lies in memory as `values` does."""
+    rolled = torch.empty_like(values)
+    rolled[:, shift:] = values[:, :-shift]
+    rolled[:, :shift] = values[:, -shift:]
+    return rolled
 
 
 class _Final(torch.autograd.Function):

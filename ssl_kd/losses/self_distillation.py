@@ -5,11 +5,21 @@ Finite logits beyond +-65504 count as that; an infinity stays one, for the guard
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.mutual_information import check_temperature, log_probabilities
-from ssl_kd.losses.rows import saturated
+from ssl_kd.losses.rows import (
+    along_clusters,
+    differentiated_once,
+    rolled_views,
+    saturate_,
+    saturated,
+)
 
 
 def centred_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
@@ -30,7 +40,7 @@ def centred_targets(teacher_logits: Tensor, center: Tensor, temperature: float) 
     check_temperature("teacher_temperature", temperature)
     shape = (len(center), *[1] * (teacher_logits.ndim - 2), center.shape[-1])
     logits = saturated(teacher_logits.detach(), infinities=False)
-    return torch.softmax((logits - center.detach().view(shape)) / temperature, dim=-1)
+    return along_clusters(torch.softmax, (logits - center.detach().view(shape)) / temperature)
 
 
 def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
@@ -63,6 +73,26 @@ def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int
     return log_q.exp().view(logits.shape)
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """`-sum_k q_k log p_k` of each sample; d loss / d logits = (p sum_k q_k - q) / T."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        wide = logits.to(compute_dtype(logits))
+        # 0 times an infinity is NaN: only what is finite is held.
+        log_probs = log_probabilities(saturate_(wide.clone()).add_(wide, alpha=0), temperature)
+        ctx.save_for_backward(log_probs, targets)
+        ctx.dtype, ctx.temperature = logits.dtype, temperature
+        return -(targets * log_probs).sum(-1)
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
+        log_probs, targets = ctx.saved_tensors
+        gradient = log_probs.exp().mul_(targets.sum(-1, keepdim=True)).sub_(targets)
+        return gradient.mul_(grad_output.unsqueeze(-1) / ctx.temperature).to(ctx.dtype), None, None
+
+
 def sharpened_cross_entropy(
     student_logits: Tensor,
     targets: Tensor,
@@ -74,7 +104,8 @@ def sharpened_cross_entropy(
 
     Args:
         student_logits: `[head, view, batch, cluster]`, two views or more.
-        targets: the same shape, probabilities from `centred_targets` or `sinkhorn_targets`.
+        targets: the same shape, or one head for all; probabilities from `centred_targets` or
+            `sinkhorn_targets`; no gradient.
         weights: `[1 or head, batch]`, each row summing to one; None for a plain mean.
         student_temperature: positive.
 
@@ -88,10 +119,8 @@ def sharpened_cross_entropy(
         Caron et al., Emerging Properties in Self-Supervised Vision Transformers, 2021, equation 3.
     """
     check_temperature("student_temperature", student_temperature)
-    views = student_logits.shape[1]
-    log_probs = log_probabilities(saturated(student_logits, infinities=False), student_temperature)
-    total = torch.zeros((), device=student_logits.device)
-    for shift in range(1, views):
-        loss = -(targets.roll(shift, dims=1) * log_probs).sum(-1).mean(1)  # [head, batch]
-        total = total + (loss.mean(-1) if weights is None else (weights * loss).sum(-1))
-    return total / (views - 1)
+    shifts = range(1, student_logits.shape[1])
+    others = functools.reduce(torch.add, (rolled_views(targets, shift) for shift in shifts))
+    loss = _CrossEntropy.apply(student_logits, others / len(shifts), student_temperature)
+    loss = loss.mean(1)  # pyright: ignore[reportOptionalMemberAccess]
+    return loss.mean(-1) if weights is None else (weights * loss).sum(-1)

@@ -237,3 +237,18 @@ def test_own_weights_of_a_sick_head_leave_the_others_alone():
     agreements = torch.tensor([[0.25, 0.75], [math.nan, math.nan]])
     weights = losses.instance_weights(agreements, "own")
     torch.testing.assert_close(weights, torch.tensor([[0.25, 0.75], [0.5, 0.5]]))
+
+
+@pytest.mark.parametrize("clusters", [4, 120])
+def test_how_logits_lie_in_memory_makes_no_difference(clusters):
+    """Samples last, as `TEMIHead.stacked` gives few clusters, or clusters last."""
+    g = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 2, 3, 5, clusters, generator=g).unbind()
+    turned = [x.movedim(-1, 1).contiguous().movedim(1, -1) for x in (student, teacher)]
+    marginal, found = torch.rand(2, clusters, generator=g), []
+    for mine, others in ((student, teacher), turned):
+        leaf = mine.detach().requires_grad_()
+        loss = losses.temi(leaf, losses.log_probabilities(others, 0.1), marginal)
+        loss.sum().backward()
+        found.append((loss.detach(), leaf.grad))
+    torch.testing.assert_close(*found)

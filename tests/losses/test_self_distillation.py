@@ -87,3 +87,46 @@ def test_finite_logits_beyond_half_precision_count_as_its_largest(balanced):
     value.sum().backward()
     assert value.isfinite().all() and torch.equal(value, loss(held, held.flip(2)))
     assert huge.grad.isfinite().all() and huge.grad.any()
+
+
+@pytest.mark.parametrize("heads", [1, 3], ids=["one head's targets", "each its own"])
+@pytest.mark.parametrize("clusters", [4, 120])
+def test_the_cross_entropy_is_that_of_autograd(clusters, heads):
+    """Three views, weights, and rows that sum to something else than one."""
+    g = torch.Generator().manual_seed(0)
+    student = torch.randn(3, 3, 5, clusters, generator=g, dtype=torch.float64)
+    targets = torch.rand(heads, 3, 5, clusters, generator=g, dtype=torch.float64)
+    weights = torch.rand(3, 5, generator=g, dtype=torch.float64)
+
+    def plain(student):
+        log_probs = (student / 0.3).log_softmax(-1)
+        pairs = [(v, w) for v in range(3) for w in range(3) if v != w]
+        sums = [-(targets[:, w] * log_probs[:, v]).sum(-1) for v, w in pairs]
+        return (weights * torch.stack(sums).mean(0)).sum(-1)
+
+    a, b = student.clone().requires_grad_(), student.clone().requires_grad_()
+    ours = losses.sharpened_cross_entropy(a, targets, weights, student_temperature=0.3)
+    reference = plain(b)
+    torch.testing.assert_close(ours, reference)
+    scale = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    (ours * scale).sum().backward(), (reference * scale).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_second_derivative_of_the_cross_entropy_is_refused():
+    student, teacher, _ = _case()
+    loss = losses.sharpened_cross_entropy(student.requires_grad_(), teacher.softmax(-1)).sum()
+    (slope,) = torch.autograd.grad(loss, student, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        slope.square().sum().backward()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_logit_that_is_not_finite_shows_in_the_loss_of_its_head_alone(bad):
+    student, teacher, _ = _case()
+    targets = torch.nn.functional.one_hot(teacher.argmax(-1), 4).double()
+    clean = losses.sharpened_cross_entropy(student, targets)
+    student[1, 0, 2, 3] = bad
+    sick = losses.sharpened_cross_entropy(student, targets)
+    assert sick.isfinite().tolist() == [True, False, True]
+    assert torch.equal(sick[[0, 2]], clean[[0, 2]])
