@@ -270,14 +270,10 @@ class HeadTrainer:
     def _teach(
         self, rows: slice, views: Tensor, given: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Targets `[head, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
-        settings, state = self.settings, self.state.rows(rows)
+        """Targets `[head or 1, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
         if given is not None:
-            return (
-                given.expand(len(state.student), *given.shape),
-                state.marginal,
-                given.new_empty(0),
-            )
+            return given.unsqueeze(0), self.state.marginal[rows], given.new_empty(0)
+        settings, state = self.settings, self.state.rows(rows)
         logits = self._logits(self.bank.unflatten(state.teacher), views, training=False)
         targets, latest = self.objective.targets(logits, state.marginal)
         marginal = torch.lerp(state.marginal, latest, 1 - settings.marginal_momentum)
@@ -349,4 +345,6 @@ class HeadTrainer:
 
 def bad_samples(views: Tensor) -> Tensor:
     """Which samples of `[view, batch, dim]` are not finite: boolean `[view, batch]`."""
+    if torch.isfinite(views.sum()):  # the usual case, in one pass
+        return torch.zeros(views.shape[:2], dtype=torch.bool)
     return ~torch.isfinite(views).all(-1)

@@ -320,6 +320,14 @@ def test_a_bad_sample_is_left_out_and_named():
     assert torch.equal(trainer.state.student, other.state.student)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_sample_is_bad_where_it_is_not_finite_and_not_where_it_is_large(value):
+    views = torch.full((2, 3, 4), 3e38)  # their sum is infinite
+    assert guarded.bad_samples(views).sum() == 0
+    views[1, 2, 0], views[0, 1, 3] = value, torch.inf
+    assert guarded.bad_samples(views).nonzero().tolist() == [[0, 1], [1, 2]]
+
+
 def test_chunks_cover_the_heads_once_and_do_not_change_the_result(monkeypatch):
     for heads, size in ((1, 1), (50, 10**7), (50, 10**6), (48, 2 * 10**5)):
         chunks = guarded.head_chunks(heads, size, torch.device("cpu"))
