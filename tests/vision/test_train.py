@@ -1,5 +1,7 @@
 import dataclasses
 import math
+import platform
+import resource
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from ssl_kd.vision import train as training
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
+from tests import processes
 from tests.oracles import objectives as oracle
 
 CPU = Precision.for_device("cpu")
@@ -326,6 +329,25 @@ def test_a_sample_is_bad_where_it_is_not_finite_and_not_where_it_is_large(value)
     assert guarded.bad_samples(views).sum() == 0
     views[1, 2, 0], views[0, 1, 3] = value, torch.inf
     assert guarded.bad_samples(views).nonzero().tolist() == [[0, 1], [1, 2]]
+
+
+def _pages_had_from_the_system():
+    """In a step of ten blocks of 4 MiB, as malloc is, and with what freed memory is kept."""
+    found = []
+    for prepare in (lambda: None, guarded.keep_freed_memory):
+        prepare()
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            [torch.ones(2**20) for _ in range(10)]
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        found.append(faults)
+    return found
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how glibc gives memory back")
+def test_what_a_step_frees_is_there_for_the_next_one():
+    usual, kept = processes.answer(_pages_had_from_the_system)
+    assert usual > 1000 and kept < 100
 
 
 def test_chunks_cover_the_heads_once_and_do_not_change_the_result(monkeypatch):
