@@ -347,7 +347,7 @@ def _pages_had_from_the_system():
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how glibc gives memory back")
 def test_what_a_step_frees_is_there_for_the_next_one():
     usual, kept = processes.answer(_pages_had_from_the_system)
-    assert usual > 1000 and kept < 100
+    assert kept < usual / 3
 
 
 def test_chunks_cover_the_heads_once_and_do_not_change_the_result(monkeypatch):
