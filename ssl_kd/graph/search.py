@@ -48,8 +48,8 @@ ATOMS_PER_CLUSTER = 4
 IMPROVED = 4  # starts that are split and merged
 SPLIT, MERGED = 2, 3
 ROUNDS = 300  # of exchanges, divided by K: each costs K times as much
-RESTARTS = 2
-AGAIN = 8  # partitions whose mean power is taken, and that the second search begins with
+RESTARTS, PATIENCE = 16, 8  # at most so often; until nothing better was found so often in a row
+AGAIN = 8  # partitions that the second search begins with
 # From this K on everything is done once only: eigenvectors and merging cost the square of K, and
 # where clusters are so many the first descent finds them.
 MANY = 60
@@ -79,24 +79,24 @@ def best_partitions(
         seed: of every k-means.
         starts: partitions `[n]` from elsewhere that compete, by name.
         alpha: the power of the entropy; None: the one that suits what a first search finds.
-        restarts: how often merging down begins anew.
+        restarts: how often merging down begins anew, at most.
 
     Returns:
-        At least one; different starts may have come to the same end. Clusters are numbered in the
-        order of their first samples. Those with fewer than K come last.
+        At least one, no two alike. Clusters are numbered in the order of their first samples. Those
+        with fewer than K come last.
     """
     search = _Search(graph, n_clusters, seed, ALPHA if alpha is None else alpha, restarts)
     given = dict(starts or {})
     search.run(given | search.starts())
     if alpha is None:
         _search_again(search, given)
-    return [replace(part, clusters=in_order(part.clusters)) for part in search.found]
+    return search.found
 
 
 def _search_again(search: _Search, given: dict[str, Ints]) -> None:
     """With the power that suits what was found."""
     graph, n_clusters, top = search.graph, search.k, search.found[:AGAIN]
-    alpha = float(np.mean([alpha_of(joint(graph, p.clusters, n_clusters)) for p in top]))
+    alpha = alpha_of(joint(graph, top[0].clusters, n_clusters))
     if abs(alpha - search.alpha) > SAME_ALPHA:
         best = {part.origin: part.clusters for part in reversed(top)}
         search.alpha = alpha
@@ -189,9 +189,14 @@ class _Search:
     def _search_atoms(self, begun: list[Partition]) -> None:
         if self.k < MANY:
             self._improve(self._merge_down(np.arange(self.small.n)), "atoms merged")
+        idle = 0
         for _ in range(self.restarts):
+            best = self.found[:1]
             for origin, clusters in self._descents().items():
                 self._improve(clusters, origin)
+            idle = idle + 1 if self.found[:1] == best else 0
+            if idle == PATIENCE:
+                break
         for part in begun[: IMPROVED if self.k < MANY else 1]:
             self._improve(self._of_atoms(part.clusters), part.origin)
         for top in [top for top in CONSENSUS if top * self.k <= DIRECTIONS]:
@@ -203,7 +208,10 @@ class _Search:
         return refine(graph, clusters, self.k, self.alpha, origin, sweeps)
 
     def _keep(self, part: Partition) -> None:
-        """In its place: first those with K clusters, which a high power may leave empty."""
+        """If new, in its place: first those with K clusters, which a high power may leave empty."""
+        part = replace(part, clusters=in_order(part.clusters))
+        if any((part.clusters == other.clusters).all() for other in self.found):
+            return
         self.found.append(part)
         self.found.sort(key=lambda p: (-len(np.unique(p.clusters)), -p.value))
 
