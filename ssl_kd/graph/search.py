@@ -191,10 +191,10 @@ class _Search:
             self._improve(self._merge_down(np.arange(self.small.n)), "atoms merged")
         idle = 0
         for _ in range(self.restarts):
-            best = self.found[:1]
+            best = self.found[0]
             for origin, clusters in self._descents().items():
                 self._improve(clusters, origin)
-            idle = idle + 1 if self.found[:1] == best else 0
+            idle = idle + 1 if self.found[0] is best else 0
             if idle == PATIENCE:
                 break
         for part in begun[: IMPROVED if self.k < MANY else 1]:
