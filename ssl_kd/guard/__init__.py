@@ -1,5 +1,6 @@
 """The guard: precision per device, finite arithmetic, parts that fail alone, safe files."""
 
+from ssl_kd.guard.agreement import RankLost
 from ssl_kd.guard.events import Event, EventLog
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.finite import safe_normalize, safe_normalize_weights
@@ -19,6 +20,7 @@ __all__ = [
     "EventLog",
     "Guard",
     "Precision",
+    "RankLost",
     "Thresholds",
     "TooFewHealthyParts",
     "UnsupportedDevice",

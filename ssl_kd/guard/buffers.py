@@ -162,16 +162,24 @@ class Buffers:
         pairs = zip(self._places, self._bad, strict=True)
         return ", ".join(name for (_, _, name), bad in pairs if bad == 2)
 
-    def _spoiled(self) -> list[int]:
+    def spoiled(self, largest: Sequence[float] | None = None) -> list[int]:
+        """Which buffers are spoiled now, by number; empty as a rule.
+
+        Args:
+            largest: as `look` gave them; None: ask the device.
+        """
+        self._now = self._badness(largest)
         pairs = zip(self._now, self._bad, strict=True)
         return [i for i, (now, before) in enumerate(pairs) if now > before]
 
     def are_well(self) -> bool:
         """Whether none is spoiled; waits for the device."""
-        self._now = self._badness()
-        return not self._spoiled()
+        return not self.spoiled()
 
-    @torch.no_grad()
+    def words(self, some: Iterable[int]) -> str:
+        """The names of some buffers."""
+        return ", ".join(self._places[i][2] for i in some)
+
     def heal(self, largest: Sequence[float] | None = None) -> str:
         """Put back what is spoiled, together with the other buffers of its module.
 
@@ -181,16 +189,21 @@ class Buffers:
         Returns:
             The names of those that were spoiled; empty as a rule.
         """
-        self._now = self._badness(largest)
-        if not (spoiled := self._spoiled()):
-            return ""
+        spoiled = self.spoiled(largest)
+        self.heal_those(spoiled)
+        return self.words(spoiled)
+
+    @torch.no_grad()
+    def heal_those(self, spoiled: Sequence[int]) -> None:
+        """As `heal`, once `spoiled` has told which ones, here or on another rank."""
+        if not spoiled:
+            return
         self._take_written()
         modules = {id(self._places[i][0]) for i in spoiled}
         for i, (module, _, _) in enumerate(self._places):
             if id(module) in modules:
                 self._put_back(i, self.kept[i])
                 self._now[i] = self._bad[i]
-        return ", ".join(self._places[i][2] for i in spoiled)
 
     @torch.no_grad()
     def put_back(self, values: Sequence[Tensor | None] | None = None) -> None:

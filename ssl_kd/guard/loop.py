@@ -6,27 +6,29 @@ of `loss.backward()` and `guard.step()` in place of `optimizer.step()`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health, is_healthy
-from ssl_kd.guard.modules import SHARED, ModuleParts
+from ssl_kd.guard.modules import SHARED, ModuleParts, check_closure
 from ssl_kd.guard.norms import look, norm_of, read
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
-from ssl_kd.guard.recovery import WINDOW, Recovery
-from ssl_kd.guard.terms import LossTerms
+from ssl_kd.guard.recovery import Recovery
+from ssl_kd.guard.terms import LossTerms, by_name
 from ssl_kd.guard.update import rescale_
+from ssl_kd.guard.verdicts import Verdicts, check_late
 
 _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
 """All of this process: a bad batch may have run through the model of another one."""
@@ -50,7 +52,13 @@ class Guard:
 
     Costs one wait for the device per step, and one more per `backward` that has to cut out losses
     (loss terms, `through=`, parts beside shared weights). Snapshots need the memory of weights and
-    optimizer state once more, on the CPU. One process: ranks would not agree on what is cut out.
+    optimizer state once more, on the CPU.
+
+    Where `torch.distributed` has several ranks, they agree on each verdict, so that all take the
+    same step: what is bad on one is left out and restored on all, and told by all with the rank
+    that saw it. Each rank makes the guard and calls it equally often, with losses of the same
+    names; `DistributedDataParallel` averages gradients, with `no_sync`, too. Costs one small
+    all-reduce wherever there is a wait for the device.
 
     Args:
         model: the module that is trained.
@@ -71,6 +79,7 @@ class Guard:
             modules have their `reset_parameters` called; other parts skip this rung.
         events: a file to append the guard's decisions to, one line of JSON each; or an `EventLog`.
         in_run: advice names the settings of this project's runs, not the arguments of a loop.
+        group: the ranks that train this model; None for all, False for this process alone.
 
     Attributes:
         grad_norm: gradient norm of each part in the last step, before clipping, `[part]` float32 on
@@ -78,7 +87,9 @@ class Guard:
 
     Raises:
         ValueError: parts and optimizer do not fit, an argument is out of range, a parameter is
-            complex, or the optimizer needs a closure (LBFGS).
+            complex, or the optimizer needs a closure (LBFGS). The ranks' guards differ, or there
+            are several ranks and float16 parameters.
+        RankLost: another rank does not make its guard.
     """
 
     def __init__(
@@ -95,19 +106,18 @@ class Guard:
         reinitialise: Callable[[str], object] | None = None,
         events: str | Path | EventLog | None = None,
         in_run: bool = False,
+        group: dist.ProcessGroup | Literal[False] | None = None,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
             raise ValueError(f"clip_grad is {clip_grad}; expected a number > 0, or None")
         if snapshot_every < 0:
             raise ValueError(f"snapshot_every is {snapshot_every}; expected steps, or 0 for none")
-        _check_closure(optimizer)
+        check_closure(optimizer)
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
-        self.snapshot_every = snapshot_every
         if not isinstance(events, EventLog):
             events = EventLog(None if events is None else Path(events))
-        self.events, self.steps = events, 0
-
+        self.events, self.steps, self.snapshot_every = events, 0, snapshot_every
         self._parts = ModuleParts(
             model, optimizer, parts, fresh_optimizer=fresh_optimizer, reinitialise=reinitialise
         )
@@ -121,7 +131,6 @@ class Guard:
         self._masters = self._parts.masters
         self._index = {name: i for i, name in enumerate(names)}
         self._named = own if parts is not None else []
-        self._owned = {id(p) for p in self._parts.weights()}
         self._shared = {self._index[SHARED]} if SHARED in self._index else set()
 
         # All of the memory is on the CPU: a step reads losses and norms once, and never again.
@@ -138,6 +147,8 @@ class Guard:
         self.grad_norm = torch.zeros(n)
         # A fixed limit is one of a part's whole gradient.
         self._terms = LossTerms(lambda: replace(self.thresholds, max_norm=None), in_run)
+        settings = f"{self.thresholds}, clip_grad={clip_grad}, snapshot_every={snapshot_every}"
+        self._group, self._ranks = group, Verdicts.between(group, self._parts, settings)
         self._forget()
         self._report_nan_buffers()
         _GUARDS.add(self)
@@ -163,7 +174,8 @@ class Guard:
         Raises:
             TypeError: a loss is no tensor.
             ValueError: names or shapes do not fit the parts, or a loss has nothing to do with
-                `through`.
+                `through`; or the ranks are at different points of their loops.
+            RankLost: another rank does not answer.
         """
         if self._ran and all(p.grad is None for p in self._parts.weights()):
             self.discard()  # zero_grad() gave the step up, perhaps halfway through its backward
@@ -174,9 +186,9 @@ class Guard:
             self._remember(dict.fromkeys(range(len(self._parts)), losses))
             self._run({0: losses})
         elif self._named:
-            self._backward_parts(self._by_name(losses), through)
+            self._backward_parts(by_name(losses, self._named), through)
         else:
-            self._backward_terms(self._by_name(losses), through)
+            self._backward_terms(by_name(losses, self._named), through)
 
     def discard(self) -> None:
         """Give up the step that was begun: forget its losses and gradients.
@@ -200,6 +212,8 @@ class Guard:
         Raises:
             TooFewHealthyParts: training cannot continue; sick parts are back at their last good
                 state.
+            ValueError: the ranks are at different points of their loops.
+            RankLost: another rank does not answer.
         """
         self.before_step()
         self.optimizer.step()  # even where nothing is left to do: a scheduler expects the call
@@ -208,39 +222,37 @@ class Guard:
     @torch.no_grad()
     def before_step(self) -> None:
         """The half of `step` before `optimizer.step()`, for loops that call it themselves."""
+        if self._ranks is None and self._group is None:
+            check_late()
         self._masters.take_gradients()
         self.events.extend(self._terms.record(self.steps))
-        for group in self.optimizer.param_groups:
-            if any(p.grad is not None and id(p) not in self._owned for p in group["params"]):
-                raise ValueError(
-                    "the optimizer holds a gradient of a parameter that was added, or unfrozen, "
-                    "after the guard was made: make a new Guard"
-                )
+        self._parts.check_gradients()
         gradients = [[p.grad for p in part.weights if p.grad is not None] for part in self._parts]
         if self._scales:
             for i, grads in enumerate(gradients):
                 for g in grads:
                     g.mul_(1 / self._scale_of(i))
         norms = [norm_of(grads) for grads in gradients]
-        loss, norm, largest = self._read_step(norms)
+        absent = [i not in self._loss and not gradients[i] for i in range(len(self._parts))]
+        loss, norm, absent, spoiled = self._read_step(norms, torch.tensor(absent))
         self.grad_norm = norm
         scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
         scale = scale.masked_fill(self._mask(self._cut), 1.0)  # its NaN is no overflow
         stage = self.health.judge(loss, norm, self.thresholds, scale=scale)
         healthy = is_healthy(stage)
-        absent = [i not in self._loss and not gradients[i] for i in range(len(self._parts))]
-        absent = torch.tensor(absent) & healthy
+        absent = absent & healthy
         self._judged = loss, norm, stage, absent
-        self._take_back(healthy, absent, largest)
+        self._take_back(healthy, absent, spoiled)
+        trained = (healthy & ~absent).tolist()
+        if self.snapshot_every:
+            due = [i for i, here in enumerate(trained) if here and (self._ranks or gradients[i])]
+            self._parts.snapshot(due, self.steps, self.snapshot_every)
         for i, part in enumerate(self._parts):
             if not healthy[i]:
                 for p in part.weights:  # no gradient, no update: not even by momentum or decay
                     p.grad = None
-            elif gradients[i]:
-                if self.snapshot_every:
-                    self._parts.snapshot(i, self.steps, self.snapshot_every)
-                if self.clip_grad is not None:
-                    clip_grads_with_norm_(part.weights, self.clip_grad, norms[i])
+            elif gradients[i] and self.clip_grad is not None:
+                clip_grads_with_norm_(part.weights, self.clip_grad, norms[i])
 
     @torch.no_grad()
     def after_step(self, on_fault: Callable[[], object] | None = None) -> set[str]:
@@ -274,8 +286,9 @@ class Guard:
             rescale_(self.scale, updated, overflow, self.updates)
         self.updates += updated
         step, self.steps = self.steps, self.steps + 1
+        where = None if self._ranks is None else self._ranks.where
+        self.events.extend(self.recovery.report(step, stage, loss, norm, where))
         self._forget()
-        self.events.extend(self.recovery.report(step, stage, loss, norm))
         self.recovery.watch(self.steps)
         if not healthy.all():
             if on_fault is not None:
@@ -294,68 +307,62 @@ class Guard:
 
     # -- losses -----------------------------------------------------------------------------------
 
-    def _by_name(self, losses: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if isinstance(losses, Tensor):
-            if not self._named or losses.shape != (len(self._named),):
-                vector = f"a vector of {len(self._named)}, one per part, " if self._named else ""
-                raise ValueError(
-                    f"losses have the shape {tuple(losses.shape)}; expected one number without "
-                    f"dimensions, {vector}or a dictionary"
-                )
-            return dict(zip(self._named, losses.unbind(), strict=True))
-        if not isinstance(losses, Mapping):
-            raise TypeError(f"the loss is {losses!r}; expected a tensor, or a dictionary of them")
-        if not losses:
-            raise ValueError("the dictionary of losses is empty; expected one or more")
-        for name, loss in losses.items():
-            if self._named and name not in self._named:
-                raise ValueError(f"no part is named {name!r}; there are {', '.join(self._named)}")
-            if not isinstance(loss, Tensor):
-                raise TypeError(f"loss {name!r} is {loss!r}; expected a tensor")
-            if loss.ndim:
-                raise ValueError(f"loss {name!r} has the shape {tuple(loss.shape)}, not one number")
-        return dict(losses)
-
     def _backward_parts(self, losses: dict[str, Tensor], through: Any) -> None:
         """Cut out the sick parts where weights are shared; elsewhere they hurt only themselves."""
-        told = {self._index[name]: loss for name, loss in losses.items()}
-        told = {i: loss for i, loss in told.items() if not self.health.retired[i]}
+        given = {self._index[name]: loss for name, loss in losses.items()}
+        told = {i: loss for i, loss in given.items() if not self.health.retired[i]}
         self._remember(told)
-        if told and (through is not None or SHARED in self._index):
-            names = [self._parts.names[i] for i in told]
-            loss, norm = look(dict(zip(names, told.values(), strict=True)), through)
+        cut: set[int] = set()
+        if (told or self._ranks) and (through is not None or SHARED in self._index):
+            loss = norm = torch.zeros(0)
+            if told:
+                loss, norm = look({self._parts.names[i]: x for i, x in told.items()}, through)
             sick = ~(torch.isfinite(loss) & torch.isfinite(norm))
             cut = {i for i, bad in zip(told, sick.tolist(), strict=True) if bad}
+            if self._ranks is not None:
+                cut = self._ranks.cut(self.steps, [*told], loss, norm)
             told = {i: loss for i, loss in told.items() if i not in cut}
             self._cut |= cut
-        self._run(told)
+        apart = bool(cut) or bool(self.health.retired.any())
+        self._run(told, [x for i, x in given.items() if i not in told] if apart else None)
 
     def _backward_terms(self, losses: dict[str, Tensor], through: Any) -> None:
         """Cut out the sick terms; the step is lost only where none is left."""
-        seen = zip(losses, *look(losses, through), strict=True)
-        healthy = [name for name, loss, norm in seen if self._terms.judge(name, loss, norm)]
-        kept = [losses[name] for name in healthy]
-        if len(kept) == len(losses) or any(loss.requires_grad for loss in kept):
+        loss, norm = look(losses, through)
+        needs = [x.requires_grad for x in losses.values()]
+        where: list[Callable[[], str]] = [str] * len(losses)
+        if self._ranks is not None:
+            seen, where = self._ranks.terms(self.steps, losses, loss, norm)
+            loss, norm, needs = seen.loss, seen.norm, seen.differentiable.tolist()
+        healthy = [*map(self._terms.judge, losses, loss, norm, where)]
+        kept = [x for x, well in zip(losses.values(), healthy, strict=True) if well]
+        out = [x for x, well in zip(losses.values(), healthy, strict=True) if not well]
+        if not out or any(need for need, well in zip(needs, healthy, strict=True) if well):
             total = sum(kept[1:], kept[0])
             self._remember({0: total})
-            self._run({0: total})
+            self._run({0: total}, out or None)
         else:
             self._remember({0: sum(losses.values(), torch.zeros(()))})
             self._cut.add(0)
+            self._run({}, [*losses.values()])
 
     def _remember(self, told: dict[int, Tensor]) -> None:
         for i, loss in told.items():
             seen = loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
             self._loss[i] = self._loss[i] + seen if i in self._loss else seen
 
-    def _run(self, losses: dict[int, Tensor]) -> None:
-        """The backward pass of each part's loss, times its scale."""
+    def _run(self, losses: dict[int, Tensor], left_out: list[Tensor] | None = None) -> None:
+        """The backward pass of each part's loss, times its scale; `left_out` stays beside."""
         if self._scales:  # in float32: a scaled loss overflows float16 long before its gradients
             losses = {i: loss.float() * self._scale_of(i) for i, loss in losses.items()}
-        if losses:  # beside others, a constant is no mistake
-            values = [*losses.values()]
+        values = [*losses.values()]  # beside others, a constant is no mistake
+        roots = [loss for loss in values if loss.requires_grad]
+        if self._ranks is not None and left_out is not None:
+            self._ran |= self._ranks.backward(self.steps, roots, left_out)
+        elif values:
             self._ran = True
-            torch.autograd.backward([loss for loss in values if loss.requires_grad] or values)
+            with self._ranks.waiting(self.steps) if self._ranks else contextlib.nullcontext():
+                torch.autograd.backward(roots or values)
             self._masters.take_gradients()
 
     def _scale_of(self, part: int) -> float:
@@ -369,55 +376,71 @@ class Guard:
         self._terms.forget()
         self._cut: set[int] = set()
         self._ran = False  # whether there was a backward pass, which leaves gradients
+        if self._ranks is not None:
+            self._ranks.forget()
 
     def _mask(self, parts: Iterable[int]) -> Tensor:
         mask = torch.zeros(len(self._parts), dtype=torch.bool)
         mask[list(parts)] = True
         return mask
 
-    def _read_step(self, norms: list[Tensor]) -> tuple[Tensor, Tensor, list[list[float]]]:
-        """Loss and gradient norm `[part]`, largest values of buffers: the one wait of the step."""
+    def _read_step(
+        self, norms: list[Tensor], absent: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[list[int]]]:
+        """Loss, gradient norm and absence `[part]`, spoiled buffers: the one wait of the step."""
         losses = [self._loss.get(i, torch.zeros_like(norm)) for i, norm in enumerate(norms)]
         device = self._parts[0].weights[0].device
         zero = torch.zeros((), device=device)
         looks = [buffers.look(zero) for _, buffers in self._parts.buffers]
-        loss, norm, *rest = read([losses, norms, *looks], device)
-        largest = [numbers.tolist() for numbers in rest]
-        return loss, norm.masked_fill(self._mask(self._cut), torch.nan), largest
+        probes = [] if self._ranks is None else self._ranks.probes
+        loss, norm, probe, *rest = read([losses, norms, probes, *looks], device)
+        pairs = zip(self._parts.buffers, rest, strict=True)
+        spoiled = [buffers.spoiled(largest.tolist()) for (_, buffers), largest in pairs]
+        if self._ranks is not None:
+            seen = loss, norm, absent, probe
+            loss, norm, absent, spoiled, healed = self._ranks.step(self.steps, seen, spoiled)
+            for i, words in healed:
+                self._tell_buffers(i, words)
+        return loss, norm.masked_fill(self._mask(self._cut), torch.nan), absent, spoiled
 
     # -- buffers ----------------------------------------------------------------------------------
 
-    def _take_back(self, healthy: Tensor, absent: Tensor, largest: list[list[float]]) -> None:
+    def _take_back(self, healthy: Tensor, absent: Tensor, spoiled: list[list[int]]) -> None:
         """After the step no buffer holds what a batch left there that was not healthy."""
         lost = bool((~healthy & ~self.health.retired).any())
         nothing = lost and not bool((healthy & ~absent).any())
         for i, (_, buffers) in enumerate(self._parts.buffers):
             if nothing or (i < len(self._parts) and not healthy[i]):
                 buffers.put_back()
-            else:
-                self._heal(i, largest[i])
+            elif spoiled[i]:
+                buffers.heal_those(spoiled[i])
+                where = "" if self._ranks is None else self._ranks.where_buffers(i)
+                self._tell_buffers(i, buffers.words(spoiled[i]) + where)
         for other in [*_GUARDS] if lost else []:
             if other is not self:
                 other._heal_all()
 
     def _heal_all(self) -> None:
-        for i in range(len(self._parts.buffers)):
-            self._heal(i)
+        """Put back what is spoiled on this rank; several tell it in their next step."""
+        for i, (_, buffers) in enumerate(self._parts.buffers):
+            if spoiled := buffers.spoiled():
+                buffers.heal_those(spoiled)
+                if self._ranks is None:
+                    self._tell_buffers(i, buffers.words(spoiled))
+                else:
+                    self._ranks.put_back(i, spoiled)
 
-    def _heal(self, i: int, largest: list[float] | None = None) -> None:
-        name, buffers = self._parts.buffers[i]
-        if names := buffers.heal(largest):
-            self.events.extend([Stage.BUFFER.event(self.steps, name, detail=f": {names}")])
-            self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # none where it is no part's
+    def _tell_buffers(self, i: int, words: str) -> None:
+        name = self._parts.buffers[i][0]
+        self.events.extend([Stage.BUFFER.event(self.steps, name, detail=f": {words}")])
+        self.recovery.counts[i : i + 1, Stage.BUFFER] += 1  # none where it is no part's
 
     def _report_nan_buffers(self) -> None:
         """There is no good value to put in the place of those that come in as NaN."""
         for name, buffers in self._parts.buffers:
             if names := buffers.nan:
-                event = Stage.BUFFER.event(
-                    self.steps, name, action="left as it is", detail=f": {names}"
-                )
-                self.events.extend([event])
+                left = Stage.BUFFER.event(self.steps, name, None, "left as it is", f": {names}")
+                self.events.extend([left])
 
     # -- what a user asks for ---------------------------------------------------------------------
 
@@ -427,23 +450,7 @@ class Guard:
 
     def summary(self) -> str:
         """One line: the share of updates that were done, and who is sick or retired."""
-        done, skipped = int(self.updates.sum()), int(self.health.skipped.sum())
-        line = f"step {self.steps}: {100 * done / max(done + skipped, 1):.1f} % of updates done"
-        names, health = self._parts.names, self.health
-        rows = list(zip(names, health.streak.tolist(), strict=True))
-        rows += [(name, int(term.streak)) for name, term in self._terms.health.items()]
-        gone, often = health.retired.tolist(), self.recovery.unsteady.tolist()
-        for what, some in (
-            ("bad steps in a row", [f"{name} {streak}" for name, streak in rows if streak]),
-            ("retired", [name for name, out in zip(names, gone, strict=True) if out]),
-            (
-                f"below 90 % in the last {WINDOW} steps",
-                [name for name, bad in zip(names, often, strict=True) if bad],
-            ),
-        ):
-            if some:
-                line += f"; {what}: {', '.join(some)}"
-        return line
+        return self.recovery.summary(self.steps, self.updates, self._terms.health)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of all that a resumed loop needs beside the model's and the optimizer's state."""
@@ -486,14 +493,4 @@ class Guard:
         raise TypeError(
             "a Guard can be neither copied nor pickled: take its state_dict(), make a new Guard "
             "around the copies of model and optimizer, and call its load_state_dict()"
-        )
-
-
-def _check_closure(optimizer: torch.optim.Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise ValueError(
-            f"{type(optimizer).__name__}.step needs a closure, which computes several losses in one"
-            " step: the guard judges a step before it is taken. Take an optimizer whose step can be"
-            " called without one"
         )

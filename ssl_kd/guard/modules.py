@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +129,7 @@ class ModuleParts:
     Attributes:
         masters: of float16 parameters.
         buffers: those of each part by its name, and last those that belong to none.
+        everywhere: which of some flags are true on every rank; a single process takes its own.
 
     Raises:
         ValueError: parts and optimizer do not fit, or a parameter is complex.
@@ -148,9 +150,11 @@ class ModuleParts:
         self.masters = Masters(optimizer)
         for part in self._parts:
             part.weights = [self.masters.of(p) for p in part.weights]
+        self._owned = {id(p) for part in self._parts for p in part.weights}
         self.names = [part.name for part in self._parts]
         self.buffers = [(part.name, part.buffers) for part in self._parts] + [(SHARED, shared)]
         self.note = ", with a fresh optimizer" if fresh_optimizer else ""
+        self.everywhere: Callable[[list[bool]], list[bool]] = list
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -165,23 +169,37 @@ class ModuleParts:
         """All parameters that the parts own."""
         return [p for part in self._parts for p in part.weights]
 
+    def check_gradients(self) -> None:
+        """Refuse a step in which the optimizer would update what no part owns.
+
+        Raises:
+            ValueError: a parameter was added, or unfrozen, since.
+        """
+        for group in self._optimizer.param_groups:
+            if any(p.grad is not None and id(p) not in self._owned for p in group["params"]):
+                raise ValueError(
+                    "the optimizer holds a gradient of a parameter that was added, or unfrozen, "
+                    "after the guard was made: make a new Guard"
+                )
+
     def can_reinitialise(self, part: int) -> bool:
         """Whether there is a way to re-initialise it."""
         return self._by_user is not None or self._parts[part].resettable
 
-    def snapshot(self, part: int, step: int, every: int) -> None:
-        """Keep a part's state on the CPU, where one is due and it is finite.
+    def snapshot(self, parts: Sequence[int], step: int, every: int) -> None:
+        """Keep parts' states on the CPU, where one is due and it is finite.
 
         Args:
-            part: which one.
+            parts: which ones.
             step: number of the step, which has just shown the state to be good and is not applied.
             every: steps until the next one.
         """
-        mine = self._parts[part]
-        if step < mine.due:
-            return
-        mine.due = step + every
-        if self._is_finite(mine):
+        due = [self._parts[part] for part in parts if step >= self._parts[part].due]
+        finite = self.everywhere([self._is_finite(mine) for mine in due])
+        for mine, good in zip(due, finite, strict=True):
+            mine.due = step + every
+            if not good:
+                continue
             mine.good = {
                 "step": step,
                 "weights": [_to_cpu(p) for p in mine.weights],
@@ -201,7 +219,8 @@ class ModuleParts:
 
     def finite(self) -> list[bool]:
         """As `Parts`."""
-        return [self._is_finite(part) and part.buffers.are_well() for part in self._parts]
+        flags = [self._is_finite(part) and part.buffers.are_well() for part in self._parts]
+        return self.everywhere(flags)
 
     @torch.no_grad()
     def restore(self, part: int) -> int | None:
@@ -346,3 +365,18 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     return copy.deepcopy(value)
+
+
+def check_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that computes several losses in one step.
+
+    Raises:
+        ValueError: its step needs a closure (LBFGS).
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step needs a closure, which computes several losses in one"
+            " step: the guard judges a step before it is taken. Take an optimizer whose step can be"
+            " called without one"
+        )

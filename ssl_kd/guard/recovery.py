@@ -54,9 +54,25 @@ class Recovery:
         self.counts = torch.zeros(n, len(Stage), dtype=torch.int64)
         self.unsteady = torch.zeros(n, dtype=torch.bool)
         self._skipped = torch.zeros(n, dtype=torch.int32)  # until the last full window
+        self._last: dict[tuple[int, Stage], str] = {}  # the ranks that last saw it
 
-    def report(self, step: int, stage: Tensor, loss: Tensor, norm: Tensor) -> list[Event]:
-        """Count the faults of a step, `[part]` each, and put them into words."""
+    def report(
+        self,
+        step: int,
+        stage: Tensor,
+        loss: Tensor,
+        norm: Tensor,
+        where: Callable[[int], str] | None = None,
+    ) -> list[Event]:
+        """Count the faults of a step, `[part]` each, and put them into words.
+
+        Args:
+            step: its number.
+            stage: what is wrong with each part.
+            loss: their losses.
+            norm: their gradient norms.
+            where: tells the ranks that saw a part's fault; None for a single process.
+        """
         if not stage.any():
             self.counts[:, Stage.HEALTHY] += 1
             return []
@@ -67,7 +83,9 @@ class Recovery:
             self.counts[part, found] += 1
             if found.kind.reason:
                 value = seen[found.kind.value][part]
-                events.append(found.event(step, self.parts.names[part], value))
+                words = "" if where is None else where(part)
+                self._last[part, found] = words
+                events.append(found.event(step, self.parts.names[part], value, detail=words))
         return events
 
     def watch(self, steps: int) -> None:
@@ -155,14 +173,45 @@ class Recovery:
         """
         done = {event.part: event.action for event in events}
         lines = []
-        for name, counts in zip(self.parts.names, self.counts.tolist(), strict=True):
+        for part, counts in enumerate(self.counts.tolist()):
+            name = self.parts.names[part]
             seen = {s: counts[s] for s in reversed(Stage) if s.kind.advice and counts[s]}
             if seen:
-                often = ", ".join(f"{s.kind.reason} ({n} times)" for s, n in seen.items())
+                last = {s: self._last.get((part, s), "") for s in seen}
+                last = {s: f", last{words}" if words else "" for s, words in last.items()}
+                often = [f"{s.kind.reason} ({n} times{last[s]})" for s, n in seen.items()]
                 state = f" It was {done[name]}." if name in done else ""
                 advice = max(seen, key=lambda stage: seen[stage]).kind.change(self.in_run)
-                lines.append(f"{name}, {steps} steps: {often}.{state} What to change: {advice}.")
+                lines.append(
+                    f"{name}, {steps} steps: {', '.join(often)}.{state} What to change: {advice}."
+                )
         return "\n".join(lines)
+
+    def summary(self, steps: int, updates: Tensor, terms: Mapping[str, Health]) -> str:
+        """One line: the share of updates that were done, and who is sick or retired.
+
+        Args:
+            steps: how many were done.
+            updates: `[part]`, how often each was updated.
+            terms: name -> health of the loss terms beside.
+        """
+        done, skipped = int(updates.sum()), int(self.health.skipped.sum())
+        line = f"step {steps}: {100 * done / max(done + skipped, 1):.1f} % of updates done"
+        names, health = self.parts.names, self.health
+        rows = list(zip(names, health.streak.tolist(), strict=True))
+        rows += [(name, int(term.streak)) for name, term in terms.items()]
+        gone, often = health.retired.tolist(), self.unsteady.tolist()
+        for what, some in (
+            ("bad steps in a row", [f"{name} {streak}" for name, streak in rows if streak]),
+            ("retired", [name for name, out in zip(names, gone, strict=True) if out]),
+            (
+                f"below 90 % in the last {WINDOW} steps",
+                [name for name, bad in zip(names, often, strict=True) if bad],
+            ),
+        ):
+            if some:
+                line += f"; {what}: {', '.join(some)}"
+        return line
 
     def tensors(self) -> dict[str, Tensor]:
         """Name -> tensor, for a checkpoint."""

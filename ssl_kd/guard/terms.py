@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,29 +28,37 @@ class LossTerms:
     def __init__(self, thresholds: Callable[[], Thresholds], in_run: bool = False) -> None:
         self._thresholds, self._in_run = thresholds, in_run
         self.health: dict[str, Health] = {}
-        self._seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # in this step
+        self._seen: dict[str, tuple[Tensor, Tensor, Tensor, str]] = {}  # in this step
 
-    def judge(self, name: str, loss: Tensor, norm: Tensor) -> bool:
-        """Whether a term of one batch is healthy: its loss and gradient norm, on the CPU."""
+    def judge(self, name: str, loss: Tensor, norm: Tensor, where: Callable[[], str] = str) -> bool:
+        """Whether a term of one batch is healthy.
+
+        Args:
+            name: of the term.
+            loss: its value, on the CPU.
+            norm: its gradient norm, on the CPU.
+            where: tells the ranks on which it is not, to be added to the reason.
+        """
         health = self.health.setdefault(name, Health.fresh(1))
         stage = health.judge(loss[None], norm[None], self._thresholds())
         healthy = bool(is_healthy(stage))
         before = self._seen.get(name)
         if before is None or bool(is_healthy(before[0])):
-            self._seen[name] = (stage, loss, norm)
+            words = where() if Stage(int(stage)).kind.reason else ""
+            self._seen[name] = (stage, loss, norm, words)
         return healthy
 
     def record(self, step: int) -> list[Event]:
         """Remember the terms of a step, and put what was wrong with them into words."""
         events = []
-        for name, (stage, loss, norm) in self._seen.items():
+        for name, (stage, loss, norm, where) in self._seen.items():
             health, found = self.health[name], Stage(int(stage))
             missed = int(health.streak)
             health.record_(stage, norm[None], self._thresholds())
             if found.kind.reason:
                 value = float(loss if found.kind.value == "loss" else norm)
                 action = "" if found.kind.updates else self._cut_out(found, health)
-                events.append(found.event(step, name, value, action))
+                events.append(found.event(step, name, value, action, where))
             elif missed:
                 reason = f"healthy again after {missed} steps"
                 events.append(Event(step, name, "loss", reason, "used again"))
@@ -73,3 +81,36 @@ class LossTerms:
         if streak % self._thresholds().restore_after:
             return "cut out"
         return f"cut out, {streak} times in a row: {found.kind.change(self._in_run)}"
+
+
+def by_name(losses: Tensor | Mapping[str, Tensor], named: Sequence[str]) -> dict[str, Tensor]:
+    """Name -> loss, from whatever was handed over.
+
+    Args:
+        losses: as `Guard.backward`, but no single number.
+        named: the parts; empty where the losses are terms.
+
+    Raises:
+        TypeError: a loss is no tensor.
+        ValueError: names or shapes do not fit.
+    """
+    if isinstance(losses, Tensor):
+        if not named or losses.shape != (len(named),):
+            vector = f"a vector of {len(named)}, one per part, " if named else ""
+            raise ValueError(
+                f"losses have the shape {tuple(losses.shape)}; expected one number without "
+                f"dimensions, {vector}or a dictionary"
+            )
+        return dict(zip(named, losses.unbind(), strict=True))
+    if not isinstance(losses, Mapping):
+        raise TypeError(f"the loss is {losses!r}; expected a tensor, or a dictionary of them")
+    if not losses:
+        raise ValueError("the dictionary of losses is empty; expected one or more")
+    for name, loss in losses.items():
+        if named and name not in named:
+            raise ValueError(f"no part is named {name!r}; there are {', '.join(named)}")
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss {name!r} is {loss!r}; expected a tensor")
+        if loss.ndim:
+            raise ValueError(f"loss {name!r} has the shape {tuple(loss.shape)}, not one number")
+    return dict(losses)

@@ -55,10 +55,10 @@ def test_a_part_begun_anew_knows_no_good_state_and_takes_the_next_one():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = ModuleParts(model, optimizer, None)
-    parts.snapshot(0, 4, every=100)
+    parts.snapshot([0], 4, every=100)
     parts.reinitialise(0, 5, 6)
     assert parts.restore(0) is None
-    parts.snapshot(0, 6, every=100)
+    parts.snapshot([0], 6, every=100)
     assert parts.restore(0) == 6
 
 
@@ -77,7 +77,7 @@ def test_a_snapshot_is_taken_when_it_is_due_and_not_before():
     parts = ModuleParts(model, torch.optim.SGD(model.parameters(), lr=0.1), None)
     seen = []
     for step in range(7):
-        parts.snapshot(0, step, every=3)
+        parts.snapshot([0], step, every=3)
         seen.append(parts[0].good["step"])
     assert seen == [0, 0, 0, 3, 3, 3, 6]
 
@@ -90,7 +90,7 @@ def test_a_part_goes_back_with_its_moments_and_its_buffers():
     model(torch.randn(4, 3))
     tensors = [*model.parameters(), *model.buffers(), *optimizer.state[model.weight].values()]
     before = [t.detach().clone() for t in tensors]
-    parts.snapshot(0, 1, every=1)
+    parts.snapshot([0], 1, every=1)
     trained(model, optimizer)
     model(torch.randn(4, 3))
     assert not any(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
@@ -105,7 +105,7 @@ def test_what_an_optimizer_remembers_beside_tensors_goes_back_too():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = ModuleParts(model, optimizer, None)
     optimizer.state[model.weight] = {"steps": 3, "history": [1, 2]}
-    parts.snapshot(0, 1, every=1)
+    parts.snapshot([0], 1, every=1)
     for _ in range(2):  # what is put back is a copy: it can be put back again
         optimizer.state[model.weight]["steps"] += 1
         optimizer.state[model.weight]["history"].append(9)
