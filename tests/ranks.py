@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ssl_kd.guard import Guard
 from tests.processes import pipe, start
 
+NAN, INF = float("nan"), float("inf")
 TIMEOUT = 60.0
 """Seconds that a rank waits for the others; a test that needs them all has failed."""
 
@@ -71,3 +75,77 @@ def _rank(
         end.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     end.close()
     os._exit(0)  # a group whose rank died cannot be taken down
+
+
+class TwoHeads(nn.Module):
+    """A trunk with a head for each of two loss terms, so that one term's weights are its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.a, self.b = nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x):
+        features = self.trunk(x).tanh()
+        return features, self.a(features), self.b(features)
+
+
+def batch(rank, step):
+    """Inputs and targets of a rank in a step."""
+    g = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 6, generator=g), torch.randn(4, 2, generator=g)
+
+
+def losses_of(outputs, y, bad=()):
+    """The tensor that both loss terms come from, and the terms; those in `bad` are NaN."""
+    features, a, b = outputs
+    losses = {"a": (a - y).square().mean(), "b": (b + y).abs().mean()}
+    return features, {k: x * NAN if k in bad else x for k, x in losses.items()}
+
+
+def build(**options):
+    """A model that is the same on every rank, in DDP, its optimizer and its guard."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    return model, ddp, optimizer, Guard(ddp, optimizer, **options)
+
+
+def seen(model, optimizer, guard):
+    """All that has to be the same on every rank."""
+    state = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
+    health = {name: term.tensors() for name, term in guard.terms.items()}
+    return {
+        "weights": [p.detach().numpy().tobytes() for p in model.parameters()],
+        "state": [v.numpy().tobytes() for v in state],
+        "events": [event.line() for event in guard.events.events],
+        "health": repr((guard.health.tensors(), guard.updates, guard.recovery.tensors(), health)),
+        "words": (guard.summary(), guard.diagnosis(), guard.steps),
+    }
+
+
+def agreed(told):
+    """What the ranks told, which is the same of all."""
+    for rank, one in enumerate(told):
+        assert isinstance(one, dict), f"rank {rank}: {one}"
+        for key, value in one.items():
+            assert value == told[0][key], (rank, key)
+    return told[0]
+
+
+def reasons(one):
+    """All events of what `seen` gave, as one text."""
+    return "\n".join(one["events"])
+
+
+class Spoil(torch.autograd.Function):
+    """The identity, with a gradient that is infinite."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * INF

@@ -22,9 +22,8 @@ HEADER = """\
 # The fault matrix
 
 What `python -m tests.faults --markdown` printed: each row is injected by as many tests as the
-number in brackets says. Rows about several ranks wait for distributed training; a known fault is a
-test that is expected to fail until its cause is fixed. Below it is the guard's table of faults,
-each with the rows that show it.
+number in brackets says. A known fault is a test that is expected to fail until its cause is fixed.
+Below it is the guard's table of faults, each with the rows that show it.
 """
 WORDS = {
     "passed": "passed",

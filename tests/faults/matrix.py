@@ -14,8 +14,6 @@ from ssl_kd.guard.faults import Stage
 row = pytest.mark.fault
 """`@row(15)` on a test, or `@row(4, 5)` where it injects more than one row's fault."""
 
-DISTRIBUTION = "comes with distribution"
-
 KINDS = [stage for stage in Stage if stage.kind.reason]
 """The kinds of faults that the guard knows; the others are what it did."""
 
@@ -216,14 +214,14 @@ ROWS = {
         "a clear error before any work is done",
     ),
     46: Row(
-        "one rank sees a NaN, the others do not",
-        "every rank takes the same decision; no hang",
-        later=DISTRIBUTION,
+        "one rank sees a NaN or inf (loss term, all terms, gradient, weight), the others do not",
+        "every rank takes the same decision and names that rank; weights bit-identical; no hang",
+        how="2 and 4 processes with gloo and DDP; without the guard the same loop hangs",
     ),
     47: Row(
         "one rank is killed",
         "the others end with an error inside a minute; resume works",
-        later=DISTRIBUTION,
+        how="kill -9 of one of 2 processes",
     ),
     48: Row(
         "a misspelt, mistyped or out-of-range setting in config.py or on the command line",
