@@ -355,8 +355,9 @@ class _Probe:
     def __init__(self, probes: Probes, part: int) -> None:
         self._probes, self._part = weakref.ref(probes), part
 
-    def __call__(self, gradient: Tensor) -> None:
-        if (probes := self._probes()) is not None:
+    def __call__(self, gradient: Tensor | None) -> None:
+        # None: DDP looks for unused parameters, and no loss reaches this one.
+        if gradient is not None and (probes := self._probes()) is not None:
             probes.see(self._part, gradient.detach())
 
 

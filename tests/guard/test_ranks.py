@@ -93,6 +93,90 @@ def test_terms_that_are_nan_on_different_ranks_are_all_left_out():
     assert "on rank 0 of 2" in reasons(one) and "on rank 1 of 2" in reasons(one)
 
 
+def train_with_options(rank, options):
+    """Terms that are cut out on either rank, under DDP with other options."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    ddp = DistributedDataParallel(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    guard = Guard(ddp, optimizer)
+    bad = {(2, 1): ("b",), (3, 0): ("a", "b"), (4, 1): ("a",)}
+    for step in range(6):
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        outputs = ddp(x)
+        _, losses = losses_of(outputs, y, bad.get((step, rank), ()))
+        guard.backward(losses, outputs[1:])  # DDP gives each output a place of its own in the graph
+        guard.step()
+    return seen(model, optimizer, guard)
+
+
+def test_the_options_of_ddp_change_no_bit():
+    options = (
+        {},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 0.0001},
+    )
+    ends = [agreed(run_ranks(train_with_options, 2, some)) for some in options]
+    assert all(end == ends[0] for end in ends) and ends[0]["events"]
+
+
+def train_other_parts(rank):
+    """Each rank has, in one step, a loss for another part."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard = Guard(ddp, optimizer, {"a": model.a, "b": model.b})
+    for step in range(6):
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        _, losses = losses_of(ddp(x), y, "b" if step == 2 and rank == 1 else ())
+        if step == 4:
+            losses.pop("a" if rank else "b")
+        guard.backward(losses)
+        guard.step()
+    return seen(model, optimizer, guard)
+
+
+def test_a_part_may_have_a_loss_on_some_ranks_alone():
+    one = agreed(run_ranks(train_other_parts, 2))
+    [event] = one["events"]
+    assert '"b"' in event and "on rank 1 of 2" in event
+
+
+def train_two_models(rank):
+    """A generator's bad batch on one rank runs through the discriminator's BatchNorm."""
+    torch.manual_seed(0)
+    generator = nn.Linear(6, 6)
+    judge = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    make = DistributedDataParallel(generator)
+    tell = DistributedDataParallel(judge, broadcast_buffers=False)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (generator, judge)]
+    guards = [Guard(m, o) for m, o in zip((make, tell), optimizers, strict=True)]
+    for step in range(5):
+        x, _ = batch(rank, step)
+        optimizers[1].zero_grad()
+        guards[1].backward(tell(torch.cat([make(x).detach(), x])).square().mean())
+        guards[1].step()
+        optimizers[0].zero_grad()
+        noise = x * NAN if step == 2 and rank == 1 else x
+        guards[0].backward(-tell(make(noise)).mean())
+        guards[0].step()
+    return {
+        **seen(generator, optimizers[0], guards[0]),
+        "judge": seen(judge, optimizers[1], guards[1]),
+    }
+
+
+def test_what_a_bad_batch_left_in_another_model_is_put_back_and_told_by_all():
+    one = agreed(run_ranks(train_two_models, 2))
+    assert "the loss is not finite on rank 1 of 2" in reasons(one)
+    assert "running_mean, module.1.running_var on rank 1 of 2" in reasons(one["judge"])
+
+
 # -- accumulation ---------------------------------------------------------------------------------
 
 
