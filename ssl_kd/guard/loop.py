@@ -57,8 +57,8 @@ class Guard:
     Where `torch.distributed` has several ranks, they agree on each verdict, so that all take the
     same step: what is bad on one is left out and restored on all, and told by all with the rank
     that saw it. Each rank makes the guard and calls it equally often, with losses of the same
-    names; `DistributedDataParallel` averages gradients, with `no_sync`, too. Costs one small
-    all-reduce wherever there is a wait for the device.
+    names; `DistributedDataParallel` (with `no_sync`, too) or FSDP2 averages gradients. Costs one
+    small all-reduce wherever there is a wait for the device.
 
     Args:
         model: the module that is trained.

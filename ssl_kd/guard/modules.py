@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_kd.guard.buffers import Buffers
+from ssl_kd.guard.norms import local
 from ssl_kd.seeds import seeded
 
 logger = logging.getLogger(__name__)
@@ -213,7 +214,7 @@ class ModuleParts:
     def _is_finite(self, part: ModulePart) -> bool:
         state = (value for row in self._state(part) for value in row.values())
         values = [*part.weights, *state]
-        flags = [torch.isfinite(v).all() for v in values if isinstance(v, Tensor)]
+        flags = [torch.isfinite(local(v)).all() for v in values if isinstance(v, Tensor)]
         # One wait for the device.
         return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def norm_of(gradients: list[Tensor]) -> Tensor:
-    """L2 norm of all of them as one, in float32 at least."""
+    """L2 norm of all of them as one, in float32 at least; whole, where they are sharded."""
     rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     wide = (torch.float32, torch.float64)
-    return get_total_norm(
+    norm = get_total_norm(
         [g if g.dtype in wide else torch.linalg.vector_norm(g, dtype=torch.float32) for g in rows]
     )
+    return norm.full_tensor() if is_sharded(norm) else norm
+
+
+def is_sharded(x: Tensor) -> TypeGuard[DTensor]:
+    """Whether each rank holds a piece of it, as of FSDP2's weights."""
+    return hasattr(x, "full_tensor")  # without the half second that importing the class takes
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's piece of a tensor; itself where it is whole."""
+    return x.to_local() if is_sharded(x) else x
 
 
 def narrow(x: Tensor) -> Tensor:

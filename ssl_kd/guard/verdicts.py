@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ssl_kd.guard.agreement import Agreed, Agreement, Probes, several_ranks
 from ssl_kd.guard.modules import ModuleParts
+from ssl_kd.guard.norms import is_sharded
 
 
 class Verdicts:
@@ -104,7 +105,12 @@ class Verdicts:
         return seen, [functools.partial(self._ranks.words, *some) for some in columns]
 
     def backward(self, step: int, kept: Sequence[Tensor], left_out: Iterable[Tensor]) -> bool:
-        """As `Agreement.backward`."""
+        """As `Agreement.backward`; FSDP2 needs no help with weights that no loss reaches."""
+        if any(is_sharded(p) for p in self._weights):
+            if kept:
+                with self.waiting(step):
+                    torch.autograd.backward(kept)
+            return any(p.grad is not None for p in self._weights)
         what = f"step {step}, the backward pass without what is left out"
         return self._ranks.backward(what, kept, left_out, self._weights)
 

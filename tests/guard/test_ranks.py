@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ssl_kd.guard import Guard, RankLost, Thresholds, TooFewHealthyParts
@@ -431,3 +433,42 @@ def of_a_group(rank):
 def test_a_group_of_some_ranks():
     told = run_ranks(of_a_group, 3)
     assert "on rank 1 of 2" in reasons(agreed(told[:2])) and told[2] is None
+
+
+# -- sharded weights ------------------------------------------------------------------------------
+
+
+def train_sharded(rank, sharded, faults, steps=8):
+    """The same loop under FSDP2 and under DDP; `faults`: (step, rank) -> the terms that are NaN."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    if sharded:
+        for module in (model.a, model.b, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    wrapped = model if sharded else DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    options = {"thresholds": Thresholds(restore_after=2), "snapshot_every": 1, "clip_grad": 1.0}
+    guard = Guard(wrapped, optimizer, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        features, losses = losses_of(wrapped(x), y, faults.get((step, rank), ()))
+        guard.backward(losses, features)
+        guard.step()
+    whole = [p.full_tensor() if sharded else p for p in model.parameters()]  # pyright: ignore
+    return {
+        "weights": [p.detach().tolist() for p in whole],
+        "events": [event.line() for event in guard.events.events],
+        "words": (guard.summary(), guard.diagnosis()),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_under_fsdp2_all_is_as_under_ddp(world):
+    bad = {(2, 1): ("b",), (4, 0): ("a", "b"), (5, 0): ("a", "b"), (7, 1): ("a",)}
+    sharded = agreed(run_ranks(train_sharded, world, True, bad))
+    whole = agreed(run_ranks(train_sharded, world, False, bad))
+    assert sharded["events"] == whole["events"] and sharded["words"] == whole["words"]
+    assert "restored to its state before step 3" in reasons(sharded)
+    for one, other in zip(sharded["weights"], whole["weights"], strict=True):
+        assert np.allclose(one, other, rtol=0, atol=1e-6)
