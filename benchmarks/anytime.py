@@ -88,7 +88,8 @@ def draw(sets: dict[str, dict[str, list[Answers]]]) -> Figure:
     plots = np.atleast_1d(figure.subplots(1, len(sets)))
     for axes, (name, runs) in zip(plots, sets.items(), strict=True):
         for number, (method, some) in enumerate(runs.items()):
-            title, colour = METHODS[method].title.strip("*"), PALETTE[number]
+            title = METHODS[method].title.strip("*")
+            colour = "black" if method == OURS else PALETTE[number]
             for found in some:
                 seconds, acc = zip(*found, strict=True)
                 if len(found) > 1:
