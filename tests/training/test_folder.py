@@ -213,7 +213,7 @@ def test_resume_with_other_settings_names_them(settings):
         RunFolder(settings(resume=True, n_heads=7, clip_grad=None))
     message = str(refused.value)
     assert (
-        "N_HEADS was 16 and is now 7" in message and "CLIP_GRAD was 1.0 and is now None" in message
+        "N_HEADS was 8 and is now 7" in message and "CLIP_GRAD was 1.0 and is now None" in message
     )
     assert "SEED" not in message and path.exists()
 
