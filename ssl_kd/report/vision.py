@@ -273,7 +273,8 @@ def _sizes(sizes: list[int]) -> tuple[str, list[str]]:
 def _training_text(run: RunResults, chosen: list[int], n_heads: int) -> str:
     steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
     parts = [f"{steps:,} steps"] if isinstance(steps, int) else []
-    if looks := run.metrics.get("convergence"):
+    looks = run.metrics.get("convergence")
+    if isinstance(looks, dict) and looks:
         step, told = list(looks.items())[-1]
         parts.append(
             f"what they tell of neighbours had settled by step {step}: {number(told)} nats"

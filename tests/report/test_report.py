@@ -125,6 +125,12 @@ def test_it_says_how_far_to_trust_the_confidence_and_shows_the_farthest_out(run)
     assert "img00.jpg" in page.text and "The farthest out" not in page.text
 
 
+def test_it_says_by_when_the_heads_had_settled(run):
+    assert "had settled" not in read(run)[0]
+    change(run, "metrics.json", convergence={"50": 1.5, "71": 2.0, "100": 2.125})
+    assert "what they tell of neighbours had settled by step 100: 2.125 nats" in read(run)[0]
+
+
 def test_headline_is_honest_when_behind(run):
     table = json.loads((run / "metrics.json").read_text())["table"]
     for row in table:
