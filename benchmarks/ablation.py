@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from benchmarks.quality import names_of
-from benchmarks.sets import SETS, Absent, Sources
+from benchmarks.sets import SETS, Sources, loaded
 from ssl_kd import evaluate
 from ssl_kd.graph import Graph, Partition, best_partitions, search
 from ssl_kd.store import nearest_neighbours
@@ -102,12 +102,7 @@ def main() -> None:
     variants = {name: VARIANTS[name] for name in args.variants}
     names, table = [], {variant: [] for variant in variants}
     choice: dict[str, list[tuple[float, float]]] = {}
-    for name in args.sets:
-        try:
-            x, y = SETS[name](Sources.of(args))
-        except Absent as error:
-            print(f"{name} is left out: {error}")
-            continue
+    for name, x, y in loaded({name: SETS[name] for name in args.sets}, Sources.of(args)):
         names.append(name)
         found: dict[str, list[float]] = {variant: [] for variant in variants}
         for draw in range(args.draws):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
 from benchmarks.quality import names_of
-from benchmarks.sets import SETS, Absent, Sources
+from benchmarks.sets import SETS, Sources, loaded
 from ssl_kd import evaluate
 from ssl_kd.graph import Partition, search
 from ssl_kd.report.figures import PALETTE
@@ -116,12 +116,7 @@ def main() -> None:
     for name in methods:
         warm_up(name, 5)
     sets: dict[str, dict[str, list[Answers]]] = {}
-    for name in args.sets:
-        try:
-            x, y = SETS[name](Sources.of(args))
-        except Absent as error:
-            print(f"{name} is left out: {error}")
-            continue
+    for name, x, y in loaded({name: SETS[name] for name in args.sets}, Sources.of(args)):
         sets[name] = {method: [] for method in methods}
         for seed in range(args.seeds):  # in turn, so that none has the machine's best minute
             for method in methods:

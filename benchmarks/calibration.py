@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
 from benchmarks.quality import _line, names_of
-from benchmarks.sets import SETS, Absent, Sources
+from benchmarks.sets import SETS, Sources, loaded
 from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
 from ssl_kd.vision.projection import Projection
@@ -76,12 +76,7 @@ def main() -> None:
     head = ["set", "accuracy", "ECE, the vote", "ECE, calibrated", "right from 0.9 on, the vote"]
     head += ["right from 0.9 on, calibrated", "AUROC, a class left out", "held out above 0.95"]
     lines, diagrams = [_line(head), "|---" * len(head) + "|"], []
-    for name in args.sets:
-        try:
-            x, y = SETS[name](Sources.of(args))
-        except Absent as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-            continue
+    for name, x, y in loaded({name: SETS[name] for name in args.sets}, Sources.of(args)):
         found = confidences(x, y, args.seed)
         before, after, (area, above) = found["before"], found["after"], detection(x, y, args.seed)
         cells = [name, f"{100 * found['acc']:.1f}"]

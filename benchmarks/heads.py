@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.quality import names_of
-from benchmarks.sets import SETS, Absent, Sources
+from benchmarks.sets import SETS, Sources, loaded
 from ssl_kd import evaluate
 from ssl_kd.guard import Precision
 from ssl_kd.store import nearest_neighbours
@@ -82,12 +82,7 @@ def main() -> None:
     parser.add_argument("--variants", type=lambda t: names_of(VARIANTS, t), default=list(VARIANTS))
     Sources.add_flags(parser)
     args = parser.parse_args()
-    for name in args.sets:
-        try:
-            x, y = SETS[name](Sources.of(args))
-        except Absent as error:
-            print(f"{name} is left out: {error}")
-            continue
+    for name, x, y in loaded({name: SETS[name] for name in args.sets}, Sources.of(args)):
         print(
             f"\n### {name}\n\n| heads | ACC | held out | steps | seconds |\n|---|---|---|---|---|"
         )

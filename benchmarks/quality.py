@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
-from benchmarks.sets import SETS, Absent, Sources
+from benchmarks.sets import SETS, Sources, loaded
 from ssl_kd import evaluate
 
 SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace, rows: list[Row]) -> None:
     modes = (True, False) if args.unknown else (True,)
     methods = installed(args.methods)
     warm: set[tuple[str, bool]] = set()
-    for name in args.sets:
-        todo = [
+    todo = {
+        name: [
             (method, given, seed)
             for given in modes
             for method in methods
@@ -61,15 +61,12 @@ def run(args: argparse.Namespace, rows: list[Row]) -> None:
             if (METHODS[method].given if given else METHODS[method].not_given)
             and (name, method, given, seed) not in done
         ]
-        if not todo:
-            continue
-        try:
-            x, y = SETS[name](Sources.of(args))
-        except Absent as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-            continue
+        for name in args.sets
+    }
+    wanted = {name: SETS[name] for name in args.sets if todo[name]}
+    for name, x, y in loaded(wanted, Sources.of(args)):
         about = {"set": name, "n": len(x), "dim": x.shape[-1], "classes": len(np.unique(y))}
-        for method, given, seed in todo:
+        for method, given, seed in todo[name]:
             key = {"method": method, "given": given, "seed": seed}
             try:
                 if (method, given) not in warm:

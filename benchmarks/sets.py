@@ -9,7 +9,8 @@ each is below five percent, and k-means does worse by much more than that.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -214,18 +215,26 @@ SETS: dict[str, Callable[[Sources], Labelled]] = {
 """What makes each set: `(x float32 [n, d], y int [n])`; raises `Absent` where data are missing."""
 
 
+def loaded(
+    sets: Mapping[str, Callable[[Sources], Labelled]], sources: Sources
+) -> Iterator[tuple[str, NDArray, NDArray]]:
+    """Name, embeddings and classes of each set; one whose data are not here is named on stderr."""
+    for name, make in sets.items():
+        try:
+            x, y = make(sources)
+        except Absent as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            continue
+        yield name, x, y
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the data sets as NAME.npz, keys x and y.")
     parser.add_argument("folder", type=Path)
     Sources.add_flags(parser)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for name, make in SETS.items():
-        try:
-            x, y = make(Sources.of(args))
-        except Absent as error:
-            print(f"{name} is left out: {error}")
-            continue
+    for name, x, y in loaded(SETS, Sources.of(args)):
         np.savez(args.folder / f"{name}.npz", x=x, y=y)
         print(f"{name}: {x.shape[0]:,} x {x.shape[1]}, classes {np.bincount(y)[:12]}", flush=True)
 

@@ -73,7 +73,7 @@ class Convergence:
         """Steps before the learning rate falls; while that is open, the fewest that it can be."""
         seen = list(self.seen().items())
         first = 0 if not seen else LOOKS.index(seen[0][0])
-        step = LOOKS[max(first + APART, first + len(seen))]
+        step = LOOKS[first + max(APART, len(seen))]
         for (_, before), (at, value) in zip(seen, seen[APART:], strict=False):
             if value - before < self._growth:
                 step = at
@@ -85,5 +85,6 @@ class Convergence:
         warmup = max(1, round(warmup_fraction * min(self._most, FEWEST)))
         if step < warmup:
             return peak * (step + 1) / warmup
-        falling = max(0, step - self._flat) / max(1, self.steps - self._flat)
+        flat = self._flat
+        falling = max(0, step - flat) / max(1, self.steps - flat)
         return peak * 0.5 * (1 + math.cos(math.pi * falling))
