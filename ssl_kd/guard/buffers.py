@@ -117,7 +117,7 @@ class Buffers:
         """Remember the buffers, for the next step to start from.
 
         Args:
-            ask: the device which are finite; otherwise they are as `heal` saw and left them.
+            ask: the device which are finite; else they are as `spoiled` saw and `heal` left them.
         """
         self.kept = [None if b is None else b.clone() for b in self.live()]
         self._bad = self._badness() if ask else self._now
@@ -180,22 +180,13 @@ class Buffers:
         """The names of some buffers."""
         return ", ".join(self._places[i][2] for i in some)
 
-    def heal(self, largest: Sequence[float] | None = None) -> str:
-        """Put back what is spoiled, together with the other buffers of its module.
+    @torch.no_grad()
+    def heal(self, spoiled: Sequence[int]) -> None:
+        """Put buffers back that were spoiled, here or on another rank, with those of their modules.
 
         Args:
-            largest: as `look` gave them; None: ask the device.
-
-        Returns:
-            The names of those that were spoiled; empty as a rule.
+            spoiled: their numbers, once `spoiled` was asked.
         """
-        spoiled = self.spoiled(largest)
-        self.heal_those(spoiled)
-        return self.words(spoiled)
-
-    @torch.no_grad()
-    def heal_those(self, spoiled: Sequence[int]) -> None:
-        """As `heal`, once `spoiled` has told which ones, here or on another rank."""
         if not spoiled:
             return
         self._take_written()

@@ -413,7 +413,7 @@ class Guard:
             if nothing or (i < len(self._parts) and not healthy[i]):
                 buffers.put_back()
             elif spoiled[i]:
-                buffers.heal_those(spoiled[i])
+                buffers.heal(spoiled[i])
                 where = "" if self._ranks is None else self._ranks.where_buffers(i)
                 self._tell_buffers(i, buffers.words(spoiled[i]) + where)
         for other in [*_GUARDS] if lost else []:
@@ -424,7 +424,7 @@ class Guard:
         """Put back what is spoiled on this rank; several tell it in their next step."""
         for i, (_, buffers) in enumerate(self._parts.buffers):
             if spoiled := buffers.spoiled():
-                buffers.heal_those(spoiled)
+                buffers.heal(spoiled)
                 if self._ranks is None:
                     self._tell_buffers(i, buffers.words(spoiled))
                 else:
