@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ pytest.importorskip("accelerate")
 
 from ssl_kd.hf_trainer import GuardCallback  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
 
 STEPS = 12
 
@@ -139,6 +141,34 @@ def test_accumulation_and_bf16(tmp_path):
     )
     assert [e.step for e in guard.guard.events.events] == [3] and same(bits[2], bits[3])
     assert guard.guard.updates.tolist() == [STEPS - 1]
+
+
+def train_on(rank, folder, factors, thresholds):
+    """A rank of a Trainer that averages gradients, as torchrun starts it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+    guard = GuardCallback(events=folder / "events.jsonl", thresholds=thresholds, snapshot_every=2)
+    trainer, bits, stop = run(folder, guard, factors=factors[rank], ddp_backend="gloo")
+    lines = [event.line() for event in guard.guard.events.events]
+    unchanged = [step for step in range(1, len(bits)) if same(bits[step - 1], bits[step])]
+    wrapper = type(trainer.model_wrapped).__name__
+    return wrapper, [x.tolist() for x in bits[-1]], lines, unchanged, str(stop)
+
+
+def test_of_several_ranks_all_skip_what_one_found(tmp_path):
+    told = run_ranks(train_on, 2, tmp_path, [{}, {5: math.nan}], Thresholds())
+    wrapper, _, (line,), unchanged, stop = told[0]
+    assert wrapper == "DistributedDataParallel" and told[1] == told[0]
+    assert unchanged == [5] and stop == "None" and "on rank 1 of 2" in line
+    assert (tmp_path / "events.jsonl").read_text() == line + "\n"
+
+
+def test_of_several_ranks_all_go_back_and_stop_together(tmp_path):
+    sick = dict.fromkeys(range(4, 99), math.nan)
+    told = run_ranks(train_on, 2, tmp_path, [sick, {}], Thresholds(restore_after=3))
+    _, _, lines, _, stop = told[0]
+    assert told[1] == told[0] and any("restored" in line for line in lines)
+    assert "on rank 0 of 2" in lines[0] and "What to change" in stop
 
 
 def test_a_run_that_stays_sick_goes_back_then_saves_and_stops(tmp_path):

@@ -362,7 +362,12 @@ class _Probe:
 
 
 def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:
-    """By their `id`, the tensors that a backward pass of `losses` gives gradients to."""
+    """By their `id`, the tensors that a backward pass of `losses` gives gradients to.
+
+    Raises:
+        ValueError: reentrant activation checkpointing, which shows none of what it computes, and
+            whose weights would be left without a gradient, or their averages without an end.
+    """
     found: dict[int, Tensor] = {}
     ahead: list = [
         torch.autograd.graph.get_gradient_edge(x).node for x in losses if x.requires_grad
@@ -370,7 +375,15 @@ def leaves(losses: Iterable[Tensor]) -> dict[int, Tensor]:
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
-        if type(node).__name__ == "AccumulateGrad":
+        name = type(node).__name__
+        if name == "CheckpointFunctionBackward":
+            raise ValueError(
+                "with several ranks a Guard has to see which weights each loss reaches, and"
+                " reentrant activation checkpointing hides them: pass use_reentrant=False to"
+                ' checkpoint, or gradient_checkpointing_kwargs={"use_reentrant": False} to'
+                " transformers"
+            )
+        if name == "AccumulateGrad":
             found[id(node.variable)] = node.variable
         nodes = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= nodes

@@ -50,8 +50,8 @@ class EventLog:
             debugging.
     """
 
-    def __init__(self, path: Path | None = None, *, announce: bool = False) -> None:
-        self.path, self.announce = path, announce
+    def __init__(self, path: str | Path | None = None, *, announce: bool = False) -> None:
+        self.path, self.announce = None if path is None else Path(path), announce
         self.events: list[Event] = []
         self._warned = False
         self._announced: set[tuple[str, str]] = set()

@@ -77,7 +77,8 @@ class Guard:
             state, not the one that it had then.
         reinitialise: called with a part's name to give it new weights. By default parts given as
             modules have their `reset_parameters` called; other parts skip this rung.
-        events: a file to append the guard's decisions to, one line of JSON each; or an `EventLog`.
+        events: a file to append the guard's decisions to, one line of JSON each, by the first of
+            several ranks; or an `EventLog`.
         in_run: advice names the settings of this project's runs, not the arguments of a loop.
         group: the ranks that train this model; None for all, False for this process alone.
 
@@ -115,9 +116,7 @@ class Guard:
         check_closure(optimizer)
         self.model, self.optimizer = model, optimizer
         self.thresholds, self.clip_grad = thresholds or Thresholds(), clip_grad
-        if not isinstance(events, EventLog):
-            events = EventLog(None if events is None else Path(events))
-        self.events, self.steps, self.snapshot_every = events, 0, snapshot_every
+        self.steps, self.snapshot_every = 0, snapshot_every
         self._parts = ModuleParts(
             model, optimizer, parts, fresh_optimizer=fresh_optimizer, reinitialise=reinitialise
         )
@@ -149,6 +148,9 @@ class Guard:
         self._terms = LossTerms(lambda: replace(self.thresholds, max_norm=None), in_run)
         settings = f"{self.thresholds}, clip_grad={clip_grad}, snapshot_every={snapshot_every}"
         self._group, self._ranks = group, Verdicts.between(group, self._parts, settings)
+        if not isinstance(events, EventLog):
+            events = EventLog(events if self._ranks is None or self._ranks.first else None)
+        self.events = events
         self._forget()
         self._report_nan_buffers()
         _GUARDS.add(self)
@@ -174,7 +176,8 @@ class Guard:
         Raises:
             TypeError: a loss is no tensor.
             ValueError: names or shapes do not fit the parts, or a loss has nothing to do with
-                `through`; or the ranks are at different points of their loops.
+                `through`; or the ranks are at different points of their loops, or a term was
+                computed under reentrant activation checkpointing.
             RankLost: another rank does not answer.
         """
         if self._ran and all(p.grad is None for p in self._parts.weights()):
@@ -185,10 +188,11 @@ class Guard:
             self._one_scale |= len(self._parts) > 1
             self._remember(dict.fromkeys(range(len(self._parts)), losses))
             self._run({0: losses})
-        elif self._named:
-            self._backward_parts(by_name(losses, self._named), through)
         else:
-            self._backward_terms(by_name(losses, self._named), through)
+            named = by_name(losses, self._named)
+            if self._ranks is not None:
+                self._ranks.check_graph(named.values())
+            (self._backward_parts if self._named else self._backward_terms)(named, through)
 
     def discard(self) -> None:
         """Give up the step that was begun: forget its losses and gradients.

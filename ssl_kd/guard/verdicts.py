@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssl_kd.guard.agreement import Agreed, Agreement, Probes, several_ranks
+from ssl_kd.guard.agreement import Agreed, Agreement, Probes, leaves, several_ranks
 from ssl_kd.guard.modules import ModuleParts
 from ssl_kd.guard.norms import is_sharded
 
@@ -22,11 +22,16 @@ class Verdicts:
     Args:
         agreement: of the ranks.
         parts: of the guard; from now on their states count as finite where they are so everywhere.
+
+    Attributes:
+        first: whether this rank is number 0 of them.
     """
 
     def __init__(self, agreement: Agreement, parts: ModuleParts) -> None:
         self._ranks, self._parts = agreement, parts
         self._weights = parts.weights()
+        self.first = agreement.rank == 0
+        self._checked = False
         self._healed: list[set[int]] = [set() for _ in parts.buffers]
         self._probes = Probes([part.weights[0] for part in parts])
         parts.everywhere = functools.partial(agreement.everywhere, "the parts' states")
@@ -74,6 +79,16 @@ class Verdicts:
         return self._probes.largest
 
     # -- before the backward pass -----------------------------------------------------------------
+
+    def check_graph(self, losses: Iterable[Tensor]) -> None:
+        """Refuse, in the first step, losses of which one could never be left out.
+
+        Raises:
+            ValueError: they were computed under reentrant activation checkpointing.
+        """
+        if not self._checked and not any(is_sharded(p) for p in self._weights):
+            leaves(losses)
+        self._checked = True
 
     def cut(self, step: int, told: Sequence[int], loss: Tensor, norm: Tensor) -> set[int]:
         """The parts that some rank has to leave out, from the losses of some, `[told]` each.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ssl_kd.guard import Guard, RankLost, Thresholds, TooFewHealthyParts
 from tests.ranks import (
@@ -93,6 +94,49 @@ def test_all_terms_nan_on_one_rank_lose_the_step_everywhere_without_a_hang():
 def test_terms_that_are_nan_on_different_ranks_are_all_left_out():
     one = agreed(run_ranks(train_terms, 2, {(2, 0): ("a",), (2, 1): ("b",)}, False))
     assert "on rank 0 of 2" in reasons(one) and "on rank 1 of 2" in reasons(one)
+
+
+def keep_events(rank, file):
+    model, ddp, optimizer, guard = build(events=file)
+    x, y = batch(rank, 0)
+    features, losses = losses_of(ddp(x), y, "b")
+    guard.backward(losses, features)
+    guard.step()
+    return seen(model, optimizer, guard)
+
+
+def test_one_rank_writes_the_file_of_events(tmp_path):
+    one = agreed(run_ranks(keep_events, 2, tmp_path / "events.jsonl"))
+    assert (tmp_path / "events.jsonl").read_text().splitlines() == one["events"] != []
+
+
+def checkpointed(rank, reentrant, one_loss=False):
+    torch.manual_seed(0)
+    model = TwoHeads()
+    inside = nn.Sequential(model.trunk, nn.Tanh())
+    model.forward = lambda x: losses_through(checkpoint(inside, x, use_reentrant=reentrant), model)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard = Guard(ddp, optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = batch(rank, step)
+        _, losses = losses_of(ddp(x.requires_grad_()), y, "ab"[: rank * step % 3])
+        guard.backward(losses["a"] + losses["b"] if one_loss else losses)
+        guard.step()
+    return seen(model, optimizer, guard)
+
+
+def losses_through(features, model):
+    return features, model.a(features), model.b(features)
+
+
+def test_reentrant_checkpointing_is_refused_where_a_term_could_not_be_left_out():
+    for told in run_ranks(checkpointed, 2, True):
+        assert told.startswith("ValueError") and "use_reentrant=False" in told
+    plain = agreed(run_ranks(checkpointed, 2, False))
+    assert "on rank 1 of 2" in reasons(plain)
+    assert agreed(run_ranks(checkpointed, 2, True, True))["events"]  # of one loss none is left out
 
 
 def train_with_options(rank, options):
