@@ -1,0 +1,142 @@
+"""What it costs that the ranks of a guarded loop agree: beside the same loop without a guard.
+
+    torchrun --nproc_per_node 2 -m benchmarks.ranks
+
+All ways take turns, step by step, under `DistributedDataParallel` (gloo on the CPU, NCCL on GPUs),
+and each ratio is the median over pairs with the bare loop, which clips by the whole gradient's norm
+as the guard does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ssl_kd.guard import Guard
+
+Step = Callable[[Tensor], None]
+
+
+class TwoTerms(nn.Module):
+    """A stack of layers whose output gives two loss terms."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The features `[batch, width]` and the loss of each term."""
+        features = self.layers(x)
+        return features, {"ce": features.square().mean(), "kd": (features - x).abs().mean()}
+
+
+def ways(width: int, depth: int, device: torch.device) -> dict[str, Step]:
+    """Name -> a training step on inputs `[batch, width]`."""
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(TwoTerms(width, depth).to(device))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def bare() -> Step:
+        model, optimizer = built()
+
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            sum(model(x)[1].values(), torch.zeros((), device=device)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        return step
+
+    def guarded(apart: bool, through: bool) -> Step:
+        model, optimizer = built()
+        guard = Guard(model, optimizer, clip_grad=1.0, snapshot_every=0)
+
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            features, losses = model(x)
+            total = sum(losses.values(), torch.zeros((), device=device))
+            guard.backward(losses if apart else total, features if through else None)
+            guard.step()
+
+        return step
+
+    return {
+        "bare": bare(),
+        "guard, one loss": guarded(False, False),
+        "guard, two terms": guarded(True, False),
+        "guard, two terms, through=": guarded(True, True),
+    }
+
+
+def measure(step: Step, x: Tensor) -> tuple[float, int]:
+    """Seconds of one step, and how many all-reduces it asked for besides the gradients' average."""
+    count, real = 0, dist.all_reduce
+
+    def counted(*words: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return real(*words, **options)
+
+    with patch.object(dist, "all_reduce", counted):
+        dist.barrier()
+        began = time.perf_counter()
+        step(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began, count
+
+
+def main() -> None:
+    """Print a line for each way, on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=60)
+    given = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun: torchrun --nproc_per_node 2 -m benchmarks.ranks")
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    x = torch.randn(given.batch, given.width, device=device)
+    steps = ways(given.width, given.depth, device)
+    seen: dict[str, list[tuple[float, int]]] = {name: [] for name in steps}
+    for i in range(given.steps + 5):
+        for name, step in steps.items():
+            once = measure(step, x)
+            if i >= 5:
+                seen[name].append(once)
+
+    if dist.get_rank() == 0:
+        weights = sum(p.numel() for p in TwoTerms(given.width, given.depth).parameters())
+        print(f"{dist.get_world_size()} ranks, {device.type}, {weights:,} weights, batch", end=" ")
+        print(f"{given.batch} a rank\n\n| loop | ms a step | over bare | all-reduces of its own |")
+        print("|---|---|---|---|")
+        for name, pairs in seen.items():
+            seconds = [second for second, _ in pairs]
+            over = [a / b for a, (b, _) in zip(seconds, seen["bare"], strict=True)]
+            counts = statistics.median(count for _, count in pairs)
+            print(f"| {name} | {1000 * statistics.median(seconds):.2f} |", end=" ")
+            print(f"{statistics.median(over):.2f} | {counts:g} |")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
