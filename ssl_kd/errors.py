@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import ClassVar
 
 _NO_PATH = {errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS}
 
@@ -33,7 +32,7 @@ class UserError(Exception):
         exit_code: of the command that it ends.
     """
 
-    exit_code: ClassVar[int] = FAILED
+    exit_code: int = FAILED
 
 
 class InputError(UserError, ValueError):

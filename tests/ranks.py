@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -45,16 +46,46 @@ def run_ranks(
             ranks.append(start(_rank, theirs, where, rank, world, timeout, work, words))
             theirs.close()
             ends.append(mine)
-        told = []
-        for rank, end in enumerate(ends):
-            assert end.poll(3 * TIMEOUT), f"rank {rank} of {work.__name__} hangs"
-            try:
-                told.append(end.recv())
-            except EOFError:
-                told.append(None)
+        told = [_received(end, f"rank {rank} of {work.__name__}") for rank, end in enumerate(ends)]
         for process in ranks:
             process.join(TIMEOUT)
         return told
+
+
+def run_joined(work: Callable[..., Any], world: int, *words: Any) -> list[Any]:
+    """As `run_ranks`, of processes with torchrun's variables that have joined no group yet."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ends = []
+    for rank in range(world):
+        mine, theirs = pipe()
+        told = {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        told |= {"MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
+        variables = {name: str(value) for name, value in told.items()}
+        start(_joined, theirs, variables, work, (rank, *words))
+        theirs.close()
+        ends.append(mine)
+    return [_received(end, f"rank {rank} of {work.__name__}") for rank, end in enumerate(ends)]
+
+
+def _received(end: Any, who: str) -> Any:
+    assert end.poll(3 * TIMEOUT), f"{who} hangs"
+    try:
+        return end.recv()
+    except EOFError:
+        return None
+
+
+def _joined(end: Any, variables: dict[str, str], work: Callable, words: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(variables)
+    try:
+        end.send(work(*words))
+    except BaseException as error:
+        end.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    end.close()
+    os._exit(0)
 
 
 def _rank(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import time
 import weakref
 import zlib
@@ -21,20 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ssl_kd.errors import UserError
+from ssl_kd.ranks import LOST, RankLost
 
 _COLUMNS, _TERMS = 4, 16  # numbers of each part, and terms that fit into one message at least
 _NAMED = 8  # ranks that an event names; more are counted
-_LOST = re.compile("gloo|NCCL|[Cc]onnection|[Ss]ocket|timed? ?out", re.IGNORECASE)
 _WAY_OUT = (
     "A rank died, hangs, or was slower than the process group's timeout: the first error is in its"
     " own log. Start all ranks again from the last checkpoint; for steps that may be that slow pass"
     " timeout= to init_process_group"
 )
-
-
-class RankLost(UserError, RuntimeError):
-    """Other ranks did not answer; the message says what was waited for, and how long."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,7 @@ class Agreement:
         try:
             yield
         except RuntimeError as error:
-            if not (always or isinstance(error, dist.DistError) or _LOST.search(str(error))):
+            if not (always or isinstance(error, dist.DistError) or LOST.search(str(error))):
                 raise
             line = str(error).strip().splitlines()[0]
             raise RankLost(

@@ -1,0 +1,118 @@
+"""Processes that torchrun started: how they join, wait for the first, and end together."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ssl_kd.errors import BAD_INPUT, InputError
+from ssl_kd.ranks import RankLost, RankStopped, joined
+from tests.ranks import run_joined
+
+# -- joining --------------------------------------------------------------------------------------
+
+
+def test_a_process_by_itself_joins_nothing():
+    with joined("cuda:1") as ranks:
+        assert (ranks.rank, ranks.world, ranks.device) == (0, 1, "cuda:1")
+        assert ranks.from_first(lambda: "mine") == "mine"
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "rank 1 of 2 .WORLD_SIZE.*MASTER_ADDR.* is missing"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, "rank 2 of 3 .PMI_SIZE.*torchrun --nproc_per_node"),
+    ],
+)
+def test_a_launcher_that_says_not_where_to_meet_is_refused(monkeypatch, variables, said):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=said), joined("cpu"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "said"),
+    [
+        ("cuda:1", 2, "DEVICE is cuda:1, but 3 processes"),
+        ("mps", 0, "DEVICE is mps"),
+        ("auto", 2, "no GPU: it has 2.*--nproc_per_node 2"),
+        ("cuda", 2, "no GPU: it has 2"),
+    ],
+)
+def test_a_device_that_is_not_each_ones_own_is_refused(monkeypatch, device, gpus, said):
+    torchrun = {"WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "2"}
+    for name, value in (torchrun | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(InputError, match=said), joined(device):
+        pass
+
+
+# -- waiting for the first ------------------------------------------------------------------------
+
+
+def twice_from_first(rank):
+    with joined("auto") as ranks:
+        slow = ranks.from_first(lambda: (time.sleep(1.5), torch.arange(3))[1])
+        told = ranks.from_first(lambda: {"rank": ranks.rank})
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return ranks.rank, ranks.world, ranks.device, slow.tolist(), told, int(total)
+
+
+def test_what_the_first_found_reaches_all():
+    found = run_joined(twice_from_first, 3)
+    assert found == [(rank, 3, "cpu", [0, 1, 2], {"rank": 0}, 3) for rank in range(3)]
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+
+def fail(rank, who, how):
+    def work():
+        if how == "input":
+            raise InputError("no such thing\nmore of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    begun = time.monotonic()
+    try:
+        with joined("cpu") as ranks:
+            if rank == who != 0:
+                work()
+            ranks.from_first(work if who == 0 else lambda: time.sleep(1))
+            dist.all_reduce(torch.zeros(1))
+    except (InputError, RankLost) as error:
+        return type(error), str(error), error.exit_code, time.monotonic() - begun
+
+
+def test_all_end_with_the_first_and_say_why():
+    first, *others = run_joined(fail, 3, 0, "input")
+    assert first[0] is InputError and "more of it" in first[1]
+    for rank, other in enumerate(others, 1):
+        assert other[:3] == (
+            RankStopped,
+            f"rank {rank} of 3 stopped with rank 0: no such thing",
+            BAD_INPUT,
+        )
+
+
+def test_all_end_with_another_than_the_first():
+    first, second, third = run_joined(fail, 3, 1, "input")
+    assert second[:3] == (InputError, "no such thing\nmore of it", BAD_INPUT)
+    assert third[1] == "rank 2 of 3 stopped with rank 1: no such thing"
+    assert first[1] == "rank 0 of 3 stopped with rank 1: no such thing"
+
+
+def test_a_first_that_is_killed_is_noticed_by_those_who_wait():
+    first, *others = run_joined(fail, 3, 0, "kill")
+    assert first is None
+    for rank, other in enumerate(others, 1):
+        assert other[0] is RankLost and other[3] < 20
+        assert f"rank {rank} of 3 " in other[1] and "--resume goes on" in other[1]
