@@ -15,6 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # public, but not so marked
+    DistError,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    rendezvous,
+)
 
 from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
 
@@ -92,8 +99,8 @@ class Ranks:
     rank: int
     world: int
     device: str
-    _stop: dist.Store | None = None  # outlives any rank, under torchrun
-    _first: dist.Store | None = None  # lives in rank 0, so that whoever asks learns of its end
+    _stop: Store | None = None  # outlives any rank, under torchrun
+    _first: Store | None = None  # lives in rank 0, so that whoever asks learns of its end
 
     def from_first(self, work: Callable[[], T]) -> T:
         """What rank 0's `work()` returns, on every rank; the others wait for as long as it takes.
@@ -116,21 +123,21 @@ class Ranks:
             dist.broadcast_object_list(done)
         return done[0]
 
-    def _wait_for(self, store: dist.Store, key: str) -> None:
+    def _wait_for(self, store: Store, key: str) -> None:
         """Look for a key of rank 0's now and then: signals are heard, and its end is noticed."""
         try:
             while not store.check([key]):
                 if self._said() is not None:
                     raise RankLost(f"rank {self.rank} of {self.world} is not needed any more")
                 time.sleep(_POLL)
-        except dist.DistError as error:
+        except DistError as error:
             raise RankLost(
                 f"rank 0 of {self.world} ended while rank {self.rank} waited for it. {_WAY_OUT}"
             ) from error
 
     def _lost(self, error: BaseException) -> RankLost | None:
         """What an error of the process group means; None for any other."""
-        if not isinstance(error, dist.DistError):
+        if not isinstance(error, DistError):
             if isinstance(error, UserError) or not isinstance(error, RuntimeError):
                 return None
             if not LOST.search(str(error)):
@@ -142,7 +149,7 @@ class Ranks:
         """Rank 0, where the stores may live, goes last: the others still ask why it stopped."""
         assert self._stop is not None
         deadline = time.monotonic() + _LINGER
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(DistError):
             left = self._stop.add("left", 1)
             while self.rank == 0 and left < self.world and time.monotonic() < deadline:
                 time.sleep(_POLL)
@@ -154,7 +161,7 @@ class Ranks:
         try:
             if self._stop.check(["stopped"]):
                 return json.loads(self._stop.get("stopped"))
-        except dist.DistError:  # it lived in rank 0, which is gone
+        except DistError:  # it lived in rank 0, which is gone
             pass
         return None
 
@@ -167,7 +174,7 @@ class Ranks:
         if said is None:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             told = {"rank": self.rank, "code": _code(error), "why": line}
-            with contextlib.suppress(dist.DistError):
+            with contextlib.suppress(DistError):
                 assert self._stop is not None
                 self._stop.set("stopped", json.dumps(told))
             return None
@@ -207,11 +214,11 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
     mine = _device(device, *found)
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     backend = "gloo" if mine.type == "cpu" else "cpu:gloo,cuda:nccl"
-    groups = dist.PrefixStore("groups", store)
+    groups = PrefixStore("groups", store)
     dist.init_process_group(backend, store=groups, rank=rank, world_size=world, timeout=timeout)
-    stop = dist.PrefixStore("ends", store)
+    stop = PrefixStore("ends", store)
     ranks = Ranks(rank, world, str(mine), stop, _store_of_first(rank, stop, timeout))
     try:
         dist.barrier()  # all are in touch with rank 0: from now on its end is noticed
@@ -228,13 +235,13 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
         ranks._leave()
 
 
-def _store_of_first(rank: int, store: dist.Store, timeout: timedelta) -> dist.TCPStore:
+def _store_of_first(rank: int, store: Store, timeout: timedelta) -> TCPStore:
     host = os.environ["MASTER_ADDR"]  # rank 0 is there
     if rank == 0:
-        mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        mine = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         store.set("port", str(mine.port))
         return mine
-    return dist.TCPStore(host, int(store.get("port")), is_master=False, timeout=timeout)
+    return TCPStore(host, int(store.get("port")), is_master=False, timeout=timeout)
 
 
 def _device(device: str, size: str, count: int) -> torch.device:
