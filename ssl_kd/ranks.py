@@ -20,7 +20,7 @@ from torch.distributed import (  # public, but not so marked
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-    rendezvous,
+    rendezvous,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
@@ -132,7 +132,7 @@ class Ranks:
                 time.sleep(_POLL)
         except DistError as error:
             raise RankLost(
-                f"rank 0 of {self.world} ended while rank {self.rank} waited for it. {_WAY_OUT}"
+                f"rank {self.rank} of {self.world} waited for rank 0, which has ended. {_WAY_OUT}"
             ) from error
 
     def _lost(self, error: BaseException) -> RankLost | None:
