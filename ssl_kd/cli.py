@@ -351,6 +351,7 @@ def _train(settings: VisionSettings) -> int:
     from ssl_kd.screen import open_screen
 
     screen = open_screen()
+    from ssl_kd.ranks import follows
     from ssl_kd.report import run_images
     from ssl_kd.report.tables import extension_text, number_text, results_table
 
@@ -358,6 +359,9 @@ def _train(settings: VisionSettings) -> int:
         from ssl_kd.vision.run import run as work
     else:
         from ssl_kd.vision.extend import extend as work
+    if follows():  # the first process shows and reports
+        work(settings)
+        return OK
 
     def start(progress: ProgressBars) -> tuple[Path, Images | None]:
         done = work(settings, progress=progress)

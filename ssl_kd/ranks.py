@@ -86,6 +86,12 @@ def _launcher() -> tuple[str, int] | None:
     return None
 
 
+def follows() -> bool:
+    """Whether a launcher started this process as another than the first of several."""
+    found = _launcher()
+    return found is not None and os.environ.get(_LAUNCHERS[found[0]], "0") != "0"
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes that work together, as one of them sees them.

@@ -7,8 +7,8 @@ skip -> restore from the last good state -> re-initialise once -> retire -> stop
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -19,6 +19,42 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 __all__ = ["Health", "Stage", "Thresholds", "is_healthy"]
 
 _SHORTEST = 0.05
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What decides whether training can go on; the sum of several is that of all their parts.
+
+    Attributes:
+        parts: how many there are.
+        active: how many of them are not retired.
+        late: how many of those were bad for too many steps in a row.
+        tried: how many of those that are not retired were restored and not forgiven since.
+        left: how many would not be retired after what is to be done now.
+    """
+
+    parts: int
+    active: int
+    late: int
+    tried: int
+    left: int
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def hopeless(self, thresholds: Thresholds) -> str:
+        """Why training cannot continue; empty where it can."""
+        if self.late == self.active and (self.tried or not self.active):
+            return (
+                f"no part had a healthy step in the last {thresholds.restore_after}, although "
+                "the last good state was restored"
+            )
+        if self.left < thresholds.min_parts:
+            return (
+                f"only {self.left} of {self.parts} parts are left after skipping, restoring and "
+                f"re-initialising the others; at least {thresholds.min_parts} are asked for"
+            )
+        return ""
 
 
 @dataclass
@@ -136,7 +172,12 @@ class Health:
         self.run.add_(1).mul_(healthy)
         self.restored.logical_and_(self.run < thresholds.forgive_after)
 
-    def escalate(self, thresholds: Thresholds, beside: Collection[int] = ()) -> dict[int, str]:
+    def escalate(
+        self,
+        thresholds: Thresholds,
+        beside: Collection[int] = (),
+        tell: Callable[[Tally], object] | None = None,
+    ) -> dict[int, str]:
         """Decide what becomes of the parts that were bad for too many steps in a row.
 
         Asks the device for its numbers, so call it as often as waiting for them is acceptable.
@@ -144,6 +185,8 @@ class Health:
         Args:
             thresholds: after how many, and how few parts may be left.
             beside: parts that the others share: restored like them, but never counted as left.
+            tell: gets the tally, where these are not all parts there are: whether too few are left
+                is then decided elsewhere.
 
         Returns:
             part -> `restore`, `reinitialise` or `retire`, for the caller to carry out; the counters
@@ -163,24 +206,23 @@ class Health:
         if thresholds.stop_after and all(streak[part] >= patience for part in active):
             raise TooFewHealthyParts(f"no part had a healthy step in the last {patience}")
         sick = [part for part, gone in enumerate(retired) if late[part] and not gone]
-        tried = any(restored[part] for part in active)
-        if all(late[part] for part in active) and (tried or not active):
-            raise TooFewHealthyParts(
-                f"no part had a healthy step in the last {thresholds.restore_after}, although "
-                "the last good state was restored"
-            )
         actions = {}
         for part in sick:
             if not restored[part] or part in beside:
                 actions[part] = "restore"
             else:
                 actions[part] = "retire" if reinitialised[part] else "reinitialise"
-        left = len(active) - sum(action == "retire" for action in actions.values())
-        if left < thresholds.min_parts:
-            raise TooFewHealthyParts(
-                f"only {left} of {len(late)} parts are left after skipping, restoring and "
-                f"re-initialising the others; at least {thresholds.min_parts} are asked for"
-            )
+        tally = Tally(
+            parts=len(late),
+            active=len(active),
+            late=sum(late[part] for part in active),
+            tried=sum(restored[part] for part in active),
+            left=len(active) - sum(action == "retire" for action in actions.values()),
+        )
+        if tell is not None:
+            tell(tally)
+        elif why := tally.hopeless(thresholds):
+            raise TooFewHealthyParts(why)
         for part, action in actions.items():
             self.streak[part] = 0
             self.restored[part] = True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage, Thresholds
-from ssl_kd.guard.health import Health
+from ssl_kd.guard.health import Health, Tally
 from ssl_kd.guard.parts import Parts, TooFewHealthyParts
 from ssl_kd.seeds import seed_of
 
@@ -34,6 +34,7 @@ class Recovery:
         thresholds: asked for at each decision.
         shared: parts that the others share: restored like them, but never counted as left.
         in_run: what to change is a setting of a run, not of a loop.
+        first: number of the first of these parts, where there are others elsewhere.
 
     Attributes:
         counts: `[part, stage]` int64, how often each fault was seen.
@@ -47,8 +48,10 @@ class Recovery:
         thresholds: Callable[[], Thresholds],
         shared: Collection[int] = (),
         in_run: bool = False,
+        first: int = 0,
     ) -> None:
         self.parts, self.health, self.shared, self.in_run = parts, health, shared, in_run
+        self.first = first
         self._thresholds = thresholds
         n = len(parts.names)
         self.counts = torch.zeros(n, len(Stage), dtype=torch.int64)
@@ -105,11 +108,14 @@ class Recovery:
         self._skipped.copy_(skipped)
         self.unsteady.copy_(unsteady)
 
-    def escalate(self, step: int) -> tuple[list[Event], str]:
+    def escalate(
+        self, step: int, tell: Callable[[Tally], object] | None = None
+    ) -> tuple[list[Event], str]:
         """Restore, re-initialise or retire what stays sick; waits for the device.
 
         Args:
             step: number of the step that has just been done.
+            tell: as in `Health.escalate`.
 
         Returns:
             What was done, and why training cannot continue; empty where it can. Then every part
@@ -117,13 +123,13 @@ class Recovery:
         """
         streaks = self.health.streak.tolist()
         try:
-            actions = self.health.escalate(self._thresholds(), self.shared)
+            actions = self.health.escalate(self._thresholds(), self.shared, tell)
         except TooFewHealthyParts as error:
-            return self._give_up(step, str(error)), str(error)
+            return self.give_up(step, str(error)), str(error)
         events = []
         for part, action in actions.items():
             if action == "reinitialise":
-                self.parts.reinitialise(part, seed_of(step, part), step + 1)
+                self.parts.reinitialise(part, seed_of(step, self.first + part), step + 1)
                 done = "re-initialised"
             else:  # of a part that is retired, too: so that it is finite, whatever becomes of it
                 done = self.restore(part)
@@ -150,7 +156,7 @@ class Recovery:
             if not finite
         ]
 
-    def _give_up(self, step: int, why: str) -> list[Event]:
+    def give_up(self, step: int, why: str) -> list[Event]:
         """A run that is resumed once the cause is found finds no part in the middle of a fault."""
         streaks, finite = self.health.streak.tolist(), self.parts.finite()
         self.health.streak.zero_()

@@ -49,15 +49,16 @@ class HeadBank:
     Args:
         make_head: builds one head; called with the global random state forked, never touched.
         n_heads: number of heads H.
+        first: number of the first of them, where another process runs those before it.
 
     Raises:
         ValueError: a head with buffers (batch statistics would leak from one head into another),
             without parameters, or with frozen ones.
     """
 
-    def __init__(self, make_head: Callable[[], nn.Module], n_heads: int) -> None:
+    def __init__(self, make_head: Callable[[], nn.Module], n_heads: int, first: int = 0) -> None:
         self.make_head = make_head
-        self.n_heads = n_heads
+        self.n_heads, self.first = n_heads, first
         with _global_random_state_kept():
             self._template = make_head().to("meta")
         if any(True for _ in self._template.buffers()):
@@ -91,7 +92,8 @@ class HeadBank:
         Raises:
             ValueError: the head's own initialisation is not finite.
         """
-        return torch.stack([self.new_row(seed * 100_003 + i) for i in range(self.n_heads)])
+        heads = range(self.first, self.first + self.n_heads)
+        return torch.stack([self.new_row(seed * 100_003 + i) for i in heads])
 
     def new_row(self, seed: int) -> Tensor:
         """The weights `[parameter]` float32 of one new head, which depend on `seed` alone.

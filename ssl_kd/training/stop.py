@@ -6,16 +6,31 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from ssl_kd.errors import Interrupted
-from ssl_kd.training.folder import RunFolder
+
+
+class Resumable(Protocol):
+    """What is said of a run that was told to stop.
+
+    Attributes:
+        path: its folder.
+        trained: whether there is anything to resume from.
+    """
+
+    @property
+    def path(self) -> Path: ...  # noqa: D102
+    @property
+    def trained(self) -> bool: ...  # noqa: D102
 
 
 class Signals:
     """Ctrl-C and SIGTERM as `Interrupted`, raised at once; between two steps while training."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: Resumable) -> None:
         self.caught: list[int] = []
         self._folder, self._deferred, self._before = folder, False, {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +44,20 @@ WEIGHTS_KEPT = 8
 
 
 def make_trainer(
-    settings: VisionSettings, dim: int, n_clusters: int, precision: Precision
+    settings: VisionSettings,
+    dim: int,
+    n_clusters: int,
+    precision: Precision,
+    heads: range | None = None,
 ) -> HeadTrainer:
     """A bank of fresh heads for projected embeddings of width `dim`, and its guarded step.
+
+    Args:
+        settings: of the run.
+        dim: width of the embeddings, projected.
+        n_clusters: K.
+        precision: dtypes and device.
+        heads: numbers of those that this process trains; None: all.
 
     Raises:
         ValueError: the head's class cannot be built or gives no logits of clusters, or the heads
@@ -64,24 +76,27 @@ def make_trainer(
         restore_after=settings.restore_after,
         min_parts=min(settings.min_heads or -(-settings.n_heads // 4), settings.n_heads),
     )
-    _check_memory(settings, parameters_of(make), precision.device)
-    bank = HeadBank(make, settings.n_heads)
-    _check_memory(settings, bank.n_parameters, precision.device)
+    heads = range(settings.n_heads) if heads is None else heads
+    _check_memory(settings, len(heads), parameters_of(make), precision.device)
+    bank = HeadBank(make, len(heads), heads.start)
+    _check_memory(settings, len(heads), bank.n_parameters, precision.device)
     trainer = HeadTrainer(bank, settings, precision, n_clusters, thresholds)
     check_answer(bank, trainer.state.student, dim, n_clusters)
     return trainer
 
 
-def _check_memory(settings: VisionSettings, n_parameters: int | None, device: torch.device) -> None:
+def _check_memory(
+    settings: VisionSettings, n_heads: int, n_parameters: int | None, device: torch.device
+) -> None:
     """Refuse heads whose weights will not fit, before the system ends the process for them.
 
     Raises:
         SettingsError: names the settings to lower.
     """
-    needed, free = WEIGHTS_KEPT * 4 * settings.n_heads * (n_parameters or 0), free_memory(device)
+    needed, free = WEIGHTS_KEPT * 4 * n_heads * (n_parameters or 0), free_memory(device)
     if needed > free:
         raise SettingsError(
-            f"{settings.n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
+            f"{n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
             f"with moments, EMA teacher and last good state, and {device} has "
             f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {settings.hidden_dim}), "
             f"BOTTLENECK_DIM ({settings.bottleneck_dim}) or N_HEADS ({settings.n_heads})"
@@ -104,9 +119,21 @@ class Plan:
 
 
 def make_plan(
-    settings: VisionSettings, trainer: HeadTrainer, neighbours: Tensor, gather: Gather
+    settings: VisionSettings,
+    trainer: HeadTrainer,
+    neighbours: Tensor,
+    gather: Gather,
+    of_all: Callable[[Tensor], Tensor] = lambda mine: mine,
 ) -> Plan:
-    """The training on pairs from neighbours `[n, k]`; `gather` reads embeddings, projected."""
+    """The training on pairs from neighbours `[n, k]`.
+
+    Args:
+        settings: of the run.
+        trainer: of the heads that are judged.
+        neighbours: `[n, k]` integer, nearest first.
+        gather: reads embeddings, projected.
+        of_all: from numbers `[head]` of the trainer's heads to those of all heads there are.
+    """
     allowed = torch.ones_like(neighbours, dtype=torch.bool)
     if settings.mutual_neighbours:
         allowed = mutual_neighbours(neighbours)
@@ -118,7 +145,7 @@ def make_plan(
         return Plan(sampler, min(given), None)
     steps = MOST_EPOCHS * sampler.steps_per_epoch
     judge = _Judge(trainer, neighbours, gather, CONVERGENCE_PAIRS)
-    return Plan(sampler, steps, Convergence(lambda: judge()[1], trainer.n_clusters, steps))
+    return Plan(sampler, steps, Convergence(lambda: of_all(judge()[1]), trainer.n_clusters, steps))
 
 
 class _Judge:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,21 +18,17 @@ from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.files import atomic_write_bytes, sha256_file
 from ssl_kd.graph.levels import check_enough
 from ssl_kd.graph.search import MOST_ALPHA
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision, undisturbed
-from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.heads import import_head
-from ssl_kd.ranks import refuse_ranks
+from ssl_kd.ranks import joined
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, cached_neighbours, nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
-from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Clock
-from ssl_kd.training.folder import RunFolder, RunFolderError
+from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.consensus import sample_rows
-from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.extract import ExtractProgress, extract
 from ssl_kd.vision.fit import (
     Plan,
@@ -45,23 +40,20 @@ from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.partition import GraphAnswer, partition_of
 from ssl_kd.vision.projection import Projection
-from ssl_kd.vision.replay import bundle_of
+from ssl_kd.vision.ranks import Together
+from ssl_kd.vision.recorded import Found, Progress, follow, train_recorded
 from ssl_kd.vision.results import judge
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import HeadFault, LogRecord, train
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int, dict[str, Any]], None]
 Dataset = ImageDataset | FeatureDataset
 Images = Callable[[list[int]], list[Any]]
 PROJECTION_ROWS = 10_000
 # Samples whose graph is searched: enough for any number of clusters that can be told apart, few
 # enough to compare all pairs.
 GRAPH_ROWS = 100_000
-# What TensorBoard shows of a log record.
-DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +72,37 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         settings: all of them.
         progress: called as `progress(stage, done, total, info)`.
 
+    With several processes that torchrun started, each trains some of the heads; the first does all
+    else, and the others wait for it.
+
     Raises:
-        InputError: this process is one of several that were started together.
+        InputError: a launcher that is not like torchrun, or more processes than heads.
         SettingsError: EMBEDDING_DIM disagrees with the teacher, N_CLUSTERS is needed, or this is
             to extend a run.
         Interrupted: told to stop by Ctrl-C or SIGTERM.
         TooFewHealthyParts: no head is healthy any more.
+        RankLost: another process died; RankStopped: it stopped.
     """
-    refuse_ranks()
     if settings.extend is not None:
         raise SettingsError(
             f"EXTEND is {settings.extend!r}, but this trains: ssl_kd.vision.extend.extend extends"
         )
+    with joined(settings.device) as ranks:
+        if ranks.world == 1:
+            return _lead(settings, ranks.device, None, progress)
+        together = Together(ranks, settings.n_heads)
+        if together.leads:
+            done = _lead(settings, ranks.device, together, progress)
+            ranks.from_first(lambda: None)
+            return done
+        return Run(follow(settings, together, _Source), None)
+
+
+def _lead(
+    settings: VisionSettings, device: str, together: Together | None, progress: Progress | None
+) -> Run:
     tell = progress or (lambda stage, done, total, info: None)
-    clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)
+    clock, precision = Clock(), Precision.for_device(device, settings.use_fp16)
     logger.info("%s", precision)
 
     with RunFolder(settings) as folder, Signals(folder) as signals:
@@ -115,10 +124,15 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         clusters = None if learnt is None else learnt.clusters
 
         with clock("train"):
-            trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
-            plan = make_plan(settings, trainer, neighbours, source)
+            trainer, plan = _prepared(
+                settings, folder, source, n_clusters, neighbours, clusters, precision, together
+            )
             with signals.between_steps():
-                steps = _train(settings, folder, trainer, plan, source, clusters, signals, tell)
+                steps = train_recorded(
+                    settings, folder, trainer, plan, source, clusters, signals, tell, together
+                )
+            if together is not None:
+                trainer = together.whole(trainer)
 
         tell("consensus", 0, 1, {})
         with clock("consensus"):
@@ -144,6 +158,37 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         }
         folder.update_json("metrics.json", **metrics)  # the last file: it says "finished"
     return Run(folder.path, pictures(train_set, store))
+
+
+def _prepared(
+    settings: VisionSettings,
+    folder: RunFolder,
+    source: _Source,
+    n_clusters: int,
+    neighbours: Tensor,
+    clusters: Tensor | None,
+    precision: Precision,
+    together: Together | None,
+) -> tuple[HeadTrainer, Plan]:
+    """The heads that this process trains and from what; the other ranks learn what it found."""
+    if together is None:
+        trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
+        return trainer, make_plan(settings, trainer, neighbours, source)
+    store = source.store
+    found = Found(
+        folder.path.resolve(),
+        settings.to_dict(),
+        store.folder.resolve(),
+        store.fingerprint,
+        source.projection,
+        n_clusters,
+        neighbours,
+        clusters,
+    )
+    together.ranks.from_first(lambda: found)
+    dim, mine = source.projection.dim, together.heads
+    trainer = make_trainer(settings, dim, n_clusters, precision, mine)
+    return trainer, make_plan(settings, trainer, neighbours, source, together.of_all)
 
 
 def _warn_of_odd_rows(store: EmbeddingStore, n_clusters: int) -> None:
@@ -179,14 +224,21 @@ class _Source:
     those of all others.
     """
 
-    def __init__(self, store: EmbeddingStore, settings: VisionSettings) -> None:
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        settings: VisionSettings,
+        projection: Projection | None = None,
+    ) -> None:
         self._held: Tensor | None = None
         by_graph = settings.by_graph or settings.n_clusters == AUTO
         self.store, most = store, GRAPH_ROWS if by_graph else store.n
         self.n = min(store.n, most)
         self._rows = None if self.n == store.n else sample_rows(store.n, settings.seed, most)
-        sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
-        self.projection = Projection.fit(sample, settings.pca_dim)
+        if projection is None:
+            sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
+            projection = Projection.fit(sample, settings.pca_dim)
+        self.projection = projection
         if self.n * self.projection.dim * 4 / 2**30 <= settings.keep_in_memory_gib:
             blocks = torch.arange(self.n).split(ROWS_PER_BLOCK)
             self._held = torch.cat([self.projection(self.embeddings(rows)) for rows in blocks])
@@ -384,80 +436,6 @@ def n_clusters_of(
             f"N_CLUSTERS is {n_clusters}, but must be from 2 to the number of samples, {n}"
         )
     return n_clusters
-
-
-def _train(
-    settings: VisionSettings,
-    folder: RunFolder,
-    trainer: HeadTrainer,
-    plan: Plan,
-    source: _Source,
-    clusters: Tensor | None,
-    signals: Signals,
-    tell: Progress,
-) -> int:
-    """Train all heads, from the last checkpoint if there is one; the number of steps done."""
-    start, until = _loaded(folder, trainer, plan.until), plan.until
-    folder.rewind(start)
-    folder.become_latest()
-
-    with Board(folder.path, settings.tensorboard) as board:
-
-        def on_log(record: LogRecord) -> None:
-            row = dataclasses.asdict(record)
-            folder.log(row)
-            board.log(record.step, {name: row[name] for name in DRAWN})
-            finite = [v for v in record.loss if abs(v) < float("inf")]
-            mean = sum(finite) / len(finite) if finite else float("nan")
-            info = {"loss": mean, "healthy": f"{record.healthy}/{settings.n_heads}"}
-            tell("train", record.step, plan.steps if until is None else until.steps, info)
-
-        recorder = FlightRecorder(folder.path / "faults")
-
-        def on_fault(fault: HeadFault) -> None:
-            if recorder.wants(fault.event.part):
-                recorder.record(bundle_of(trainer, fault, dataclasses.asdict(settings)))
-
-        saved = {} if until is None else until.tensors()
-        try:
-            return train(
-                trainer,
-                plan.sampler,
-                source,
-                plan.steps,
-                until=until,
-                clusters=clusters,
-                start=start,
-                log_every=settings.log_every,
-                checkpoint_every=settings.checkpoint_every,
-                on_log=on_log,
-                on_events=folder.events.extend,
-                on_fault=on_fault,
-                on_checkpoint=lambda step: folder.save_checkpoint(step, trainer.tensors() | saved),
-                should_stop=lambda: bool(signals.caught),
-            )
-        except TooFewHealthyParts as error:
-            bundles = recorder.bundles()
-            if not bundles:
-                raise
-            way = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
-            raise TooFewHealthyParts(f"{error}. {way} explains the first fault") from error
-
-
-def _loaded(folder: RunFolder, trainer: HeadTrainer, until: Convergence | None) -> int:
-    """The step of the last checkpoint, which these have taken over; 0 where there is none."""
-    start, tensors = folder.load_checkpoint()
-    if tensors:
-        try:
-            trainer.load(tensors)
-            if until is not None:
-                until.load(tensors)
-        except ValueError as error:
-            raise RunFolderError(
-                f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of the "
-                f"library or these heads: {error}. Start a new run without --resume"
-            ) from error
-    return start
 
 
 def save_model(model: ClusterModel, folder: RunFolder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -146,6 +147,8 @@ class HeadTrainer:
         thresholds: when the guard acts.
 
     Attributes:
+        weigh: the weights of a batch's samples, `[1, batch]`, from the agreements of the teachers
+            `[head, batch]`; with INSTANCE_WEIGHT `mean`.
         state: everything the heads own.
         objective: what they are trained for.
         recovery: reports sick heads and brings them back.
@@ -159,15 +162,19 @@ class HeadTrainer:
         n_clusters: int,
         thresholds: Thresholds | None = None,
     ) -> None:
+        self.weigh: Callable[[Tensor], Tensor | None]
+        self.weigh = partial(losses.instance_weights, how="mean")
         self.bank, self.settings, self.precision = bank, settings, precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(settings.loss, vars(settings))
         keep_freed_memory()
         self.decay = bank.decay_mask().to(precision.device) * settings.weight_decay
         self.state = self._fresh(bank.initial_weights(settings.seed))
-        names = [f"head {i}" for i in range(bank.n_heads)]
+        names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
         self._rows = RowParts(names, self.state.owned(), self._new_row)
-        self.recovery = Recovery(self._rows, self.state.health, lambda: self.thresholds)
+        self.recovery = Recovery(
+            self._rows, self.state.health, lambda: self.thresholds, first=bank.first
+        )
 
     def _fresh(self, students: Tensor) -> HeadsState:
         marginal = self.objective.initial_marginal(self.n_clusters)
@@ -256,7 +263,7 @@ class HeadTrainer:
             teachers = list(teachers)
             agreements = torch.cat([t[2] for t in teachers])
             agreements.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
-            shared = losses.instance_weights(agreements, "mean")
+            shared = self.weigh(agreements)
 
         results = []
         for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):

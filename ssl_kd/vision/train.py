@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class HeadFault:
     """One head in one step that it was left out of.
 
     Attributes:
-        head: which one.
+        head: which one of the trainer's.
         event: what the guard saw.
         samples: `[view, batch]`, which rows the step was made of.
         views: `[view, batch, dim]`, their embeddings.
@@ -118,7 +119,7 @@ def train(
             head was saved before.
     """
     return run_loop(
-        _Heads(trainer, sampler, gather, steps, on_events, on_fault, clusters, until),
+        Heads(trainer, sampler, gather, steps, on_events, on_fault, clusters, until),
         start=start,
         log_every=log_every,
         checkpoint_every=checkpoint_every,
@@ -140,7 +141,7 @@ class _Step:
     result: HeadsStep
 
 
-class _Heads:
+class Heads:
     """A bank of heads as the loop's learner."""
 
     def __init__(
@@ -186,7 +187,9 @@ class _Heads:
         given = None
         if self.clusters is not None:
             given = functional.one_hot(self.clusters[samples], trainer.n_clusters).float()
-        with trainer.bank.draws_seeded(seed_of(settings.seed, step)):
+        first = trainer.bank.first
+        key = (step, first) if first else (step,)  # no two heads draw alike
+        with trainer.bank.draws_seeded(seed_of(settings.seed, *key)):
             result = trainer.step(views, rate, step, given)
         self._results.append(result)
         self._unread.append(_Step(step, samples, views, given, rate, result))
@@ -194,13 +197,21 @@ class _Heads:
         if self.until is not None:
             self.until.look(step + 1)
 
-    def record(self, done: int) -> LogRecord:
-        """Loss and norms of the last step, and how many heads were healthy in all of them."""
+    def seen(self) -> tuple[Tensor, ...]:
+        """Since the last record: loss, norm, steps skipped, streak `[head]`, stage `[step, head]`.
+
+        On the CPU.
+        """
         health, result = self.trainer.state.health, self._results[-1]
         now = result.loss, result.grad_norm, health.skipped, health.streak
         loss, norm, skipped, streak, *stages = _read(*now, *(r.stage for r in self._results))
-        healthy = is_healthy(torch.stack(stages))
         self._results = []
+        return loss, norm, skipped, streak, torch.stack(stages)
+
+    def record(self, done: int) -> LogRecord:
+        """Loss and norms of the last step, and how many heads were healthy in all of them."""
+        loss, norm, skipped, streak, stages = self.seen()
+        healthy = is_healthy(stages)
         return LogRecord(
             step=done,
             time=time.time(),
@@ -233,15 +244,23 @@ class _Heads:
             return
         self._last = next(event for event in events if event.step == events[-1].step)
         self.on_events(events)
-        events, hopeless = self.trainer.recovery.escalate(done - 1)
+        events, hopeless = self.escalate(done)
         self.on_events(events)
         if hopeless:
-            rate = self.trainer.settings.learning_rate
-            raise TooFewHealthyParts(
-                f"step {done}: {hopeless}. Last seen, {self._last.part}: {self._last.reason}. Lower"
-                f" LEARNING_RATE (now {rate:g}) or look at the embeddings with `python "
-                "test_nan_issues.py`; each head's last good state is saved"
-            )
+            self.stop(done, hopeless)
+
+    def escalate(self, done: int) -> tuple[list[Event], str]:
+        """As `Recovery.escalate`."""
+        return self.trainer.recovery.escalate(done - 1)
+
+    def stop(self, done: int, hopeless: str) -> NoReturn:
+        """End the training, with what was seen last and what to change."""
+        rate = self.trainer.settings.learning_rate
+        raise TooFewHealthyParts(
+            f"step {done}: {hopeless}. Last seen, {self._last.part}: {self._last.reason}. Lower"
+            f" LEARNING_RATE (now {rate:g}) or look at the embeddings with `python "
+            "test_nan_issues.py`; each head's last good state is saved"
+        )
 
     def _events(self, unread: list[_Step], number: int) -> list[Event]:
         """The events of one of some unread steps; faults are handed on."""
@@ -252,7 +271,7 @@ class _Heads:
         for head, smoothed in enumerate(result.smoothed.tolist()):
             if smoothed and head not in self._smoothed:  # once is enough
                 self._smoothed.add(head)
-                events.append(Stage.MARGINAL.event(seen.step, f"head {head}", 0.0))
+                events.append(Stage.MARGINAL.event(seen.step, names[head], 0.0))
         faults = recovery.report(seen.step, result.stage, result.loss, result.grad_norm)
         for event in faults:
             if event.action == SKIPPED:

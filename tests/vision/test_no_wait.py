@@ -109,7 +109,7 @@ def test_what_is_read_at_once_is_read_to_the_bit():
 def test_a_look_at_ten_steps_waits_once_and_so_does_a_record():
     bank = Bank(lambda: TEMIHead(DIM, CLUSTERS), HEADS)
     with pretended_cuda() as waits:
-        learner = training._Heads(
+        learner = training.Heads(
             _trainer(bank),
             lambda step: torch.zeros(2, BATCH, dtype=torch.int64).unbind(),
             lambda rows: torch.zeros(len(rows), DIM),

@@ -1,0 +1,407 @@
+"""Heads over several processes: the bits of one, whatever happens to any of them."""
+
+import collections
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+
+from ssl_kd.errors import BAD_INPUT, GUARD_STOPPED
+from ssl_kd.files import load_tensors, sha256_file
+from ssl_kd.guard import Precision
+from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.ranks import Ranks
+from ssl_kd.vision import step as guarded
+from ssl_kd.vision.ranks import Together
+from ssl_kd.vision.replay import replay
+from ssl_kd.vision.run import run
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer
+from tests.kills import on_change
+from tests.processes import ROOT
+from tests.ranks import run_joined
+
+NAN = float("nan")
+FAST = {
+    "n_heads": 5,
+    "n_clusters": 10,
+    "hidden_dim": 16,
+    "bottleneck_dim": 8,
+    "batch_size": 32,
+    "neighbours": 5,
+    "max_steps": 30,
+    "log_every": 5,
+    "checkpoint_every": 10,
+    "tensorboard": False,
+    "probe": False,
+    "baselines": False,
+    "method": "heads",
+    "device": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """64 digits in a feature file, and 32 more held out."""
+    folder, digits = tmp_path_factory.mktemp("data"), load_digits()
+    x, labels = digits.data.astype(np.float32), digits.target  # pyright: ignore
+    for name, rows in (("train", slice(0, 64)), ("test", slice(64, 96))):
+        np.savez(folder / f"digits_{name}.npz", features=x[rows], labels=labels[rows])
+    return folder
+
+
+@pytest.fixture
+def settings(data, tmp_path):
+    def change(name, **changes):
+        folders = {
+            "dataset": str(data / "digits_train.npz"),
+            "embeddings_dir": str(tmp_path / f"embeddings {name}"),
+            "runs_dir": str(tmp_path / "runs"),
+            "run_name": name,
+        }
+        return {**FAST, **folders, **changes}
+
+    return change
+
+
+# -- what a rank does -----------------------------------------------------------------------------
+
+
+def work(rank, settings, *faults):
+    """Run, with faults put in before; what came of it: a word, a message, an exit code, seconds."""
+    for fault, *words in faults:
+        fault(rank, *words)
+    begun = time.monotonic()
+    try:
+        run(VisionSettings(**settings))
+    except BaseException as error:
+        code = getattr(error, "exit_code", 128 + getattr(error, "signal", 0))
+        return type(error).__name__, str(error), code, time.monotonic() - begun
+    return "done", "", 0, time.monotonic() - begun
+
+
+def before_step(do):
+    """Call `do(trainer, step)` before each step."""
+    step = HeadTrainer.step
+
+    def wrapped(self, views, learning_rate, number=None, given=None):
+        do(self, number)
+        return step(self, views, learning_rate, number, given)
+
+    mock.patch.object(HeadTrainer, "step", wrapped).start()
+
+
+def spoil(rank, heads, at):
+    """Weights of some heads are NaN from some steps on, until they are restored."""
+
+    def do(trainer, step):
+        first = trainer.bank.first
+        for head in set(heads) & set(range(first, first + trainer.bank.n_heads)):
+            if step in at:
+                trainer.state.student[head - first] = NAN
+
+    before_step(do)
+
+
+def strike(rank, who, number, at):
+    """A rank gets a signal at a step."""
+    if rank == who:
+        before_step(lambda trainer, step: step == at and os.kill(os.getpid(), number))
+
+
+def strike_file(rank, who, at, folder):
+    """A rank is killed at a change of the run's files."""
+    if rank == who:
+        on_change(lambda n, path, opened: n == at and os.kill(os.getpid(), 9), folder)
+
+
+def in_chunks(rank, size):
+    """So many heads at a time."""
+
+    def chunks(n_heads, *other):
+        return [slice(i, min(i + size, n_heads)) for i in range(0, n_heads, size)]
+
+    mock.patch.object(guarded, "head_chunks", chunks).start()
+
+
+CALLS = collections.Counter()
+
+
+def count(rank):
+    for name in ("all_reduce", "all_gather_object", "send", "recv", "broadcast", "barrier"):
+        real = getattr(dist, name)
+
+        def counted(*words, _real=real, _name=name, **more):
+            CALLS[_name] += 1
+            return _real(*words, **more)
+
+        mock.patch.object(dist, name, counted).start()
+
+
+def counted(rank, settings, upto):
+    """The collectives from step 1 up to another one, told from 0."""
+    count(rank)
+    seen = {}
+    before_step(lambda trainer, step: seen.update({step: CALLS.copy()}))
+    told = work(rank, settings)
+    assert told[0] == "done", told
+    return dict(seen[upto] - seen[1])
+
+
+# -- what is compared -----------------------------------------------------------------------------
+
+
+def left(path):
+    """All that a run left, but for times and what the settings say of the folder."""
+    path = Path(path)
+    metrics = json.loads((path / "metrics.json").read_text())
+    del metrics["seconds"]
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    times = ("time", "samples_per_second")
+    return {
+        "model": sha256_file(path / "model.safetensors"),
+        "assignments": sha256_file(path / "assignments.csv"),
+        "metrics": metrics,
+        "log": [{k: v for k, v in line.items() if k not in times} for line in lines],
+        "events": (path / "events.jsonl").read_text(),
+        "checkpoints": {p.name: sha256_file(p) for p in (path / "checkpoint").glob("*.pt")},
+        "faults": sorted(p.name for p in path.glob("faults/*")),
+    }
+
+
+def folder_of(settings):
+    return Path(settings["runs_dir"]) / settings["run_name"]
+
+
+def trained(world, settings, *faults):
+    told = run_joined(work, world, settings, *faults)
+    assert [one[0] for one in told] == ["done"] * world, told
+    return left(folder_of(settings))
+
+
+def same(one, other):
+    for name, value in one.items():
+        assert value == other[name], name
+
+
+# -- the bits of one process ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"instance_weight": "none"},
+        {"instance_weight": "own", "loss": "sharpened", "use_fp16": True},
+        {"method": "graph", "n_clusters": "auto", "instance_weight": "mean"},
+        {"max_steps": None, "n_heads": 4, "log_every": 20},  # until they converge
+    ],
+    ids=["none", "own", "graph", "converging"],
+)
+def test_several_ranks_leave_what_one_process_leaves(settings, changes):
+    changes = {"instance_weight": "own"} | changes
+    one = trained(1, settings("one", **changes), (in_chunks, 2))
+    for world in (2, 3):
+        same(one, trained(world, settings(f"of {world}", **changes)))
+
+
+def test_trainers_of_the_default_shape_are_slices_of_one():
+    settings, cpu = VisionSettings(), Precision.for_device("cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        n, dim = settings.n_heads, 64
+
+        def make():
+            return TEMIHead(dim, 10, settings.hidden_dim, settings.bottleneck_dim)
+
+        rows = [range(n), range(n // 3), range(n // 3, n)]
+        banks = [HeadBank(make, len(some), some.start) for some in rows]
+        trainers = [HeadTrainer(bank, settings, cpu, 10) for bank in banks]
+        g = torch.Generator().manual_seed(0)
+        for step in range(4):
+            x = torch.randn(2, settings.batch_size, dim, generator=g)
+            for trainer in trainers:
+                trainer.step(x, 1e-3, step)
+    finally:
+        torch.set_num_threads(threads)
+    one, *two = (trainer.tensors() for trainer in trainers)
+    for name, whole in one.items():
+        assert torch.equal(whole, torch.cat([part[name] for part in two])), name
+
+
+# -- what agreement costs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["none", "own"])
+def test_between_two_looks_nobody_is_asked(settings, how):
+    changes = {"instance_weight": how, "log_every": 25, "checkpoint_every": 25}
+    assert run_joined(counted, 2, settings("a", **changes), 24) == [{}, {}]
+
+
+def test_the_mean_over_all_heads_takes_one_all_reduce_a_step(settings):
+    changes = {"instance_weight": "mean", "log_every": 25, "checkpoint_every": 25}
+    calls = {"all_reduce": 23}
+    assert run_joined(counted, 2, settings("a", **changes), 24) == [calls, calls]
+    one = trained(1, settings("one", **changes))
+    two = left(folder_of(settings("a")))
+    for mine, theirs in zip(one["log"], two["log"], strict=True):
+        torch.testing.assert_close(theirs["loss"], mine["loss"], rtol=1e-4, atol=1e-4)
+        assert theirs["loss"] != pytest.approx(NAN) and theirs["step"] == mine["step"]
+    same(two, trained(2, settings("again", **changes)))
+
+
+# -- stopped and resumed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "who"), [(2, 1, 1), (1, 2, 0), (2, 4, 0), (3, 2, "all")]
+)
+def test_a_run_is_resumed_by_any_number_of_ranks(settings, before, after, who):
+    straight = trained(1, settings("straight"))
+    ranks = range(before) if who == "all" else [who]
+    strikes = [(strike, rank, signal.SIGTERM, 13 + rank) for rank in ranks]
+    told = run_joined(work, before, settings("a"), *strikes)
+    assert told[0][0] == "Interrupted" and {one[2] for one in told} == {128 + signal.SIGTERM}
+    assert all("stopped with rank 0" in one[1] for one in told[1:])
+    path = folder_of(settings("a"))
+    assert not (path / "metrics.json").exists()
+    done = max(int(p.stem[5:]) for p in (path / "checkpoint").glob("*.pt"))
+    assert 14 <= done <= 20, "all go on to where one of them is, and no further"
+    same(straight, trained(after, settings("a", resume=True)))
+
+
+def test_with_the_mean_all_stop_at_the_same_step(settings):
+    changes = {"instance_weight": "mean"}
+    straight = trained(2, settings("straight", **changes))
+    told = run_joined(work, 2, settings("a", **changes), (strike, 1, signal.SIGTERM, 13))
+    assert [one[2] for one in told] == [128 + signal.SIGTERM] * 2, told
+    done = max(int(p.stem[5:]) for p in (folder_of(settings("a")) / "checkpoint").glob("*.pt"))
+    assert done == 14
+    same(straight, trained(2, settings("a", resume=True, **changes)))
+
+
+# -- killed ---------------------------------------------------------------------------------------
+
+
+def kill_again_and_again(settings, seed, kills):
+    """Ranks are killed at random steps and random changes of files; each time another world."""
+    draw = random.Random(seed)
+    straight = trained(1, settings("straight"))
+    path, done, resume = folder_of(settings("a")), 0, False
+    while True:
+        world = draw.randint(2, 3)
+        who, at = draw.randrange(world), draw.randrange(30)
+        fault = draw.choice([(strike, who, 9, at), (strike_file, 0, draw.randint(1, 40), path)])
+        if done == kills:
+            return straight, trained(draw.randint(1, 3), settings("a", resume=resume))
+        told = run_joined(work, world, settings("a", resume=resume), fault)
+        dead = [one for one in told if one is None]
+        if dead:
+            assert all(one[0] in ("RankLost", "RankStopped") for one in told if one), told
+            assert all(one[3] < 60 and "rank" in one[1] for one in told if one), told
+            done += 1
+        else:  # it was resumed after that moment
+            assert [one[0] for one in told] == ["done"] * world, told
+            return straight, left(path)
+        resume = (path / "config.json").exists()
+        assert resume or not any(path.glob("*"))
+
+
+def test_a_rank_that_is_killed_loses_nothing(settings):
+    same(*kill_again_and_again(settings, seed=2, kills=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 17))
+def test_ranks_that_are_killed_at_many_moments_lose_nothing(settings, seed):
+    same(*kill_again_and_again(settings, seed, kills=3))
+
+
+# -- sick heads -----------------------------------------------------------------------------------
+
+
+def test_a_sick_head_of_another_rank_is_told_as_by_one_process(settings):
+    changes = {"restore_after": 4, "n_heads": 6}
+    faults = (spoil, (1, 4, 5), (7, 16)), (spoil, (5,), range(20, 30))
+    one = trained(1, settings("one", **changes), *faults)
+    two = trained(2, settings("two", **changes), *faults)
+    same(one, two)
+    assert one["events"].count("restored") >= 3 and one["faults"]
+    for path in (folder_of(settings("two")) / "faults").glob("head-5*"):
+        assert replay(path).reproduced
+
+
+def test_too_few_healthy_heads_stop_all_ranks(settings):
+    changes = {"restore_after": 2, "n_heads": 4, "min_heads": 2}
+    sick = spoil, (1, 2, 3), range(5, 30)
+    told = run_joined(work, 2, settings("a", **changes), sick)
+    assert [one[2] for one in told] == [GUARD_STOPPED] * 2, told
+    assert told[0][0] == "TooFewHealthyParts" and "of 4 parts are left" in told[0][1]
+    assert "ssl_kd replay" in told[0][1]
+    path = folder_of(settings("a"))
+    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    assert [e["part"] for e in events].count("run") == 1 and events[-1]["action"] == "stopped"
+    last = max((path / "checkpoint").glob("*.pt"))
+    tensors = load_tensors(last)["tensors"]
+    assert torch.isfinite(tensors["student"]).all() and len(tensors["student"]) == 4
+    told = run_joined(work, 1, settings("a", resume=True, **changes))
+    assert told[0][0] == "done", told  # the cause is gone
+
+
+# -- torchrun, and what is refused ----------------------------------------------------------------
+
+
+def torchrun(n, settings):
+    words = [f"--{name}={value}" for name, value in settings.items() if not isinstance(value, bool)]
+    words += [f"--{'' if v else 'no-'}{k}" for k, v in settings.items() if isinstance(v, bool)]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    return subprocess.run(
+        [sys.executable, *launch, str(ROOT / "train.py"), *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_torchrun_trains_one_run(settings):
+    one = trained(1, settings("one"))
+    done = torchrun(2, settings("two"))
+    assert done.returncode == 0, done.stderr
+    same(one, left(folder_of(settings("two"))))
+    assert {p.name for p in Path(settings("two")["runs_dir"]).iterdir()} == {"one", "two", "latest"}
+    assert (folder_of(settings("two")) / "report.html").exists()
+    assert done.stdout.count("Report: ") == 1 and done.stderr.count("INFO") == 1
+
+
+def test_more_ranks_than_heads_are_refused(settings):
+    told = run_joined(work, 3, settings("a", n_heads=2))
+    assert {one[2] for one in told} == {BAD_INPUT}
+    assert "3 processes were started for 2 head(s)" in told[0][1]
+    assert "start at most 2, or raise --n_heads" in told[0][1]
+    assert not folder_of(settings("a")).exists()
+
+
+def test_what_rank_0_cannot_find_ends_all(settings):
+    told = run_joined(work, 2, settings("a", dataset="/no/such/file.npz"))
+    assert told[0][2] == told[1][2] != 0
+    assert "stopped with rank 0" in told[1][1] and "/no/such/file.npz" in told[1][1]
+
+
+@pytest.mark.parametrize(("n", "world"), [(5, 2), (50, 8), (3, 3)])
+def test_each_head_belongs_to_one_rank(n, world):
+    parts = [Together(Ranks(rank, world, "cpu"), n).heads for rank in range(world)]
+    assert [head for part in parts for head in part] == list(range(n))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
