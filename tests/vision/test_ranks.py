@@ -203,13 +203,12 @@ def same(one, other):
     [
         {"instance_weight": "none"},
         {"instance_weight": "own", "loss": "sharpened", "use_fp16": True},
-        {"method": "graph", "n_clusters": "auto", "instance_weight": "mean"},
-        {"max_steps": None, "n_heads": 4, "log_every": 20},  # until they converge
+        {"method": "graph"},
+        {"max_steps": None, "instance_weight": "own", "log_every": 20},  # until they converge
     ],
     ids=["none", "own", "graph", "converging"],
 )
 def test_several_ranks_leave_what_one_process_leaves(settings, changes):
-    changes = {"instance_weight": "own"} | changes
     one = trained(1, settings("one", **changes), (in_chunks, 2))
     for world in (2, 3):
         same(one, trained(world, settings(f"of {world}", **changes)))
