@@ -7,9 +7,11 @@ decided here from what all told: when to stop, whether enough heads are left, wh
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from signal import SIGTERM
 from typing import Any, NoReturn
@@ -33,6 +35,8 @@ from ssl_kd.vision.train import Gather, HeadFault, Heads, LogRecord
 Place = tuple[int, int]
 """Where a rank is: steps done, and what it came for, in the order of the loop."""
 _JUDGE, _LOOK, _RECORD, _CHECKPOINT, _GIVE_UP, _STOP = range(6)
+Said = tuple[str, int, str]
+"""A logger, a level and a message."""
 _Key = tuple[int, int, int, int]
 """Where an event of one process would stand: look, turn in it, step, batch before heads."""
 
@@ -47,6 +51,7 @@ class Together:
     Attributes:
         caught: signals that tell this rank to stop.
         heads: numbers of its heads.
+        said: what it warned of since it told last.
         done: steps that it has done.
         stopping: whether all are agreed to stop.
 
@@ -64,6 +69,7 @@ class Together:
         self.ranks, self._bounds, self._n_heads = ranks, bounds, n_heads
         self.heads = range(bounds[ranks.rank], bounds[ranks.rank + 1])
         self.caught: list[int] = []
+        self.said: list[Said] = []
         self.done = 0
         self._target: Place | None = None
         self.stopping = False
@@ -116,6 +122,28 @@ class Together:
         if not self.stopping and (self.caught or self._target) and here >= (self._target or here):
             self._meet(here, None)
         return self.stopping
+
+    # -- what is said -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def overheard(self) -> Iterator[None]:
+        """Rank 0 repeats what is warned of inside, when this rank tells the next time."""
+        log, listener = logging.getLogger("ssl_kd"), _Listener(self.said)
+        before = log.level, log.propagate
+        log.setLevel(logging.WARNING)
+        log.addHandler(listener)
+        log.propagate = False
+        try:
+            yield
+        finally:
+            log.removeHandler(listener)
+            log.setLevel(before[0])
+            log.propagate = before[1]
+
+    def repeat(self, said: Iterable[Said]) -> None:
+        """Say what other ranks said."""
+        for name, level, message in said if self.leads else ():
+            logging.getLogger(name).log(level, "%s", message)
 
     # -- rows of heads ----------------------------------------------------------------------------
 
@@ -186,6 +214,15 @@ class Together:
         return losses.instance_weights(mean.unsqueeze(0), "mean")
 
 
+class _Listener(logging.Handler):
+    def __init__(self, said: list[Said]) -> None:
+        super().__init__()
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append((record.name, record.levelno, record.getMessage()))
+
+
 class HeadsTogether(Heads):
     """A rank's heads as the loop's learner; it tells the others and logs for all."""
 
@@ -253,13 +290,16 @@ class HeadsTogether(Heads):
     def _tell(self, done: int, what: int) -> None:
         active = len(self.together.heads) - int(self.trainer.state.health.retired.sum())
         rest = Tally(len(self.together.heads), active, 0, 0, active)
-        told = self.together.meet(what, (self._untold, self._tallies, rest))
-        events = sorted((pair for one, _, _ in told for pair in one), key=lambda pair: pair[0])
+        said = self.together.said.copy()
+        self.together.said.clear()
+        told = self.together.meet(what, (self._untold, self._tallies, rest, said))
+        events = sorted((pair for one, *_ in told for pair in one), key=lambda pair: pair[0])
         self._untold, self._tallies = [], []
+        self.together.repeat(line for *_, said in told for line in said)
         self._write([event for _, event in events])
         if seen := [event for (_, turn, _, _), event in events if turn == 0]:
             self._last = next(event for event in seen if event.step == seen[-1].step)
-        if why := self._hopeless([(dict(tallies), rest) for _, tallies, rest in told]):
+        if why := self._hopeless([(dict(tallies), rest) for _, tallies, rest, _ in told]):
             self._give_up(done, why)
 
     def _hopeless(self, told: Sequence[tuple[dict[int, Tally], Tally]]) -> str:

@@ -68,28 +68,18 @@ def train_recorded(
     start = _loaded(folder.load_checkpoint, trainer, until, together, folder.path)
     folder.rewind(start)
     folder.become_latest()
+    saved = {} if until is None else until.tensors()
+
+    def on_checkpoint(step: int) -> None:
+        mine = trainer.tensors()
+        whole = mine if together is None else together.gathered(mine)
+        folder.save_checkpoint(step, whole | saved)
+
+    more: dict[str, Any] = {"should_stop": lambda: bool(signals.caught)}
+    if together is not None:
+        together.caught, more = signals.caught, {"together": together}
+    recorder = FlightRecorder(folder.path / "faults")
     with Board(folder.path, settings.tensorboard) as board:
-
-        def on_log(record: LogRecord) -> None:
-            row = dataclasses.asdict(record)
-            folder.log(row)
-            board.log(record.step, {name: row[name] for name in DRAWN})
-            finite = [v for v in record.loss if abs(v) < float("inf")]
-            mean = sum(finite) / len(finite) if finite else float("nan")
-            info = {"loss": mean, "healthy": f"{record.healthy}/{settings.n_heads}"}
-            tell("train", record.step, plan.steps if until is None else until.steps, info)
-
-        saved = {} if until is None else until.tensors()
-
-        def on_checkpoint(step: int) -> None:
-            mine = trainer.tensors()
-            whole = mine if together is None else together.gathered(mine)
-            folder.save_checkpoint(step, whole | saved)
-
-        more: dict[str, Any] = {"should_stop": lambda: bool(signals.caught)}
-        if together is not None:
-            together.caught, more = signals.caught, {"together": together}
-        recorder = FlightRecorder(folder.path / "faults")
         try:
             return (train if together is None else train_together)(
                 trainer=trainer,
@@ -101,7 +91,7 @@ def train_recorded(
                 start=start,
                 log_every=settings.log_every,
                 checkpoint_every=settings.checkpoint_every,
-                on_log=on_log,
+                on_log=_logging(folder, board, plan, settings.n_heads, tell),
                 on_events=folder.events.extend,
                 on_fault=_recording(recorder, trainer, settings),
                 on_checkpoint=on_checkpoint,
@@ -113,6 +103,21 @@ def train_recorded(
                 raise
             way = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
             raise TooFewHealthyParts(f"{error}. {way} explains the first fault") from error
+
+
+def _logging(
+    folder: RunFolder, board: Board, plan: Plan, n_heads: int, tell: Progress
+) -> Callable[[LogRecord], None]:
+    def on_log(record: LogRecord) -> None:
+        row = dataclasses.asdict(record)
+        folder.log(row)
+        board.log(record.step, {name: row[name] for name in DRAWN})
+        finite = [v for v in record.loss if abs(v) < float("inf")]
+        mean = sum(finite) / len(finite) if finite else float("nan")
+        info = {"loss": mean, "healthy": f"{record.healthy}/{n_heads}"}
+        tell("train", record.step, plan.steps if plan.until is None else plan.until.steps, info)
+
+    return on_log
 
 
 def _recording(
@@ -198,7 +203,9 @@ def follow(settings: VisionSettings, together: Together, source: Source) -> Path
     ranks = together.ranks
     precision = Precision.for_device(ranks.device, settings.use_fp16)
     with Signals(_Led()) as signals:
-        found: Found = ranks.from_first(_nothing)
+        found: Found | Path = ranks.from_first(_nothing)
+        if isinstance(found, Path):  # of a run that is finished
+            return found
         with signals.between_steps():
             _follow(settings, together, source, precision, found, signals)
     return found.path
@@ -224,22 +231,24 @@ def _follow(
     dim = found.projection.dim
     trainer = make_trainer(settings, dim, found.n_clusters, precision, together.heads)
     plan = make_plan(settings, trainer, found.neighbours, gather, together.of_all)
-    train_together(
-        together,
-        trainer,
-        plan.sampler,
-        gather,
-        plan.steps,
-        until=plan.until,
-        clusters=found.clusters,
-        start=_loaded(_nothing, trainer, plan.until, together, found.path),
-        log_every=settings.log_every,
-        checkpoint_every=settings.checkpoint_every,
-        on_log=_ignored,
-        on_events=_ignored,
-        on_fault=_recording(FlightRecorder(found.path / "faults"), trainer, settings),
-        on_checkpoint=lambda step: together.gathered(trainer.tensors()),
-    )
+    start = _loaded(_nothing, trainer, plan.until, together, found.path)
+    with together.overheard():
+        train_together(
+            together,
+            trainer,
+            plan.sampler,
+            gather,
+            plan.steps,
+            until=plan.until,
+            clusters=found.clusters,
+            start=start,
+            log_every=settings.log_every,
+            checkpoint_every=settings.checkpoint_every,
+            on_log=_ignored,
+            on_events=_ignored,
+            on_fault=_recording(FlightRecorder(found.path / "faults"), trainer, settings),
+            on_checkpoint=lambda step: together.gathered(trainer.tensors()),
+        )
     if not together.stopping:
         together.whole(trainer)
     ranks.from_first(_nothing)  # its answer, its scores, its files

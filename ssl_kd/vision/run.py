@@ -26,7 +26,7 @@ from ssl_kd.store import EmbeddingStore, cached_neighbours, nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.clock import Clock
-from ssl_kd.training.folder import RunFolder
+from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.extract import ExtractProgress, extract
@@ -91,11 +91,16 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         if ranks.world == 1:
             return _lead(settings, ranks.device, None, progress)
         together = Together(ranks, settings.n_heads)
-        if together.leads:
+        if not together.leads:
+            return Run(follow(settings, together, _Source), None)
+        try:
             done = _lead(settings, ranks.device, together, progress)
-            ranks.from_first(lambda: None)
-            return done
-        return Run(follow(settings, together, _Source), None)
+        except RunFinished as ended:  # there is nothing to follow
+            path = ended.path
+            ranks.from_first(lambda: path)
+            raise
+        ranks.from_first(lambda: None)
+        return done
 
 
 def _lead(
@@ -131,8 +136,7 @@ def _lead(
                 steps = train_recorded(
                     settings, folder, trainer, plan, source, clusters, signals, tell, together
                 )
-            if together is not None:
-                trainer = together.whole(trainer)
+            trainer = trainer if together is None else together.whole(trainer)
 
         tell("consensus", 0, 1, {})
         with clock("consensus"):

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import logging
 import os
 import random
 import signal
@@ -133,6 +134,15 @@ def in_chunks(rank, size):
         return [slice(i, min(i + size, n_heads)) for i in range(0, n_heads, size)]
 
     mock.patch.object(guarded, "head_chunks", chunks).start()
+
+
+def listening(rank, settings, *faults):
+    """What this rank's log says while it works."""
+    said, listener = [], logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append((record.name, record.getMessage()))
+    logging.getLogger("ssl_kd").addHandler(listener)
+    assert work(rank, settings, *faults)[0] == "done"
+    return said
 
 
 CALLS = collections.Counter()
@@ -341,6 +351,15 @@ def test_a_sick_head_of_another_rank_is_told_as_by_one_process(settings):
         assert replay(path).reproduced
 
 
+def test_what_another_rank_warns_of_is_said_once_by_the_first(settings):
+    changes = {"restore_after": 1000, "max_steps": 100, "checkpoint_every": 100}
+    sick = spoil, (4,), range(5, 6)
+    [one] = run_joined(listening, 1, settings("one", **changes), sick)
+    first, second = run_joined(listening, 2, settings("two", **changes), sick)
+    assert [words for _, words in one if "head 4 missed 95 of the last 100" in words]
+    assert sorted(first) == sorted(one) and not second
+
+
 def test_too_few_healthy_heads_stop_all_ranks(settings):
     changes = {"restore_after": 2, "n_heads": 4, "min_heads": 2}
     sick = spoil, (1, 2, 3), range(5, 30)
@@ -373,6 +392,12 @@ def torchrun(n, settings):
         text=True,
         timeout=300,
     )
+
+
+def test_a_finished_run_is_said_to_be_so(settings):
+    trained(2, settings("a"))
+    first, second = run_joined(work, 2, settings("a", resume=True))
+    assert first[0] == "RunFinished" and first[2] == BAD_INPUT and second[0] == "done"
 
 
 def test_torchrun_trains_one_run(settings):
