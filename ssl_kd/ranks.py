@@ -123,7 +123,7 @@ class Ranks:
         if self._first is not None:
             turn = f"done {self._first.add(f'turns of {self.rank}', 1)}"
             if self.rank == 0:
-                self._first.set(turn, "")
+                self._first.add(turn, 1)
             else:
                 self._wait_for(self._first, turn)
             dist.broadcast_object_list(done)
@@ -132,7 +132,7 @@ class Ranks:
     def _wait_for(self, store: Store, key: str) -> None:
         """Look for a key of rank 0's now and then: signals are heard, and its end is noticed."""
         try:
-            while not store.check([key]):
+            while not store.add(key, 0):  # asks without waiting, in every version of torch
                 if self._said() is not None:
                     raise RankLost(f"rank {self.rank} of {self.world} is not needed any more")
                 time.sleep(_POLL)
@@ -165,7 +165,7 @@ class Ranks:
         """Who stopped first, why, and with which exit code; None while nobody did."""
         assert self._stop is not None
         try:
-            if self._stop.check(["stopped"]):
+            if self._stop.add("stops", 0):
                 return json.loads(self._stop.get("stopped"))
         except DistError:  # it lived in rank 0, which is gone
             pass
@@ -183,6 +183,7 @@ class Ranks:
             with contextlib.suppress(DistError):
                 assert self._stop is not None
                 self._stop.set("stopped", json.dumps(told))
+                self._stop.add("stops", 1)
             return None
         if self.rank == 0 and not isinstance(error, RankLost):
             return None

@@ -316,7 +316,7 @@ class RunSettings(Settings):
     instead: typing.ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("ddp_backend", "ddp_timeout", "deepspeed", "fsdp", "fsdp_config", "local_rank"),
-            "One process trains on one device, see --device.",
+            "torchrun starts several processes, of which each takes a GPU, see --device.",
         ),
         **dict.fromkeys(
             ("adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
