@@ -102,7 +102,8 @@ KA_FORWARDS = 2
 MAX_STEPS = 500
 # Passes over the data, above 0 to 1000000; None: MAX_STEPS decides.
 EPOCHS = None
-# Rows per forward pass, from 1. If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.
+# Rows per forward pass, from 1; torchrun's processes share them. If memory runs out, lower it and
+# raise GRADIENT_ACCUMULATION_STEPS.
 BATCH_SIZE = 8
 # Forward passes per step, from 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
@@ -139,6 +140,9 @@ RESTORE_AFTER = 20
 
 # Keep the teacher in the host's memory between forward passes.
 TEACHER_OFFLOAD = False
+# With torchrun: keep a piece of each weight of student and teacher on each GPU (FSDP2), for models
+# that are too large for one; off: all of them on each (DDP).
+SHARD = False
 # Recompute activations in the backward pass instead of keeping them: less memory, more time.
 GRADIENT_CHECKPOINTING = False
 # Release the GPU's cached memory after every step: slower, less fragmented.

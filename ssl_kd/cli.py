@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -133,6 +134,9 @@ def cache_teacher(
         screen = open_screen()
         from ssl_kd.language.task import cache_teacher
 
+        if _follows():
+            cache_teacher(settings)
+            return OK
         with ProgressBars(screen) as progress:
             caches = cache_teacher(settings, progress=progress)
         for cache in caches:
@@ -390,12 +394,24 @@ def _distill(settings: LanguageSettings) -> int:
     from ssl_kd.language.run import run
     from ssl_kd.report.tables import language_table
 
+    if _follows():
+        run(settings)
+        return OK
+
     def start(progress: ProgressBars) -> tuple[Path, None]:
         return run(settings, progress=progress), None
 
     path, metrics = _run_and_report(start, lambda path: None, screen)
     files = {"Student": path / "student", "Report": path / "report.html"}
     return _show(language_table(metrics), files)
+
+
+def _follows() -> bool:
+    """Whether torchrun started this process beside a first one; that one has the screen."""
+    follows = os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+    if follows:
+        logging.getLogger("ssl_kd").setLevel(logging.ERROR)
+    return follows
 
 
 def _run_and_report(

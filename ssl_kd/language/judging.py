@@ -41,7 +41,7 @@ def make_judge(settings: LanguageSettings, task: Task, as_it_came: AsItCame) -> 
         task.teacher and Reading(task.teacher.tokenizer, task.teacher_eval_blocks),
         beside=task.frozen if alike else None,
         validation=task.validation_blocks,
-        batch_size=settings.batch_size,
+        batch_size=-(-settings.batch_size // task.ranks.world),
         answer_prompts=settings.answer_prompts,
         generations=settings.generations,
         max_new_tokens=settings.max_new_tokens,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,9 +26,16 @@ from ssl_kd.language.memory import estimate_memory
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Routed
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
-from ssl_kd.language.task import Progress, Task, make_distiller, prepare, without_router
+from ssl_kd.language.task import (
+    Progress,
+    Task,
+    check_ranks,
+    make_distiller,
+    prepare,
+    without_router,
+)
 from ssl_kd.language.train import Row, train
-from ssl_kd.ranks import refuse_ranks
+from ssl_kd.ranks import Ranks, joined
 from ssl_kd.teachers.causal import CausalLM, without_adapters
 from ssl_kd.teachers.finite import not_finite
 from ssl_kd.teachers.mixture import is_mixture
@@ -37,40 +44,54 @@ from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Clock
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.stop import Signals
+from ssl_kd.training.together import load_checkpoint, run_folder
 
 logger = logging.getLogger(__name__)
 
 DRY_STEPS = 5
+
+T = TypeVar("T")
 
 
 @undisturbed()
 def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path:
     """Do the main job as the settings say; the run folder.
 
+    Processes that torchrun started each call this with the same settings, and train one student:
+    BATCH_SIZE is dealt to them, and the first writes the folder.
+
     Args:
         settings: all of them.
         progress: called as `progress(stage, done, total, info)`.
 
     Raises:
-        InputError: this process is one of several that were started together.
-        SettingsError: teacher, student and text do not fit.
+        SettingsError: teacher, student and text do not fit; or ranks and BATCH_SIZE or SHARD.
         InputError: teacher or student are not finite before step 0.
         Interrupted: told to stop by Ctrl-C or SIGTERM.
         TooFewHealthyParts: the student does not become healthy any more.
+        RankLost: another rank does not answer.
     """
-    refuse_ranks()
-    tell = progress or (lambda stage, done, total, info: None)
-    clock, precision = Clock(), precision_of(settings)
+    with joined(settings.device) as ranks:
+        return _run(settings, ranks, progress if progress and ranks.rank == 0 else _silent)
+
+
+def _silent(stage: str, done: int, total: int, info: dict[str, Any]) -> None:
+    """Nobody asked, or the first rank tells of the progress of all."""
+
+
+def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> Path:
+    clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
     logger.info("%s", precision)
     if settings.dry_run:
         settings = _dry(settings)
-    with RunFolder(settings) as folder, Signals(folder) as signals:
+    check_ranks(settings, ranks)
+    with run_folder(settings, ranks) as folder, Signals(folder) as signals:
         folder.write_config(settings, mode="language", precision=str(precision))
         settings = without_router(settings)
         with clock("prepare"):
-            task = prepare(settings, precision, tell)
+            task = prepare(settings, precision, tell, ranks)
         settings = _decided(settings, task)
-        folder.keep_to(task.digest)
+        ranks.from_first(partial(folder.keep_to, task.digest))
         folder.update_json("config.json", **_about(task), resolved=_resolved(settings))
         steps, student = n_steps(settings, len(task.blocks)), task.student.model
         table, generations = [], {}
@@ -84,11 +105,12 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         distiller = make_distiller(settings, task, folder)
         _say_memory(settings, task, folder)
 
+        inside = partial(_by_first, ranks, distiller)
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
         judge = make_judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)
         with clock("judge"):
-            table.append(judged_student(settings, task, judge))
-            generations["before"] = judge.generations(student)
+            table.append(inside(judged_student, settings, task, judge))
+            generations["before"] = inside(judge.generations, student)
             tell("judge", 1, 2, {})
         task = task.without_teacher()
         with clock("train"), signals.between_steps():
@@ -96,11 +118,11 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         _say_what_was_learned(distiller, best, steps)
         with clock("judge"):
             best.put_back()
-            table.append(judge.row("student", student))
-            generations["after"] = judge.generations(student)
+            table.append(inside(judge.row, "student", student))
+            generations["after"] = inside(judge.generations, student)
             tell("judge", 2, 2, {})
         with clock("save"):  # before the baseline, which may stop
-            _save(settings, folder, task, distiller, table)
+            ranks.from_first(partial(_save, settings, folder, task, distiller, table))
         if alone is not None:
             with clock("baseline"):
                 train_it = partial(train_alone, settings, task, alone, steps, judge, tell)
@@ -116,6 +138,17 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
             **_facts(task, distiller, steps),
         )
     return folder.path
+
+
+def _by_first(ranks: Ranks, distiller: Distiller, work: Callable[..., T], *arguments: Any) -> T:
+    """What `work(*arguments)`, which asks the student, returns on the first rank, on all of them.
+
+    A student in pieces can be asked by all ranks alone.
+    """
+    if not distiller.trainee.sharded:
+        return ranks.from_first(partial(work, *arguments))
+    found = distiller.trainee.inside(work, *arguments)
+    return ranks.from_first(lambda: found)
 
 
 def _save(
@@ -238,7 +271,7 @@ def _say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> No
     estimate = estimate_memory(
         task.student.model,
         task.frozen,
-        batch_size=settings.batch_size,
+        batch_size=-(-settings.batch_size // task.ranks.world),
         block_size=settings.block_size,
         dtype=task.precision.student,
         accumulation_steps=settings.gradient_accumulation_steps,
@@ -265,10 +298,11 @@ def _train(
     tell: Progress,
 ) -> Best:
     """Train the student, from the last checkpoint if there is one; its best weights."""
-    start, state = folder.load_checkpoint()
+    inside, team = partial(_by_first, task.ranks, distiller), distiller.team
+    start, state = load_checkpoint(folder, task.ranks)
     best = Best(distiller)
     if not state or not state["best"]["weights"]:
-        best.offer(0, judge.validation(distiller.student))
+        best.offer(0, inside(judge.validation, distiller.student))
     if state:
         distiller.load(state["distiller"])
         best.load(state["best"])
@@ -277,7 +311,7 @@ def _train(
     if start < settings.verbose_steps:
         logger.info("%s", _first_forward(settings, task))
 
-    with Board(folder.path, settings.tensorboard) as board:
+    with Board(folder.path, settings.tensorboard and team.rank == 0) as board:
 
         def on_log(row: Row) -> None:
             folder.log(row)
@@ -290,7 +324,7 @@ def _train(
             folder.save_checkpoint(done, state)
 
         def on_eval(done: int) -> None:
-            scores = judge.validation(distiller.student)
+            scores = inside(judge.validation, distiller.student)
             best.offer(done, scores)
             found = scores.table_row("student")
             folder.log({"step": done, "eval": found})
@@ -306,8 +340,9 @@ def _train(
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
-                should_stop=lambda: bool(signals.caught),
+                should_stop=lambda: team.told_to_stop(signals, "before a step"),
             )
+            team.told_to_stop(signals, "after the last step")
         except TooFewHealthyParts as error:
             raise TooFewHealthyParts(_why(error, settings, distiller)) from error
     return best
@@ -400,14 +435,12 @@ def train_alone(
         tell("baseline", step + 1, steps, {"ce": result.ce})
 
     best = Best(distiller, "CE alone")
-    best.offer(0, judge.validation(student))
-    train(
-        distiller,
-        task.blocks,
-        steps,
-        on_step=on_step,
-        on_eval=lambda done: best.offer(done, judge.validation(student)),
-    )
+
+    def on_eval(done: int) -> None:
+        best.offer(done, _by_first(task.ranks, distiller, judge.validation, student))
+
+    on_eval(0)
+    train(distiller, task.blocks, steps, on_step=on_step, on_eval=on_eval)
     best.put_back()
 
 

@@ -20,6 +20,7 @@ class LanguageSettings(RunSettings):
         "clear_cache_every_step",
         "force_recompute",
         "log_every",
+        "shard",
         "teacher_offload",
         "tensorboard",
     }
@@ -55,6 +56,11 @@ class LanguageSettings(RunSettings):
             "Evaluation takes --batch_size rows at once, --eval_rows in all.",
         ),
         **dict.fromkeys(("data", "dataset", "dataset_name"), "Use --data_path."),
+        **dict.fromkeys(("fsdp", "fsdp_config"), "Start it by torchrun, with --shard."),
+        **dict.fromkeys(
+            ("ddp_backend", "ddp_timeout", "deepspeed", "local_rank"),
+            "Start it by torchrun: its processes train one student.",
+        ),
         **dict.fromkeys(
             ("model", "model_name", "model_name_or_path"),
             "Use --student_model, and --teacher_model for the teacher.",
@@ -224,7 +230,7 @@ presets; a name or value that cannot be is refused.
     )
     batch_size: int = setting(
         8,
-        "rows per forward pass",
+        "rows per forward pass; torchrun's processes share them",
         "If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.",
         low=1,
     )
@@ -281,6 +287,11 @@ presets; a name or value that cannot be is refused.
         False,
         "keep the teacher in the host's memory between forward passes",
         section="Memory",
+    )
+    shard: bool = setting(
+        False,
+        "with torchrun: keep a piece of each weight of student and teacher on each GPU (FSDP2), for"
+        " models that are too large for one; off: all of them on each (DDP)",
     )
     gradient_checkpointing: bool = setting(
         False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 from ssl_kd.teachers.router import RouterRecord, RouterStep
+from ssl_kd.training.together import Team
 
 Answer = Callable[[Batch, Tensor], TeacherOutput]
 """A batch and its real positions, rows of the flattened `[batch * token]` -> the answer there."""
@@ -72,7 +73,8 @@ class Routed:
     In `sar` each step first moves the router towards the student, by `KL(p || q)` with the student
     q fixed, then the teacher answers with the router as it is now; with ROUTER_JOINT it answers
     before its router moves, as one step of both would have it. A step of several batches is one
-    step of the router, too; it costs one more forward pass of each model over them.
+    step of the router, too; it costs one more forward pass of each model over them. So is a step of
+    several ranks, whose routers stay the same.
 
     Args:
         frozen: the teacher, a mixture of experts.
@@ -104,6 +106,7 @@ class Routed:
         self.events: list[Event] = []
         self.router: RouterStep | None = None
         self.learns = True
+        self.team = Team(frozen.device)
         if settings.router_mode == "sar":
             assert frozen.linear, "no mixture with a softmax gate caps or scales its logits"
             old = settings.router_joint
@@ -189,20 +192,22 @@ class Routed:
         """
         router, every = self.router, [next_token_targets(b.input_ids, b.counts)[0] for b in batches]
         assert router is not None
-        n, masks = max(sum(map(len, every)), 1), [batch.documents > 0 for batch in batches]
+        tokens = self.team.sums("the router's tokens", sum(map(len, every)))[0]
+        n, masks = max(tokens, 1), [batch.documents > 0 for batch in batches]
         gates = []
         for batch, mask in zip(batches, masks, strict=True):
             with torch.no_grad(), router.routed(mask) as seen:
                 self._hidden(batch)
             gates.append(seen)
-        whole, tokens = _joined(gates), [mask.numel() for mask in masks]
+        whole, tokens = _joined(gates, self.team), [mask.numel() for mask in masks]
         router.optimizer.zero_grad()
         with torch.enable_grad():
             leaves = [whole.logits[layer].requires_grad_() for layer in sorted(whole.logits)]
             penalty = router.regularisation(whole)
             slopes = torch.autograd.grad(penalty, leaves, retain_graph=True)
             if not router.stopped:
-                router.backward(penalty)  # its gradient of the weights themselves
+                # Its gradient of the weights themselves, the same on each rank.
+                router.backward(penalty / self.team.world)
             sums = torch.zeros(2, device=penalty.device)
             parts = zip(*(slope.split(tokens) for slope in slopes), strict=True)
             for batch, rows, mask, slope in zip(batches, every, masks, parts, strict=True):
@@ -214,9 +219,11 @@ class Routed:
                     if not router.stopped:
                         router.backward(found[1] + pull)
                 sums += found.detach()
-        self.ce = float(sums[0])
+        if not router.stopped:
+            self.team.sum_gradients(self.mixture.router_parameters().values())
+        self.ce, divergence = self.team.sums("the router's losses", *sums.tolist())
         rows = torch.cat([batch.rows for batch in batches])
-        self._note(router.update(sums[1] + penalty.detach(), whole), rows)
+        self._note(router.update(divergence + penalty.detach(), whole), rows)
 
     def _hidden(self, batch: Batch) -> Tensor:
         with torch.autocast(self.frozen.device.type, enabled=False):
@@ -245,6 +252,7 @@ class Routed:
     def _note(self, record: RouterRecord, rows: Tensor) -> None:
         self.record = record
         if (event := record.event) is not None:
+            rows = torch.cat(self.team.of_all("the router's rows", rows))
             self.events.append(replace(event, reason=f"{named_rows(rows)}: {event.reason}"))
 
     def state(self) -> dict[str, Any]:
@@ -262,8 +270,35 @@ def _draws(settings: LanguageSettings) -> int:
     return settings.ka_forwards if settings.router_mode == "ka" else 1
 
 
-def _joined(parts: Sequence[Gates]) -> Gates:
-    """The gates of several forward passes as of one."""
+@dataclass
+class _GatesOfAll(Gates):
+    """The gates of a rank's tokens, with sums and means over the tokens of all ranks.
+
+    Gradients are those of this rank's tokens.
+    """
+
+    team: Team | None = None
+
+    def mass(self) -> Tensor:
+        return self._summed("mass", super().mass())
+
+    def counts(self) -> Tensor:
+        return self._summed("counts", super().counts())
+
+    def _mean(self, values: list[Tensor]) -> Tensor:
+        sums = torch.stack([v.sum() for v in values])
+        found = self._summed("means", torch.cat([sums, sums.new_tensor([len(values[0])])]))
+        return found[:-1] / found[-1].clamp(min=1)
+
+    def _summed(self, what: str, x: Tensor) -> Tensor:
+        assert self.team is not None
+        here = x.detach()
+        numbers = self.team.sums(f"the gates' {what}", *here.flatten().tolist())
+        return x + (here.new_tensor(numbers).view_as(here) - here)
+
+
+def _joined(parts: Sequence[Gates], team: Team) -> Gates:
+    """The gates of several forward passes as of one, on all ranks."""
 
     def every(name: str) -> dict[int, Tensor]:
         layers = [getattr(part, name) for part in parts]
@@ -271,7 +306,8 @@ def _joined(parts: Sequence[Gates]) -> Gates:
 
     masks = [part.mask for part in parts if part.mask is not None]
     names = ("logits", "chosen", "original")
-    return Gates(torch.cat(masks), parts[0].n_experts, *map(every, names))
+    whole = torch.cat(masks), parts[0].n_experts, *map(every, names)
+    return Gates(*whole) if team.world == 1 else _GatesOfAll(*whole, team=team)
 
 
 def named_rows(rows: Tensor) -> str:

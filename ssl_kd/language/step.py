@@ -23,6 +23,7 @@ from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.language.parallel import Trainee
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Aligned, Routed, Source, named_rows, unfit_for_hidden
 from ssl_kd.language.witness import Witness, examine, rng_state
@@ -30,8 +31,10 @@ from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.finite import in_words
 from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
+from ssl_kd.training.together import Team
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,9 @@ class Distiller:
     without either, or without the only one that has a weight, the step is skipped. A term that is
     cut out of STOP_AFTER steps in a row ends the run, as a student does that is sick for so long.
 
+    Where `torch.distributed` has several ranks, a step is of the batches of all of them, and so are
+    its means; every rank makes a distiller and calls it equally often.
+
     Args:
         student: a causal LM; its trainable weights become float32.
         settings: weights of the terms, optimizer, guard.
@@ -106,6 +112,8 @@ class Distiller:
         recorder: keeps the first fault of each part.
 
     Attributes:
+        team: the ranks that train this student.
+        trainee: the student as they hold it.
         weights: of the loss terms that are asked for, those above 0.
         tokens: learned from so far.
         learned: how many steps each of these terms has moved the student in.
@@ -129,11 +137,13 @@ class Distiller:
             logger.info("%s", line)
         if settings.gradient_checkpointing:
             _checkpoint_activations(student)
-        self.head = linear_head(student)
-        if aligned is not None and aligned.projection is not None and self.head is None:
+        self._linear = linear_head(student) is not None
+        if aligned is not None and aligned.projection is not None and not self._linear:
             raise unfit_for_hidden("student", student)
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
         modules = [student] if aligned is None else [student, aligned]
+        self.team = Team(precision.device)
+        self.trainee = Trainee(student, modules[1:], self.team, shard=settings.shard)
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -174,17 +184,18 @@ class Distiller:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        sizes = self._sizes(batches)
+        tokens, sizes = self._sizes(batches)
         zero = torch.zeros((), device=self.precision.device)
         sums: dict[str, Tensor] = {"ce": zero, "kd": zero}
         with self._router_moves_once(batches):
             rng = rng_state(self.precision.device)
-            for batch in batches:
-                terms = self.terms(batch)
-                terms = {name: term / max(sizes[name], 1) for name, term in terms.items()}
-                sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
-                self.guard.backward(self._weighted(terms))
-        self.tokens += sizes["ce"]
+            for i, batch in enumerate(batches):
+                with self.trainee.averaged(last=i == len(batches) - 1):
+                    terms = self.trainee.forward(self.terms, batch)
+                    terms = {name: term / sizes[name] for name, term in terms.items()}
+                    sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
+                    self.guard.backward(self._weighted(terms))
+        self.tokens += tokens
         router = self._router_events()
         try:
             self.guard.before_step()
@@ -194,16 +205,18 @@ class Distiller:
             updated = bool(self.guard.after_step(on_fault=explain))
         finally:
             self.optimizer.zero_grad()
-        ce, kd = (float(sums[name]) for name in ("ce", "kd"))
-        weighted = [weight * float(sums[name]) for name, weight in self.weights.items()]
+        what = f"step {self.guard.steps - 1}, the losses"
+        means = self.team.means(what, float(sums["ce"]), float(sums["kd"]))
+        found: dict[str, float] = dict(zip(("ce", "kd"), means, strict=True))
+        weighted = [weight * found[name] for name, weight in self.weights.items()]
         finite = [value for value in weighted if math.isfinite(value)]
         done = StudentStep(
-            ce=ce,
-            kd=kd if self.has_teacher else None,
+            ce=found["ce"],
+            kd=found["kd"] if self.has_teacher else None,
             loss=sum(finite) if finite else float("nan"),
             grad_norm=float(self.guard.grad_norm[0]),
             updated=updated,
-            tokens=sizes["ce"],
+            tokens=tokens,
             router=router,
         )
         self.learned = {name: n + done.learned(name) for name, n in self.learned.items()}
@@ -227,17 +240,33 @@ class Distiller:
         raise TooFewHealthyParts(f"step {step}: {why}")
 
     @property
+    def head(self) -> LinearHead | None:
+        """The student's output head, as it is now; None where its logits need more than that."""
+        if not self._linear:
+            return None
+        # Sharded weights are whole in a forward pass alone, and then other tensors.
+        head = without_adapters(self.student).get_output_embeddings()
+        return LinearHead(head.weight, head.bias)
+
+    @property
     def has_teacher(self) -> bool:
         """Whether there is more to learn from than the text."""
         return self.source is not None or self.aligned is not None
 
-    def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> dict[str, int]:
-        """What each term is a mean over: real tokens, or groups of them where they are aligned."""
+    def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> tuple[int, dict[str, float]]:
+        """Real tokens of all ranks, and what each term is a mean over, a rank's share of it.
+
+        That is tokens, or groups of them where they are aligned. Gradients are averaged over ranks:
+        sums over a rank's share become means over all.
+        """
         tokens = groups = sum(int(_student_side(batch).counts.sum()) for batch in batches)
         if self.aligned is not None:
             aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
             groups = sum(map(self.aligned.count, aligned))
-        return {"ce": tokens, "kd": groups}
+        what = f"step {self.guard.steps}, the tokens"
+        tokens, groups = map(int, self.team.sums(what, tokens, groups))
+        sizes = {"ce": tokens, "kd": groups}
+        return tokens, {name: max(n, 1) / self.team.world for name, n in sizes.items()}
 
     def weighted_terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
         """The `terms` of a batch times their weights."""
@@ -271,14 +300,15 @@ class Distiller:
 
     def _forward(self, batch: Batch) -> _Outputs:
         """The student's outputs at every position."""
-        if self.head is None:
+        if (head := self.head) is None:
             logits = self.student(**batch.model_inputs(), use_cache=False).logits
             return _Outputs(None, logits.flatten(0, 1), None)
         hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
-        return _Outputs(hidden, None, self.head)
+        return _Outputs(hidden, None, head)
 
     def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
-        if len(batches) == 1 or not isinstance(self.source, Routed):
+        alone = len(batches) == self.team.world == 1
+        if alone or not isinstance(self.source, Routed):
             return nullcontext()
         return self.source.moved_once(batches, self._answer, self.precision.autocast)
 

@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ssl_kd.language.sources import Aligned, Plain, Routed, RoutedDraw
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.train import train
 from ssl_kd.losses.legacy_clamp import LegacyClamp
-from ssl_kd.ranks import refuse_ranks
+from ssl_kd.ranks import Ranks, refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, n_ids, tokenizer_id, without_adapters
@@ -32,12 +33,14 @@ from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.mixture import default_renorm
 from ssl_kd.teachers.student import add_lora, build_student, save_student
 from ssl_kd.training.folder import RunFolder
+from ssl_kd.training.together import FollowedFolder
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int, dict[str, Any]], None]
 TEACHERS = Path("data") / "teachers"
 TEACHER_LR = 2e-3  # of a small teacher that is trained here
+ALONE = Ranks(0, 1, "cpu")
 LEAST_HELD_OUT = 16  # rows: half of fewer would say too little
 
 
@@ -59,6 +62,7 @@ class Task:
         teacher_eval_blocks: the same text by the teacher's tokenizer.
         validation_blocks: the held-out rows by which the best student is chosen; see
             `test_and_validation`.
+        ranks: which work together.
     """
 
     precision: Precision
@@ -73,6 +77,7 @@ class Task:
     eval_blocks: Blocks
     teacher_eval_blocks: Blocks
     validation_blocks: Blocks
+    ranks: Ranks
 
     @property
     def validated_apart(self) -> bool:
@@ -93,7 +98,28 @@ class Task:
         return dataclasses.replace(self, teacher=dataclasses.replace(self.teacher, model=None))
 
 
-def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) -> Task:
+def check_ranks(settings: LanguageSettings, ranks: Ranks) -> None:
+    """Refuse settings that so many ranks cannot do.
+
+    Raises:
+        SettingsError: BATCH_SIZE has no row for each rank, or SHARD has one rank.
+    """
+    if settings.batch_size < ranks.world:
+        raise SettingsError(
+            f"BATCH_SIZE is {settings.batch_size}, the rows of all {ranks.world} ranks together:"
+            f" set it to {ranks.world} or more (and lower GRADIENT_ACCUMULATION_STEPS), or start"
+            " fewer processes"
+        )
+    if settings.shard and ranks.world == 1:
+        raise SettingsError(
+            "SHARD is True, but there is one process: start one for each GPU, torchrun"
+            " --nproc_per_node N scripts/distill.py --shard ..., or set SHARD to False"
+        )
+
+
+def prepare(
+    settings: LanguageSettings, precision: Precision, tell: Progress, ranks: Ranks = ALONE
+) -> Task:
     """Open the text, load or train the teacher, make the student, and lay the text out in rows.
 
     Raises:
@@ -103,7 +129,7 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
     train_set, eval_set = texts_of(settings)
     tell("prepare", 1, 3, {"documents": len(train_set)})
 
-    student, teacher = _models(settings, train_set, precision, tell)
+    student, teacher = _models(settings, train_set, precision, tell, ranks)
     aligned = teacher is not None and settings.align != "auto"
     blocks, eval_blocks = (
         _lay_out(settings, texts, student, teacher, aligned) for texts in (train_set, eval_set)
@@ -135,6 +161,7 @@ def prepare(settings: LanguageSettings, precision: Precision, tell: Progress) ->
         blocks,
         *(side.part(test) for side in sides),
         validation_blocks=sides[0].part(validation),
+        ranks=ranks,
     )
 
 
@@ -151,12 +178,16 @@ def test_and_validation(n: int, most: int) -> tuple[slice, slice]:
 
 
 def _models(
-    settings: LanguageSettings, texts: TextDataset, precision: Precision, tell: Progress
+    settings: LanguageSettings,
+    texts: TextDataset,
+    precision: Precision,
+    tell: Progress,
+    ranks: Ranks,
 ) -> tuple[CausalLM, CausalLM | None]:
     """Student and teacher; a teacher that is to be trained here is found again or trained."""
     name = settings.teacher_model
     if name == "train":
-        name = str(trained_teacher(settings, texts, precision, tell))
+        name = str(trained_teacher(settings, texts, precision, tell, ranks))
     teacher = None if name == "none" else load_causal_lm(name)
     new = settings.student_model.startswith(("fresh:", "llama:"))
     tokenizer = train_tokenizer(texts, settings.vocabulary) if new and not teacher else None
@@ -331,7 +362,8 @@ def make_distiller(
         source = Plain(*task.caches)
     if folder is None:
         return Distiller(student, settings, task.precision, source, aligned=aligned)
-    recorder = FlightRecorder(folder.path / "faults")
+    writes = not isinstance(folder, FollowedFolder)
+    recorder = FlightRecorder(folder.path / "faults") if writes else None
     events = folder.events
     distiller = Distiller(student, settings, task.precision, source, events, aligned, recorder)
     distiller.witness.about = {"learns_from": task.digest}
@@ -404,9 +436,15 @@ def cache_teacher(
 
 
 def trained_teacher(
-    settings: LanguageSettings, texts: TextDataset, precision: Precision, tell: Progress
+    settings: LanguageSettings,
+    texts: TextDataset,
+    precision: Precision,
+    tell: Progress,
+    ranks: Ranks = ALONE,
 ) -> Path:
     """A small teacher trained on the text by cross-entropy; found again where it was before.
+
+    Several ranks train it together.
 
     Returns:
         Its folder, below `data/teachers`.
@@ -423,13 +461,14 @@ def trained_teacher(
         clip_grad=1.0,
         lora_rank=0,
         legacy_clamp=None,
+        shard=False,
     )
     decides = ("block_size", "packing", "batch_size", "gradient_accumulation_steps")
     decides += ("teacher_size", "teacher_steps", "teacher_experts", "vocabulary", "seed")
     decides += ("weight_decay", "warmup_fraction")
     said = [texts.digest, str(precision.student), *(str(getattr(own, name)) for name in decides)]
     folder = TEACHERS / hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
-    if folder.exists():
+    if ranks.from_first(folder.exists):
         logger.info("using the teacher trained earlier on this text: %s", folder)
         return folder
     tokenizer = train_tokenizer(texts, settings.vocabulary)
@@ -444,5 +483,5 @@ def trained_teacher(
 
     train(distiller, blocks, own.max_steps, on_step=on_step)
     card = f"Trained on {texts.name} for {own.max_steps} steps, to be distilled from."
-    save_student(teacher.model, tokenizer, folder, card)
+    ranks.from_first(partial(save_student, teacher.model, tokenizer, folder, card))
     return folder

@@ -104,13 +104,16 @@ class _Student:
     def learn(self, step: int) -> None:
         """One guarded step on some rows of the text."""
         distiller, settings = self.distiller, self.distiller.settings
+        team = distiller.team
         size, batches = settings.batch_size, settings.gradient_accumulation_steps
         rows = rows_of_step(step, size * batches, len(self.blocks), settings.seed)
         peak, warmup = settings.peak_lr, settings.warmup_fraction
         self._learning_rate = rate = learning_rate_at(step, self.steps, peak, warmup)
         gpus = [self._device] if self._device.type == "cuda" else []
-        with seeded(seed_of(settings.seed, step), gpus):  # of dropout
-            batches = [self.blocks.batch(some, self._device) for some in rows.split(size)]
+        key = (step,) if team.rank == 0 else (step, team.rank)
+        with seeded(seed_of(settings.seed, *key), gpus):  # of dropout
+            shares = map(team.share, rows.split(size))
+            batches = [self.blocks.batch(some, self._device) for some in shares]
             result = distiller.step(batches, rate)
         if settings.clear_cache_every_step and gpus:
             torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,9 +20,11 @@ from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, FlightRecorder
+from ssl_kd.language.parallel import Trainee
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Routed, fixed, named_rows
 from ssl_kd.teachers.finite import in_words, of_a_file, suspect_weights
+from ssl_kd.training.together import Team
 
 
 class Examined(Protocol):
@@ -31,6 +34,8 @@ class Examined(Protocol):
     settings: LanguageSettings
     precision: Precision
     guard: Guard
+    team: Team
+    trainee: Trainee
     source: Any
     aligned: Any
 
@@ -107,6 +112,23 @@ def trained(step: Examined) -> dict[str, Tensor]:
     return tensors
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What a second run of a step showed.
+
+    Attributes:
+        rows: of the batch that failed; of all batches where none did.
+        rng: before that batch.
+        words: what was found, or why nothing was.
+        why: the cause; None where nothing was found.
+    """
+
+    rows: Tensor
+    rng: Mapping[str, Tensor]
+    words: str
+    why: Diagnosis | None = None
+
+
 class Witness:
     """Names the rows of a sick batch and the operation, once for each part, and records the step.
 
@@ -149,30 +171,42 @@ class Witness:
     def _explain(
         self, event: Event, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]
     ) -> Event:
-        rows, words, why = torch.cat([batch.rows for batch in batches]), None, ""
-        device = self._step.precision.device
+        told = self._step.team.of_all(
+            f"step {event.step}, why {event.part} failed", self._run_again(event.part, batches, rng)
+        )
+        seen = next((one for one in told if one.why is not None), None)
+        if seen is None:
+            rows = torch.cat([one.rows for one in told])
+            seen = replace(told[0], rows=rows, words=max(one.words for one in told))
+        action = "not found again"
+        if seen.why is not None:
+            self.diagnoses.append(seen.why)
+            self.explained.add(event.part)
+            action = "explained"
+        reason = f"{named_rows(seen.rows)}: {seen.words}"
+        self._record(event, seen.rows, seen.rng, reason)
+        return Event(event.step, event.part, "replay", reason, action)
+
+    def _run_again(
+        self, part: str, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]
+    ) -> _Seen:
+        """What this rank's own batches show."""
+        step, device = self._step, self._step.precision.device
+        rows = torch.cat([batch.rows for batch in batches])
+        if step.trainee.sharded:  # the microscope takes gradients of whole weights
+            return _Seen(rows, rng, "a step of a sharded student is not run again")
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 set_rng_state(rng, device)
                 for batch in batches:
                     before = rng_state(device)
-                    if (found := examine(self._step, batch, event.part)) is not None:
-                        rows, rng = batch.rows, before
-                        words = f"{named_rows(rows)}: {in_words(*found)}"
-                        self.diagnoses.append(found[1])
-                        break
-            why = "a second run of the same step is finite"
+                    if (found := examine(step, batch, part)) is not None:
+                        return _Seen(batch.rows, before, in_words(*found), found[1])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            why = "not enough memory to run it again"
-        action = "not found again"
-        if words is not None:
-            self.explained.add(event.part)
-            action = "explained"
-        reason = words or f"{named_rows(rows)}: {why}"
-        self._record(event, rows, rng, reason)
-        return Event(event.step, event.part, "replay", reason, action)
+            return _Seen(rows, rng, "not enough memory to run it again")
+        return _Seen(rows, rng, "a second run of the same step is finite")
 
     def _record(self, event: Event, rows: Tensor, rng: Mapping[str, Tensor], reason: str) -> None:
         if self._recorder is None or not self._recorder.wants(event.part):

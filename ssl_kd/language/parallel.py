@@ -1,0 +1,131 @@
+"""A student as several ranks train it: whole on each by DDP, or in pieces by FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ssl_kd.guard.norms import is_sharded
+from ssl_kd.teachers.causal import without_adapters
+from ssl_kd.training.together import Team
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+class Trainee:
+    """A student, and what learns beside it, as one module of all ranks.
+
+    Args:
+        student: on its device; with `shard` its weights become pieces, in place.
+        beside: other modules that are trained.
+        team: the ranks that train it.
+        shard: keep a piece of each weight on each rank.
+    """
+
+    def __init__(
+        self, student: nn.Module, beside: list[nn.Module], team: Team, *, shard: bool
+    ) -> None:
+        self.team, self.sharded = team, shard
+        self._root: nn.Module = _Root(student, beside)
+        self._ddp: DistributedDataParallel | None = None
+        if shard:
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = mesh_of(team, next(student.parameters()).device)
+            shard_layers(student, mesh)
+            fully_shard(self._root, mesh=mesh)
+        elif team.world > 1:
+            # Buffers are constants here; DDP would send them before each forward pass.
+            names = [name for name, _ in self._root.named_buffers()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._root, names)
+            self._ddp = DistributedDataParallel(self._root, gradient_as_bucket_view=True)
+
+    def forward(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work(*arguments)` returns, as the forward pass that a backward pass follows."""
+        module = self._root if self._ddp is None else self._ddp
+        with self.team.waiting("a forward pass"):
+            return module(work, *arguments)
+
+    def inside(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What `work(*arguments)` returns, which runs the student, on every rank alike.
+
+        No backward pass follows.
+        """
+        return self._root(work, *arguments)
+
+    def averaged(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Of several backward passes of a step, DDP averages gradients in the `last` alone."""
+        return contextlib.nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+
+    def gathered(self, value: Any) -> Any:
+        """The value with whole tensors on the first rank's CPU in the place of sharded ones.
+
+        All ranks call it; the others get empty tensors there.
+        """
+        if not self.sharded:
+            return value
+        if isinstance(value, Mapping):
+            return {key: self.gathered(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self.gathered(inner) for inner in value)
+        if not isinstance(value, Tensor) or not is_sharded(value):
+            return value
+        with torch.no_grad():
+            whole = value.full_tensor()
+        return whole.cpu() if self.team.rank == 0 else torch.empty(0)
+
+    def spread(self, whole: Tensor, like: Tensor) -> Tensor:
+        """What `gathered` gave, as `like` is: the first rank's, in pieces."""
+        if not is_sharded(like):
+            return whole
+        from torch.distributed.tensor import distribute_tensor
+
+        if self.team.rank == 0:
+            whole = whole.to(like.device, like.dtype)
+        else:
+            whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return distribute_tensor(whole, like.device_mesh, like.placements)
+
+
+class _Root(nn.Module):
+    """What is trained, as one module whose forward pass is whatever is to be done with it.
+
+    So that the hooks of DDP and FSDP2 are around all of it: of losses that take the weight of the
+    output head, not its logits, and of generation.
+    """
+
+    def __init__(self, student: nn.Module, beside: list[nn.Module]) -> None:
+        super().__init__()
+        self.student, self.beside = student, nn.ModuleList(beside)
+
+    def forward(self, work: Callable[..., T], *arguments: Any) -> T:
+        return work(*arguments)
+
+
+def mesh_of(team: Team, device: torch.device) -> DeviceMesh:
+    """All ranks in a row."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device.type, (team.world,))
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let each rank keep a piece of each weight of the layers, in place.
+
+    A layer is whole on a rank only while it runs.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    causal: Any = without_adapters(model)
+    names = causal._no_split_modules or ()
+    for module in causal.modules():
+        if type(module).__name__ in names:
+            fully_shard(module, mesh=mesh)

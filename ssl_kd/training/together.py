@@ -1,0 +1,187 @@
+"""Processes that do one job together: what each tells the others, and which of them writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ssl_kd.files import load_tensors
+from ssl_kd.guard.agreement import Agreement
+from ssl_kd.guard.events import EventLog
+from ssl_kd.ranks import Ranks
+from ssl_kd.settings import RunSettings
+from ssl_kd.training.folder import RunFolder
+from ssl_kd.training.stop import Signals
+
+T = TypeVar("T")
+
+
+class Team:
+    """The ranks of `torch.distributed` where it is initialised; else this process, one of one.
+
+    All of them make it and call it at the same points.
+
+    Args:
+        device: whose backend sends.
+
+    Attributes:
+        rank: of this process, from 0.
+        world: how many there are.
+
+    Raises:
+        RankLost: another rank does not make its own; so does whatever waits for the others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        beside = torch.zeros((), device=device)
+        self._agreement = Agreement.between(None, beside, "of the processes of one job", 8)
+        self.rank = 0 if self._agreement is None else self._agreement.rank
+        self.world = 1 if self._agreement is None else self._agreement.world
+
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Turn what the process group fails with inside into a `RankLost` that says what was on."""
+        if self._agreement is None:
+            return contextlib.nullcontext()
+        return self._agreement.waiting(what)
+
+    def sums(self, what: str, *numbers: float) -> list[float]:
+        """Numbers summed over the ranks; each rank's is told as float32.
+
+        Args:
+            what: they are, and of which step; the same on every rank.
+            *numbers: of this rank.
+        """
+        if self._agreement is None:
+            return [*numbers]
+        told = self._agreement.exchange(what, torch.tensor(numbers, dtype=torch.float32))
+        return told.double().sum(0).tolist()
+
+    def means(self, what: str, *numbers: float) -> list[float]:
+        """As `sums`, over the number of ranks."""
+        return [number / self.world for number in self.sums(what, *numbers)]
+
+    def of_all(self, what: str, value: T) -> list[T]:
+        """The value of each rank, in their order: any that can be pickled."""
+        if self._agreement is None:
+            return [value]
+        told: list[Any] = [None] * self.world
+        with self._agreement.waiting(what, always=True):
+            dist.all_gather_object(told, value)
+        return told
+
+    def share(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of a batch that are this rank's: every so many-th; all, where it is alone."""
+        return rows[self.rank :: self.world]
+
+    def share_of(self, size: int) -> int:
+        """The most rows that a rank has of a batch of so many."""
+        return -(-size // self.world)
+
+    def told_to_stop(self, signals: Signals, when: str) -> bool:
+        """Whether any rank was told to; then all count as told, by the same signal."""
+        if self._agreement is None:
+            return bool(signals.caught)
+        mine = torch.tensor([float(*signals.caught[:1])])
+        told = self._agreement.exchange(f"whether to stop {when}", mine)
+        caught = [int(number) for number in told.flatten().tolist() if number]
+        if caught and not signals.caught:
+            signals.caught.append(caught[0])
+        return bool(caught)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up the gradients of the ranks, in place; one that a rank lacks is 0 there."""
+        if self._agreement is None:
+            return
+        parameters = list(parameters)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        with self._agreement.waiting("the gradients", always=True):
+            dist.all_reduce(flat)
+        sizes = [p.numel() for p in parameters]
+        for p, gradient in zip(parameters, flat.split(sizes), strict=True):
+            p.grad = gradient.view_as(p)
+
+
+class FollowedFolder(RunFolder):
+    """The folder that the first rank writes, as the others see it: they read, and write nothing.
+
+    Args:
+        path: where it is, on a file system of all ranks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.events = path, EventLog()
+        self._checkpoints = path / "checkpoint"
+
+    def __enter__(self) -> FollowedFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing is held."""
+
+    def checkpoint(self, step: int) -> dict[str, Any]:
+        """The tensors of the checkpoint that the first rank goes on from; none at step 0."""
+        if not step:
+            return {}
+        return load_tensors(self._checkpoints / f"step_{step:09d}.pt")["tensors"]
+
+    def become_latest(self) -> None:
+        """The first rank does."""
+
+    def keep_to(self, digest: str) -> None:
+        """The first rank does."""
+
+    def update_json(self, name: str, **values: Any) -> None:
+        """The first rank does."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """The first rank does."""
+
+    def count_events(self) -> int:
+        """The first rank does."""
+        return 0
+
+    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> None:
+        """The first rank does."""
+
+    def rewind(self, step: int) -> None:
+        """The first rank does."""
+
+
+@contextlib.contextmanager
+def run_folder(settings: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
+    """The run's folder, which the first rank opens and holds.
+
+    Raises:
+        RunFolderError, SettingsError, OSError: as `RunFolder`.
+        RankStopped: the same, on the other ranks.
+    """
+    with contextlib.ExitStack() as stack:
+        own: list[RunFolder] = []
+
+        def opened() -> Path:
+            own.append(stack.enter_context(RunFolder(settings)))
+            return own[0].path
+
+        path = ranks.from_first(opened)
+        yield own[0] if own else FollowedFolder(path)
+
+
+def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:
+    """As `RunFolder.load_checkpoint`: the one that the first rank finds, on every rank."""
+    found: list[tuple[int, dict[str, Any]]] = []
+
+    def load() -> int:
+        found.append(folder.load_checkpoint())
+        return found[0][0]
+
+    start = ranks.from_first(load)
+    if isinstance(folder, FollowedFolder):
+        return start, folder.checkpoint(start)
+    return found[0]

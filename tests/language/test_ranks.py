@@ -1,0 +1,267 @@
+"""Several ranks that train one student: what they leave is what one process leaves."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from ssl_kd.language import step as steps  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.settings import LanguageSettings  # noqa: E402
+from ssl_kd.language.task import cache_teacher  # noqa: E402
+from ssl_kd.settings import SettingsError  # noqa: E402
+from tests.ranks import NAN, run_joined  # noqa: E402
+
+NEAR = 1e-6
+ROOT = Path(__file__).parents[2]
+LIMIT = 180
+"""Seconds after which a command hangs."""
+
+
+def work(rank, settings):
+    """A run of one rank; where it is."""
+    return str(run(settings))
+
+
+def by(world, settings):
+    """The folder of a run by so many ranks."""
+    if world == 1:
+        return run(settings)
+    path = Path(settings.runs_dir) / settings.run_name
+    told = run_joined(work, world, settings)
+    assert told == [str(path)] * world, told
+    return path
+
+
+def lines(path, name):
+    return [json.loads(line) for line in (path / name).read_text().splitlines()]
+
+
+def metrics(path):
+    return json.loads((path / "metrics.json").read_text())
+
+
+def assert_near(one, two, near=NEAR):
+    """Two runs learned the same, but for rounding."""
+    for a, b in zip(lines(one, "metrics.jsonl"), lines(two, "metrics.jsonl"), strict=True):
+        a, b = (row.get("eval", row) for row in (a, b))
+        for name in a.keys() - {"tokens_per_second", "gpu_memory_gb"}:
+            if isinstance(a[name], float):
+                least = 10 * near if name == "grad_norm" else near
+                assert math.isclose(a[name], b[name], rel_tol=least, abs_tol=least), (name, a, b)
+            else:
+                assert a[name] == b[name], (name, a, b)
+    for file in ("student/model.safetensors", "student/adapter_model.safetensors"):
+        if (one / file).exists():
+            ours, theirs = load_file(one / file), load_file(two / file)
+            assert ours.keys() == theirs.keys()
+            for name, value in ours.items():
+                assert (value - theirs[name]).abs().max() < 1e-4, name
+    for name in ("tokens", "learned_from", "success_rate", "best_step", "steps", "events"):
+        assert metrics(one)[name] == metrics(two)[name], name
+
+
+# --- the same as one process ----------------------------------------------------------------------
+
+KINDS = {
+    "ce": {"teacher_model": "none"},
+    "kd": {},
+    "accumulation": {"batch_size": 3, "gradient_accumulation_steps": 2},
+    "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
+    "hidden": {"teacher_model": "foreign", "align": "hidden", "student_model": "student"},
+    "router": {"teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
+    "joint router": {
+        "teacher_model": "mixture",
+        "router_mode": "sar",
+        "router_joint": True,
+        "gradient_accumulation_steps": 2,
+    },
+    "experts": {"teacher_model": "mixture", "router_mode": "all"},
+    "adapters": {"student_model": "student", "lora_rank": 2},
+}
+
+
+@pytest.fixture
+def of_kind(settings, models):
+    """Settings of a kind of run."""
+
+    def get(kind, **changes):
+        own = {**KINDS[kind], **changes}
+        for name in ("teacher_model", "student_model"):
+            if own.get(name) in ("foreign", "mixture", "student"):
+                own[name] = models(own[name])
+        return settings(**own)
+
+    return get
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
+    one, two = by(1, of_kind(kind, run_name="one")), by(2, of_kind(kind, run_name="two"))
+    assert_near(one, two)
+
+
+def test_a_cached_teacher_teaches_two_ranks_as_one(settings, tmp_path):
+    cached = settings(teacher_cache=str(tmp_path / "cache"), cache_k=8)
+    cache_teacher(cached)
+    one, two = by(1, cached.replace(run_name="one")), by(2, cached.replace(run_name="two"))
+    assert_near(one, two)
+
+
+def test_ranks_train_a_teacher_together(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    change = {"teacher_model": "train", "teacher_steps": 3, "teacher_size": "1x16"}
+    change |= {"vocabulary": 300, "max_steps": 2}
+    two = by(2, settings(**change, run_name="two"))
+    assert metrics(two)["table"][0]["name"] == "teacher"
+    assert_near(by(1, settings(**change, run_name="one")), two)  # finds it
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def stopped(rank, settings, at, by_rank):
+    """A run that a rank is told to end, by SIGTERM, in step `at`; what came of it."""
+    step = steps.Distiller.step
+
+    def and_stop(self, batches, learning_rate):
+        if self.guard.steps == at and rank == by_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batches, learning_rate)
+
+    steps.Distiller.step = and_stop
+    return str(run(settings))
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+def test_a_run_goes_on_with_another_number_of_ranks(of_kind, first, then):
+    name = "router" if first == 1 else "hidden"
+    half, last = of_kind(name, run_name="half", checkpoint_every=100), first - 1
+    told = run_joined(stopped, first, half, 3, last)
+    assert "stopped by signal 15" in told[0] and len(told) == first, told
+    assert all("RankStopped" in words and "stopped by signal 15" in words for words in told[1:])
+    folder = Path(half.runs_dir) / "half"
+    assert [path.stem for path in (folder / "checkpoint").glob("*.pt")] == ["step_000000004"]
+    by(then, half.replace(resume=True))
+    assert_near(by(1, of_kind(name, run_name="whole")), folder)
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def sick(rank, settings, bad_rank, term):
+    """A run in whose step 2 a term is NaN on one rank; its weights at the end of the step."""
+    terms = steps.Distiller.terms
+
+    def and_spoil(self, batch):
+        found = terms(self, batch)
+        if self.guard.steps == 2 and rank == bad_rank:
+            found[term] = found[term] * NAN
+        return found
+
+    steps.Distiller.terms = and_spoil
+    return str(run(settings))
+
+
+def test_a_term_that_is_nan_on_one_rank_is_left_out_by_all(settings):
+    one, two = settings(run_name="one"), settings(run_name="two")
+    run_joined(sick, 1, one, 0, "kd")
+    told = run_joined(sick, 2, two, 1, "kd")
+    folders = [Path(one.runs_dir) / name for name in ("one", "two")]
+    assert told == [str(folders[1])] * 2
+    assert_near(*folders)
+    alone, together = (lines(folder, "events.jsonl") for folder in folders)
+    assert [event["action"] for event in alone] == [event["action"] for event in together]
+    assert "the loss is not finite on rank 1 of 2" in together[0]["reason"]
+    assert metrics(folders[1])["learned_from"] == {"ce": 6, "kd": 5}
+    found = next(event for event in together if event["stage"] == "replay")
+    assert found["action"] == "explained" and "rows " in found["reason"]
+    assert len([*(folders[1] / "faults").glob("*.pt")]) == 1
+
+
+def die(rank, settings):
+    """A run whose second rank dies in step 2."""
+    step = steps.Distiller.step
+
+    def and_die(self, batches, learning_rate):
+        if self.guard.steps == 2 and rank == 1:
+            os._exit(7)
+        return step(self, batches, learning_rate)
+
+    steps.Distiller.step = and_die
+    return str(run(settings))
+
+
+def test_a_rank_that_dies_ends_the_other(settings):
+    first, second = run_joined(die, 2, settings())
+    assert second is None and first.startswith("RankLost: rank 0 of 2"), first
+
+
+def test_a_batch_without_a_row_for_each_rank_is_refused(settings):
+    first, second = run_joined(work, 2, settings(batch_size=1))
+    assert first.startswith("SettingsError: BATCH_SIZE is 1, the rows of all 2 ranks together")
+    assert "BATCH_SIZE is 1" in second
+    with pytest.raises(SettingsError, match="SHARD is True, but there is one process"):
+        run(settings(shard=True))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def torchrun(script, *flags, **options):
+    """Two processes of a script, as a user starts them."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    words += ["--master_port", str(free_port()), str(ROOT / "scripts" / script), *flags]
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, env=os.environ | own, **pipes, **options)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def flags_of(settings, **changes):
+    """The settings that differ from the defaults, as flags."""
+    given, usual = settings.replace(**changes).to_dict(), LanguageSettings().to_dict()
+    pairs = [(name.lower(), value) for name, value in given.items() if value != usual[name]]
+    return [f"--{name}={value}" for name, value in pairs]
+
+
+def test_torchrun_distils_as_python_alone_does(settings):
+    process = torchrun("distill.py", *flags_of(settings(run_name="two")))
+    out, log = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, log
+    two = Path(settings().runs_dir) / "two"
+    assert (two.parent / "latest").resolve() == two.resolve()
+    assert_near(by(1, settings(run_name="one")), two)
+    assert out.count("Student: ") == 1 and (two / "report.html").exists()
+    assert log.count("train      6/6") == 1  # the first alone has the screen
+
+
+def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
+    long = settings(run_name="long", max_steps=100_000, eval_every=100_000, checkpoint_every=50_000)
+    process = torchrun("distill.py", *flags_of(long))
+    metrics_file = Path(long.runs_dir) / "long" / "metrics.jsonl"
+    deadline = time.monotonic() + LIMIT
+    while not (metrics_file.exists() and metrics_file.stat().st_size):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    log = process.communicate(timeout=LIMIT)[1]
+    assert process.returncode != 0
+    assert "Stopped by SIGTERM; a checkpoint is in" in log, log
+    assert len([*(metrics_file.parent / "checkpoint").glob("step_*.pt")]) == 1
