@@ -17,7 +17,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.task import Task
+from ssl_kd.language.task import Task, at_work
 from ssl_kd.language.witness import known_settings
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
@@ -110,14 +110,14 @@ def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: 
     logger.warning("%s%s", words, why)
     teacher.model.to("cpu")  # two of them may be more than the device holds
     lm = load_causal_lm(task.teacher.name)
-    offload = settings.teacher_offload
+    precision = dataclasses.replace(
+        task.precision, teacher=dtype, why=f"{task.precision.why}; {words}"
+    )
     return dataclasses.replace(
         task,
-        precision=dataclasses.replace(
-            task.precision, teacher=dtype, why=f"{task.precision.why}; {words}"
-        ),
+        precision=precision,
         teacher=lm,
-        frozen=FrozenTeacher(lm.model, device=device, dtype=dtype, offload=offload),
+        frozen=at_work(settings, precision, lm, task.ranks),
     )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ssl_kd.guard.norms import is_sharded
+from ssl_kd.guard.norms import is_sharded, local
 from ssl_kd.teachers.causal import without_adapters
+from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.together import Team
 
 if TYPE_CHECKING:
@@ -24,25 +25,36 @@ class Trainee:
     """A student, and what learns beside it, as one module of all ranks.
 
     Args:
-        student: on its device; with `shard` its weights become pieces, in place.
+        student: on the device; with `shard` anywhere, and its weights become pieces, in place.
         beside: other modules that are trained.
+        device: of this rank.
         team: the ranks that train it.
         shard: keep a piece of each weight on each rank.
+
+    Attributes:
+        sharded: whether a rank has pieces alone.
     """
 
     def __init__(
-        self, student: nn.Module, beside: list[nn.Module], team: Team, *, shard: bool
+        self,
+        student: nn.Module,
+        beside: list[nn.Module],
+        device: torch.device,
+        team: Team,
+        *,
+        shard: bool,
     ) -> None:
         self.team, self.sharded = team, shard
-        self._root: nn.Module = _Root(student, beside)
+        self._root: Any = _Root(student, beside)
         self._ddp: DistributedDataParallel | None = None
         if shard:
             from torch.distributed.fsdp import fully_shard
 
-            mesh = mesh_of(team, next(student.parameters()).device)
-            shard_layers(student, mesh)
+            mesh = _mesh(team.world, device)  # layer by layer: it may not fit on one device
+            _shard_layers(student, mesh)
             fully_shard(self._root, mesh=mesh)
-        elif team.world > 1:
+            return
+        if team.world > 1:
             # Buffers are constants here; DDP would send them before each forward pass.
             names = [name for name, _ in self._root.named_buffers()]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._root, names)
@@ -59,19 +71,32 @@ class Trainee:
 
         No backward pass follows.
         """
-        return self._root(work, *arguments)
+        try:
+            return self._root(work, *arguments)
+        finally:
+            self._in_pieces()
 
-    def averaged(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Of several backward passes of a step, DDP averages gradients in the `last` alone."""
-        return contextlib.nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+    @contextlib.contextmanager
+    def averaged(self, last: bool) -> Iterator[None]:
+        """Around a forward pass with its backward pass.
+
+        Args:
+            last: of the step; DDP averages gradients in this one alone.
+        """
+        with contextlib.nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+            yield
+        self._in_pieces()
+
+    def _in_pieces(self) -> None:
+        # Without a backward pass the root's weights would stay whole, and miss an update.
+        if self.sharded:
+            self._root.reshard()
 
     def gathered(self, value: Any) -> Any:
         """The value with whole tensors on the first rank's CPU in the place of sharded ones.
 
         All ranks call it; the others get empty tensors there.
         """
-        if not self.sharded:
-            return value
         if isinstance(value, Mapping):
             return {key: self.gathered(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -83,7 +108,7 @@ class Trainee:
         return whole.cpu() if self.team.rank == 0 else torch.empty(0)
 
     def spread(self, whole: Tensor, like: Tensor) -> Tensor:
-        """What `gathered` gave, as `like` is: the first rank's, in pieces."""
+        """What `gathered` gave, as `like` is: in pieces of the first rank's tensor."""
         if not is_sharded(like):
             return whole
         from torch.distributed.tensor import distribute_tensor
@@ -93,6 +118,11 @@ class Trainee:
         else:
             whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         return distribute_tensor(whole, like.device_mesh, like.placements)
+
+    def is_finite(self) -> bool:
+        """Whether all weights are, on every rank."""
+        bad = sum(not bool(torch.isfinite(local(p)).all()) for p in self._root.parameters())
+        return self.team.sums("weights that are not finite", bad)[0] == 0
 
 
 class _Root(nn.Module):
@@ -110,22 +140,31 @@ class _Root(nn.Module):
         return work(*arguments)
 
 
-def mesh_of(team: Team, device: torch.device) -> DeviceMesh:
-    """All ranks in a row."""
+def shard_teacher(teacher: FrozenTeacher, device: torch.device, world: int) -> None:
+    """Let each rank keep a piece of each weight of a teacher on the CPU, in place.
+
+    A layer is whole on a rank only while it runs; embeddings and output head are from the first
+    answer on.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = _mesh(world, device)
+    _shard_layers(teacher.model, mesh)
+    fully_shard(teacher.model.base_model, mesh=mesh)
+    teacher.model.to(device)  # the head, whose weight every answer holds
+    teacher.device = device
+
+
+def _mesh(world: int, device: torch.device) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.type, (team.world,))
+    return init_device_mesh(device.type, (world,))
 
 
-def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let each rank keep a piece of each weight of the layers, in place.
-
-    A layer is whole on a rank only while it runs.
-    """
+def _shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import fully_shard
 
     causal: Any = without_adapters(model)
     names = causal._no_split_modules or ()
-    for module in causal.modules():
-        if type(module).__name__ in names:
-            fully_shard(module, mesh=mesh)
+    for module in [m for m in causal.modules() if type(m).__name__ in names]:
+        fully_shard(module, mesh=mesh)

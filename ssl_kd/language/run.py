@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 import shlex
@@ -37,7 +38,6 @@ from ssl_kd.language.task import (
 from ssl_kd.language.train import Row, train
 from ssl_kd.ranks import Ranks, joined
 from ssl_kd.teachers.causal import CausalLM, without_adapters
-from ssl_kd.teachers.finite import not_finite
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board
@@ -102,8 +102,10 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> Path:
                 table.append(row)
                 folder.update_json("config.json", precision=str(task.precision))
         alone = copy.deepcopy(student) if settings.baseline else None
+        # Where a piece is on each rank, the first saves the student from this copy.
+        whole = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
         distiller = make_distiller(settings, task, folder)
-        _say_memory(settings, task, folder)
+        distiller.trainee.inside(_say_memory, settings, task, folder)
 
         inside = partial(_by_first, ranks, distiller)
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
@@ -122,7 +124,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> Path:
             generations["after"] = inside(judge.generations, student)
             tell("judge", 2, 2, {})
         with clock("save"):  # before the baseline, which may stop
-            ranks.from_first(partial(_save, settings, folder, task, distiller, table))
+            _save(settings, folder, task, distiller, whole, table)
         if alone is not None:
             with clock("baseline"):
                 train_it = partial(train_alone, settings, task, alone, steps, judge, tell)
@@ -156,13 +158,22 @@ def _save(
     folder: RunFolder,
     task: Task,
     distiller: Distiller,
+    whole: nn.Module,
     table: list[Row],
 ) -> None:
     """The student as a model's folder, and the teacher's router where one has learned."""
-    path, tokenizer = folder.path / "student", task.student.tokenizer
-    save_student(distiller.student, tokenizer, path, table, merge=settings.lora_merge)
-    if isinstance(distiller.source, Routed) and distiller.source.router is not None:
-        distiller.source.mixture.save_router(folder.path / "router.safetensors")
+    path, tokenizer, source = folder.path / "student", task.student.tokenizer, distiller.source
+    if distiller.trainee.sharded:
+        weights = distiller.trainee.gathered(dict(distiller.student.named_parameters()))
+        if task.ranks.rank == 0:
+            whole.load_state_dict(weights, strict=False)  # it has its buffers
+
+    def save() -> None:
+        save_student(whole, tokenizer, path, table, merge=settings.lora_merge)
+        if isinstance(source, Routed) and source.router is not None:
+            source.mixture.save_router(folder.path / "router.safetensors")
+
+    task.ranks.from_first(save)
 
 
 def _say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> None:
@@ -267,7 +278,7 @@ def _about(task: Task) -> dict[str, Any]:
 
 
 def _say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> None:
-    """Log what the run will need at its peak, and note it for the report."""
+    """Log what the run will need at its peak on each device, and note it for the report."""
     estimate = estimate_memory(
         task.student.model,
         task.frozen,
@@ -279,6 +290,10 @@ def _say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> No
         device=task.precision.device,
         align=settings.align,
     )
+    if settings.shard:
+        pieces = ("teacher", "student", "optimizer", "guard")
+        shares = {name: estimate.parts[name] / task.ranks.world for name in pieces}
+        estimate = dataclasses.replace(estimate, parts={**estimate.parts, **shares})
     for line in ("memory at the peak of a step, about:", *str(estimate).splitlines()):
         logger.info("%s", line)
     folder.update_json("config.json", memory=dict(estimate.parts))
@@ -384,30 +399,35 @@ def _first_forward(settings: LanguageSettings, task: Task) -> str:
 
 
 class Best:
-    """The trained weights with the best held-out likelihood so far, on the CPU."""
+    """The trained weights with the best held-out likelihood so far, on the first rank's CPU."""
 
     def __init__(self, distiller: Distiller, name: str = "student") -> None:
-        self._student, self._name = distiller.student, name
+        self._student, self._name, self._trainee = distiller.student, name, distiller.trainee
+        self._holds = distiller.team.rank == 0
         self.step, self.nll, self._weights = 0, float("inf"), {}
 
     def offer(self, step: int, scores: TokenScores) -> None:
         """Keep the weights as they are now if they are better than those that were kept."""
         nll = scores.nll
         better = not self._weights or (nll is not None and nll < self.nll)
-        if better := better and not_finite(self._student) is None:
+        if better := better and self._trainee.is_finite():
             self.step, self.nll = step, float("inf") if nll is None else nll
             trained = [(n, p) for n, p in self._student.named_parameters() if p.requires_grad]
-            self._weights = {name: p.detach().to("cpu", copy=True) for name, p in trained}
+            weights = self._trainee.gathered({name: p.detach() for name, p in trained})
+            if self._holds:
+                self._weights = {name: p.to("cpu", copy=True) for name, p in weights.items()}
+            else:
+                self._weights = dict.fromkeys(weights, torch.empty(0))
         known = "unknown" if scores.perplexity is None else f"{scores.perplexity:.4g}"
         words = "; the best so far" if better and step else ""
         logger.info("%s: held-out perplexity %s at step %d%s", self._name, known, step, words)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give the student its best weights."""
+        """Give the student its best weights; where it is whole on each rank, the first's."""
         for name, p in self._student.named_parameters():
-            if name in self._weights:
-                p.copy_(self._weights[name])
+            if name in self._weights and (self._holds or self._trainee.sharded):
+                p.copy_(self._trainee.spread(self._weights[name], p))
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""

@@ -389,6 +389,16 @@ presets; a name or value that cannot be is refused.
                 "ALIGN 'hidden' matches hidden states alone, which leaves the output head untrained"
                 " and can collapse: set ALPHA_CE above 0."
             )
+        if self.shard and (self.baseline or self.teacher_offload):
+            raise SettingsError(
+                "SHARD keeps pieces of the models on each GPU: BASELINE (a second student) and"
+                " TEACHER_OFFLOAD do not go with it, so set them to False."
+            )
+        if self.shard and (self.router_mode != "native" or self.router_weights is not None):
+            raise SettingsError(
+                "SHARD takes a teacher with the experts and router that it came with: set"
+                " ROUTER_MODE to 'native' and ROUTER_WEIGHTS to None."
+            )
         if self.legacy_clamp is not None:
             self._check_clamp(self.legacy_clamp)
         *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)

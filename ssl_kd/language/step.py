@@ -132,7 +132,8 @@ class Distiller:
     ) -> None:
         self.settings, self.precision, self.source = settings, precision, source
         self.aligned = None if aligned is None else aligned.to(precision.device)
-        self.student = student.to(precision.device).train()
+        # What is to be in pieces may be too large for one device.
+        self.student = (student if settings.shard else student.to(precision.device)).train()
         if (line := promote_to_fp32(student)) is not None:
             logger.info("%s", line)
         if settings.gradient_checkpointing:
@@ -143,7 +144,9 @@ class Distiller:
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
         modules = [student] if aligned is None else [student, aligned]
         self.team = Team(precision.device)
-        self.trainee = Trainee(student, modules[1:], self.team, shard=settings.shard)
+        self.trainee = Trainee(
+            student, modules[1:], precision.device, self.team, shard=settings.shard
+        )
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -341,35 +344,50 @@ class Distiller:
         return None if found is None else f"{named_rows(batch.rows)}: {in_words(*found)}"
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run needs."""
+        """All that a resumed run needs; tensors that are sharded are the first rank's, whole."""
+        beside = {} if self.aligned is None else self.aligned.state_dict()
         trained = {n: p.detach() for n, p in self.student.named_parameters() if p.requires_grad}
         return {
-            "student": trained,
-            "optimizer": self.optimizer.state_dict(),
-            "guard": self.guard.state_dict(),
+            "student": self.trainee.gathered(trained),
+            "optimizer": self.trainee.gathered(self.optimizer.state_dict()),
+            "guard": self._without_pieces(self.guard.state_dict()),
             "tokens": self.tokens,
             "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.witness.explained),
-            "aligned": {} if self.aligned is None else self.aligned.state_dict(),
+            "aligned": self.trainee.gathered(beside),
             "router": self.source.state() if isinstance(self.source, Routed) else {},
         }
 
+    def _without_pieces(self, guard: dict[str, Any]) -> dict[str, Any]:
+        """Without the last good states, where they would be in pieces: the next step keeps one."""
+        if not self.trainee.sharded:
+            return guard
+        return {**guard, "parts": {name: {"good": None, "due": 0} for name in guard["parts"]}}
+
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave."""
+        """Take over what `state` gave, to however many ranks."""
+        spread = self.trainee.spread
         for name, p in self.student.named_parameters():
             if p.requires_grad:
-                p.copy_(state["student"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.guard.load_state_dict(state["guard"])
+                p.copy_(spread(state["student"][name], p))
+        rows, groups = state["optimizer"]["state"], self.optimizer.param_groups
+        moments = {
+            i: {key: spread(value, p) if value.ndim else value for key, value in rows[i].items()}
+            for i, p in enumerate(p for group in groups for p in group["params"])
+            if i in rows
+        }
+        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+        self.guard.load_state_dict(self._without_pieces(state["guard"]))
         self.tokens, self.witness.explained = state["tokens"], set(state["explained"])
         terms, done = self.guard.terms, self.guard.steps
         healthy = {name: done - int(terms[name].skipped) for name in self.weights if name in terms}
         self.learned |= state.get("learned", healthy)  # older checkpoints have only their health
         self.recent = [StudentStep(**row) for row in state["recent"]]
         if self.aligned is not None:
-            self.aligned.load_state_dict(state["aligned"])
+            for name, p in self.aligned.state_dict().items():
+                p.copy_(spread(state["aligned"][name], p))
         if isinstance(self.source, Routed):
             self.source.load(state["router"])
 

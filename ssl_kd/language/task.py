@@ -20,6 +20,7 @@ from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.language.parallel import shard_teacher
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Aligned, Plain, Routed, RoutedDraw
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
@@ -143,7 +144,7 @@ def prepare(
         found = blocks.statistics()
         logger.info(words, 100 * found["coverage"], found["characters_per_group"])
 
-    frozen, caches = _answers(settings, precision, teacher, train_set, blocks)
+    frozen, caches = _answers(settings, precision, teacher, train_set, blocks, ranks)
     if isinstance(eval_blocks, AlignedBlocks):
         sides = eval_blocks.student, eval_blocks.teacher
     else:
@@ -214,16 +215,12 @@ def _answers(
     teacher: CausalLM | None,
     texts: TextDataset,
     blocks: Blocks | AlignedBlocks,
+    ranks: Ranks,
 ) -> tuple[FrozenTeacher | None, list[TeacherCache]]:
     """Where the teacher's answers come from: itself at work, or its caches."""
     frozen, caches = None, []
     if teacher is not None and settings.teacher_cache is None:
-        frozen = FrozenTeacher(
-            teacher.model,
-            device=precision.device,
-            dtype=precision.teacher,
-            offload=settings.teacher_offload,
-        )
+        frozen = at_work(settings, precision, teacher, ranks)
     elif teacher is not None and isinstance(blocks, Blocks):
         wanted = _cache_of(settings, teacher, texts, blocks)
         folders = _cache_folders(settings)
@@ -236,6 +233,18 @@ def _answers(
         _check_divergence(settings, caches[0].fingerprint.method)
         teacher.model.requires_grad_(False)
     return frozen, caches
+
+
+def at_work(
+    settings: LanguageSettings, precision: Precision, teacher: CausalLM, ranks: Ranks
+) -> FrozenTeacher:
+    """The teacher on its device; with SHARD a piece of it on each rank's."""
+    device, offload = precision.device, settings.teacher_offload
+    if not settings.shard:
+        return FrozenTeacher(teacher.model, device=device, dtype=precision.teacher, offload=offload)
+    frozen = FrozenTeacher(teacher.model, dtype=precision.teacher)
+    shard_teacher(frozen, device, ranks.world)
+    return frozen
 
 
 def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
@@ -362,7 +371,7 @@ def make_distiller(
         source = Plain(*task.caches)
     if folder is None:
         return Distiller(student, settings, task.precision, source, aligned=aligned)
-    writes = not isinstance(folder, FollowedFolder)
+    writes = not isinstance(folder, FollowedFolder) and not settings.shard
     recorder = FlightRecorder(folder.path / "faults") if writes else None
     events = folder.events
     distiller = Distiller(student, settings, task.precision, source, events, aligned, recorder)

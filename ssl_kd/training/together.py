@@ -129,7 +129,7 @@ class FollowedFolder(RunFolder):
         """The tensors of the checkpoint that the first rank goes on from; none at step 0."""
         if not step:
             return {}
-        return load_tensors(self._checkpoints / f"step_{step:09d}.pt")["tensors"]
+        return load_tensors(self._checkpoints / f"step_{step:09d}.pt", mmap=True)["tensors"]
 
     def become_latest(self) -> None:
         """The first rank does."""

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
+from ssl_kd.guard.norms import local  # noqa: E402
 from ssl_kd.language import step as steps  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
@@ -77,6 +78,7 @@ def assert_near(one, two, near=NEAR):
 KINDS = {
     "ce": {"teacher_model": "none"},
     "kd": {},
+    "checkpointing": {"gradient_checkpointing": True},
     "accumulation": {"batch_size": 3, "gradient_accumulation_steps": 2},
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
     "hidden": {"teacher_model": "foreign", "align": "hidden", "student_model": "student"},
@@ -106,7 +108,7 @@ def of_kind(settings, models):
     return get
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "checkpointing"])
 def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
     one, two = by(1, of_kind(kind, run_name="one")), by(2, of_kind(kind, run_name="two"))
     assert_near(one, two)
@@ -265,3 +267,54 @@ def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
     assert process.returncode != 0
     assert "Stopped by SIGTERM; a checkpoint is in" in log, log
     assert len([*(metrics_file.parent / "checkpoint").glob("step_*.pt")]) == 1
+
+
+# --- in pieces ------------------------------------------------------------------------------------
+
+
+def held(rank, settings):
+    """The shares of student and teacher that a rank holds in a step."""
+    step, shares = steps.Distiller.step, []
+
+    def and_count(self, batches, learning_rate):
+        for model in (self.student, self.source.model):
+            weights = list(model.parameters())
+            whole = sum(p.numel() for p in weights)
+            shares.append(sum(local(p).numel() for p in weights) / whole)
+        return step(self, batches, learning_rate)
+
+    steps.Distiller.step = and_count
+    run(settings)
+    return shares
+
+
+def test_each_rank_holds_its_pieces_alone(settings):
+    for shares in run_joined(held, 2, settings(shard=True, max_steps=1)):
+        assert shares[0] == pytest.approx(0.5, abs=0.01) and shares[1] < 0.85, shares
+    assert run_joined(held, 2, settings(run_name="b", max_steps=1)) == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("kind", ["checkpointing", "accumulation", "hidden", "adapters"])
+def test_a_student_in_pieces_learns_what_a_whole_one_learns(of_kind, kind):
+    one = by(1, of_kind(kind, run_name="one"))
+    pieces = by(2, of_kind(kind, run_name="pieces", shard=True))
+    assert_near(one, pieces)
+
+
+@pytest.mark.parametrize(("first", "then"), [("pieces", "whole"), ("whole", "pieces")])
+def test_a_run_in_pieces_goes_on_whole_and_the_other_way_round(of_kind, first, then):
+    half = of_kind("hidden", run_name="half", shard=first == "pieces")
+    told = run_joined(stopped, 2, half, 3, 1)
+    assert "stopped by signal 15" in told[0], told
+    folder = by(2, half.replace(resume=True, shard=then == "pieces"))
+    assert_near(by(1, of_kind("hidden", run_name="one")), folder)
+
+
+def test_a_term_that_is_nan_in_pieces_is_left_out_by_all(settings):
+    one, two = settings(run_name="one"), settings(run_name="two", shard=True)
+    run_joined(sick, 1, one, 0, "kd")
+    told = run_joined(sick, 2, two, 1, "kd")
+    folder = Path(one.runs_dir) / "two"
+    assert told == [str(folder)] * 2
+    assert_near(folder.parent / "one", folder)
+    assert any("is not run again" in event["reason"] for event in lines(folder, "events.jsonl"))
