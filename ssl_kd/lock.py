@@ -22,16 +22,20 @@ class Lock:
     A context manager. The file at `path` holds the process id of the holder and stays when the
     lock is released; only the lock on it counts.
 
+    Args:
+        path: the file; on a network file system it holds between machines as far as that has locks.
+        wait: seconds to wait for another holder.
+
     Raises:
-        LockHeld: on entering, at once, when another holder has it; the message names its process.
+        LockHeld: on entering, when another holder has it so long; the message names its process.
         OSError: the file cannot be opened, or its file system has no locks.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, wait: float = 0):
         self.path = Path(path)
         self._lock = FileLock(
             self.path,
-            timeout=0,
+            timeout=wait,
             thread_local=False,  # another thread may release it
             preserve_lock_file=True,
             on_acquired=_write_process_id,

@@ -275,11 +275,14 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         fingerprint: what the embeddings are computed from.
         n: number of samples in the data set, with those that turn out to be unreadable.
         dim: length of an embedding.
-        dtype: what is stored: float32, float16 or bfloat16 (reading gives float32).
+        dtype: what is stored: float32, float16 or bfloat16 (reading gives float32); None: what the
+            fingerprint says that the teacher computed in, or what a cache of the same fingerprint
+            that is there already stores.
         labels: int64 [n], -1 for unknown; None when there are none.
         ids: the samples' names, n of them.
         class_names: names of the labels 0, 1, ...
         shard_rows: samples in a shard; None makes shards of about 256 MiB.
+        only: which of the shards are this writer's, as a `ShardWriter` takes it.
         force: replace a cache of another fingerprint; in one of the same fingerprint, rebuild
             damaged shards alone (`missing` says what they held).
         exclude_bad: skip an embedding that is NaN, infinite or out of range instead of raising.
@@ -297,11 +300,12 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         n: int,
         dim: int,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
         labels: Tensor | None = None,
         ids: Sequence[str],
         class_names: Sequence[str] | None = None,
         shard_rows: int | None = None,
+        only: slice | None = None,
         force: bool = False,
         exclude_bad: bool = False,
         back: Callable[[Manifest], bool] = lambda entry: False,
@@ -311,14 +315,15 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         if len(ids) != n or (labels is not None and labels.shape != (n,)):
             shape = None if labels is None else tuple(labels.shape)
             raise ValueError(f"{len(ids)} ids and labels of shape {shape} for n = {n} samples")
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype is {dtype}; expected float32, float16 or bfloat16")
+        stored = fingerprint.dtype if dtype is None else str(dtype).removeprefix("torch.")
+        if stored not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"dtype is torch.{stored}; expected float32, float16 or bfloat16")
         self._labels = torch.full((n,), -1) if labels is None else labels.detach().cpu().long()
         name = _name(split)
         header = {
             "split": split,
             "dim": dim,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": stored,
             "labelled": labels is not None,
             "class_names": None if class_names is None else list(class_names),
         }
@@ -329,11 +334,18 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
             fingerprint,
             header,
             ids=ids,
+            adopt=("dtype",) if dtype is None else (),
             shard_rows=shard_rows,
+            only=only,
             force=force,
             exclude_bad=exclude_bad,
             back=back,
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is stored."""
+        return self._columns["embeddings"][1]
 
     def append(self, embeddings: Tensor, rows: Tensor) -> None:
         """Add some samples' embeddings; those that are stored already are ignored.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
-import os
-import re
-import shutil
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -16,22 +15,21 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ssl_kd.files import CorruptFileError, save_tensors, sha256_file, sync_folder
+from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
 from ssl_kd.lock import Lock
-from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
+from ssl_kd.store.fingerprint import BaseFingerprint
+from ssl_kd.store.ledger import Ledger
 from ssl_kd.store.shards import (
     Content,
     Manifest,
     NonFiniteRow,
     ShardStore,
     bad_row,
-    write_manifest,
 )
 
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 256 << 20
-
 S = TypeVar("S", bound=ShardStore)
 
 
@@ -40,8 +38,12 @@ class ShardWriter(Generic[S]):
 
     Every row of the data set goes either to `put`, in the data set's order, or to `skip`. A shard
     is written when its last row came; until then no row of a later shard is taken. Until `close`
-    everything goes to the folder `{name}.partial`, so an older cache stays readable to the end. One
-    writer at a time: a lock is held from construction until `close` or the end of the `with` block.
+    everything goes to the folder `{name}.partial`, so an older cache stays readable to the end.
+
+    A writer of all shards is alone: a lock is held from construction until `close` or the end of
+    the `with` block. Any number of writers, on any machines that see the folder, may write `only`
+    some shards each, beside it or without it. A shard belongs to who is first to enter it into the
+    manifest, whoever else computes it; that, and `publish`, happens under a lock of milliseconds.
 
     Args:
         kind: the store that reads it, which says what its columns are and what a bad row is.
@@ -49,8 +51,11 @@ class ShardWriter(Generic[S]):
         name: what its files are called.
         fingerprint: what the content is computed from.
         header: what else the manifest says, in JSON's types; decides the columns.
+        adopt: names in the header whose value a cache of the same fingerprint keeps.
         ids: the samples' names, one for each row of the data set.
-        shard_rows: rows of the data set in a shard; None makes shards of about 256 MiB.
+        shard_rows: rows of the data set in a shard; None makes shards of about 256 MiB. A cache of
+            the same fingerprint keeps its own.
+        only: which of the shards are this writer's, `slice(rank, None, world)`; None: all.
         force: replace a cache of another fingerprint; in one of the same fingerprint, rebuild
             damaged shards alone (`missing` says what they held).
         exclude_bad: skip a bad row instead of raising.
@@ -62,7 +67,7 @@ class ShardWriter(Generic[S]):
             complete shards of it, and not `force`.
         CorruptFileError: the cache that is there is damaged, and not `force`.
         NonFiniteRow: it holds a bad row, and not `force`.
-        LockHeld: another process is writing here.
+        LockHeld: another process is writing all shards here.
     """
 
     def __init__(
@@ -74,7 +79,9 @@ class ShardWriter(Generic[S]):
         header: Manifest,
         *,
         ids: Sequence[str],
+        adopt: Collection[str] = (),
         shard_rows: int | None = None,
+        only: slice | None = None,
         force: bool = False,
         exclude_bad: bool = False,
         back: Callable[[Manifest], bool] = lambda entry: False,
@@ -82,22 +89,34 @@ class ShardWriter(Generic[S]):
         self.kind, self.folder, self.name = kind, Path(folder), name
         self.fingerprint, self.exclude_bad, self._back = fingerprint, exclude_bad, back
         self.n = len(ids)
-        self._ids = ids
-        self._header = {"version": 1, "fingerprint": vars(fingerprint), "n": self.n, **header}
-        self._columns = kind.columns(self._header)
-        row = sum(torch.Size(shape).numel() * d.itemsize for shape, d in self._columns.values())
-        self.shard_rows = max(1, SHARD_BYTES // row) if shard_rows is None else shard_rows
-        if self.shard_rows < 1:
+        self._ids, self._only = ids, only
+        header = {"version": 1, "fingerprint": vars(fingerprint), "n": self.n, **header}
+        columns = kind.columns(header)
+        row = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in columns.values())
+        size = max(1, SHARD_BYTES // row) if shard_rows is None else shard_rows
+        if size < 1:
             raise ValueError(f"shard_rows is {shard_rows}; expected at least 1")
-        self._partial = self.folder / f"{name}.partial"
+        self._ledger = Ledger(
+            kind,
+            self.folder,
+            name,
+            fingerprint,
+            header,
+            shard_rows=size,
+            adopt=adopt,
+            force=force,
+        )
         self._stored: dict[int, Manifest] = {}  # shard number -> its entry in the manifest
         self._left_out: dict[int, Manifest] = {}  # row -> what is listed, of shards not stored yet
         self._store: S | None = None
         self._closed = False
-        self._lock = Lock(self.folder / f".{name}.lock")
+        self._lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if only is None:
+            self._lock = Lock(self.folder / f".{name}.lock")
         self._lock.__enter__()
         try:
-            self._recover(force)
+            self._recover()
+            self._columns = kind.columns(self._ledger.header)
             self._begin_shard()
         except BaseException:
             self._release()
@@ -107,28 +126,58 @@ class ShardWriter(Generic[S]):
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is None:
+        if kind is None and self._only is None:
             self.close()
         else:
             self._release()  # complete shards stay in the partial folder
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """Ranges `(start, stop)` of the data set's rows that are not stored yet."""
+        """Ranges `(start, stop)` of the data set's rows that are to come and not stored yet."""
         ranges: list[tuple[int, int]] = []
-        for shard in range(self._n_shards):
-            if shard not in self._stored:
-                start, stop = self._range(shard)
-                if ranges and ranges[-1][1] == start:
-                    start = ranges.pop()[0]
-                ranges.append((start, stop))
+        for start, stop in map(self._ledger.rows, self.absent):
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, stop))
         return ranges
 
     @property
+    def shard_rows(self) -> int:
+        """Rows of the data set in a shard."""
+        return self._ledger.shard_rows
+
+    @property
+    def shards(self) -> range:
+        """The numbers of the shards that are this writer's."""
+        return range(self._ledger.n_shards)[slice(None) if self._only is None else self._only]
+
+    @property
+    def n_shards(self) -> int:
+        """How many shards the whole data set has."""
+        return self._ledger.n_shards
+
+    @property
+    def absent(self) -> list[int]:
+        """Those of `shards` that are not stored yet."""
+        return [shard for shard in self.shards if shard not in self._stored]
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the data set are in them."""
+        return sum(stop - start for start, stop in map(self._ledger.rows, self.shards))
+
+    @property
     def done(self) -> int:
-        """The first row of the data set that is not stored yet; n when all are."""
+        """The first row of the data set that is to come and not stored yet; n when all are."""
         missing = self.missing
         return missing[0][0] if missing else self.n
+
+    def lacks(self, row: int) -> bool:
+        """Whether a row is in a shard of this writer that is not stored yet."""
+        return self._awaits(row // self.shard_rows)
+
+    def _awaits(self, shard: int) -> bool:
+        return shard in self.shards and shard not in self._stored
 
     def batches(self, batch_size: int) -> list[range]:
         """The batches, on one grid over the data set, that hold rows which are `missing`.
@@ -144,7 +193,7 @@ class ShardWriter(Generic[S]):
         return [range(at, min(at + batch_size, self.n)) for at in sorted(starts)]
 
     def put(self, content: Content, rows: Tensor) -> None:
-        """Add some rows; those that are stored already are ignored.
+        """Add some rows; those that are stored already, or of no shard of this writer, are ignored.
 
         Args:
             content: the columns, each [b, ...], on any device.
@@ -174,7 +223,7 @@ class ShardWriter(Generic[S]):
         rows, content = self._without_bad(rows, content, whole=False)
         shards = rows // self.shard_rows
         for shard in shards.unique().tolist():
-            if shard not in self._stored:
+            if self._awaits(shard):
                 at = (shards == shard).nonzero().squeeze(1)
                 self._add(shard, {name: content[name][at] for name in content}, rows[at].tolist())
         self._write_complete()
@@ -188,9 +237,22 @@ class ShardWriter(Generic[S]):
             reason: what is wrong with it.
         """
         self._check_rows(torch.tensor([row]))
-        if row // self.shard_rows not in self._stored:
+        if self.lacks(row):
             self._left_out[row] = {"row": row, "id": id, "reason": reason}
             self._write_complete()
+
+    def publish(self) -> Manifest | None:
+        """Make the cache visible if all its shards are stored, whoever wrote them.
+
+        Returns:
+            Its manifest; None if a shard of another writer is missing.
+
+        Raises:
+            ValueError: some rows of this writer were neither appended nor skipped. Complete shards
+                are kept.
+        """
+        self._check_complete(self.n)
+        return self._ledger.publish()
 
     def close(self) -> S:
         """Make the finished cache visible and open it.
@@ -200,9 +262,10 @@ class ShardWriter(Generic[S]):
         """
         if self._store is None:
             try:
-                self._check_complete(self.n)
-                if self._unpublished:
-                    self._publish()
+                if self.publish() is None:
+                    raise ValueError(
+                        f"shards of {self.name} that other writers store are not there yet"
+                    )
                 self._store = self.kind(
                     self.folder,
                     self.name,
@@ -215,88 +278,44 @@ class ShardWriter(Generic[S]):
 
     # Recovering what is there
 
-    def _recover(self, force: bool) -> None:
-        """Find the shards, of the finished cache or of an interrupted writer, that are good."""
-        same: dict[Path, Manifest] = {}
-        mismatch: FingerprintMismatch | None = None
-        for place in (self.folder, self._partial):
-            path = self._manifest_path(place)
-            try:
-                manifest, cached = self.kind.describe(path)
-            except FileNotFoundError:
-                continue
-            except CorruptFileError as error:
-                if place == self.folder and not force:
-                    raise
-                logger.warning("%s Starting over.", error)
-                continue
-            if differences := self._differences(manifest, cached):
-                if place == self.folder or manifest["shards"]:  # else nothing would be lost
-                    way_out = self.fingerprint.way_out
-                    mismatch = mismatch or FingerprintMismatch(path, differences, way_out)
-            else:
-                same[place] = manifest
-        if mismatch and not same and not force:
-            raise mismatch
-
-        for manifest in list(same.values())[:1]:  # a cache that is there keeps its shards' size
-            self.shard_rows = manifest["shard_rows"]
+    def _recover(self) -> None:
+        """Find this writer's shards, of the finished cache or of unfinished ones, that are good."""
+        same, refused = self._ledger.look(), []
         faults: list[Exception] = []
         for place, manifest in same.items():
-            if manifest["shard_rows"] == self.shard_rows:
-                for entry in manifest["shards"]:
-                    faults += self._recover_shard(entry, manifest, place)
-        missing = self.missing
-        if faults and missing and self.folder in same and not force:
+            for entry in manifest["shards"]:
+                if self._awaits(self._ledger.shard_of(entry)):
+                    found = self._recover_shard(entry, manifest, place)
+                    if found is not None:
+                        refused.append(entry)
+                        faults += found
+        if not self.missing:
+            return
+        if faults and self.folder in same and not self._ledger.force:
             raise faults[0]
-        self._unpublished = bool(missing) or self._partial in same
-        if missing:
-            foreign = self._partial not in same
-            if self._partial.exists() and foreign:
-                shutil.rmtree(self._partial)
-            self._partial.mkdir(parents=True, exist_ok=True)
-            for stale in self._partial.glob(".*.tmp"):  # of a writer that was killed
-                stale.unlink()
-            self._write_partial_manifest()
+        self._ledger.begin(self._stored, refused)
 
-    def _recover_shard(self, entry: Manifest, manifest: Manifest, place: Path) -> list[Exception]:
-        shard = entry["start"] // self.shard_rows
-        if shard in self._stored or any(map(self._back, entry["unreadable"])):
+    def _recover_shard(
+        self, entry: Manifest, manifest: Manifest, place: Path
+    ) -> list[Exception] | None:
+        """Why a shard has to be computed again, faults of its file; None: it is good."""
+        if any(map(self._back, entry["unreadable"])):
             return []
-        # A writer killed while publishing leaves some of its shards in the folder already.
-        places = [self.folder] if place == self.folder else [self._partial, self.folder]
         faults: list[Exception] = []
-        for path in [folder / entry["file"] for folder in places]:
+        for path in self._ledger.paths(entry, place):
             try:
                 for position, what in self.kind.check_shard(path, entry, manifest).items():
                     content = self.kind.read_shard(path, entry, manifest)
                     raise bad_row(content, path.name, position, what)
-                self._stored[shard] = entry
-                return []
-            except (CorruptFileError, NonFiniteRow) as error:
+                self._stored[self._ledger.shard_of(entry)] = entry
+                return None
+            # The file may go to its final place meanwhile, where the next look finds it.
+            except (CorruptFileError, NonFiniteRow, FileNotFoundError) as error:
                 faults.append(error)
         logger.warning("Will be computed again: %s", faults[0])
         return faults
 
-    def _differences(self, manifest: Manifest, cached: BaseFingerprint) -> list[str]:
-        return cached.differences(self.fingerprint) + [
-            f"{name}: cache has {manifest.get(name)}, this run asks for {value}"
-            for name, value in self._header.items()
-            if name not in ("version", "fingerprint") and manifest.get(name) != value
-        ]
-
     # Shards
-
-    @property
-    def _n_shards(self) -> int:
-        return -(-self.n // self.shard_rows)
-
-    def _range(self, shard: int) -> tuple[int, int]:
-        return shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.n)
-
-    def _file(self, shard: int) -> str:
-        number = "" if self._n_shards == 1 else f"_{shard:05d}"
-        return f"{self.name}{number}.pt"
 
     def _check_rows(self, rows: Tensor) -> None:
         if self._closed:
@@ -312,8 +331,8 @@ class ShardWriter(Generic[S]):
             shard = row // self.shard_rows
             if not self.exclude_bad:
                 place = row - shard * self.shard_rows
-                raise NonFiniteRow(self._file(shard), place, row, self._ids[row], what)
-            if shard not in self._stored:
+                raise NonFiniteRow(self._ledger.file(shard), place, row, self._ids[row], what)
+            if self._awaits(shard):
                 self._left_out[row] = {"row": row, "id": self._ids[row], "reason": what}
         if not faults:
             return rows, content
@@ -323,7 +342,7 @@ class ShardWriter(Generic[S]):
 
     def _begin_shard(self) -> None:
         """Make room for the first shard that is missing."""
-        start, stop = self._range(self.done // self.shard_rows)
+        start, stop = self._ledger.rows(self.absent[0]) if self.absent else (0, 0)
         self._rows: list[int] = []  # those that came, in order
         self._content = {
             name: torch.empty(stop - start, *shape, dtype=dtype)
@@ -347,7 +366,7 @@ class ShardWriter(Generic[S]):
     def _write_complete(self) -> None:
         """Write the shards, from the first that is missing, all of whose rows came."""
         while self.done < self.n:
-            start, stop = self._range(self.done // self.shard_rows)
+            start, stop = self._ledger.rows(self.done // self.shard_rows)
             # The count alone says no at nearly every batch.
             if len(self._rows) + len(self._left_out) < stop - start or self._absent(start, stop):
                 return
@@ -361,38 +380,41 @@ class ShardWriter(Generic[S]):
         # By the same rule that reading goes by.
         rows, content = self._without_bad(rows, content, whole=True)
         names = json.dumps([self._ids[row] for row in rows.tolist()]).encode()
-        shard = start // self.shard_rows
-        path = self._partial / self._file(shard)
-        ids = torch.frombuffer(bytearray(names), dtype=torch.uint8)
-        save_tensors(path, {**content, "indices": rows, "ids": ids})
+        tensors = {
+            **content,
+            "indices": rows,
+            "ids": torch.frombuffer(bytearray(names), dtype=torch.uint8),
+        }
         left_out = sorted(row for row in self._left_out if start <= row < stop)
-        self._stored[shard] = {
-            "file": path.name,
+        entry = {
+            "file": self._ledger.file(start // self.shard_rows),
             "start": start,
             "stop": stop,
             "rows": len(rows),
-            "bytes": path.stat().st_size,
-            "sha256": sha256_file(path),
-            "unreadable": [self._left_out.pop(row) for row in left_out],
+            "unreadable": [self._left_out[row] for row in left_out],
             "statistics": self.kind.statistics(content),
         }
-        self._write_partial_manifest()
+        for attempts_left in (2, 1, 0):
+            try:
+                self._save(entry, tensors)
+                break
+            except FileNotFoundError:  # who made the cache visible removed the folder
+                if not attempts_left:
+                    raise
+        for row in left_out:
+            del self._left_out[row]
         self._begin_shard()
 
-    # The manifest
-
-    def _manifest_path(self, folder: Path) -> Path:
-        return folder / f"{self.name}.json"
-
-    def _write_partial_manifest(self) -> None:
-        entries = [self._stored[shard] for shard in sorted(self._stored)]
-        manifest = self._header | {
-            "shard_rows": self.shard_rows,
-            "unreadable": [sample for entry in entries for sample in entry["unreadable"]],
-            "statistics": self.kind.total(entries),
-            "shards": entries,
-        }
-        write_manifest(self._manifest_path(self._partial), manifest)
+    def _save(self, entry: Manifest, tensors: Content) -> None:
+        """Write a shard's file and enter it into the manifest, if no other writer has."""
+        ready = self._ledger.partial / f".{entry['file']}.{secrets.token_hex(4)}.tmp"
+        try:
+            save_tensors(ready, tensors)
+            entry |= {"bytes": ready.stat().st_size, "sha256": sha256_file(ready)}
+            counts = self._ledger.add(ready, entry, self._stored)
+        finally:
+            ready.unlink(missing_ok=True)
+        self._stored[self._ledger.shard_of(entry)] = counts
 
     # The end
 
@@ -409,26 +431,7 @@ class ShardWriter(Generic[S]):
                 "continue."
             )
 
-    def _publish(self) -> None:
-        """Move everything to its place, the manifest last.
-
-        Killed in between, the next writer finds each shard in one place or the other.
-        """
-        self._write_partial_manifest()
-        for shard in self._stored:
-            if (self._partial / self._file(shard)).exists():
-                os.replace(self._partial / self._file(shard), self.folder / self._file(shard))
-        sync_folder(self.folder)
-        os.replace(self._manifest_path(self._partial), self._manifest_path(self.folder))
-        sync_folder(self.folder)
-        shutil.rmtree(self._partial)
-        current = {self._file(shard) for shard in self._stored}
-        for path in self.folder.glob(f"{self.name}*.pt"):
-            is_shard = re.fullmatch(rf"{self.name}(_\d{{5}})?\.pt", path.name)
-            if is_shard and path.name not in current:  # of a cache that this one replaced
-                path.unlink()
-
     def _release(self) -> None:
         self._closed = True
         self._rows, self._content = [], {}
-        self._lock.__exit__()
+        self._lock.__exit__(None, None, None)

@@ -1,0 +1,252 @@
+"""Which shards of a cache are stored: the manifests of a finished one and of unfinished writers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from ssl_kd.files import CorruptFileError, sync_folder
+from ssl_kd.lock import Lock
+from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
+from ssl_kd.store.shards import Manifest, ShardStore, write_manifest
+
+logger = logging.getLogger(__name__)
+
+# For a change of the manifest and the names of files, which takes milliseconds.
+SECONDS_TO_WAIT = 120
+
+
+class Ledger:
+    """The two manifests of a cache, read and changed by any number of writers on any machines.
+
+    What is finished lies in `folder`; what is not, in `partial`, whose manifest lists the shards
+    that are whole. It is changed under a lock that is held for milliseconds, so an entry is never
+    lost, and a shard that two writers compute is that of the first.
+
+    Args:
+        kind: the store that reads it.
+        folder: where the cache goes.
+        name: what its files are called.
+        fingerprint: what the content is computed from.
+        header: what else the manifest says.
+        shard_rows: rows of the data set in a shard.
+        adopt: names in the header whose value a cache of the same fingerprint keeps.
+        force: replace a cache of another fingerprint, or a damaged manifest.
+
+    Attributes:
+        partial: the folder of what is not finished.
+        header: as given; `look` takes over what is adopted.
+        shard_rows: as given; a cache of the same fingerprint keeps its own.
+    """
+
+    def __init__(
+        self,
+        kind: type[ShardStore],
+        folder: Path,
+        name: str,
+        fingerprint: BaseFingerprint,
+        header: Manifest,
+        *,
+        shard_rows: int,
+        adopt: Collection[str] = (),
+        force: bool = False,
+    ):
+        self.kind, self.folder, self.name, self.fingerprint = kind, folder, name, fingerprint
+        self.header, self.shard_rows, self.force = header, shard_rows, force
+        self.partial = folder / f"{name}.partial"
+        self._adopt = adopt
+        self._changing = Lock(folder / f".{name}.change.lock", wait=SECONDS_TO_WAIT)
+
+    @property
+    def n_shards(self) -> int:
+        """How many shards the whole data set has."""
+        return -(-self.header["n"] // self.shard_rows)
+
+    def shard_of(self, entry: Manifest) -> int:
+        """The number of an entry's shard."""
+        return entry["start"] // self.shard_rows
+
+    def rows(self, shard: int) -> tuple[int, int]:
+        """The rows of the data set that a shard holds, `(start, stop)`."""
+        return shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.header["n"])
+
+    def file(self, shard: int) -> str:
+        """The name of a shard's file."""
+        number = "" if self.n_shards == 1 else f"_{shard:05d}"
+        return f"{self.name}{number}.pt"
+
+    def paths(self, entry: Manifest, place: Path) -> list[Path]:
+        """Where the file of an entry in the manifest of `place` may be."""
+        # A writer killed while publishing leaves some of its shards in the folder already.
+        places = [self.folder] if place == self.folder else [self.partial, self.folder]
+        return [folder / entry["file"] for folder in places]
+
+    def look(self) -> dict[Path, Manifest]:
+        """The manifests of this cache, by folder; the form of the first is taken over.
+
+        Raises:
+            FingerprintMismatch: there is one of something else alone, and not `force`.
+            CorruptFileError: the finished one is damaged, and not `force`.
+        """
+        same, foreign = self._read(strict=not self.force)
+        if foreign and not same and not self.force:
+            raise next(iter(foreign.values()))
+        for first in list(same.values())[:1]:
+            self.shard_rows = first["shard_rows"]
+            self.header |= {name: first[name] for name in self._adopt}
+        return self._fitting(same)
+
+    def begin(self, stored: Mapping[int, Manifest], refused: Collection[Manifest]) -> None:
+        """Make room for shards: in what unfinished writers of this cache have, or anew.
+
+        Args:
+            stored: entries of shards that are good.
+            refused: entries of those that have to be computed again.
+        """
+        with self._changing:
+            self._join(self.look(), stored, refused)
+
+    def add(self, ready: Path, entry: Manifest, stored: Mapping[int, Manifest]) -> Manifest:
+        """Enter a shard, if no other writer has.
+
+        Args:
+            ready: its file, which is moved or removed.
+            entry: of the manifest.
+            stored: entries of other shards, for the case that the manifest is gone.
+
+        Returns:
+            The entry that counts.
+
+        Raises:
+            FingerprintMismatch: writers of another cache have replaced it.
+            FileNotFoundError: another writer has published the cache, and `ready` with it.
+        """
+        shard = self.shard_of(entry)
+        with self._changing:
+            same, foreign = self._read()
+            if self.partial in foreign:
+                raise foreign[self.partial]
+            entries = self._join(self._fitting(same), stored)
+            if shard not in entries:
+                os.replace(ready, self.partial / entry["file"])
+                self._list(entries | {shard: entry})
+            for left in self.partial.glob(f"*{entry['file']}.*.tmp"):  # of killed writers, too
+                left.unlink(missing_ok=True)
+        return entries.get(shard, entry)
+
+    def publish(self) -> Manifest | None:
+        """Make the cache visible if all its shards are stored, whoever wrote them.
+
+        Returns:
+            Its manifest; None if a shard is missing.
+        """
+        with self._changing:
+            same = self._fitting(self._read()[0])
+            entries = {
+                self.shard_of(entry): entry
+                for place, manifest in same.items()  # the unfinished writers' come last, and count
+                for entry in manifest["shards"]
+                if any(_has_size(path, entry["bytes"]) for path in self.paths(entry, place))
+            }
+            if len(entries) < self.n_shards:
+                return None
+            manifest = self._manifest(entries)
+            if self.partial in same:
+                self._move(manifest)
+        return manifest
+
+    def _read(
+        self, strict: bool = False
+    ) -> tuple[dict[Path, Manifest], dict[Path, FingerprintMismatch]]:
+        """The manifests of this cache, and what those of another one differ in."""
+        same: dict[Path, Manifest] = {}
+        foreign: dict[Path, FingerprintMismatch] = {}
+        for place in (self.folder, self.partial):
+            path = self._path(place)
+            try:
+                manifest, cached = self.kind.describe(path)
+            except FileNotFoundError:
+                continue
+            except CorruptFileError as error:
+                if place == self.folder and strict:
+                    raise
+                logger.warning("%s Starting over.", error)
+                continue
+            if differences := self._differences(manifest, cached):
+                if place == self.folder or manifest["shards"]:  # else nothing would be lost
+                    way_out = self.fingerprint.way_out
+                    foreign[place] = FingerprintMismatch(path, differences, way_out)
+            else:
+                same[place] = manifest
+        return same, foreign
+
+    def _differences(self, manifest: Manifest, cached: BaseFingerprint) -> list[str]:
+        return cached.differences(self.fingerprint) + [
+            f"{name}: cache has {manifest.get(name)}, this run asks for {value}"
+            for name, value in self.header.items()
+            if name not in ("version", "fingerprint", *self._adopt) and manifest.get(name) != value
+        ]
+
+    def _fitting(self, same: dict[Path, Manifest]) -> dict[Path, Manifest]:
+        form = {"shard_rows": self.shard_rows, **{name: self.header[name] for name in self._adopt}}
+        return {place: found for place, found in same.items() if form.items() <= found.items()}
+
+    def _join(
+        self,
+        same: Mapping[Path, Manifest],
+        stored: Mapping[int, Manifest],
+        refused: Collection[Manifest] = (),
+    ) -> dict[int, Manifest]:
+        """What the unfinished writers' manifest lists, with `stored`; it is begun where none is."""
+        listed: dict[int, Manifest] | None = None
+        if self.partial in same:
+            listed = {self.shard_of(entry): entry for entry in same[self.partial]["shards"]}
+        elif self._path(self.partial).exists():  # of another cache
+            shutil.rmtree(self.partial, ignore_errors=True)
+        kept = {n: entry for n, entry in (listed or {}).items() if entry not in refused}
+        entries = {**stored, **kept}
+        if entries != listed:
+            self._list(entries)
+        return entries
+
+    def _list(self, entries: Mapping[int, Manifest]) -> None:
+        write_manifest(self._path(self.partial), self._manifest(entries))
+
+    def _path(self, folder: Path) -> Path:
+        return folder / f"{self.name}.json"
+
+    def _manifest(self, stored: Mapping[int, Manifest]) -> Manifest:
+        entries = [stored[shard] for shard in sorted(stored)]
+        return self.header | {
+            "shard_rows": self.shard_rows,
+            "unreadable": [sample for entry in entries for sample in entry["unreadable"]],
+            "statistics": self.kind.total(entries),
+            "shards": entries,
+        }
+
+    def _move(self, manifest: Manifest) -> None:
+        """Move everything to its place, the manifest last.
+
+        Killed in between, the next writer finds each shard in one place or the other.
+        """
+        self._list({self.shard_of(entry): entry for entry in manifest["shards"]})
+        current = [entry["file"] for entry in manifest["shards"]]
+        for file in current:
+            if (self.partial / file).exists():
+                os.replace(self.partial / file, self.folder / file)
+        sync_folder(self.folder)
+        os.replace(self._path(self.partial), self._path(self.folder))
+        sync_folder(self.folder)
+        shutil.rmtree(self.partial, ignore_errors=True)  # another may be writing there
+        for path in self.folder.glob(f"{self.name}*.pt"):
+            is_shard = re.fullmatch(rf"{self.name}(_\d{{5}})?\.pt", path.name)
+            if is_shard and path.name not in current:  # of a cache that this one replaced
+                path.unlink()
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.exists() and path.stat().st_size == size

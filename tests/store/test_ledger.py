@@ -1,0 +1,256 @@
+"""Several writers of one cache: any order, any overlap, any death; the bytes are those of one."""
+
+import shutil
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ssl_kd.files import CorruptFileError
+from ssl_kd.lock import Lock, LockHeld
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch, ledger
+
+N, D, ROWS = 50, 4, 8  # seven shards, the last of two rows
+FINGERPRINT = Fingerprint("pixels", "none", "28px", "float32", "digits")
+GONE = (3, 20, 49)
+
+
+def x(scale=1.0):
+    return torch.randn(N, D, generator=torch.Generator().manual_seed(7)) * scale
+
+
+def writer(folder, only=None, fingerprint=FINGERPRINT, **options):
+    options = {"ids": [str(i) for i in range(N)], "shard_rows": ROWS} | options
+    return EmbeddingWriter(folder, "train", fingerprint, N, D, only=only, **options)
+
+
+def fill(one, scale=1.0, most=None):
+    """Whatever is missing, up to so many shards; the numbers of those that were written."""
+    shards = one.absent[:most]
+    for shard in shards:
+        for row in range(shard * ROWS, min((shard + 1) * ROWS, N)):
+            if row in GONE:
+                one.skip(row, str(row), "truncated")
+            else:
+                one.append(x(scale)[row : row + 1], torch.tensor([row]))
+    return shards
+
+
+def content(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+
+@pytest.fixture
+def alone(tmp_path):
+    with writer(tmp_path / "alone") as one:
+        fill(one)
+    return content(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 9])
+def test_shares_one_after_the_other_give_the_bytes_of_one_writer(tmp_path, alone, world):
+    folder, seen = tmp_path / "many", []
+    for rank in reversed(range(world)):
+        with writer(folder, slice(rank, None, world)) as one:
+            assert one.rows == sum(min(ROWS, N - k * ROWS) for k in one.shards)
+            seen += fill(one)
+            manifest = one.publish()
+            assert (manifest is None) == (len(seen) < 7)
+    assert sorted(seen) == list(range(7))
+    assert content(folder) == alone
+    store = EmbeddingStore.open(folder, "train", expect=FINGERPRINT)
+    assert [entry["row"] for entry in store.manifest["unreadable"]] == list(GONE)
+
+
+def test_shares_at_once_and_one_that_has_all_of_them_again(tmp_path, alone):
+    folder, told = tmp_path / "many", []
+
+    def work(only):
+        with writer(folder, only) as one:
+            fill(one)
+            told.append(one.publish() is not None)
+
+    shares = [slice(0, None, 3), slice(1, None, 3), slice(2, None, 3), slice(0, None, 1)]
+    threads = [threading.Thread(target=work, args=(only,)) for only in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(told) == 4 and any(told)
+    assert content(folder) == alone
+
+
+def test_of_two_that_compute_the_same_shard_the_first_counts(tmp_path):
+    first, second = writer(tmp_path, slice(2, 3)), writer(tmp_path, slice(2, 4))
+    fill(second, 5.0, most=1)  # another GPU, other roundings
+    fill(first)
+    fill(second, 5.0)
+    with writer(tmp_path, slice(0, None)) as rest:
+        assert rest.absent == [0, 1, 4, 5, 6]
+        fill(rest)
+        assert first.publish() and second.publish() and rest.publish()
+    store = EmbeddingStore.open(tmp_path, "train")
+    at = store.indices.tolist()
+    assert torch.equal(store.tensor()[at.index(16)], x(5.0)[16])
+    assert torch.equal(store.tensor()[at.index(0)], x()[0])
+    assert not (tmp_path / "embeddings_train.partial").exists()
+
+
+def test_one_that_begins_when_all_is_done_has_nothing_to_do(tmp_path, alone):
+    with writer(tmp_path / "alone", slice(1, None, 2)) as late:
+        assert late.absent == [] and late.missing == []
+        assert late.publish()["statistics"]["rows"] == N - len(GONE)
+    assert content(tmp_path / "alone") == alone
+
+
+def test_one_that_comes_after_the_cache_was_published_writes_the_same(tmp_path, alone):
+    late = writer(tmp_path / "many", slice(0, 3))
+    with writer(tmp_path / "many", slice(0, None)) as others:
+        fill(others)
+        assert others.publish()
+    assert content(tmp_path / "many") == alone
+    assert fill(late) == [0, 1, 2] and late.publish()
+    assert content(tmp_path / "many") == alone
+
+
+def test_the_folder_may_go_while_a_shard_is_written(tmp_path, alone, monkeypatch):
+    folder, late = tmp_path / "many", writer(tmp_path / "many", slice(0, 1))
+    add, calls = ledger.Ledger.add, []
+
+    def publish_first(self, *given):
+        calls.append(1)
+        if len(calls) == 1:  # its file is whole, and goes with the folder
+            shutil.rmtree(folder / "embeddings_train.partial")
+        return add(self, *given)
+
+    monkeypatch.setattr(ledger.Ledger, "add", publish_first)
+    fill(late)
+    assert len(calls) == 2
+    with writer(folder, slice(1, None)) as others:
+        fill(others)
+        assert others.publish()
+    assert content(folder) == alone
+
+
+def test_one_of_another_cache_neither_mixes_nor_goes_on(tmp_path):
+    other = replace(FINGERPRINT, teacher="other")
+    old = writer(tmp_path, slice(0, 2))
+    fill(old, most=1)
+    with pytest.raises(FingerprintMismatch, match="teacher: cache has 'pixels'"):
+        writer(tmp_path, slice(0, 1), fingerprint=other)
+    new = writer(tmp_path, slice(0, None), fingerprint=other, force=True)
+    fill(new, 2.0, most=3)
+    with pytest.raises(FingerprintMismatch, match="teacher: cache has 'other'"):
+        fill(old)
+    fill(new, 2.0)
+    assert new.publish()
+    store = EmbeddingStore.open(tmp_path, "train", expect=other)
+    assert torch.equal(store.tensor(), x(2.0)[store.indices])
+
+
+def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_by_force(tmp_path, alone):
+    folder = tmp_path / "alone"
+    for shard in (2, 5):
+        path = folder / f"embeddings_train_{shard:05d}.pt"
+        path.write_bytes(path.read_bytes()[:-30])
+    writer(folder, slice(0, 2))  # others' shards are not read
+    with pytest.raises(CorruptFileError, match="embeddings_train_00002.pt has .* bytes"):
+        writer(folder, slice(0, None, 2))
+    for rank in (0, 1):
+        with writer(folder, slice(rank, None, 2), force=True) as one:
+            assert fill(one) == [[2], [5]][rank]
+            one.publish()
+    assert content(folder) == alone
+
+
+def test_what_a_killed_one_left_is_cleared_by_who_stores_the_shard(tmp_path, alone):
+    folder = tmp_path / "many"
+    with writer(folder, slice(0, None)) as one:
+        left = folder / "embeddings_train.partial" / ".embeddings_train_00001.pt.ab12.tmp"
+        left.write_bytes(b"half a shard")
+        fill(one, most=1)
+        assert left.exists()
+        fill(one, most=1)
+        assert not left.exists()
+        fill(one)
+        one.publish()
+    assert content(folder) == alone
+
+
+def test_a_share_that_is_not_whole_is_not_published(tmp_path):
+    with writer(tmp_path, slice(0, 2)) as one:
+        one.append(x()[:2], torch.arange(2))
+        with pytest.raises(ValueError, match="14 rows were neither .* the first is row 2"):
+            one.publish()
+    with pytest.raises(ValueError, match="that other writers store are not there"):
+        with writer(tmp_path, slice(0, 1)) as one:
+            fill(one)
+            one.close()
+
+
+def test_one_of_all_is_alone_and_shares_may_work_beside_it(tmp_path, alone):
+    folder = tmp_path / "many"
+    with writer(folder) as one:
+        with pytest.raises(LockHeld):
+            writer(folder)
+        with writer(folder, slice(3, 5)) as two:
+            fill(two)
+            assert two.publish() is None
+        fill(one)
+    assert content(folder) == alone
+
+
+def test_a_lock_is_waited_for(tmp_path):
+    held = Lock(tmp_path / "lock").__enter__()
+    threading.Timer(0.3, held.__exit__).start()
+    with Lock(tmp_path / "lock", wait=60):
+        with pytest.raises(LockHeld):
+            Lock(tmp_path / "lock", wait=0.1).__enter__()
+
+
+def test_the_first_to_begin_decides_how_large_shards_are(tmp_path, alone):
+    with writer(tmp_path / "many", slice(0, 1)) as one:
+        fill(one)
+    with writer(tmp_path / "many", slice(1, None), shard_rows=13) as one:
+        assert one.shard_rows == ROWS
+        fill(one)
+        assert one.publish()
+    assert content(tmp_path / "many") == alone
+
+
+# What is stored is what the teacher computes in
+
+
+HALF = replace(FINGERPRINT, dtype="bfloat16")
+
+
+def test_the_dtype_is_the_teachers_unless_a_cache_has_its_own(tmp_path):
+    for folder, dtype in ((tmp_path / "new", None), (tmp_path / "old", torch.float32)):
+        with writer(folder, fingerprint=HALF, dtype=dtype) as one:
+            assert one.dtype == (dtype or torch.bfloat16)
+            fill(one)
+    new, old = (EmbeddingStore.open(tmp_path / n, "train", expect=HALF) for n in ("new", "old"))
+    assert new.manifest["dtype"] == "bfloat16" and old.manifest["dtype"] == "float32"
+    assert new.gather(torch.arange(3)).dtype == torch.float32
+    assert torch.equal(new.tensor(), old.tensor().bfloat16().float())
+    before = content(tmp_path / "old")
+    path = tmp_path / "old" / "embeddings_train_00004.pt"
+    path.write_bytes(b"")
+    with writer(tmp_path / "old", fingerprint=HALF, dtype=None, force=True) as one:
+        assert one.dtype == torch.float32 and fill(one) == [4]  # the others are kept
+    assert content(tmp_path / "old") == before
+
+
+def test_an_unfinished_cache_goes_on_in_its_dtype(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        with writer(tmp_path, fingerprint=HALF) as one:  # float32, as versions before this stored
+            fill(one, most=2)
+            raise KeyboardInterrupt
+    with writer(tmp_path, fingerprint=HALF, dtype=None) as one:
+        assert fill(one) == [2, 3, 4, 5, 6]
+    assert EmbeddingStore.open(tmp_path, "train").manifest["dtype"] == "float32"
