@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -15,17 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
-from ssl_kd.errors import (
-    BAD_INPUT,
-    FAILED,
-    GUARD_STOPPED,
-    OK,
-    InputError,
-    Interrupted,
-    UserError,
-    code_of,
-    printable,
-)
+from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError, Interrupted
+from ssl_kd.failures import LANGUAGE_MEMORY, guarded, say
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.settings import nearest
 
@@ -37,7 +27,6 @@ if TYPE_CHECKING:
     from ssl_kd.screen import ProgressBars
     from ssl_kd.vision.settings import VisionSettings
 
-MOST_LINES = 12  # of the guard's report
 LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
@@ -60,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     if command not in _COMMANDS:
         known = ", ".join(_COMMANDS)
-        _say(f"There is no command {command!r}, only {known}.{nearest(command, _COMMANDS)}")
+        say(f"There is no command {command!r}, only {known}.{nearest(command, _COMMANDS)}")
         return BAD_INPUT
     return _COMMANDS[command](words)
 
@@ -71,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = "train.py") -> int:
     """Embed, train, judge and report, as `config.py` and the flags say; return the exit code.
 
-    With `--extend RUN` add new samples to a finished run instead.
+    With `--extend RUN` add new samples to a finished run instead; with `extract` as the first word
+    embed all splits, and stop.
 
     Args:
         argv: The flags.
@@ -80,6 +70,11 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
     """
 
     def work() -> int:
+        if argv[:1] == ["extract"]:
+            from ssl_kd.extract_command import extract
+
+            return extract(argv[1:], config, f"{prog} extract")
+
         from ssl_kd.vision.settings import VisionSettings
 
         def derive(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:
@@ -157,42 +152,17 @@ def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> in
     return guarded(lambda: _distill(read()), shlex.join(words), LANGUAGE_MEMORY)
 
 
-VISION_MEMORY = "lower BATCH_SIZE, N_HEADS or EXTRACT_BATCH_SIZE"
-LANGUAGE_MEMORY = (
-    "lower BATCH_SIZE (and raise GRADIENT_ACCUMULATION_STEPS) or BLOCK_SIZE, set "
-    "GRADIENT_CHECKPOINTING or LORA_RANK, cache the teacher (TEACHER_CACHE)"
-)
-"""What to change where memory runs out."""
-
-
-def guarded(work: Callable[[], int], again: str = "", memory: str = VISION_MEMORY) -> int:
-    """Do the work; turn every failure that a user can act on into one line and an exit code.
-
-    Args:
-        work: Returns its exit code.
-        again: The command that started it, which with `--resume` goes on.
-        memory: What to change where memory runs out.
-    """
-    try:
-        _check_folder()
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character
-            sys.stdout.reconfigure(errors="backslashreplace")
-        return work()
-    except (Exception, KeyboardInterrupt) as error:
-        known = _explained(error, again, memory)
-        if known is None:
-            raise
-        code, message = known
-        _say(message, of_lines=code == GUARD_STOPPED)
-        return code
-
-
 # --- The commands ---------------------------------------------------------------------------------
 
 
 def _train_here(argv: Sequence[str]) -> int:
     """Run the vision pipeline; --help lists all settings."""
     return train(argv, prog="ssl_kd train")
+
+
+def _extract_here(argv: Sequence[str]) -> int:
+    """Fill the caches of the teacher's embeddings, on one machine or many, and stop."""
+    return train(["extract", *argv], prog="ssl_kd")
 
 
 def _distill_here(argv: Sequence[str]) -> int:
@@ -326,6 +296,7 @@ def _replay(argv: Sequence[str]) -> int:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train_here,
+    "extract": _extract_here,
     "distill": _distill_here,
     "doctor": _doctor,
     "verify": _verify,
@@ -407,11 +378,13 @@ def _distill(settings: LanguageSettings) -> int:
 
 
 def _follows() -> bool:
-    """Whether torchrun started this process beside a first one; that one has the screen."""
-    follows = os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1"
-    if follows:
+    """Whether torchrun started this process beside a first one, which has the screen."""
+    from ssl_kd.ranks import follows
+
+    if follows():
         logging.getLogger("ssl_kd").setLevel(logging.ERROR)
-    return follows
+        return True
+    return False
 
 
 def _run_and_report(
@@ -459,60 +432,3 @@ def _show(result: Any, files: dict[str, Path]) -> int:
     for name, file in files.items():
         out.print(f"{name}: {file}", soft_wrap=True, markup=False)
     return OK
-
-
-# --- Failures -------------------------------------------------------------------------------------
-
-
-def _explained(error: BaseException, again: str, memory: str) -> tuple[int, str] | None:
-    """The exit code and message of a failure that a user can act on; None for any other."""
-    if isinstance(error, Interrupted) and error.run_dir is not None:
-        stop, run_dir = signal.Signals(error.signal), error.run_dir
-        flags = {"--resume": "", "--run_name": f" {shlex.quote(run_dir.name)}"}
-        words = again.replace("--run-name", "--run_name")
-        more = [name + value for name, value in flags.items() if name not in words]
-        way = f"continue with: {' '.join([again, *more])}"
-        return 128 + stop, f"Stopped by {stop.name}; a checkpoint is in {run_dir}; {way}"
-    if isinstance(error, KeyboardInterrupt):
-        stop = signal.Signals(getattr(error, "signal", signal.SIGINT))
-        return 128 + stop, f"Stopped by {stop.name} before the training began."
-    if isinstance(error, UserError):
-        return error.exit_code, str(error)
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ssl_kd"):
-        way = "`make train` sets up everything in .venv; then: .venv/bin/python train.py"
-        return FAILED, f"The module {error.name} is not installed for {sys.executable}: {way}"
-    if _is_out_of_memory(error):
-        reason = str(error).partition(".")[0]
-        return FAILED, f"Out of memory: {memory}, or use --device cpu. ({reason})"
-    if isinstance(error, OSError):  # no such data, disk full, folder not writable
-        place = "" if error.filename is None else f"{error.filename}: "
-        return code_of(error), f"{place}{error.strerror}" if error.strerror else str(error)
-    return None
-
-
-def _check_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise InputError("The folder that you stand in is gone: cd to another.") from None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if "torch" not in sys.modules:  # it takes seconds, for what it cannot have raised
-        return isinstance(error, MemoryError)
-    from ssl_kd.guard.memory import is_out_of_memory
-
-    return is_out_of_memory(error)
-
-
-def _say(message: object, of_lines: bool = False) -> None:
-    """Print one line, whatever a file that the message names is called.
-
-    The guard's report of why a run stopped has several lines: the first few, each a cause or a way
-    out, indented below the first.
-    """
-    lines = str(message).splitlines() if of_lines else [str(message)]
-    lines = [printable(" ".join(line.split())) for line in lines if line.strip()]
-    if len(lines) > MOST_LINES:
-        lines[MOST_LINES - 1 :] = [f"... ({len(lines) - MOST_LINES + 1} more lines)"]
-    print("ssl_kd: " + "\n  ".join(lines), file=sys.stderr)

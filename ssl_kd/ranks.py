@@ -8,7 +8,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -56,6 +56,22 @@ class RankStopped(RankLost):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def launched_as(environment: Mapping[str, str]) -> tuple[int, int, str] | None:
+    """Which process this is, of how many that were started together, and the variables that say so.
+
+    Args:
+        environment: the process's own.
+
+    Returns:
+        Rank, count and the two variables in words; None for a process that was started alone.
+    """
+    for size, rank in _LAUNCHERS.items():
+        count, place = environment.get(size, ""), environment.get(rank, "")
+        if count.isdecimal() and int(count) > 1 and place.isdecimal():
+            return int(place), int(count), f"{rank} and {size}"
+    return None
 
 
 def refuse_ranks() -> None:

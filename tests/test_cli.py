@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 import ssl_kd
-from ssl_kd import cli
+from ssl_kd import cli, failures
 from ssl_kd.flags import read_settings
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.parts import TooFewHealthyParts
@@ -281,7 +281,7 @@ def test_the_guards_report_keeps_its_lines_but_only_the_first_few(capfd):
     assert capfd.readouterr().err == "ssl_kd: kd is nan\n  line 0\n  line 1\n  line 2\n"
     assert cli.guarded(lambda: fails(500)) == 3
     told = capfd.readouterr().err.splitlines()
-    assert len(told) == cli.MOST_LINES and told[-1] == "  ... (490 more lines)"
+    assert len(told) == failures.MOST_LINES and told[-1] == "  ... (490 more lines)"
     assert cli.guarded(lambda: fails(2, SettingsError)) == 2
     assert capfd.readouterr().err == "ssl_kd: kd is nan line 0 line 1\n"
 

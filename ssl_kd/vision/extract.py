@@ -5,36 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
 from ssl_kd.datasets.text import first_few
-from ssl_kd.errors import InputError, UserError
+from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch
+from ssl_kd.store.shards import Manifest
 from ssl_kd.teachers import Features, Pixels, Teacher
+from ssl_kd.vision.loading import Batch, ExtractionFailed, load, threads_ahead
+from ssl_kd.vision.pace import Clocked, Pace, keeping_up
 
-__all__ = ["ExtractProgress", "extract", "fingerprint"]
+__all__ = ["ExtractProgress", "Share", "extract", "extract_share", "fingerprint"]
 
 logger = logging.getLogger(__name__)
 
 _FEATURE_ROWS = 8192
-
-
-class ExtractionFailed(UserError, RuntimeError):
-    """A teacher failed; the message names the sample, or the first and last of the batch."""
 
 
 class ExtractProgress(NamedTuple):
@@ -42,7 +38,7 @@ class ExtractProgress(NamedTuple):
 
     Attributes:
         done: samples handled, those of an earlier, interrupted run included.
-        total: samples of the data set.
+        total: samples of the data set, or of a process's share of it.
         images_per_second: mean rate of this run.
         seconds_left: at that rate.
     """
@@ -53,10 +49,24 @@ class ExtractProgress(NamedTuple):
     seconds_left: float
 
 
-class _Batch(NamedTuple):
-    rows: Sequence[int]
-    images: Tensor | None  # of the rows that could be read
-    unreadable: Sequence[tuple[int, UnreadableImage]]
+class Share(NamedTuple):
+    """What came of one process's share of an extraction.
+
+    Attributes:
+        shards: numbers of the shards in the whole data set that were this process's.
+        computed: those of them that it computed now; the others were there.
+        rows: how many samples are in these shards.
+        n_shards: how many there are in all.
+        manifest: of the cache, if it is complete; None while other processes' shards are missing.
+        waited: what a GPU's teacher lost by waiting for images, a sentence; None: little.
+    """
+
+    shards: list[int]
+    computed: list[int]
+    rows: int
+    n_shards: int
+    manifest: Manifest | None
+    waited: str | None
 
 
 def fingerprint(
@@ -119,6 +129,82 @@ def extract(
         FingerprintMismatch, CorruptFileError, NonFiniteRow: what is cached is of something else,
             damaged or bad, and not `force`.
     """
+    _check(dataset, teacher, batch_size)
+    expected = fingerprint(dataset, teacher, precision)
+    if not force:
+        try:
+            store = _open(dataset, Path(folder), split, expected, exclude_bad)
+            _name_left_out(store.manifest, store.folder, dataset)
+            return store
+        except FileNotFoundError:
+            pass
+    form = {"shard_rows": shard_rows, "force": force, "exclude_bad": exclude_bad}
+    with _writer(dataset, teacher, folder, split, expected, **form) as writer:
+        waited = _fill(writer, dataset, teacher, precision, batch_size, workers, progress)
+        store = writer.close()
+    if waited:
+        logger.info("%s", waited)
+    _name_left_out(store.manifest, store.folder, dataset)
+    return store
+
+
+@undisturbed()
+def extract_share(
+    dataset: ImageDataset | FeatureDataset,
+    teacher: Teacher,
+    folder: str | os.PathLike[str],
+    only: slice,
+    *,
+    split: str,
+    precision: Precision,
+    batch_size: int = 64,
+    workers: int = 0,
+    force: bool = False,
+    shard_rows: int | None = None,
+    progress: Callable[[ExtractProgress], None] | None = None,
+) -> Share:
+    """Compute those of some shards that are not in the store yet, beside other processes.
+
+    Any number of processes, on any machines that see the folder, may be at work on the same data,
+    begin at any time, be killed and begin again, and have shards in common: the bytes are those of
+    `extract`. Who sees that all shards are there makes the cache visible. Each verifies its own
+    shards alone.
+
+    Args:
+        dataset: as for `extract`, the same in every process, as are the arguments not named here.
+        teacher: likewise.
+        folder: where the cache is, on a file system that all see.
+        only: the numbers of the shards: `slice(rank, None, world)`, `slice(k, k + 1)`.
+        split: as for `extract`.
+        precision: likewise.
+        batch_size: likewise.
+        workers: likewise.
+        force: likewise.
+        shard_rows: likewise; the first process to begin decides.
+        progress: called after each batch, with rows of these shards.
+
+    Raises:
+        ExtractionFailed, ValueError, FingerprintMismatch, CorruptFileError: as `extract`.
+        LockHeld: a process changes the cache's manifest for minutes.
+    """
+    _check(dataset, teacher, batch_size)
+    expected = fingerprint(dataset, teacher, precision)
+    form = {"shard_rows": shard_rows, "force": force, "only": only}
+    with _writer(dataset, teacher, folder, split, expected, **form) as writer:
+        computed = writer.absent
+        waited = _fill(writer, dataset, teacher, precision, batch_size, workers, progress)
+        manifest = writer.publish()
+        shards, n = list(writer.shards), writer.n_shards
+        share = Share(shards, computed, writer.rows, n, manifest, waited)
+    if manifest is not None:
+        if not manifest["statistics"]["rows"]:
+            raise InputError(f"not one of the {len(dataset)} images of {dataset.name} can be read")
+        if computed:
+            _name_left_out(manifest, Path(folder), dataset)
+    return share
+
+
+def _check(dataset: ImageDataset | FeatureDataset, teacher: Teacher, batch_size: int) -> None:
     if isinstance(teacher, Features) != isinstance(dataset, FeatureDataset):
         raise InputError(
             f"data set {dataset.name!r} and teacher {teacher.name!r} do not go together: feature "
@@ -131,53 +217,71 @@ def extract(
         )
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    expected = fingerprint(dataset, teacher, precision)
-    if not force:
-        try:
-            store = _open(dataset, Path(folder), split, expected, exclude_bad)
-            _name_left_out(store, dataset)
-            return store
-        except FileNotFoundError:
-            pass
-    if isinstance(dataset, FeatureDataset):
-        batch_size = _FEATURE_ROWS
-    with EmbeddingWriter(
+
+
+def _writer(
+    dataset: ImageDataset | FeatureDataset,
+    teacher: Teacher,
+    folder: str | os.PathLike[str],
+    split: str,
+    expected: Fingerprint,
+    **form: Any,
+) -> EmbeddingWriter:
+    return EmbeddingWriter(
         Path(folder),
         split,
         expected,
         len(dataset),
         teacher.dim,
+        dtype=None,  # what the teacher computes in
         labels=None if dataset.labels is None else torch.from_numpy(dataset.labels),
         ids=dataset.ids,
         class_names=dataset.class_names,
-        shard_rows=shard_rows,
-        force=force,
-        exclude_bad=exclude_bad,
         back=partial(_is_back, dataset),
-    ) as writer:
-        if batches := writer.batches(batch_size):
-            teacher.to(precision.device)
-            embed = _Embed(teacher, precision, batch_size)
-            on_cpu = precision.device.type == "cpu"
-            load = _load_between if on_cpu else _load_ahead
-            with closing(load(dataset, teacher, batches, workers)) as loaded:
-                _write(writer, dataset, embed, loaded, progress)
-        store = writer.close()
-    _name_left_out(store, dataset)
-    return store
+        **form,
+    )
 
 
-def _name_left_out(store: EmbeddingStore, dataset: ImageDataset | FeatureDataset) -> None:
-    left_out = store.manifest["unreadable"]
+def _fill(
+    writer: EmbeddingWriter,
+    dataset: ImageDataset | FeatureDataset,
+    teacher: Teacher,
+    precision: Precision,
+    batch_size: int,
+    workers: int,
+    progress: Callable[[ExtractProgress], None] | None,
+) -> str | None:
+    """Compute what the writer lacks; return what was lost by waiting for images, in words."""
+    if isinstance(dataset, FeatureDataset):
+        batch_size = _FEATURE_ROWS
+    batches = writer.batches(batch_size)
+    if not batches:
+        return None
+    teacher.to(precision.device)
+    embed = _Embed(teacher, precision, batch_size)
+    ahead = precision.device.type != "cpu"
+    pace = Pace()
+    with closing(load(dataset, teacher, batches, workers, ahead=ahead)) as loaded:
+        _write(writer, dataset, embed, pace.each(loaded), progress)
+    if embed.clocked is None:
+        return None
+    threads = threads_ahead(workers)
+    return keeping_up(pace.images, pace.seconds, pace.waited, embed.clocked.seconds(), threads)
+
+
+def _name_left_out(
+    manifest: Manifest, folder: Path, dataset: ImageDataset | FeatureDataset
+) -> None:
+    left_out = manifest["unreadable"]
     if left_out:
         named = [f"{entry['id']} ({entry['reason']})" for entry in left_out]
         logger.warning(
             "%d of %d samples of %s are left out: %s. %s lists them",
             len(left_out),
-            store.manifest["n"],
-            store.split,
+            manifest["n"],
+            manifest["split"],
             "; ".join(first_few(named, 5)),
-            store.folder / f"{store.name}.json",
+            folder / f"embeddings_{manifest['split']}.json",
         )
     if back := [entry["id"] for entry in left_out if _is_back(dataset, entry)]:
         logger.warning(
@@ -227,17 +331,17 @@ def _write(
     writer: EmbeddingWriter,
     dataset: ImageDataset | FeatureDataset,
     embed: _Embed,
-    loaded: Iterator[_Batch],
+    loaded: Iterator[Batch],
     progress: Callable[[ExtractProgress], None] | None,
 ) -> None:
-    total = len(dataset)
+    total = writer.rows
     before = total - sum(stop - start for start, stop in writer.missing)
     began = time.perf_counter()
     seen = given = 0
     problem: UnreadableImage | None = None
 
     def store(rows: Sequence[int], embeddings: Tensor) -> None:
-        embeddings = embeddings.cpu()
+        embeddings = embeddings.to(writer.dtype).cpu()
         bad = (~embeddings.isfinite().all(1)).nonzero()[:, 0].tolist()
         if bad and not writer.exclude_bad:
             row = rows[bad[0]]
@@ -269,14 +373,15 @@ def _write(
             logger.warning("left out: %s", problem)
             writer.skip(row, problem.id, problem.reason)
         given += len(batch.rows)
-        seen += len(batch.rows) + len(batch.unreadable)
+        decoded = [*batch.rows, *(row for row, _ in batch.unreadable)]
+        seen += sum(map(writer.lacks, decoded))
         if progress is not None:
             done = min(total, before + seen)
             rate = seen / max(time.perf_counter() - began, 1e-9)
             progress(ExtractProgress(done, total, rate, (total - done) / rate))
     if last is not None:
         store(*last)
-    if not given and not before:
+    if not given and not before and total == len(dataset):
         raise InputError(f"not one of the {total} images of {dataset.name} can be read: {problem}")
 
 
@@ -291,10 +396,15 @@ class _Embed:
             dtype=precision.teacher,
             enabled=precision.teacher != torch.float32,
         )
+        self.clocked = Clocked(precision.device) if precision.device.type == "cuda" else None
 
     def __call__(self, images: Tensor) -> Tensor:
         if isinstance(self.teacher, Features):
             return images
+        with self.clocked or nullcontext():
+            return self._in_pieces(images)
+
+    def _in_pieces(self, images: Tensor) -> Tensor:
         while True:
             try:
                 with torch.inference_mode(), self.autocast:
@@ -313,94 +423,3 @@ class _Embed:
             logger.warning("out of memory: the teacher's batch is now %d images", self.limit)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-
-def _load_between(
-    dataset: ImageDataset | FeatureDataset,
-    teacher: Teacher,
-    batches: Sequence[range],
-    workers: int,
-) -> Generator[_Batch, None, None]:
-    """Decode each batch when it is asked for, its images by several threads.
-
-    While a teacher computes on every core, decoding would delay all its threads at each of their
-    barriers: 9 to 13 % instead of 2 to 4 % of the time.
-    """
-    with ThreadPoolExecutor(workers or torch.get_num_threads(), "decode") as pool:
-        for rows in batches:
-            yield _load(dataset, teacher, rows, pool.map)
-
-
-def _load_ahead(
-    dataset: ImageDataset | FeatureDataset,
-    teacher: Teacher,
-    batches: Sequence[range],
-    workers: int,
-) -> Generator[_Batch, None, None]:
-    """Decode batches in order, by threads (PIL lets go of the interpreter), a few ahead."""
-    workers = workers or min(16, os.cpu_count() or 1)
-
-    def load(rows: range) -> _Batch:
-        batch = _load(dataset, teacher, rows, map)
-        if torch.cuda.is_available() and batch.images is not None:
-            return batch._replace(images=batch.images.pin_memory())
-        return batch
-
-    pool = ThreadPoolExecutor(workers, "decode")
-    queue: deque[Future[_Batch]] = deque()
-    try:
-        for rows in batches:
-            queue.append(pool.submit(load, rows))
-            if len(queue) > workers + 1:
-                yield queue.popleft().result()
-        while queue:
-            yield queue.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _load(
-    dataset: ImageDataset | FeatureDataset,
-    teacher: Teacher,
-    rows: range,
-    each: Callable[..., Iterable[Any]],
-) -> _Batch:
-    """Read some rows; `each` is `map`, or a thread pool's."""
-    if isinstance(dataset, FeatureDataset):
-        with np.errstate(over="ignore"):  # beyond float32 is infinite, which is an error later
-            block = np.array(dataset.features[rows.start : rows.stop], dtype=np.float32)
-        return _Batch(rows, torch.from_numpy(block), [])
-    if isinstance(teacher, Pixels) and dataset.arrays is not None and teacher.takes(dataset.arrays):
-        return _Batch(rows, teacher.from_arrays(dataset.arrays[rows.start : rows.stop]), [])
-
-    def read(row: int) -> np.ndarray | UnreadableImage:
-        try:
-            image = teacher.preprocess(dataset.image(row))
-        except UnreadableImage as error:
-            return error
-        except Exception as error:  # a teacher may be of a user's own
-            raise ExtractionFailed(
-                f"{dataset.ids[row]} (row {row} of {dataset.name}) cannot be prepared for the "
-                f"teacher {teacher.name!r}: {type(error).__name__}: {error}"
-            ) from error
-        if image.ndim != 3:
-            raise InputError(
-                f"teacher {teacher.name!r} prepares an image as {list(image.shape)}; its preprocess"
-                " must return uint8 [channel, height, width]"
-            )
-        return image.permute(1, 2, 0).numpy()
-
-    kept: list[int] = []
-    images: list[Any] = []
-    unreadable: list[tuple[int, UnreadableImage]] = []
-    for row, found in zip(rows, each(read, rows), strict=True):
-        if isinstance(found, UnreadableImage):
-            unreadable.append((row, found))
-        else:
-            images.append(found)
-            kept.append(row)
-    if not images:
-        return _Batch(kept, None, unreadable)
-    # NumPy's stack, because torch's would start more threads beside the teacher's; channels last,
-    # as images are in memory and as convolutions are fastest.
-    return _Batch(kept, torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2), unreadable)

@@ -327,9 +327,21 @@ def _embed(
     settings: VisionSettings, precision: Precision, tell: Progress
 ) -> tuple[Dataset, dict[str, EmbeddingStore], Teacher]:
     """Open the data, load the teacher, and fill or open the store of each split."""
+    sets, teacher = open_data(settings, precision)
+    train_set = sets["train"]
+    n_clusters_of(settings, train_set.class_names, len(train_set))  # before hours of extraction
+    folder = Path(settings.embeddings_dir)
+    stores = {
+        split: embedded(settings, dataset, teacher, folder, split, precision, tell)
+        for split, dataset in sets.items()
+    }
+    return train_set, stores, teacher
+
+
+def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str, Dataset], Teacher]:
+    """The splits that there are, `train` and perhaps `test`, and the teacher for them."""
     root, download = settings.data_dir, settings.download
     train_set = open_dataset(settings.dataset, "train", root=root, download=download)
-    n_clusters_of(settings, train_set.class_names, len(train_set))  # before hours of extraction
     if settings.dataset_test is not None:
         names, source = train_set.class_names, settings.dataset_test
         test_set = open_dataset(
@@ -359,13 +371,7 @@ def _embed(
             f"EMBEDDING_DIM is {settings.embedding_dim}, but the teacher {teacher.name} gives "
             f"{teacher.dim}: set EMBEDDING_DIM to {teacher.dim} or None"
         )
-    folder = Path(settings.embeddings_dir)
-    stores = {
-        split: embedded(settings, dataset, teacher, folder, split, precision, tell)
-        for split, dataset in (("train", train_set), ("test", test_set))
-        if dataset is not None
-    }
-    return train_set, stores, teacher
+    return {"train": train_set} | ({} if test_set is None else {"test": test_set}), teacher
 
 
 def embedded(
@@ -376,6 +382,7 @@ def embedded(
     split: str,
     precision: Precision,
     tell: Progress,
+    shard_rows: int | None = None,
 ) -> EmbeddingStore:
     """The store of one split, filled where it is not yet."""
 
@@ -391,6 +398,7 @@ def embedded(
         batch_size=settings.extract_batch_size,
         workers=settings.workers,
         force=settings.force_recompute,
+        shard_rows=shard_rows,
         progress=draw,
     )
 

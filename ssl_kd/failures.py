@@ -1,0 +1,104 @@
+"""What a user sees of a failure: one line that says what to do, and an exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+
+from ssl_kd.errors import (
+    FAILED,
+    GUARD_STOPPED,
+    InputError,
+    Interrupted,
+    UserError,
+    code_of,
+    printable,
+)
+
+MOST_LINES = 12  # of the guard's report
+VISION_MEMORY = "lower BATCH_SIZE, N_HEADS or EXTRACT_BATCH_SIZE"
+LANGUAGE_MEMORY = (
+    "lower BATCH_SIZE (and raise GRADIENT_ACCUMULATION_STEPS) or BLOCK_SIZE, set "
+    "GRADIENT_CHECKPOINTING or LORA_RANK, cache the teacher (TEACHER_CACHE)"
+)
+"""What to change where memory runs out."""
+
+
+def guarded(work: Callable[[], int], again: str = "", memory: str = VISION_MEMORY) -> int:
+    """Do the work; turn every failure that a user can act on into one line and an exit code.
+
+    Args:
+        work: Returns its exit code.
+        again: The command that started it, which with `--resume` goes on.
+        memory: What to change where memory runs out.
+    """
+    try:
+        _check_folder()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character
+            sys.stdout.reconfigure(errors="backslashreplace")
+        return work()
+    except (Exception, KeyboardInterrupt) as error:
+        known = _explained(error, again, memory)
+        if known is None:
+            raise
+        code, message = known
+        say(message, of_lines=code == GUARD_STOPPED)
+        return code
+
+
+def _explained(error: BaseException, again: str, memory: str) -> tuple[int, str] | None:
+    """The exit code and message of a failure that a user can act on; None for any other."""
+    if isinstance(error, Interrupted) and error.run_dir is not None:
+        stop, run_dir = signal.Signals(error.signal), error.run_dir
+        flags = {"--resume": "", "--run_name": f" {shlex.quote(run_dir.name)}"}
+        words = again.replace("--run-name", "--run_name")
+        more = [name + value for name, value in flags.items() if name not in words]
+        way = f"continue with: {' '.join([again, *more])}"
+        return 128 + stop, f"Stopped by {stop.name}; a checkpoint is in {run_dir}; {way}"
+    if isinstance(error, KeyboardInterrupt):
+        stop = signal.Signals(getattr(error, "signal", signal.SIGINT))
+        return 128 + stop, f"Stopped by {stop.name} before the training began."
+    if isinstance(error, UserError):
+        return error.exit_code, str(error)
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ssl_kd"):
+        way = "`make train` sets up everything in .venv; then: .venv/bin/python train.py"
+        return FAILED, f"The module {error.name} is not installed for {sys.executable}: {way}"
+    if _is_out_of_memory(error):
+        reason = str(error).partition(".")[0]
+        return FAILED, f"Out of memory: {memory}, or use --device cpu. ({reason})"
+    if isinstance(error, OSError):  # no such data, disk full, folder not writable
+        place = "" if error.filename is None else f"{error.filename}: "
+        return code_of(error), f"{place}{error.strerror}" if error.strerror else str(error)
+    return None
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("The folder that you stand in is gone: cd to another.") from None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if "torch" not in sys.modules:  # it takes seconds, for what it cannot have raised
+        return isinstance(error, MemoryError)
+    from ssl_kd.guard.memory import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
+def say(message: object, of_lines: bool = False) -> None:
+    """Print one line, whatever a file that the message names is called.
+
+    The guard's report of why a run stopped has several lines: the first few, each a cause or a way
+    out, indented below the first.
+    """
+    lines = str(message).splitlines() if of_lines else [str(message)]
+    lines = [printable(" ".join(line.split())) for line in lines if line.strip()]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES - 1 :] = [f"... ({len(lines) - MOST_LINES + 1} more lines)"]
+    print("ssl_kd: " + "\n  ".join(lines), file=sys.stderr)

@@ -1,0 +1,453 @@
+"""Extraction by several processes: the bytes of one, whoever computes and whoever dies."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_kd import cli
+from ssl_kd.datasets import ArrayDataset, FeatureDataset, FolderDataset, open_dataset
+from ssl_kd.guard.precision import Precision
+from ssl_kd.store import EmbeddingStore
+from ssl_kd.teachers import load_teacher
+from ssl_kd.vision.extract import extract, extract_share
+from ssl_kd.vision.extract_ray import workers_for
+from ssl_kd.vision.pace import keeping_up
+from tests.processes import ROOT
+from tests.vision.counting import SHARD, Counting
+
+CPU = Precision.for_device("cpu")
+TEACHER = "tests.vision.counting.Counting"
+TIMEOUT = 300  # seconds; far more than any of these needs
+with_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ssl_kd[ray]'"
+)
+
+
+def content(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+
+class Job:
+    """`train.py extract` of digits, 1437 and 360, by the teacher that counts: 15 + 4 shards."""
+
+    def __init__(self, folder, batch=SHARD):
+        self.folder, self.cache, self.batch = folder, folder / "cache", batch
+        self.cache.mkdir(parents=True)
+        data = open_dataset("digits", "train")
+        assert isinstance(data, ArrayDataset) and data.arrays is not None
+        arrays = data.arrays
+        self.sums = [str(int(arrays[at : at + batch].sum())) for at in range(0, 1437, batch)]
+
+    def command(self, *flags):
+        return [
+            *("train.py", "extract", "--teacher", TEACHER),
+            *("--embeddings_dir", str(self.cache), "--shard_rows", str(SHARD)),
+            *("--extract_batch_size", str(self.batch), "--device", "cpu", *flags),
+        ]
+
+    def run(self, *flags, launcher=(), **environment):
+        """Exit code, standard output and the last line of the error output."""
+        known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        known |= {"COUNTING": str(self.folder), "PYTHONPATH": paths(), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *launcher, *self.command(*flags)],
+            cwd=ROOT,
+            env=known | environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout, (done.stderr.splitlines() or [""])[-1]
+
+    def batches(self):
+        """How often each batch was computed since the last call."""
+        path = self.folder / "batches"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return Counter(line.split()[1] for line in lines)
+
+    def stored(self, split="train"):
+        """The shards that are complete, and the time of each one's file."""
+        for place in (self.cache / f"embeddings_{split}.partial", self.cache):
+            manifest = place / f"embeddings_{split}.json"
+            if manifest.exists():
+                names = [entry["file"] for entry in json.loads(manifest.read_bytes())["shards"]]
+                return {name: (place / name).stat().st_mtime_ns for name in names}
+        return {}
+
+
+def paths():
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process makes."""
+    os.environ["COUNTING"] = str(tmp_path_factory.mktemp("alone"))
+    folder = Path(os.environ["COUNTING"]) / "cache"
+    for split in ("train", "test"):
+        options = {"precision": CPU, "batch_size": SHARD, "shard_rows": SHARD}
+        teacher = load_teacher(TEACHER)
+        extract(open_dataset("digits", split), teacher, folder, split=split, **options)
+    del os.environ["COUNTING"]
+    return content(folder)
+
+
+# --- a job array and torchrun ---------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
+def test_killed_at_a_shard_a_process_of_many_goes_on_with_exactly_the_missing_ones(tmp_path, alone):
+    job = Job(tmp_path, batch=SHARD // 2)
+    (tmp_path / "deadly").write_text(job.sums[2 * 6 + 1])  # in the second half of shard 6
+    code, _, _ = job.run("--rank", "0", "--world", "2")
+    assert code == -9 and len(job.batches()) == 8
+    (tmp_path / "deadly").unlink()
+    before = job.stored()
+    assert sorted(before) == [f"embeddings_train_{shard:05d}.pt" for shard in (0, 2, 4)]
+
+    code, told, _ = job.run("--rank", "0", "--world", "2")
+    assert code == 0 and "has stored its 8 of 15 shards" in told
+    computed, missing = job.batches(), (6, 8, 10, 12, 14)
+    assert set(computed.values()) == {1} and len(computed) == 9 + 4  # and those of the test split
+    halves = {job.sums[at] for shard in missing for at in (2 * shard, 2 * shard + 1) if at < 29}
+    assert set(computed) & set(job.sums) == halves
+    assert before.items() <= job.stored().items()
+
+    code, told, _ = job.run("--rank", "1", "--world", "2")
+    assert code == 0 and len(job.batches()) == 14 + 4
+    assert "1437 rows of 2, float32, in 15 shards" in told and "360 rows of 2" in told
+    assert content(job.cache) == alone
+
+    code, told, _ = job.run("--rank", "0", "--world", "2")  # started again, all is done
+    assert code == 0 and not job.batches() and "1437 rows" in told
+    assert content(job.cache) == alone
+
+
+@pytest.mark.slow
+def test_torchrun_shares_the_work_among_its_ranks(tmp_path, alone):
+    job = Job(tmp_path)
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+    code, told, last = job.run(launcher=launcher)
+    assert code == 0, last
+    computed = job.batches()
+    assert sum(computed.values()) == len(computed) == 15 + 4
+    assert content(job.cache) == alone
+    assert told.count("embeddings_train.json") == 2 and "1437 rows of 2" in told
+
+
+def test_processes_of_an_array_that_run_at_once(tmp_path, alone, monkeypatch):
+    """In threads of this process, some shards by three: a task started again, one thought dead."""
+    monkeypatch.setenv("COUNTING", str(tmp_path))
+    found = []
+
+    def work(rank, world):
+        for split in ("train", "test"):
+            only = slice(rank, None, world)
+            options = {"precision": CPU, "batch_size": SHARD, "shard_rows": SHARD}
+            data, teacher = open_dataset("digits", split), load_teacher(TEACHER)
+            found.append(extract_share(data, teacher, tmp_path / "c", only, split=split, **options))
+
+    shares = [(0, 3), (1, 3), (2, 3), (0, 3), (1, 2)]
+    threads = [threading.Thread(target=work, args=share) for share in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert len(found) == 10 and sum(share.manifest is not None for share in found) >= 2
+    assert content(tmp_path / "c") == alone
+
+
+def test_batches_that_straddle_shards_are_those_of_one_process(tmp_path):
+    """The embedding depends on its whole batch, as roundings do."""
+
+    class Whole(Counting):
+        name = "whole"
+
+        def __init__(self):
+            self.told = tmp_path
+
+        def embed(self, batch):
+            return super().embed(batch) + batch.float().mean()
+
+    images = np.random.default_rng(0).integers(0, 256, (50, 4, 4), dtype=np.uint8)
+    data = ArrayDataset("a", "train", images, None, None)
+    options = {"split": "train", "precision": CPU, "batch_size": 8, "shard_rows": 11}
+    extract(data, Whole(), tmp_path / "one", **options)
+    seen = []
+    for rank in (2, 0, 1):
+        only = slice(rank, None, 3)
+        share = extract_share(
+            data, Whole(), tmp_path / "many", only, progress=seen.append, **options
+        )
+        assert seen[-1].done == seen[-1].total == share.rows
+    assert content(tmp_path / "one") == content(tmp_path / "many")
+
+
+def test_unreadable_images_of_every_share_are_listed(shared_data, tmp_path):
+    folder = tmp_path / "images"
+    shutil.copytree(shared_data / "images" / "awkward", folder)
+    data, teacher = FolderDataset(folder, "awkward", "train"), load_teacher("pixels", image_size=16)
+    options = {"split": "train", "precision": CPU, "shard_rows": 5, "batch_size": 4}
+    extract(data, teacher, tmp_path / "one", **options)
+    shares = [
+        extract_share(data, teacher, tmp_path / "many", slice(rank, None, 4), **options)
+        for rank in range(4)
+    ]
+    assert [share.manifest is None for share in shares] == [True, True, True, False]
+    assert len(shares[3].manifest["unreadable"]) == 6
+    assert content(tmp_path / "one") == content(tmp_path / "many")
+
+
+def test_a_share_without_one_readable_image_is_no_error_but_a_cache_without_is(tmp_path):
+    (tmp_path / "images").mkdir()
+    for name in ("a.jpg", "b.jpg"):
+        (tmp_path / "images" / name).write_bytes(b"")
+    data, teacher = FolderDataset(tmp_path / "images", "mine", "train"), load_teacher("pixels")
+    options = {"split": "train", "precision": CPU, "shard_rows": 1}
+    share = extract_share(data, teacher, tmp_path / "cache", slice(0, 1), **options)
+    assert share.manifest is None and share.computed == [0]
+    with pytest.raises(ValueError, match="not one of the 2 images of mine can be read"):
+        extract_share(data, teacher, tmp_path / "cache", slice(1, 2), **options)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def command(*flags):
+    return cli.main(["extract", *flags])
+
+
+def test_the_command_fills_both_splits_and_stops(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command("--embeddings-dir", "here", "--shard_rows=700", "--runs_dir", "runs") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "here/embeddings_train.json: 1437 rows of 64, float32, in 3 shards",
+        "here/embeddings_test.json: 360 rows of 64, float32, in 1 shards",
+    ]
+    assert EmbeddingStore.open("here", "train").n == 1437 and not Path("runs").exists()
+    for rank in ("1", "0"):
+        flags = ("--embeddings_dir", "there", "--shard_rows", "700", "--rank", rank, "--world", "2")
+        assert command(*flags) == 0
+    assert content("here") == content("there")
+
+
+def test_ranks_are_those_that_a_launcher_gave(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert command("--embeddings_dir", str(tmp_path), "--shard_rows", "700") == 0
+    assert "has stored its 1 of 3 shards" in capsys.readouterr().out
+    assert command("--embeddings_dir", str(tmp_path), "--rank", "0", "--world", "1") == 0
+    assert "1437 rows of 64, float32, in 3 shards" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--rank", "1"), "--rank came without --world: give both"),
+        (("--world", "4"), "--world came without --rank"),
+        (("--rank", "4", "--world", "4"), "--rank is 4 and --world 4; expected a rank from 0"),
+        (("--rank", "-1", "--world", "4"), "--rank is -1"),
+        (("--rank", "a", "--world", "4"), "invalid int value: 'a'"),
+        (("--engine", "dask"), "invalid choice: 'dask'"),
+        (("--engine", "ray", "--rank", "0", "--world", "2"), "shares the work itself"),
+        (("--shard_rows", "0"), "--shard_rows is 0; expected at least 1"),
+        (("--datset", "x"), "There is no flag --datset. Did you mean --dataset?"),
+        (("--extend", "x"), "an extension embeds its data itself"),
+        (("more",), "'more' is the value of no flag"),
+    ],
+)
+def test_what_cannot_be_is_one_line(flags, said, capsys, tmp_path):
+    assert command(*flags, "--embeddings_dir", str(tmp_path)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and said in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_lists_the_flags_of_this_command_and_of_the_settings(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command("--help")
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and "--dataset" in told
+    assert all(f"--{name}" in told for name in ("engine", "rank", "world", "shard_rows"))
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+BF16 = Precision(torch.device("cpu"), torch.bfloat16, torch.float32, False, "test")
+IMAGES = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
+
+
+def test_a_half_precision_teacher_is_stored_in_half_the_space(tmp_path, monkeypatch):
+    monkeypatch.setenv("COUNTING", str(tmp_path))
+    data = ArrayDataset("a", "train", IMAGES, None, None)
+    half = extract(data, Counting(), tmp_path / "half", split="train", precision=BF16)
+    full = extract(data, Counting(), tmp_path / "full", split="train", precision=CPU)
+    assert half.manifest["dtype"] == half.fingerprint.dtype == "bfloat16"
+    assert full.manifest["dtype"] == full.fingerprint.dtype == "float32"
+    opened = torch.load(tmp_path / "half" / "embeddings_train.pt", weights_only=True)
+    assert opened["embeddings"].dtype == torch.bfloat16 and half.tensor().dtype == torch.float32
+    assert torch.equal(half.tensor(), full.tensor().bfloat16().float())
+
+
+def test_features_and_pixels_are_float32_on_any_device(tmp_path):
+    features = FeatureDataset("f", "train", np.random.default_rng(0).normal(size=(9, 3)))
+    pixels = ArrayDataset("a", "train", IMAGES, None, None)
+    for data, name in ((features, "features"), (pixels, "pixels")):
+        teacher = load_teacher(name, dataset=data)
+        store = extract(data, teacher, tmp_path / name, split="train", precision=BF16)
+        assert store.manifest["dtype"] == "float32"
+
+
+def test_what_half_precision_cannot_hold_names_the_sample(tmp_path, monkeypatch):
+    class Large(Counting):
+        name = "large"
+
+        def embed(self, batch):
+            return super().embed(batch) * 1e6
+
+    monkeypatch.setenv("COUNTING", str(tmp_path))
+    data = ArrayDataset("a", "train", IMAGES, None, None)
+    fp16 = Precision(torch.device("cpu"), torch.float16, torch.float32, False, "test")
+    with pytest.raises(ValueError, match=r"'large' gives NaN or infinity .* 'a/train/0'.*float32"):
+        extract(data, Large(), tmp_path / "cache", split="train", precision=fp16)
+
+
+# --- how many cores -------------------------------------------------------------------------------
+
+
+def test_what_a_gpu_lost_by_waiting_and_what_would_keep_up():
+    told = keeping_up(10_000, 10.0, waited=8.0, computed=4.0, workers=16)
+    assert told == (
+        "the teacher waited for images 60 % of the time: 16 workers decode 1000 a second, it "
+        "embeds 2500; 40 workers, with a core each, would keep up"
+    )
+    # What it computed while these were waited for is not lost, nor what the disk took.
+    assert keeping_up(10_000, 10.0, waited=8.0, computed=9.5, workers=16) is None
+    assert keeping_up(10_000, 10.0, waited=0.5, computed=4.0, workers=16) is None
+    assert keeping_up(0, 0.0, waited=0.0, computed=0.0, workers=16) is None
+
+
+@pytest.mark.parametrize(
+    "nodes, device, cores, expected",
+    [
+        ([{"CPU": 2.0}], "auto", 0, (1, 2, 0)),
+        ([{"CPU": 2.0}], "auto", 1, (2, 1, 0)),
+        ([{"CPU": 64, "GPU": 8}], "cpu", 16, (4, 16, 0)),
+        ([{"CPU": 64, "GPU": 8}, {"CPU": 16}], "cuda", 0, (8, 8, 1)),
+        ([{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}], "auto", 16, (8, 16, 1)),
+        ([{"CPU": 0}, {"CPU": 32}, {"CPU": 16}], "cpu", 0, (3, 16, 0)),
+    ],
+)
+def test_a_worker_takes_a_gpu_and_its_share_of_the_cores(nodes, device, cores, expected):
+    assert workers_for(nodes, device, cores) == expected
+
+
+@pytest.mark.parametrize("nodes", [[{"CPU": 8.0, "GPU": 1.0}], [{"CPU": 8.0}], [{}]])
+def test_more_cores_than_any_machine_has(nodes):
+    with pytest.raises(ValueError, match="WORKERS is 32, but no machine .* lower WORKERS"):
+        workers_for(nodes, "auto", 32)
+
+
+# --- Ray ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_way_to_it_is_named(tmp_path, capsys):
+    assert command("--engine", "ray", "--embeddings_dir", str(tmp_path)) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "pip install 'ssl_kd[ray]'" in lines[0]
+
+
+@with_ray
+def test_ray_makes_the_bytes_of_one_process(tmp_path, alone):
+    job = Job(tmp_path)
+    code, told, last = job.run("--engine", "ray")
+    assert code == 0, last
+    computed = job.batches()
+    assert sum(computed.values()) == len(computed) == 15 + 4
+    assert "embeddings_train.json: 1437 rows of 2, float32, in 15 shards" in told
+    assert content(job.cache) == alone
+
+
+@with_ray
+@pytest.mark.slow
+def test_ray_stores_all_shards_but_the_one_that_fails_and_then_that_one(tmp_path, alone):
+    job = Job(tmp_path)
+    (tmp_path / "sick").write_text(job.sums[6])
+    code, told, last = job.run("--engine", "ray", "--workers", "1")
+    assert code == 1 and "1 of 19 shards failed, all others are stored: shard 6 of train" in last
+    assert "fails in the batch of digits/758" in last and "this teacher cannot" in last
+    assert len(job.stored()) == 14 and len(job.stored("test")) == 4
+    (tmp_path / "sick").unlink()
+    job.batches()
+
+    (tmp_path / "deadly").write_text(job.sums[6])  # now it kills the worker, again and again
+    code, told, last = job.run("--engine", "ray", "--workers", "1")
+    assert code == 1 and "shard 6 of train: 4 workers died of it" in last
+    assert job.batches() == {job.sums[6]: 4}
+    (tmp_path / "deadly").unlink()
+
+    code, told, last = job.run("--engine", "ray", "--workers", "1")
+    assert code == 0 and job.batches() == {job.sums[6]: 1}
+    assert content(job.cache) == alone
+    code, _, last = job.run("--engine", "ray", "--dataset", "/nowhere")
+    assert code == 2 and last.startswith("ssl_kd: '/nowhere' is neither a data set")
+
+
+@with_ray
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
+def test_ray_killed_in_the_middle_goes_on_with_exactly_the_missing_shards(tmp_path, alone):
+    """The driver is killed, and all that Ray started on this machine ends with it."""
+    job = Job(tmp_path)
+    (tmp_path / "slow").touch()
+    known = os.environ | {"COUNTING": str(tmp_path), "PYTHONPATH": paths(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *job.command("--engine", "ray", "--workers", "1")]
+    with open(tmp_path / "log", "w") as log:
+        driver = subprocess.Popen(command, cwd=ROOT, env=known, stdout=log, stderr=log)
+    ends = time.monotonic() + TIMEOUT
+    while len(job.stored()) < 5 and driver.poll() is None and time.monotonic() < ends:
+        time.sleep(0.05)
+    driver.kill()
+    assert driver.wait(TIMEOUT) == -9, (tmp_path / "log").read_text()
+    workers = {int(line.split()[0]) for line in (tmp_path / "batches").read_text().splitlines()}
+    while any(map(is_alive, workers)) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not any(map(is_alive, workers)), "what Ray started outlives it"
+    before, begun = job.stored(), job.batches()
+    assert 5 <= len(before) < 15 and len(begun) <= len(before) + 2 * 2  # behind, and under way
+    (tmp_path / "slow").unlink()
+
+    code, told, last = job.run("--engine", "ray", "--workers", "1")
+    assert code == 0, last
+    computed, whole = job.batches(), [int(name[-8:-3]) for name in before]
+    assert set(computed.values()) == {1} and len(computed) == 15 - len(before) + 4
+    assert not set(computed) & {job.sums[shard] for shard in whole}
+    assert before.items() <= job.stored().items()
+    assert content(job.cache) == alone
+
+
+def is_alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
