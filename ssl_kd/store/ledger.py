@@ -92,7 +92,7 @@ class Ledger:
             FingerprintMismatch: there is one of something else alone, and not `force`.
             CorruptFileError: the finished one is damaged, and not `force`.
         """
-        same, foreign = self._read(strict=not self.force)
+        same, foreign = self._read(begin=True)
         if foreign and not same and not self.force:
             raise next(iter(foreign.values()))
         for first in list(same.values())[:1]:
@@ -146,10 +146,12 @@ class Ledger:
         """
         with self._changing:
             same = self._fitting(self._read()[0])
-            entries = {
+            listed = [(entry, place) for place, found in same.items() for entry in found["shards"]]
+            if len({self.shard_of(entry) for entry, _ in listed}) < self.n_shards:
+                return None
+            entries = {  # the unfinished writers' come last, and count
                 self.shard_of(entry): entry
-                for place, manifest in same.items()  # the unfinished writers' come last, and count
-                for entry in manifest["shards"]
+                for entry, place in listed
                 if any(_has_size(path, entry["bytes"]) for path in self.paths(entry, place))
             }
             if len(entries) < self.n_shards:
@@ -160,7 +162,7 @@ class Ledger:
         return manifest
 
     def _read(
-        self, strict: bool = False
+        self, begin: bool = False
     ) -> tuple[dict[Path, Manifest], dict[Path, FingerprintMismatch]]:
         """The manifests of this cache, and what those of another one differ in."""
         same: dict[Path, Manifest] = {}
@@ -172,9 +174,10 @@ class Ledger:
             except FileNotFoundError:
                 continue
             except CorruptFileError as error:
-                if place == self.folder and strict:
+                if begin and place == self.folder and not self.force:
                     raise
-                logger.warning("%s Starting over.", error)
+                if begin:
+                    logger.warning("%s Starting over.", error)
                 continue
             if differences := self._differences(manifest, cached):
                 if place == self.folder or manifest["shards"]:  # else nothing would be lost

@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -212,10 +213,13 @@ def _fill(
         **takes,
     )
     rows: list[Row] = []
+    start = time.perf_counter()
     for row in done.iter_rows():
         rows.append(row)
-        info = {"shards": f"{len(rows)}/{len(tasks)}"}
-        progress("extract", sum(row["rows"] for row in rows), plan["rows"], info)
+        images = sum(row["rows"] for row in rows)
+        rate = images / (time.perf_counter() - start)
+        info = {"images/s": rate, "shards": f"{len(rows)}/{len(tasks)}"}
+        progress("extract", images, plan["rows"], info)
     return _result(settings, rows)
 
 

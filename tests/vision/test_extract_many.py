@@ -345,6 +345,52 @@ def test_what_a_gpu_lost_by_waiting_and_what_would_keep_up():
     assert keeping_up(0, 0.0, waited=0.0, computed=0.0, workers=16) is None
 
 
+class Gpu:
+    """A device by whose clock each batch takes as long as it is told."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.seconds = 0.0, seconds
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+class Event:
+    def __init__(self, gpu):
+        self.gpu, self.at = gpu, None
+
+    def record(self, stream):
+        assert stream == torch.device("cuda:3")
+        self.at, self.gpu.now = self.gpu.now, self.gpu.now + self.gpu.seconds
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 1000 * (other.at - self.at)
+
+
+@pytest.mark.parametrize("slow, fast", [(0.05, 0.01), (0.0, 100.0)])
+def test_an_extraction_whose_gpu_waits_for_decoding_says_so(
+    tmp_path, monkeypatch, caplog, slow, fast
+):
+    class Slow(Counting):
+        def preprocess(self, image):
+            time.sleep(slow)
+            return super().preprocess(image)
+
+    monkeypatch.setenv("COUNTING", str(tmp_path))
+    Gpu(monkeypatch, fast)
+    data = ArrayDataset("a", "train", IMAGES, None, None)
+    cuda = Precision(torch.device("cuda:3"), torch.float32, torch.float32, False, "test")
+    options = {"split": "train", "precision": cuda, "batch_size": 8, "workers": 2}
+    share = extract_share(data, Slow(), tmp_path / "c", slice(0, None), **options)
+    with caplog.at_level("INFO", logger="ssl_kd"):
+        extract(data, Slow(), tmp_path / "d", **options)
+    said = "2 workers decode"
+    assert (said in (share.waited or "")) == (said in caplog.text) == (slow > 0)
+
+
 @pytest.mark.parametrize(
     "nodes, device, cores, expected",
     [
