@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import re
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -164,13 +166,13 @@ class Ranks:
                 return None
             if not LOST.search(str(error)):
                 return None
-        line = str(error).strip().splitlines()[0]
+        line = str(error).strip().splitlines()[0].partition(" This is typically")[0].rstrip(".")
         return RankLost(f"rank {self.rank} of {self.world} lost the others: {line}. {_WAY_OUT}")
 
-    def _leave(self) -> None:
+    def _leave(self, patience: float) -> None:
         """Rank 0, where the stores may live, goes last: the others still ask why it stopped."""
         assert self._stop is not None
-        deadline = time.monotonic() + _LINGER
+        deadline = time.monotonic() + patience
         with contextlib.suppress(DistError):
             left = self._stop.add("left", 1)
             while self.rank == 0 and left < self.world and time.monotonic() < deadline:
@@ -247,15 +249,31 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
         dist.barrier()  # all are in touch with rank 0: from now on its end is noticed
         yield ranks
     except BaseException as error:
-        lost = ranks._lost(error)
-        traceback.clear_frames(error.__traceback__)  # they would keep the group alive
-        other = ranks._ended_by(lost or error) or lost
+        with _deaf():
+            lost = ranks._lost(error)
+            traceback.clear_frames(error.__traceback__)  # they would keep the group alive
+            other = ranks._ended_by(lost or error) or lost
+            dist.destroy_process_group()  # whoever waits for this rank in a collective learns of it
+            outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            ranks._leave(0.0 if outlives else _LINGER)
         if other is not None:
             raise other from error
         raise
+    dist.destroy_process_group()
+    ranks._leave(_LINGER)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """SIGTERM is not heard inside: torchrun sends it to all where one has died, and ends go on."""
+    if threading.current_thread() is not threading.main_thread():  # Python's own condition
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
     finally:
-        dist.destroy_process_group()  # whoever waits for this rank in a collective learns of it
-        ranks._leave()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _store_of_first(rank: int, store: Store, timeout: timedelta) -> TCPStore:
