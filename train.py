@@ -1,4 +1,7 @@
-"""The main job: embed, train, judge, report. `python train.py --help` lists every setting."""
+"""The main job: embed, train, judge, report. `python train.py --help` lists every setting.
+
+`python train.py extract` embeds only, on one machine or many.
+"""
 
 import sys
 from pathlib import Path

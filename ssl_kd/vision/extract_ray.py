@@ -158,14 +158,14 @@ def workers_for(
 
     Args:
         nodes: of each machine, how many `CPU` and `GPU` it has.
-        device: DEVICE; `cpu` uses no GPU.
+        device: DEVICE; `cpu` uses no GPU, `auto` those that there are.
         cores: of each worker; 0: as many as a machine has for each GPU, or all that it has.
 
     Returns:
         Workers, cores and GPUs of each.
 
     Raises:
-        InputError: no machine has room for one.
+        InputError: no machine has room for one, or a GPU is asked for and there is none.
 
     >>> workers_for([{"CPU": 64, "GPU": 4}, {"CPU": 64, "GPU": 4}, {"CPU": 8}], "auto", 0)
     (8, 16, 1)
@@ -174,6 +174,11 @@ def workers_for(
     if device != "cpu" and with_gpu:
         each = cores or max(1, int(min(node["CPU"] // node["GPU"] for node in with_gpu)))
         room = sum(int(min(node["GPU"], node["CPU"] // each)) for node in with_gpu)
+    elif device not in ("auto", "cpu"):
+        raise InputError(
+            f"DEVICE is {device!r}, but no machine of the Ray cluster has a GPU (it has "
+            f"{[dict(node) for node in nodes]}): --device cpu"
+        )
     else:
         able = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
         each = cores or min(able, default=1)

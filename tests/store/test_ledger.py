@@ -1,5 +1,7 @@
 """Several writers of one cache: any order, any overlap, any death; the bytes are those of one."""
 
+import json
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -10,6 +12,7 @@ import torch
 from ssl_kd.files import CorruptFileError
 from ssl_kd.lock import Lock, LockHeld
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch, ledger
+from tests.kills import kill_again_and_again
 
 N, D, ROWS = 50, 4, 8  # seven shards, the last of two rows
 FINGERPRINT = Fingerprint("pixels", "none", "28px", "float32", "digits")
@@ -180,6 +183,35 @@ def test_what_a_killed_one_left_is_cleared_by_who_stores_the_shard(tmp_path, alo
         fill(one)
         one.publish()
     assert content(folder) == alone
+
+
+def fill_shares(folder):
+    """Two shares, one after the other, in one process."""
+    for rank in (1, 0):
+        with writer(folder, slice(rank, None, 2)) as one:
+            fill(one)
+            one.publish()
+
+
+def stored(folder):
+    """The shards that the manifest lists, and the times of their files."""
+    for place in (folder / "embeddings_train.partial", folder):
+        manifest = place / "embeddings_train.json"
+        if manifest.exists():
+            names = [entry["file"] for entry in json.loads(manifest.read_bytes())["shards"]]
+            files = {name: (place / name, folder / name) for name in names}
+            found = {name: next(f for f in at if f.exists()) for name, at in files.items()}
+            return {(name, file.stat().st_mtime_ns) for name, file in found.items()}
+    return set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_killed_at_twenty_random_positions_no_share_loses_a_shard(tmp_path, alone):
+    found = kill_again_and_again(fill_shares, stored, tmp_path / "killed", kills=20)
+    assert found.kills == 20 and found.resumed > 5
+    for folder in [found.straight, *found.folders]:
+        assert content(folder) == alone
 
 
 def test_a_share_that_is_not_whole_is_not_published(tmp_path):

@@ -412,6 +412,11 @@ def test_more_cores_than_any_machine_has(nodes):
         workers_for(nodes, "auto", 32)
 
 
+def test_a_gpu_that_no_machine_has_is_not_replaced_by_cores():
+    with pytest.raises(ValueError, match="DEVICE is 'cuda', but no machine of the Ray cluster"):
+        workers_for([{"CPU": 8.0}], "cuda", 0)
+
+
 # --- Ray ------------------------------------------------------------------------------------------
 
 
