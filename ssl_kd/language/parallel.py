@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ssl_kd.guard.norms import is_sharded, local
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.ranks import Ranks
+from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.together import Team
@@ -19,6 +22,25 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+
+def check_ranks(settings: LanguageSettings, ranks: Ranks) -> None:
+    """Refuse settings that so many ranks cannot do.
+
+    Raises:
+        SettingsError: BATCH_SIZE has no row for each rank, or SHARD has one rank.
+    """
+    if settings.batch_size < ranks.world:
+        raise SettingsError(
+            f"BATCH_SIZE is {settings.batch_size}, the rows of all {ranks.world} ranks together:"
+            f" set it to {ranks.world} or more (and lower GRADIENT_ACCUMULATION_STEPS), or start"
+            " fewer processes"
+        )
+    if settings.shard and ranks.world == 1:
+        raise SettingsError(
+            "SHARD is True, but there is one process: start one for each GPU, torchrun"
+            " --nproc_per_node N scripts/distill.py --shard ..., or set SHARD to False"
+        )
 
 
 class Trainee:

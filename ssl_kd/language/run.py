@@ -24,13 +24,13 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import undisturbed
 from ssl_kd.language.judging import judged_student, judged_teacher, make_judge
 from ssl_kd.language.memory import estimate_memory
+from ssl_kd.language.parallel import check_ranks
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Routed
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.task import (
     Progress,
     Task,
-    check_ranks,
     make_distiller,
     prepare,
     without_router,

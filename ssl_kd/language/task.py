@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
-from ssl_kd.language.parallel import shard_teacher
+from ssl_kd.language.parallel import check_ranks, shard_teacher
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Aligned, Plain, Routed, RoutedDraw
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.train import train
 from ssl_kd.losses.legacy_clamp import LegacyClamp
-from ssl_kd.ranks import Ranks, refuse_ranks
+from ssl_kd.ranks import Ranks, joined
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, n_ids, tokenizer_id, without_adapters
@@ -34,12 +35,13 @@ from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.mixture import default_renorm
 from ssl_kd.teachers.student import add_lora, build_student, save_student
 from ssl_kd.training.folder import RunFolder
-from ssl_kd.training.together import FollowedFolder
+from ssl_kd.training.together import FollowedFolder, Team
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int, dict[str, Any]], None]
 TEACHERS = Path("data") / "teachers"
+SHARDS_APART = timedelta(days=1)  # that ranks may be, at the end of a cache
 TEACHER_LR = 2e-3  # of a small teacher that is trained here
 ALONE = Ranks(0, 1, "cpu")
 LEAST_HELD_OUT = 16  # rows: half of fewer would say too little
@@ -97,25 +99,6 @@ class Task:
         if self.teacher is None or not self.caches:
             return self
         return dataclasses.replace(self, teacher=dataclasses.replace(self.teacher, model=None))
-
-
-def check_ranks(settings: LanguageSettings, ranks: Ranks) -> None:
-    """Refuse settings that so many ranks cannot do.
-
-    Raises:
-        SettingsError: BATCH_SIZE has no row for each rank, or SHARD has one rank.
-    """
-    if settings.batch_size < ranks.world:
-        raise SettingsError(
-            f"BATCH_SIZE is {settings.batch_size}, the rows of all {ranks.world} ranks together:"
-            f" set it to {ranks.world} or more (and lower GRADIENT_ACCUMULATION_STEPS), or start"
-            " fewer processes"
-        )
-    if settings.shard and ranks.world == 1:
-        raise SettingsError(
-            "SHARD is True, but there is one process: start one for each GPU, torchrun"
-            " --nproc_per_node N scripts/distill.py --shard ..., or set SHARD to False"
-        )
 
 
 def prepare(
@@ -384,7 +367,8 @@ def cache_teacher(
 ) -> list[TeacherCache]:
     """Ask the teacher about the whole text once, and keep what it says in TEACHER_CACHE.
 
-    Runs with the same settings then learn from it, without the teacher in memory.
+    Runs with the same settings then learn from it, without the teacher in memory. Processes that
+    torchrun started share the text; BATCH_SIZE is of each one's forward passes.
 
     Args:
         settings: those of the runs to come; CACHE_METHOD and CACHE_K.
@@ -394,12 +378,10 @@ def cache_teacher(
         The cache; for ROUTER_MODE ka one for each of KA_FORWARDS draws of experts.
 
     Raises:
-        InputError: this process is one of several that were started together.
         SettingsError: there is no teacher or no folder to write to.
         FingerprintMismatch: the folder holds a cache of something else, and not FORCE_RECOMPUTE.
+        RankLost: another rank does not answer.
     """
-    refuse_ranks()
-    tell = progress or (lambda stage, done, total, info: None)
     if settings.teacher_cache is None:
         raise SettingsError("TEACHER_CACHE is None: name the folder that the cache goes to.")
     if settings.teacher_model == "none":
@@ -411,15 +393,20 @@ def cache_teacher(
         )
     settings = without_router(settings)
     _check_divergence(settings, settings.cache_method)
-    precision = precision_of(settings)
+    with joined(settings.device, timeout=SHARDS_APART) as ranks:
+        return _cache(settings, ranks, progress or (lambda stage, done, total, info: None))
+
+
+def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[TeacherCache]:
+    precision = precision_of(settings.replace(device=ranks.device))
     texts, _ = texts_of(settings)
     name = settings.teacher_model
     if name == "train":
-        name = str(trained_teacher(settings, texts, precision, tell))
+        name = str(trained_teacher(settings, texts, precision, tell, ranks))
     teacher = load_causal_lm(name)
     blocks = _lay_out(settings, texts, teacher, teacher, aligned=False)
     assert isinstance(blocks, Blocks)
-    frozen = FrozenTeacher(teacher.model, device=precision.device, dtype=precision.teacher)
+    frozen = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
     fingerprint = TeacherFingerprint(
         **_cache_of(settings, teacher, texts, blocks),
         dtype=str(precision.teacher).removeprefix("torch."),
@@ -438,6 +425,8 @@ def cache_teacher(
                 vocabulary=n_ids(teacher.tokenizer),
                 batch_size=settings.batch_size,
                 force=settings.force_recompute,
+                team=Team(precision.device),
+                in_step=settings.shard,
                 progress=lambda done, total: tell("cache", done, total, {}),
             )
         )
@@ -480,6 +469,7 @@ def trained_teacher(
     if ranks.from_first(folder.exists):
         logger.info("using the teacher trained earlier on this text: %s", folder)
         return folder
+    check_ranks(own, ranks)
     tokenizer = train_tokenizer(texts, settings.vocabulary)
     spec, experts = own.student_model, settings.teacher_experts
     teacher = build_student(spec, None, tokenizer, seed=settings.seed, experts=experts)

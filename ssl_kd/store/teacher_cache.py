@@ -32,6 +32,7 @@ from ssl_kd.store import BaseFingerprint, ShardStore, ShardWriter
 from ssl_kd.store.shards import Columns, Content, Manifest
 from ssl_kd.teachers.causal import tokenizer_id
 from ssl_kd.teachers.finite import first_fault, in_words
+from ssl_kd.training.together import Team
 
 if TYPE_CHECKING:
     from ssl_kd.datasets.text import TextDataset
@@ -286,6 +287,8 @@ def write(
     shard_rows: int | None = None,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    team: Team | None = None,
+    in_step: bool = False,
 ) -> TeacherCache:
     """Store the teacher's distribution at every real position.
 
@@ -303,8 +306,11 @@ def write(
         shard_rows: rows in a file; None makes files of about 256 MiB.
         force: replace a cache of something else, and rebuild damaged files alone.
         progress: called with (rows done, rows) after each batch.
+        team: ranks that write together, each every so many-th file; the bytes are those of one.
+        in_step: whether the teacher answers only where all ranks ask it, as one in pieces does.
 
     Raises:
+        RankLost: another rank does not answer.
         ValueError: k is larger than the vocabulary, or the teacher's logits are NaN.
         FingerprintMismatch, CorruptFileError, NonFiniteRow: what is cached is of something else,
             damaged or bad, and not `force`.
@@ -316,7 +322,9 @@ def write(
     vocabulary = _logits(answer, vocabulary)(0, 1).shape[-1]
     if fingerprint.k > vocabulary:
         raise InputError(f"k is {fingerprint.k}, but the teacher has only {vocabulary} tokens")
-    n = len(blocks)
+    n, only = len(blocks), None
+    if team is not None and team.world > 1:
+        only = slice(team.rank, None, team.world)
     with ShardWriter(
         TeacherCache,
         folder,
@@ -325,13 +333,20 @@ def write(
         {"vocabulary": vocabulary},
         ids=[f"block {row}" for row in range(n)],
         shard_rows=shard_rows,
+        only=only,
         force=force,
     ) as writer:
-        for rows in writer.batches(batch_size):
+        batches = writer.batches(batch_size)
+        others = [len(batches)] if team is None else team.of_all("batches", len(batches))
+        for rows in batches:
             batch = blocks.batch(rows, teacher.device)
             writer.put(_content(teacher, batch, fingerprint, vocabulary), batch.rows)
             if progress is not None:
                 progress(rows.stop, n)
+        for _ in range(max(others) - len(batches) if in_step else 0):
+            _answer(teacher, blocks.batch([0], teacher.device))
+        if team is not None:
+            team.of_all("files of the cache", None)  # all are there
         return writer.close()
 
 

@@ -22,6 +22,7 @@ from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.task import cache_teacher  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.store import writer  # noqa: E402
 from tests.ranks import NAN, run_joined  # noqa: E402
 
 NEAR = 1e-6
@@ -90,6 +91,7 @@ KINDS = {
         "gradient_accumulation_steps": 2,
     },
     "experts": {"teacher_model": "mixture", "router_mode": "all"},
+    "draws": {"teacher_model": "mixture", "router_mode": "ka", "cache_method": "topk"},
     "adapters": {"student_model": "student", "lora_rank": 2},
 }
 
@@ -108,7 +110,7 @@ def of_kind(settings, models):
     return get
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "checkpointing"])
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"checkpointing", "draws"}))
 def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
     one, two = by(1, of_kind(kind, run_name="one")), by(2, of_kind(kind, run_name="two"))
     assert_near(one, two)
@@ -318,3 +320,54 @@ def test_a_term_that_is_nan_in_pieces_is_left_out_by_all(settings):
     assert told == [str(folder)] * 2
     assert_near(folder.parent / "one", folder)
     assert any("is not run again" in event["reason"] for event in lines(folder, "events.jsonl"))
+
+
+# --- the teacher's cache --------------------------------------------------------------------------
+
+
+def cached(rank, settings, dies=None):
+    """Write a cache of many files; how many this rank wrote. One dies after its second."""
+    writer.SHARD_BYTES = 1 << 14
+    save, written = writer.ShardWriter._save, []
+
+    def and_count(self, entry, tensors):
+        if rank == dies and len(written) == 2:
+            os._exit(7)
+        save(self, entry, tensors)
+        written.append(entry["file"])
+
+    writer.ShardWriter._save = and_count
+    cache_teacher(settings)
+    return written
+
+
+def bytes_in(folder):
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("kind", ["kd", "draws", "pieces"])
+def test_ranks_share_a_cache_whose_bytes_are_those_of_one(of_kind, tmp_path, kind):
+    change = {"cache_k": 8, "batch_size": 3, "teacher_cache": str(tmp_path / "one")}
+    own, shard = of_kind("draws" if kind == "draws" else "kd", **change), kind == "pieces"
+    (alone,) = run_joined(cached, 1, own)
+    together = own.replace(teacher_cache=str(tmp_path / "two"), shard=shard)
+    first, second = run_joined(cached, 2, together)
+    assert len(alone) >= 6 and sorted(first + second) == sorted(alone), (first, second)
+    assert abs(len(first) - len(second)) <= 2
+    one, two = bytes_in(tmp_path / "one"), bytes_in(tmp_path / "two")
+    if not shard:  # there the products are of other shapes in memory
+        assert one == two
+    assert one.keys() == two.keys()
+
+
+def test_a_crash_costs_a_cache_of_ranks_one_file_of_each(of_kind, tmp_path):
+    own = of_kind("kd", cache_k=8, batch_size=3, teacher_cache=str(tmp_path / "one"))
+    (alone,) = run_joined(cached, 1, own)
+    two = own.replace(teacher_cache=str(tmp_path / "two"))
+    first, second = run_joined(cached, 2, two, 1)
+    assert second is None and "RankLost" in first
+    there = bytes_in(tmp_path / "two" / "teacher.partial").keys() & {*alone}
+    again = run_joined(cached, 2, two)
+    assert there and {*again[0], *again[1]} == {*alone} - there
+    assert bytes_in(tmp_path / "one") == bytes_in(tmp_path / "two")
