@@ -9,8 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from ssl_kd import cli  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.failures import VISION_MEMORY  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.task import cache_teacher  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
@@ -251,4 +251,4 @@ def test_out_of_memory_names_the_settings_of_this_mode(world, distill, monkeypat
     line = one_line(error)
     assert code == 1 and "BLOCK_SIZE" in line and "GRADIENT_CHECKPOINTING" in line
     assert "N_HEADS" not in line and "EXTRACT_BATCH_SIZE" not in line
-    assert cli.VISION_MEMORY not in line and flags_of(changed(world.settings()))
+    assert VISION_MEMORY not in line and flags_of(changed(world.settings()))
