@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DIVERGENCES", "Divergence", "divergence_named"]
+__all__ = ["DIVERGENCES", "Divergence", "divergence_named", "near_0"]
 
 SKEW = 0.1  # alpha of DistiLLM: the share of the first distribution in the mixture
 
@@ -32,11 +32,12 @@ class Divergence:
     infinity.
 
     Attributes:
-        compute: called as `compute(log_p, p, log_q, q, gradient)`, each tensor `[n, vocab]` and
-            finite. `log_p` and `p`, of the teacher, may be overwritten; `log_q` and `q`, of the
+        compute: called as `compute(log_p, p, log_q, q, gradient, exact)`, each tensor `[n, vocab]`
+            and finite. `log_p` and `p`, of the teacher, may be overwritten; `log_q` and `q`, of the
             student, may not. Returns D `[n]`, and its gradient with respect to the student's logits
             `[n, vocab]`, or None where `gradient` is False. D is at least 0, and near 0 as exact as
-            the logarithms' differences (`_exact`).
+            the logarithms' differences; without `exact`, which waits for the device, only where it
+            is not `near_0`.
         swapped: name of the divergence that is D(q, p), which a router of ROUTER_JOINT learns by;
             None: it cannot.
         from_samples: an unbiased estimate from tokens that were sampled from the teacher, called as
@@ -44,7 +45,7 @@ class Divergence:
             `SampledTeacher`; None: there is none.
     """
 
-    compute: Callable[[Tensor, Tensor, Tensor, Tensor, bool], ValueAndGradient]
+    compute: Callable[..., ValueAndGradient]
     swapped: str | None = None
     from_samples: (
         Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], ValueAndGradient] | None
@@ -52,11 +53,13 @@ class Divergence:
 
 
 def _forward_kl(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
     """KL(p, q)."""
     ratio = log_p.sub_(log_q)
-    value = _exact((ratio * p).sum(-1), lambda p, q, ratio: _kl_near_0(p, q, -ratio), p, q, ratio)
+    value = (ratio * p).sum(-1)
+    if exact:
+        _exact_(value, lambda p, q, ratio: _kl_near_0(p, q, -ratio), p, q, ratio)
     return value, _difference_(q, p) if gradient else None
 
 
@@ -71,62 +74,74 @@ def _sampled_forward_kl(
 
 
 def _reverse_kl(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
     """KL(q, p)."""
     ratio = _difference_(log_q, log_p)
     weighted = ratio * q
-    value = _exact(weighted.sum(-1), lambda p, q, ratio: _kl_near_0(q, p, -ratio), p, q, ratio)
+    value = weighted.sum(-1)
+    if exact:
+        _exact_(value, lambda p, q, ratio: _kl_near_0(q, p, -ratio), p, q, ratio)
     return value, _centred_(weighted, q) if gradient else None
 
 
-def _js(log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool) -> ValueAndGradient:
+def _js(
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
+) -> ValueAndGradient:
     """KL(p, m) / 2 + KL(q, m) / 2 with m = (p + q) / 2."""
     ratio = _difference_(log_q, log_p)
     of_teacher = _log_mixture(ratio, 0.5).mul_(p).sum(-1)
     weighted = _log_mixture(ratio.neg_(), 0.5).mul_(q).div_(-2)  # q (log q - log m) / 2
 
-    def near_0(p: Tensor, q: Tensor, ratio: Tensor) -> Tensor:
+    def exactly(p: Tensor, q: Tensor, ratio: Tensor) -> Tensor:
         mixture = (p + q) / 2
         of_teacher = _kl_near_0(p, mixture, _log_mixture(-ratio, 0.5))
         return (of_teacher + _kl_near_0(q, mixture, _log_mixture(ratio, 0.5))) / 2
 
-    value = _exact(weighted.sum(-1) - of_teacher / 2, near_0, p, q, ratio)
+    value = weighted.sum(-1) - of_teacher / 2
+    if exact:
+        _exact_(value, exactly, p, q, ratio)
     return value, _centred_(weighted, q) if gradient else None
 
 
 def _skew_kl(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
     """KL(p, 0.1 p + 0.9 q)."""
     log_mixture = _log_mixture(_difference_(log_q, log_p), 1 - SKEW)  # log(m / p)
 
-    def near_0(p: Tensor, q: Tensor, log_mixture: Tensor) -> Tensor:
+    def exactly(p: Tensor, q: Tensor, log_mixture: Tensor) -> Tensor:
         return _kl_near_0(p, p * SKEW + q * (1 - SKEW), log_mixture)
 
-    value = _exact(-(p * log_mixture).sum(-1), near_0, p, q, log_mixture)
+    value = -(p * log_mixture).sum(-1)
+    if exact:
+        _exact_(value, exactly, p, q, log_mixture)
     if not gradient:
         return value, None
     return value, _centred_(log_mixture.neg_().exp_().mul_(q).mul_(SKEW - 1), q)
 
 
 def _skew_reverse_kl(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
 ) -> ValueAndGradient:
     """KL(q, 0.9 p + 0.1 q)."""
     log_share = _log_mixture(_difference_(log_q, log_p).neg_(), 1 - SKEW).neg_()  # log(q / m)
     weighted = log_share * q
 
-    def near_0(p: Tensor, q: Tensor, log_share: Tensor) -> Tensor:
+    def exactly(p: Tensor, q: Tensor, log_share: Tensor) -> Tensor:
         return _kl_near_0(q, p * (1 - SKEW) + q * SKEW, -log_share)
 
-    value = _exact(weighted.sum(-1), near_0, p, q, log_share)
+    value = weighted.sum(-1)
+    if exact:
+        _exact_(value, exactly, p, q, log_share)
     if not gradient:
         return value, None
     return value, _centred_(weighted.addcmul_(log_share.exp_(), q, value=-SKEW), q)
 
 
-def _tvd(log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool) -> ValueAndGradient:
+def _tvd(
+    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
+) -> ValueAndGradient:
     """Total variation distance: sum abs(p - q) / 2."""
     import torch
 
@@ -140,17 +155,21 @@ def _tvd(log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool) -> 
     return value, _centred_(sign.mul_(q).div_(2), q)
 
 
-def _exact(value: Tensor, near_0: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """`value` `[n]`, in place, with `near_0` of the tensors' rows where rounding takes its digits.
+def near_0(value: Tensor) -> Tensor:
+    """Where rounding takes the digits of a divergence `[n]`: rows `[k]`. Waits for the device.
 
     A sum of `a (log a - log b)` is as wrong as the logarithms are, some units of eps.
     """
     import torch
 
-    close = (value < 2**14 * torch.finfo(value.dtype).eps).nonzero().flatten()
+    return (value < 2**14 * torch.finfo(value.dtype).eps).nonzero().flatten()
+
+
+def _exact_(value: Tensor, exactly: Callable[..., Tensor], *tensors: Tensor) -> None:
+    """Put `exactly` of the tensors' rows into `value` `[n]` where it is `near_0`."""
+    close = near_0(value)
     if len(close):
-        value[close] = near_0(*(x[close] for x in tensors))
-    return value
+        value[close] = exactly(*(x[close] for x in tensors))
 
 
 def _kl_near_0(a: Tensor, b: Tensor, log_ratio: Tensor) -> Tensor:

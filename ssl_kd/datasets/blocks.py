@@ -17,6 +17,7 @@ from ssl_kd.datasets.render import Rendered, render
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import Example, TextDataset, first_few
 from ssl_kd.errors import InputError, MissingPackage
+from ssl_kd.guard.memory import sent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,7 +36,8 @@ class Batch:
     Attributes:
         input_ids: int64 `[B, T]`; padding holds any valid token.
         position_ids: int64 `[B, T]`, from 0 in each document.
-        counts: bool `[B, T]`, the token is a target that counts; never a document's first.
+        counts: bool `[B, T]` on the CPU, the token is a target that counts; never a document's
+            first.
         documents: int32 `[B, T]`, the number of the document in its row, from 1; 0 is padding.
         rows: int64 `[B]` on the CPU, which rows these are.
         characters: how many characters of text the targets that count stand for.
@@ -113,10 +115,10 @@ class Blocks:
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
         first = torch.where(begins, column, 0).cummax(1).values
         return Batch(
-            input_ids=self.ids[rows, :width].to(device),
-            position_ids=(column - first).to(device),
-            counts=self.counts[rows, :width].to(device),
-            documents=documents.to(device),
+            input_ids=sent(self.ids[rows, :width], device),
+            position_ids=sent(column - first, device),
+            counts=self.counts[rows, :width],
+            documents=sent(documents, device),
             rows=rows,
             characters=int(self.row_characters[rows].sum()),
             packed=bool((documents > 1).any()),

@@ -1,4 +1,4 @@
-"""Out of memory, whichever allocator says so; and how much there is."""
+"""Out of memory, whichever allocator says so; how much there is; and the way to a device's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import os
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out; the CPU's allocator raises RuntimeError."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def sent(x: Tensor, device: torch.device | str | None) -> Tensor:
+    """A tensor on a device, or itself for None; nothing waits for it.
+
+    From the CPU to a GPU it goes by way of pinned memory, which the copy need not stop for.
+    """
+    if x.device.type == "cpu" and x.numel() and torch.device(device or "cpu").type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def free_memory(device: torch.device) -> int:

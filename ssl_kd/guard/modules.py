@@ -196,7 +196,7 @@ class ModuleParts:
             every: steps until the next one.
         """
         due = [self._parts[part] for part in parts if step >= self._parts[part].due]
-        finite = self.everywhere([self._is_finite(mine) for mine in due])
+        finite = self.everywhere(self._are_finite(due))
         for mine, good in zip(due, finite, strict=True):
             mine.due = step + every
             if not good:
@@ -211,17 +211,24 @@ class ModuleParts:
     def _state(self, part: ModulePart) -> list[dict[str, Any]]:
         return [dict(self._optimizer.state.get(p, {})) for p in part.weights]
 
-    def _is_finite(self, part: ModulePart) -> bool:
-        state = (value for row in self._state(part) for value in row.values())
-        values = [*part.weights, *state]
-        flags = [torch.isfinite(local(v)).all() for v in values if isinstance(v, Tensor)]
-        # One wait for the device.
-        return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+    def _are_finite(self, parts: Sequence[ModulePart]) -> list[bool]:
+        """Whether weights and optimizer state of each are; one wait for the device."""
+        flags = []
+        for part in parts:
+            state = (value for row in self._state(part) for value in row.values())
+            tensors = [local(v) for v in (*part.weights, *state) if isinstance(v, Tensor)]
+            bad = [~torch.isfinite(tensor).all() for tensor in tensors]
+            flags.append(torch.stack([flag.to(bad[0].device) for flag in bad]).any())
+        if not flags:
+            return []
+        return [
+            not bad for bad in torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        ]
 
     def finite(self) -> list[bool]:
         """As `Parts`."""
-        flags = [self._is_finite(part) and part.buffers.are_well() for part in self._parts]
-        return self.everywhere(flags)
+        pairs = zip(self._are_finite(self._parts), self._parts, strict=True)
+        return self.everywhere([finite and part.buffers.are_well() for finite, part in pairs])
 
     @torch.no_grad()
     def restore(self, part: int) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_kd.losses.linear_distillation import CHUNK_BYTES, ROW_BYTES
+from ssl_kd.losses.linear_distillation import ROW_BYTES, chunk_rows
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher, linear_head
 
@@ -223,7 +223,7 @@ def _loss(
     vocabulary, h = head.shape
     if linear_head(student) is None:  # logits, their float32 copy and gradients
         return n * vocabulary * (2 * e + 3 * _FP32)
-    chunk = min(n, max(1, CHUNK_BYTES // (_FP32 * vocabulary)))
+    chunk = min(n, chunk_rows(vocabulary, "cpu" if on_cpu else "cuda"))
     logits = chunk * vocabulary * (2 * e + (_FP32 if dtype == torch.float16 else 0))
     if teacher is not None and not teacher.linear:
         logits += n * vocabulary * teacher.model.dtype.itemsize * 2

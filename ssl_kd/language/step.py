@@ -156,6 +156,7 @@ class Distiller:
             [group for group in groups if group["params"]],
             lr=settings.peak_lr,
             betas=(0.9, 0.95),
+            fused=True if precision.device.type == "cuda" else None,  # a CPU's keeps its bits
         )
         self.guard = Guard(
             student,
@@ -200,6 +201,8 @@ class Distiller:
                     self.guard.backward(self._weighted(terms))
         self.tokens += tokens
         router = self._router_events()
+        # On their way while the guard waits for what it reads, behind them.
+        sent = torch.stack([sums["ce"], sums["kd"]]).to("cpu", non_blocking=True)
         try:
             self.guard.before_step()
             self.witness.explain(batches, rng)  # of a term that is cut out, before the others move
@@ -209,7 +212,7 @@ class Distiller:
         finally:
             self.optimizer.zero_grad()
         what = f"step {self.guard.steps - 1}, the losses"
-        means = self.team.means(what, float(sums["ce"]), float(sums["kd"]))
+        means = self.team.means(what, *sent.tolist())
         found: dict[str, float] = dict(zip(("ce", "kd"), means, strict=True))
         weighted = [weight * found[name] for name, weight in self.weights.items()]
         finite = [value for value in weighted if math.isfinite(value)]

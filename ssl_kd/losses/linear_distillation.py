@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.divergences import DIVERGENCES, Divergence, divergence_named
+from ssl_kd.divergences import DIVERGENCES, Divergence, divergence_named, near_0
 from ssl_kd.losses.chunked_logits import ChunkedLogits, GivenLogits
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
@@ -26,7 +26,17 @@ from ssl_kd.losses.teacher_output import (
 )
 
 CHUNK_BYTES = 64 << 20  # of logits in float32: fewer, larger products than at 16 MiB
+# Tokens on a GPU, at least. A chunk reads the head's weight and adds to its float32 gradient, 14
+# bytes an entry in bf16, and multiplies 6 times a token with it: as long on an H200 (990 TFLOP/s,
+# 4.8 TB/s), on which 64 MiB of a vocabulary of 128,000 would be a third of that.
+CHUNK_ROWS = 440
 ROW_BYTES = 1 << 20  # of logits that the arithmetic takes at once on a CPU: stays in its cache
+
+
+def chunk_rows(vocabulary: int, device: torch.device | str) -> int:
+    """Tokens whose logits exist at once: a chunk of the loss."""
+    rows = max(1, CHUNK_BYTES // (4 * vocabulary))
+    return max(rows, CHUNK_ROWS) if torch.device(device).type == "cuda" else rows
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class _Objective:
     outside: Tensor | None  # entries among these that one of them leaves out
     chunk: int
     autocast: torch.dtype | None  # the dtype that products are in, instead of the inputs'
+    exact: bool = True  # near 0 too, chunk by chunk: each of them waits for the device
 
 
 def _top_k(
@@ -47,6 +58,7 @@ def _top_k(
     q: Tensor,
     divergence: Divergence,
     gradient: bool,
+    exact: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The divergence over k + 1 outcomes; the tail's gradient is shared out as q has it."""
     indices = teacher.indices.long()
@@ -55,7 +67,8 @@ def _top_k(
     coarse_q = torch.cat([log_q.gather(-1, indices), tail_mass.log()], -1)
     coarse_p = torch.cat([teacher.log_probs, teacher.log_tail.unsqueeze(-1)], -1)
     coarse_p = saturate_(coarse_p.to(q.dtype, copy=True))
-    value, slope = divergence.compute(coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp(), gradient)
+    pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
+    value, slope = divergence.compute(*pairs, gradient, exact)
     if slope is None:
         return value, None
     return value, tail.mul_(slope[:, -1:] / tail_mass).scatter_(-1, indices, slope[:, :-1])
@@ -108,7 +121,7 @@ def _divergence_of(
     teacher: TeacherOutput, log_q: Tensor, q: Tensor, objective: _Objective, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     if isinstance(teacher, TopKTeacher):
-        return _top_k(teacher, log_q, q, objective.divergence, gradient)
+        return _top_k(teacher, log_q, q, objective.divergence, gradient, objective.exact)
     if isinstance(teacher, SampledTeacher):
         assert objective.divergence.from_samples is not None  # _check_teacher
         weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)
@@ -117,7 +130,7 @@ def _divergence_of(
     assert isinstance(teacher, LogitsTeacher)  # _run has multiplied a LinearTeacher out
     logits = saturate_(teacher.logits[:, : objective.common].to(q.dtype, copy=True))
     log_p, p = log_softmax_(logits, objective.temperature, objective.outside)
-    return objective.divergence.compute(log_p, p, log_q, q, gradient)
+    return objective.divergence.compute(log_p, p, log_q, q, gradient, objective.exact)
 
 
 def _student(
@@ -142,12 +155,12 @@ def _multiplied(teacher: LinearTeacher, chunk: int, autocast: torch.dtype | None
 def _run(
     student: ChunkedLogits | GivenLogits, objective: _Objective, weights: tuple[float, float]
 ) -> Tensor:
-    """The two sums over all tokens; what they add to the gradients is left in `student`."""
+    """Both terms of each token, `[2, n]`; what they add to the gradients is left in `student`."""
     n, vocab = student.shape
     chunk, targets = objective.chunk, objective.targets
     terms = torch.zeros((2, n), dtype=student.exact, device=student.device)
     if targets is None and not objective.teachers:
-        return terms.sum(1)
+        return terms
     rows = chunk
     if student.device.type == "cpu":
         rows = min(chunk, max(1, ROW_BYTES // (vocab * student.exact.itemsize)))
@@ -182,7 +195,31 @@ def _run(
                 student.gradient(start, stop)[first:last] = part
         if slope is not None:
             student.accumulate(start, stop)
-    return terms.sum(1)
+    return terms
+
+
+def _are_free(device: torch.device) -> bool:
+    """Whether numbers can be looked at whenever one likes."""
+    return device.type == "cpu"
+
+
+def _again_near_0_(
+    terms: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, objective: _Objective
+) -> None:
+    """Exact divergences in `terms` `[2, n]` where they are near 0: one wait for the device."""
+    close = near_0(terms[1] / objective.temperature**2)
+    if not len(close):
+        return
+    teachers = [
+        replace(t, hidden=t.hidden[close])
+        if isinstance(t, LinearTeacher)
+        else type(t)(*(part[close] for part in vars(t).values()))
+        for t in objective.teachers
+    ]
+    chunk = min(objective.chunk, len(close))
+    some = replace(objective, targets=None, teachers=teachers, chunk=chunk, exact=True)
+    student = _student(x[close], weight, bias, some, (False, False, False))
+    terms[1, close] = _run(student, some, (0.0, 0.0))[1]
 
 
 def _factor(incoming: tuple[float, ...], weights: tuple[float, ...]) -> float | None:
@@ -214,10 +251,12 @@ class _Distillation(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             student = _student(x, weight, bias, objective, needs)
             terms = _run(student, objective, weights)
+            if objective.teachers and not objective.exact:
+                _again_near_0_(terms, x, weight, bias, objective)
         ctx.save_for_backward(x, weight, bias)
         ctx.objective, ctx.weights, ctx.needs = objective, weights, needs
         ctx.gradients = student.gradients
-        return terms
+        return terms.sum(1)
 
     @staticmethod
     @differentiated_once
@@ -244,6 +283,7 @@ class _Distillation(torch.autograd.Function):
                 ctx.objective,
                 targets=ctx.objective.targets if weights[0] != 0 else None,
                 teachers=ctx.objective.teachers if weights[1] != 0 else (),
+                exact=False,  # no value is wanted
             )
             gradients = None  # frees the memory for the new ones
             student = _student(x, weight, bias, objective, ctx.needs)
@@ -287,9 +327,11 @@ def _distil(
         raise ValueError(f"targets {tuple(targets.shape)} do not fit {n} tokens, expected ({n},)")
     if targets is not None and (targets.is_floating_point() or targets.dtype == torch.bool):
         raise TypeError(f"targets are {targets.dtype}, expected the ids of tokens, int64")
-    if targets is not None and n and not 0 <= targets.min() <= targets.max() < vocab:
+    # On a GPU looking would wait for it, and its own assertion finds these.
+    looked = targets if targets is not None and targets.device.type == "cpu" else torch.zeros(1)
+    if n and not 0 <= looked.min() <= looked.max() < vocab:
         raise ValueError(
-            f"targets go from {targets.min()} to {targets.max()}, expected 0 to {vocab - 1}: "
+            f"targets go from {looked.min()} to {looked.max()}, expected 0 to {vocab - 1}: "
             "leave out the positions that do not count (next_token_targets)"
         )
     heads = [t.weight for t in teachers if isinstance(t, LinearTeacher)]
@@ -316,8 +358,9 @@ def _distil(
         kind,
         common,
         indices,
-        min(chunk_tokens or max(1, CHUNK_BYTES // (4 * vocab)), max(1, n)),
+        min(chunk_tokens or chunk_rows(vocab, x.device), max(1, n)),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        _are_free(x.device),
     )
     weights = (weights[0] if targets is not None else 0.0, weights[1] if teachers else 0.0)
     needs = tuple(
@@ -382,13 +425,14 @@ def linear_distillation(
             a common factor. They do not scale what is returned.
         legacy_clamp: the old clamps of logits and of each token's terms; for comparison only, with
             all logits held at once.
-        chunk_tokens: tokens whose logits exist at once; None: as many as fill 64 MiB.
+        chunk_tokens: tokens whose logits exist at once; None: as many as `chunk_rows` says.
 
     Returns:
         `[2]`, float32 (float64 for float64): the sum of cross-entropies, and of T^2 D.
 
     Raises:
-        ValueError: names the argument that does not fit.
+        ValueError: names the argument that does not fit. Targets on a GPU that are no tokens are
+            found by CUDA's own assertion instead.
 
     >>> hidden, weight = torch.zeros(3, 4), torch.zeros(8, 4)
     >>> teacher = LinearTeacher(hidden, weight)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.divergences import divergence_named
+from ssl_kd.guard.memory import sent
 from ssl_kd.losses.linear_distillation import logits_distillation
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import row_divergences, saturated
@@ -150,7 +151,8 @@ def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tenso
     Args:
         input_ids: `[batch, token]`, integer.
         counts: `[batch, token]` bool: whether the token itself counts as a target. The first of a
-            row never does: nothing comes before it.
+            row never does: nothing comes before it. Where it is on the CPU, nothing waits for the
+            device of `input_ids`.
 
     Returns:
         rows: `[n]` int64, into hidden states flattened to `[batch * token, dim]`.
@@ -169,5 +171,5 @@ def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tenso
             "expected [batch, token] twice"
         )
     batch, position = counts[:, 1:].bool().nonzero(as_tuple=True)
-    targets = input_ids[batch, position + 1].long()
-    return batch * input_ids.shape[1] + position, targets
+    rows = sent(batch * input_ids.shape[1] + position, input_ids.device)
+    return rows, input_ids.flatten()[rows + 1].long()

@@ -438,6 +438,24 @@ def test_under_the_clamp_a_term_that_was_cut_out_is_not_touched():
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("kind", ["linear", "logits", "top_k"])
+def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once(monkeypatch, kind, name):
+    student, targets = _student()
+    teacher = _teacher(kind, 2.0)
+    if kind == "linear":  # as the student has it, but for the last digits
+        teacher = LinearTeacher(student[0].detach() * (1 + 1e-4), *student[1:])
+    options = {"temperature": 2.0, "divergence": name, "chunk_tokens": 3}
+    sides = []
+    for free in (True, False):
+        monkeypatch.setattr(
+            sys.modules[linear_distillation.__module__], "_are_free", lambda device, free=free: free
+        )
+        inputs = [x.detach().float().requires_grad_() for x in student]
+        sides.append(linear_distillation(*inputs, targets, [teacher], **options))
+    assert torch.allclose(*sides, rtol=0.02, atol=0)  # of logits in chunks of other rows
+
+
 def test_bad_arguments_are_named():
     (hidden, weight, bias), targets = _student()
     good = {"temperature": 2.0}

@@ -34,13 +34,13 @@ def _trainer(bank, **changes):
 
 def _waits_of_steps(head=TEMIHead, given=lambda: None, **changes):
     bank = Bank(lambda: head(DIM, CLUSTERS), HEADS)
-    with pretended_cuda() as waits:
+    with pretended_cuda() as device:
         trainer = _trainer(bank, **changes)
-        waits.clear()
+        device.clear()
         for number in (0, 1, 2, SNAPSHOT_EVERY):
             result = trainer.step(torch.zeros(2, BATCH, DIM), 1e-2, number, given())
             assert result.loss.device.type == result.stage.device.type == "cuda"
-        return waits
+        return device.waits
 
 
 @pytest.mark.parametrize("how", ["none", "own", "mean"])
@@ -57,7 +57,6 @@ def test_a_step_towards_clusters_waits_for_no_device():
     assert _waits_of_steps(given=lambda: torch.zeros(2, BATCH, CLUSTERS)) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
 def test_a_step_with_a_loss_scale_waits_for_no_device():
     assert _waits_of_steps(use_fp16=True) == []
 
@@ -108,7 +107,7 @@ def test_what_is_read_at_once_is_read_to_the_bit():
 
 def test_a_look_at_ten_steps_waits_once_and_so_does_a_record():
     bank = Bank(lambda: TEMIHead(DIM, CLUSTERS), HEADS)
-    with pretended_cuda() as waits:
+    with pretended_cuda() as device:
         learner = training.Heads(
             _trainer(bank),
             lambda step: torch.zeros(2, BATCH, dtype=torch.int64).unbind(),
@@ -117,10 +116,10 @@ def test_a_look_at_ten_steps_waits_once_and_so_does_a_record():
             on_events=lambda events: None,
             on_fault=lambda fault: None,
         )
-        waits.clear()
+        device.clear()
         for step in range(20):
             learner.learn(step)
             learner.look(step + 1)
-            assert len(waits) == (step + 1) // 10
+            assert len(device.waits) == (step + 1) // 10
         learner.record(20)
-        assert len(waits) == 3
+        assert len(device.waits) == 3

@@ -1,0 +1,63 @@
+"""How often a language step waits for the device, on one that is not there."""
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from ssl_kd.guard.precision import DeviceInfo, Precision
+from ssl_kd.language.sources import Plain
+from ssl_kd.language.step import Distiller
+from ssl_kd.language.train import _Student
+from ssl_kd.losses import linear_distillation
+from ssl_kd.teachers.frozen import FrozenTeacher
+from tests.pretended import pretended_cuda
+
+pytest.importorskip("transformers")
+
+GPU = DeviceInfo("cuda", "H200", (9, 0))
+
+
+def _step(tiny, batches, with_teacher=True, **changes):
+    """What the second step did: the first takes a snapshot."""
+    settings = tiny.settings(gradient_accumulation_steps=batches, **changes)
+    blocks = tiny.blocks()
+    with pretended_cuda() as device:
+        with torch.device("cuda"):
+            teacher, student = tiny.model(), tiny.model(seed=1)
+        precision = Precision.for_device(GPU, True)
+        frozen = FrozenTeacher(teacher, device="cuda", dtype=precision.teacher)
+        distiller = Distiller(student, settings, precision, Plain(frozen) if with_teacher else None)
+        loop = _Student(distiller, blocks, 100, lambda step, result: None)
+        for step in range(2):
+            device.clear()
+            loop.learn(step)
+        assert distiller.recent[-1].updated
+        return device
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_batch_waits_three_times_and_a_step_once(tiny, batches):
+    device = _step(tiny, batches)
+    by_line = Counter(wait.partition(" (")[0] for wait in device.waits)
+    assert sorted(by_line.values()) == [batches, batches, batches + 1], by_line
+    assert device.pageable == []
+
+
+def test_it_waits_no_oftener_for_a_loss_of_many_chunks(tiny, monkeypatch):
+    before = _step(tiny, 1)
+    module = sys.modules[linear_distillation.__module__]  # its name is the function's, too
+    monkeypatch.setattr(module, "chunk_rows", lambda vocabulary, device: 5)
+    after = _step(tiny, 1)
+    assert len(after.waits) == len(before.waits)
+    assert after.launches["aten.mm.default"] > before.launches["aten.mm.default"]
+
+
+def test_without_a_teacher_a_batch_waits_twice(tiny):
+    assert len(_step(tiny, 2, with_teacher=False).waits) == 2 * 2 + 1
+
+
+def test_weights_are_updated_by_one_operation(tiny):
+    launches = _step(tiny, 1).launches
+    assert launches["aten._fused_adamw_.default"] == 2  # with weight decay, and without
