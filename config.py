@@ -155,6 +155,9 @@ KEEP_IN_MEMORY_GIB = 2.0
 # Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
 # products). Weights and losses stay float32 in any case.
 USE_FP16 = False
+# Compile the training step with torch.compile: half a minute or more before the first step. For
+# long trainings; the last digits differ from those without it, but not between runs.
+COMPILE = False
 # Rebuild cached embeddings that are damaged or stale; verified shards are kept.
 FORCE_RECOMPUTE = False
 # Write TensorBoard files into the run folder, beside metrics.jsonl.

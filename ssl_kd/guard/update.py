@@ -95,7 +95,7 @@ def adamw_(
     gradients: Tensor,
     state: AdamWState,
     *,
-    learning_rate: float,
+    learning_rate: float | Tensor,
     weight_decay: Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -108,7 +108,7 @@ def adamw_(
         weights: `[part, parameter]` float32, changed in place.
         gradients: the same shape, already clipped.
         state: changed in place.
-        learning_rate: step size.
+        learning_rate: step size; a number, or a tensor without dimensions.
         weight_decay: `[parameter]`, the decoupled decay of each parameter (0 for biases).
         betas: decay rates of both moments.
         eps: added to the root of the second moment.

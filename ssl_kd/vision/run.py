@@ -18,6 +18,7 @@ from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.files import atomic_write_bytes, sha256_file
 from ssl_kd.graph.levels import check_enough
 from ssl_kd.graph.search import MOST_ALPHA
+from ssl_kd.guard.memory import free_memory
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import import_head
 from ssl_kd.ranks import joined
@@ -45,6 +46,7 @@ from ssl_kd.vision.recorded import Found, Progress, follow, train_recorded
 from ssl_kd.vision.results import judge
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.train import Gather, Held
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,8 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             return _lead(settings, ranks.device, None, progress)
         together = Together(ranks, settings.n_heads)
         if not together.leads:
-            return Run(follow(settings, together, _Source), None)
+            device = torch.device(ranks.device)
+            return Run(follow(settings, together, lambda *of: _Source(*of).on(device)), None)
         try:
             done = _lead(settings, ranks.device, together, progress)
         except RunFinished as ended:  # there is nothing to follow
@@ -133,8 +136,9 @@ def _lead(
                 settings, folder, source, n_clusters, neighbours, clusters, precision, together
             )
             with signals.between_steps():
+                gather = source.on(precision.device)
                 steps = train_recorded(
-                    settings, folder, trainer, plan, source, clusters, signals, tell, together
+                    settings, folder, trainer, plan, gather, clusters, signals, tell, together
                 )
             trainer = trainer if together is None else together.whole(trainer)
 
@@ -260,6 +264,13 @@ class _Source:
         if self._held is not None:
             return self._held[rows]
         return self.projection(self.embeddings(rows))
+
+    def on(self, device: torch.device) -> Gather:
+        """The same on a GPU, where they are held if half of what is free there is enough."""
+        held = self._held
+        if held is None or device.type != "cuda" or 2 * held.nbytes > free_memory(device):
+            return self
+        return Held(held.to(device))
 
 
 def _graph(

@@ -350,6 +350,11 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         " bf16 products)",
         "Weights and losses stay float32 in any case.",
     )
+    compile: bool = setting(
+        False,
+        "compile the training step with torch.compile: half a minute or more before the first step",
+        "For long trainings; the last digits differ from those without it, but not between runs.",
+    )
     force_recompute: bool = setting(
         False,
         "rebuild cached embeddings that are damaged or stale; verified shards are kept",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ssl_kd import losses
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health, is_healthy
+from ssl_kd.guard.memory import sent
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recovery import Recovery
@@ -25,6 +27,7 @@ from ssl_kd.guard.update import (
 )
 from ssl_kd.heads.bank import HeadBank
 from ssl_kd.seeds import seed_of
+from ssl_kd.settings import SettingsError
 from ssl_kd.vision.objectives import make_objective
 from ssl_kd.vision.settings import VisionSettings
 
@@ -163,11 +166,14 @@ class HeadTrainer:
         thresholds: Thresholds | None = None,
     ) -> None:
         self.weigh: Callable[[Tensor], Tensor | None]
-        self.weigh = partial(losses.instance_weights, how="mean")
+        self.weigh = functools.partial(losses.instance_weights, how="mean")
         self.bank, self.settings, self.precision = bank, settings, precision
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(settings.loss, vars(settings))
         keep_freed_memory()
+        as_set = compiled if settings.compile else _as_it_is
+        self._answer_of, self._loss_of = as_set(self._answer), as_set(self._loss)
+        self._judged, self._updated = as_set(self._judge), as_set(self._update)
         self.decay = bank.decay_mask().to(precision.device) * settings.weight_decay
         self.state = self._fresh(bank.initial_weights(settings.seed))
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
@@ -240,15 +246,14 @@ class HeadTrainer:
             given: `[view, batch, cluster]` probabilities that all heads learn by cross-entropy,
                 each from another view; None: from their EMA teachers, by their objective.
         """
-        # A sample that is not finite is taken out of every view before any product sees it. Views
-        # come from the CPU, so that asking waits for no device.
+        # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
-        if bad.any():
-            views = views[:, ~bad.any(0)]
-            given = None if given is None else given[:, ~bad.any(0)]
-        views = views.to(self.precision.device, non_blocking=True)
-        if given is not None:
-            given = given.to(self.precision.device, non_blocking=True)
+        kept = good_samples(bad, in_place=self.settings.compile)
+        if kept is not None:
+            views = views[:, kept]
+            given = None if given is None else given[:, kept.to(given.device)]
+        views = sent(views, self.precision.device)
+        given = None if given is None else sent(given, self.precision.device)
         smoothed = self.objective.smoothed(self.state.marginal)
         remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
         before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}
@@ -291,12 +296,17 @@ class HeadTrainer:
         """Targets `[head or 1, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
         if given is not None:
             return given.unsqueeze(0), self.state.marginal[rows], given.new_empty(0)
-        settings, state = self.settings, self.state.rows(rows)
-        logits = self._logits(self.bank.unflatten(state.teacher), views, training=False)
-        targets, latest = self.objective.targets(logits, state.marginal)
-        marginal = torch.lerp(state.marginal, latest, 1 - settings.marginal_momentum)
+        state = self.state.rows(rows)
+        return self._answer_of(state.teacher, state.marginal, views)
+
+    def _answer(
+        self, teacher: Tensor, marginal: Tensor, views: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self._logits(self.bank.unflatten(teacher), views, training=False)
+        targets, latest = self.objective.targets(logits, marginal)
+        marginal = torch.lerp(marginal, latest, 1 - self.settings.marginal_momentum)
         agreements = marginal.new_empty(0)
-        if settings.instance_weight != "none":
+        if self.settings.instance_weight != "none":
             agreements = losses.agreement(self.objective.log_probabilities(targets))
         return targets, marginal, agreements
 
@@ -320,49 +330,134 @@ class HeadTrainer:
         step: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The students' half of the step for some heads: loss, norm and stage, `[head]` each."""
-        settings, state = self.settings, self.state.rows(rows)
+        state = self.state.rows(rows)
         parameters = {
             name: value.detach().requires_grad_()
             for name, value in self.bank.unflatten(state.student).items()
         }
-        logits = self._logits(parameters, views, training=True)
-        loss = compare(logits, targets, marginal, weights)
+        loss = self._loss_of(parameters, views, compare, targets, marginal, weights)
         gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
             (loss * state.scale).sum(), list(parameters.values()), materialize_grads=True
         )
-
+        loss = loss.detach()
         with torch.no_grad():
-            gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
-            norm = part_norms(gradient) / state.scale
-            sound = torch.isfinite(marginal).all(1)
-            scale = state.scale if self.precision.scale else None
-            stage = state.health.judge(loss, norm, self.thresholds, sound, scale)
-            healthy = is_healthy(stage)
+            gradient, norm, stage, healthy = self._judged(state, gradients, loss, marginal)
             if step is not None and step % SNAPSHOT_EVERY == 0:
                 self._rows.snapshot(rows, healthy, step)
+            rate: float | Tensor = learning_rate
+            if self.settings.compile:  # a number would be compiled in, and each one anew
+                rate = torch.full((), learning_rate, device=views.device)
+            self._updated(state, gradient, norm, stage, healthy, loss, marginal, rate)
+        return loss, norm, stage
 
-            gradient.mul_((clip_factors(norm, settings.clip_grad) / state.scale).unsqueeze(1))
-            owned = state.owned()
-            del owned["scale"]  # the one thing of its own that a fault changes
-            with only_healthy(healthy, *owned.values()):
-                adamw_(
-                    state.student,
-                    gradient,
-                    AdamWState(state.exp_avg, state.exp_avg_sq, state.updates),
-                    learning_rate=learning_rate,
-                    weight_decay=self.decay,
-                )
-                state.teacher.lerp_(state.student, 1 - settings.ema_momentum)
-                state.marginal.copy_(marginal)
-                memory = torch.where(state.updates > 1, 0.98, 0.0)
-                state.loss.copy_(torch.lerp(loss, state.loss, memory))
-            if self.precision.scale:
-                rescale_(state.scale, healthy, stage == int(Stage.OVERFLOW), state.updates)
-        return loss.detach(), norm, stage
+    def _loss(
+        self,
+        parameters: dict[str, Tensor],
+        views: Tensor,
+        compare: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+        targets: Tensor,
+        marginal: Tensor,
+        weights: Tensor | None,
+    ) -> Tensor:
+        logits = self._logits(parameters, views, training=True)
+        return compare(logits, targets, marginal, weights)
+
+    def _judge(
+        self, state: HeadsState, gradients: tuple[Tensor, ...], loss: Tensor, marginal: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradient `[head, parameter]`, its norm, the stage, and who is healthy, `[head]` each."""
+        gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
+        norm = part_norms(gradient) / state.scale
+        sound = torch.isfinite(marginal).all(1)
+        scale = state.scale if self.precision.scale else None
+        stage = state.health.judge(loss, norm, self.thresholds, sound, scale)
+        return gradient, norm, stage, is_healthy(stage)
+
+    def _update(
+        self,
+        state: HeadsState,
+        gradient: Tensor,
+        norm: Tensor,
+        stage: Tensor,
+        healthy: Tensor,
+        loss: Tensor,
+        marginal: Tensor,
+        learning_rate: float | Tensor,
+    ) -> None:
+        """Clip, then move everything that a healthy head owns."""
+        settings = self.settings
+        gradient.mul_((clip_factors(norm, settings.clip_grad) / state.scale).unsqueeze(1))
+        owned = state.owned()
+        del owned["scale"]  # the one thing of its own that a fault changes
+        with only_healthy(healthy, *owned.values()):
+            adamw_(
+                state.student,
+                gradient,
+                AdamWState(state.exp_avg, state.exp_avg_sq, state.updates),
+                learning_rate=learning_rate,
+                weight_decay=self.decay,
+            )
+            state.teacher.lerp_(state.student, 1 - settings.ema_momentum)
+            state.marginal.copy_(marginal)
+            memory = torch.where(state.updates > 1, 0.98, 0.0)
+            state.loss.copy_(torch.lerp(loss, state.loss, memory))
+        if self.precision.scale:
+            rescale_(state.scale, healthy, stage == int(Stage.OVERFLOW), state.updates)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _as_it_is(function: F) -> F:
+    return function
+
+
+def compiled(function: F) -> F:
+    """The function by torch.compile, as one graph, for each shape anew.
+
+    Raises:
+        SettingsError: when called, it cannot be compiled.
+    """
+    fast = torch.compile(function, fullgraph=True, dynamic=False)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
+        try:
+            return fast(*args)
+        except TorchDynamoException as error:
+            said = next(line for line in str(error).splitlines() if line.strip())
+            raise SettingsError(
+                f"COMPILE: torch.compile cannot compile this step: {said.strip()}. Set COMPILE to "
+                "False; a head or loss of your own that is to be compiled may not look at numbers"
+            ) from error
+
+    return run  # pyright: ignore[reportReturnType]
 
 
 def bad_samples(views: Tensor) -> Tensor:
     """Which samples of `[view, batch, dim]` are not finite: boolean `[view, batch]`."""
-    if torch.isfinite(views.sum()):  # the usual case, in one pass
+    free = views.device.type == "cpu"
+    if free and torch.isfinite(views.sum()):  # the usual case, in one pass
         return torch.zeros(views.shape[:2], dtype=torch.bool)
     return ~torch.isfinite(views).all(-1)
+
+
+def good_samples(bad: Tensor, *, in_place: bool = False) -> Tensor | None:
+    """Which samples to take so that none is bad: rows `[sample]`; None where all are good.
+
+    On a GPU, where it is not known how many there are, or `in_place`, the first good sample stands
+    in for each bad one, and the batch keeps its size; elsewhere it has only the good ones.
+
+    Args:
+        bad: boolean `[view, batch]`.
+        in_place: keep the size.
+    """
+    good = ~bad.any(0)
+    free = bad.device.type == "cpu"
+    if free and good.all():
+        return None
+    if free and not in_place:
+        return good.nonzero().flatten()
+    return torch.where(good, torch.arange(len(good), device=bad.device), good.byte().argmax())

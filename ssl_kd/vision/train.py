@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import SKIPPED, Stage, is_healthy
+from ssl_kd.guard.memory import sent
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.seeds import seed_of
 from ssl_kd.training.loop import Pace, run_loop
@@ -156,7 +157,9 @@ class Heads:
         until: Convergence | None = None,
     ) -> None:
         self.trainer, self.sampler, self.gather, self._most = trainer, sampler, gather, steps
-        self.clusters, self.until = clusters, until
+        device = trainer.precision.device
+        self.clusters = None if clusters is None else sent(clusters, device)
+        self.until = until
         self.on_events, self.on_fault = on_events, on_fault
         self.pace = Pace()
         self._look_every = LOOK_EVERY[trainer.precision.device.type == "cpu"]
@@ -186,7 +189,8 @@ class Heads:
         views = self.gather(samples.flatten()).unflatten(0, samples.shape)
         given = None
         if self.clusters is not None:
-            given = functional.one_hot(self.clusters[samples], trainer.n_clusters).float()
+            here = sent(samples, self.clusters.device)
+            given = functional.one_hot(self.clusters[here], trainer.n_clusters).float()
         first = trainer.bank.first
         key = (step, first) if first else (step,)  # no two heads draw alike
         with trainer.bank.draws_seeded(seed_of(settings.seed, *key)):
@@ -285,14 +289,29 @@ class Heads:
         now = {name: tensor[row] for name, tensor in self.trainer.state.tensors().items()}
         before = now | {name: tensor[row] for name, tensor in seen.result.before.items()}
         exact = not any(bool(is_healthy(step.result.stage[head])) for step in later)
-        return HeadFault(
-            head, event, seen.samples, seen.views, seen.learning_rate, before, exact, seen.given
-        )
+        given = None if seen.given is None else seen.given.cpu()
+        views = seen.views.cpu()
+        return HeadFault(head, event, seen.samples, views, seen.learning_rate, before, exact, given)
+
+
+class Held:
+    """Embeddings on a device, where rows are gathered as well.
+
+    Args:
+        embeddings: `[n, dim]` float32, on the device.
+    """
+
+    def __init__(self, embeddings: Tensor) -> None:
+        self._embeddings = embeddings
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """As `Gather`, on the device."""
+        return self._embeddings[sent(rows, self._embeddings.device)]
 
 
 def _on_cpu(steps: list[_Step]) -> list[_Step]:
     """The steps, with what a look asks of their results on the CPU."""
-    names = ("stage", "loss", "grad_norm", "smoothed")
+    names = ("stage", "loss", "grad_norm", "smoothed", "bad")
     read = iter(_read(*(getattr(step.result, name) for step in steps for name in names)))
     return [
         replace(step, result=replace(step.result, **{name: next(read) for name in names}))
@@ -302,11 +321,15 @@ def _on_cpu(steps: list[_Step]) -> list[_Step]:
 
 def _read(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors on the CPU, to the bit; a device is waited for once for all of them."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    there = [tensor.flatten().view(torch.uint8) for tensor in tensors if not _is_here(tensor)]
+    if not there:
         return tensors
-    sent = [tensor.flatten().view(torch.uint8) for tensor in tensors]
-    pieces = torch.cat(sent).cpu().split([len(piece) for piece in sent])
+    pieces = iter(torch.cat(there).cpu().split([len(piece) for piece in there]))
     return tuple(
-        piece.clone().view(tensor.dtype).view(tensor.shape)
-        for piece, tensor in zip(pieces, tensors, strict=True)
+        tensor if _is_here(tensor) else next(pieces).clone().view(tensor.dtype).view(tensor.shape)
+        for tensor in tensors
     )
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
