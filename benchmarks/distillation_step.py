@@ -4,11 +4,11 @@
     python -m benchmarks.distillation_step --teacher_model FOLDER --student_model FOLDER
 
 All train copies of one student towards the same teacher on the same batch by forward KL, off
-policy, in fp32 on the CPU: forward passes, loss, backward pass, clipping and AdamW as each comes,
-data loading left out. TRL's DistillationTrainer is given the completions that it would otherwise
-generate. The three take turns, and each ratio is the median over rounds (in brackets the middle
-half of them), so that a machine whose speed drifts does not matter. Memory is the growth of the
-peak resident set over two steps, each in a process of its own.
+policy, in fp32, on the CPU or on --device: forward passes, loss, backward pass, clipping and AdamW
+as each comes, data loading left out. TRL's DistillationTrainer is given the completions that it
+would otherwise generate. The three take turns, and each ratio is the median over rounds (in
+brackets the middle half of them), so that a machine whose speed drifts does not matter. Memory is
+the growth of the peak resident set over two steps, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -81,17 +81,18 @@ def models(args: argparse.Namespace) -> tuple[CausalLM, CausalLM]:
 def tokens(args: argparse.Namespace, vocabulary: int) -> torch.Tensor:
     """The batch; ids from 3, since what is special is not text."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, vocabulary, (args.batch, args.length), generator=generator)
+    ids = torch.randint(3, vocabulary, (args.batch, args.length), generator=generator)
+    return ids.to(args.device)
 
 
 def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Step:
     """The guarded step of this library."""
     ids = tokens(args, teacher.model.config.vocab_size)
-    counts = torch.ones_like(ids, dtype=torch.bool)
+    counts = torch.ones(ids.shape, dtype=torch.bool)
     counts[:, 0] = False
     batch = Batch(
         input_ids=ids,
-        position_ids=torch.arange(args.length).expand_as(ids),
+        position_ids=torch.arange(args.length, device=args.device).expand_as(ids),
         counts=counts,
         documents=torch.ones_like(ids, dtype=torch.int32),
         rows=torch.arange(args.batch),
@@ -99,8 +100,8 @@ def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Step
         packed=False,
     )
     settings = LanguageSettings(alpha_kd=1.0, alpha_ce=0.0, temperature=1.0, learning_rate=RATE)
-    precision = Precision.for_device("cpu", False)
-    source = Plain(FrozenTeacher(teacher.model))
+    precision = Precision.for_device(args.device, False)
+    source = Plain(FrozenTeacher(teacher.model, device=precision.device))
     distiller = Distiller(student.model, settings, precision, source)
 
     def step() -> float:
@@ -111,7 +112,14 @@ def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Step
     return step
 
 
-def _trainer(of: type, config: type, student: CausalLM, teacher: CausalLM, **options: Any) -> Any:
+def _trainer(
+    of: type,
+    config: type,
+    device: str,
+    student: CausalLM,
+    teacher: CausalLM,
+    **options: Any,
+) -> Any:
     """A trainer of TRL as `train` would have it before its first step."""
     from datasets import Dataset
 
@@ -128,7 +136,7 @@ def _trainer(of: type, config: type, student: CausalLM, teacher: CausalLM, **opt
             bf16=False,
             gradient_checkpointing=False,
             report_to="none",
-            use_cpu=True,
+            use_cpu=device == "cpu",
             **options,
         ),
         train_dataset=Dataset.from_list([{"messages": says, "prompt": "a"}]),
@@ -162,7 +170,7 @@ def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> S
 
     ids = tokens(args, teacher.model.config.vocab_size)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    trainer = _trainer(GKDTrainer, GKDConfig, student, teacher, lmbda=0.0)
+    trainer = _trainer(GKDTrainer, GKDConfig, args.device, student, teacher, lmbda=0.0)
     return _stepped(trainer, inputs, ids[:, 1:].numel())
 
 
@@ -181,7 +189,7 @@ def trl_distillation(args: argparse.Namespace, teacher: CausalLM, student: Causa
         "completion_mask": torch.ones_like(completion),
         "num_items_in_batch": real,
     }
-    trainer = _trainer(DistillationTrainer, DistillationConfig, student, teacher)
+    trainer = _trainer(DistillationTrainer, DistillationConfig, args.device, student, teacher)
     trainer._prepare_inputs = lambda batch: batch  # nothing is generated
     return _stepped(trainer, inputs, completion.numel())
 
@@ -206,6 +214,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="timed, after one to warm up")
     parser.add_argument("--steps", type=int, default=2, help="of each method in a round")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; memory is the host's")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--memory_of", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -240,7 +249,7 @@ def main() -> None:
     print(
         f"teacher {parameters[0]:.1f} M, student {parameters[1]:.1f} M, vocabulary "
         f"{teacher.model.config.vocab_size:,}, batch {args.batch} x {args.length}, fp32, "
-        f"{args.threads} threads, {args.rounds} rounds of {args.steps} steps; "
+        f"{args.device}, {args.threads} threads, {args.rounds} rounds of {args.steps} steps; "
         f"{versions('trl', 'transformers')}\n"
     )
     columns = ["step", "ms", "tokens per second", "times the time of ours", "extra peak MiB"]

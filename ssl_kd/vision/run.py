@@ -110,7 +110,8 @@ def _lead(
     settings: VisionSettings, device: str, together: Together | None, progress: Progress | None
 ) -> Run:
     tell = progress or (lambda stage, done, total, info: None)
-    clock, precision = Clock(), Precision.for_device(device, settings.use_fp16)
+    clock = Clock()
+    precision = Precision.for_device(device, settings.use_fp16, settings.use_tf32)
     logger.info("%s", precision)
 
     with RunFolder(settings) as folder, Signals(folder) as signals:

@@ -350,6 +350,11 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         " bf16 products)",
         "Weights and losses stay float32 in any case.",
     )
+    use_tf32: bool = setting(
+        False,
+        "on GPUs from Ampere on, run the students' fp32 products in TF32",
+        "Measured on digits by emulation: python -m benchmarks.products",
+    )
     compile: bool = setting(
         False,
         "compile the training step with torch.compile: half a minute or more before the first step",

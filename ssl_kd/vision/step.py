@@ -246,6 +246,12 @@ class HeadTrainer:
             given: `[view, batch, cluster]` probabilities that all heads learn by cross-entropy,
                 each from another view; None: from their EMA teachers, by their objective.
         """
+        with self.precision.products():
+            return self._step(views, learning_rate, step, given)
+
+    def _step(
+        self, views: Tensor, learning_rate: float, step: int | None, given: Tensor | None
+    ) -> HeadsStep:
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
         kept = good_samples(bad, in_place=self.settings.compile)

@@ -1,0 +1,309 @@
+"""What a GPU has to show, in one command: each figure beside its target, and the tests run there.
+
+    python -m benchmarks.gpu
+    python -m benchmarks.gpu --official PATH_OF_A_CHECKOUT --out DIR
+
+Times are wall time with the device waited for at both ends, the median of rounds. Leaves `gpu.md`
+and `gpu.json` in --out. What fails is a row that says why; the others are measured all the same.
+`--device cpu` runs this file's code at tiny shapes: its figures say nothing, and meet nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from benchmarks import distillation_step as language
+from benchmarks.extraction import bare, whole
+from benchmarks.official_temi import OfficialTEMI
+from benchmarks.step_cost import DEFAULT, FULL, versions
+from ssl_kd.datasets import ImageDataset, open_dataset
+from ssl_kd.guard import Precision
+from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.teachers import Network
+from ssl_kd.teachers.network import Transform
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.step import HeadTrainer
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        what: is measured.
+        value: in words, with its unit.
+        target: in words.
+        met: whether it is; None where there is nothing to meet.
+    """
+
+    what: str
+    value: str
+    target: str = ""
+    met: bool | None = None
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is.
+
+    Attributes:
+        large: batch, dim, K, heads of the large step.
+        default: those of the defaults on digits.
+        steps: in a round.
+        rounds: of which the median counts.
+        images: of the extraction.
+        side: of an image as the network sees it, in pixels.
+        text: LAYERSxDIM of teacher and student, vocabulary, batch and length of the language step.
+    """
+
+    large: tuple[int, int, int, int]
+    default: tuple[int, int, int, int]
+    steps: int
+    rounds: int
+    images: int
+    side: int
+    text: tuple[str, str, int, int, int]
+
+
+WHOLE = Size(
+    (512, 768, 1000, 50),
+    (256, 64, 10, 48),
+    100,
+    5,
+    4000,
+    224,
+    ("24x1024", "12x768", 128_256, 8, 1024),
+)
+TINY = Size((32, 16, 5, 4), (16, 8, 3, 2), 2, 2, 12, 32, ("1x64", "1x64", 500, 2, 16))
+# Seconds; times that of the official step; of bare forward passes.
+TARGETS = {"large": 3e-3, "default": 0.5e-3, "official": 50.0, "extraction": 0.95, "language": 1.0}
+
+
+def waited(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(step: Callable[[], object], size: Size, device: torch.device) -> float:
+    """Of one step, the median of rounds; the first round warms up and compiles."""
+    taken = []
+    for _ in range(size.rounds + 1):
+        waited(device)
+        began = time.perf_counter()
+        for _ in range(size.steps):
+            step()
+        waited(device)
+        taken.append((time.perf_counter() - began) / size.steps)
+    return statistics.median(taken[1:])
+
+
+def heads_step(
+    shape: tuple[int, int, int, int],
+    widths: tuple[int, int],
+    device: torch.device,
+    products: str,
+    fast: bool,
+) -> tuple[Callable[[], object], Tensor]:
+    """A guarded step with the paper's instance weights, and its views."""
+    batch, dim, clusters, heads = shape
+    bank = HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads)
+    settings = VisionSettings(batch_size=batch, instance_weight="mean", compile=fast)
+    precision = Precision.for_device(device, products == "half", products == "TF32")
+    trainer = HeadTrainer(bank, settings, precision, clusters)
+    views = torch.randn(2, batch, dim).to(device)
+    return lambda: trainer.step(views, 1e-4), views
+
+
+def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iterator[Row]:
+    """The step of the heads, plain and compiled, in each kind of products; beside the official."""
+    for name, shape, widths in (("large", size.large, FULL), ("default", size.default, DEFAULT)):
+        target, best, views = TARGETS[name], float("inf"), torch.empty(0)
+        for products in ("fp32", "TF32", "half"):
+            for fast in (False, True):
+                torch.compiler.reset()
+                step, views = heads_step(shape, widths, device, products, fast)
+                taken = seconds(step, size, device)
+                best = min(best, taken)
+                how = f"{products}, {'compiled' if fast else 'plain'}"
+                what = f"vision step {shape}, {how}"
+                yield Row(what, f"{1e3 * taken:.3f} ms", f"{1e3 * target:g} ms", taken <= target)
+        if official is None:
+            continue
+        batch, dim, clusters, heads = shape
+        peer = OfficialTEMI(
+            official, in_dim=dim, n_clusters=clusters, n_heads=heads, batch_size=batch
+        )
+        for module in (peer.student, peer.teacher, peer.loss):
+            module.to(device)
+        ratio = seconds(lambda: peer.step(views), size, device) / best  # noqa: B023
+        target = TARGETS["official"]
+        what = f"official TEMI {shape}, of 512 -> 256, beside our fastest"
+        yield Row(what, f"{ratio:.1f} times as long", f"{target:g} times", ratio >= target)
+    if official is None:
+        yield Row("official TEMI", "not measured: --official names no checkout", "50 times", False)
+
+
+def waits_rows(size: Size, device: torch.device) -> Iterator[Row]:
+    """Whether a step really waits for no device, as its own driver says."""
+    if device.type != "cuda":
+        return
+    step, _ = heads_step(size.large, FULL, device, "fp32", fast=False)
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    yield Row("a vision step waits for the device", "never", "never", True)
+
+
+def extraction_rows(size: Size, device: torch.device) -> Iterator[Row]:
+    """Images to a verified cache, beside bare forward passes of the same network."""
+    from torchvision.models import vit_b_16
+
+    precision = Precision.for_device(device)
+    model = vit_b_16(image_size=size.side, weights=None)
+    model.heads = torch.nn.Sequential()
+    teacher = Network("vit_b_16, random", model, model, Transform(size.side, size.side)).to(device)
+    with tempfile.TemporaryDirectory() as folder:
+        generator = np.random.default_rng(0)
+        for i in range(size.images):
+            pixels = generator.integers(256, size=(size.side, size.side, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(Path(folder) / f"{i}.jpg")
+        dataset = open_dataset(folder, "train")
+        assert isinstance(dataset, ImageDataset)
+        batch = 64
+        rows = torch.arange(len(dataset)).split(batch)
+        batches = [
+            teacher.transform.normalise(
+                torch.stack([teacher.preprocess(dataset.image(int(i))) for i in some]).to(device)
+            )
+            for some in rows
+        ]
+        bare(teacher, batches[:2], precision)
+        pairs = [
+            (
+                bare(teacher, batches, precision),
+                whole(dataset, teacher, precision, batch, workers=8),
+            )
+            for _ in range(size.rounds)
+        ]
+    share, target = statistics.median(a / b for a, b in pairs), TARGETS["extraction"]
+    what = f"extraction, {size.images} JPEGs of {size.side} px, ViT-B/16, {precision}"
+    value = f"{100 * share:.1f} % of the bare forward's pace"
+    yield Row(what, value, f"{100 * target:g} %", share >= target)
+
+
+def language_rows(size: Size, device: torch.device) -> Iterator[Row]:
+    """A distillation step beside TRL's trainers, where TRL is installed."""
+    teacher_size, student_size, vocabulary, batch, length = size.text
+    args = argparse.Namespace(batch=batch, length=length, device=device.type)
+    teacher = language.made_up(teacher_size, vocabulary, 0)
+    student = language.made_up(student_size, vocabulary, 1)
+    shape = f"{teacher_size} to {student_size}, V {vocabulary:,}, {batch} x {length}, fp32"
+    few, times = replace(size, steps=min(size.steps, 5)), {}
+    for name, make in language.METHODS.items():
+        if name != "ours" and importlib.util.find_spec("trl") is None:
+            yield Row(f"language step, {name}", "not measured: trl is not installed", "", False)
+            continue
+        times[name] = taken = seconds(make(args, teacher, copy.deepcopy(student)), few, device)
+        pace = f"{1e3 * taken:.1f} ms, {batch * (length - 1) / taken:,.0f} tokens/s"
+        if name == "ours":
+            yield Row(f"language step {shape}, ours", pace)
+            continue
+        ratio, target = taken / times["ours"], TARGETS["language"]
+        value = f"{pace}: {ratio:.2f} times as long as ours"
+        yield Row(f"language step, {name}", value, "as long as ours or longer", ratio >= target)
+
+
+def test_rows(tests: str) -> Iterator[Row]:
+    """The tests, on this machine."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests.split()]
+    done = subprocess.run(words, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]]
+    yield Row(f"pytest {tests}".rstrip(), lines[-1].strip("= "), "all pass", done.returncode == 0)
+
+
+def collected(parts: dict[str, Callable[[], Iterator[Row]]]) -> list[Row]:
+    """The rows of all parts; of one that fails, those before and why."""
+    rows = []
+    for name, part in parts.items():
+        try:
+            for row in part():
+                rows.append(row)
+                print(f"{row.what}: {row.value}", file=sys.stderr, flush=True)
+        except Exception as error:  # noqa: BLE001 - the others are to be measured all the same
+            said = " ".join(str(error).split())[:300]
+            rows.append(Row(name, f"failed: {type(error).__name__}: {said}", "", False))
+    return rows
+
+
+def table(rows: list[Row], heading: str) -> str:
+    """All of it, in markdown."""
+    lines = [heading, "", "| what | measured | target | met |", "|---|---|---|---|"]
+    words = {True: "yes", False: "**no**", None: ""}
+    lines += [f"| {row.what} | {row.value} | {row.target} | {words[row.met]} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and leave the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--official", type=Path, help="checkout of the official TEMI code")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the table")
+    parser.add_argument("--tests", default="tests", help="what pytest is given; '' for no tests")
+    parser.add_argument("--only", nargs="+", help="some of: vision waits extraction language tests")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "benchmarks.gpu measures a CUDA device, and torch sees none: run it where there is one "
+            "(--device cpu runs its code at tiny shapes, whose figures say nothing)"
+        )
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")  # TRL on its own experimental state
+    device, real = torch.device(args.device), args.device == "cuda"
+    size = WHOLE if real else TINY
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
+        "vision": lambda: vision_rows(size, device, args.official),
+        "waits": lambda: waits_rows(size, device),
+        "extraction": lambda: extraction_rows(size, device),
+        "language": lambda: language_rows(size, device),
+        "tests": lambda: test_rows(args.tests) if args.tests else iter(()),
+    }
+    if args.only:
+        if odd := set(args.only) - parts.keys():
+            raise SystemExit(f"--only {', '.join(odd)}: expected some of {', '.join(parts)}")
+        parts = {name: part for name, part in parts.items() if name in args.only}
+    rows = collected(parts)
+    name = torch.cuda.get_device_name() if real else "CPU, tiny shapes: these figures say nothing"
+    if not real:
+        rows = [Row(row.what, row.value, row.target) for row in rows]
+    written = table(rows, f"{name}; {versions('triton', 'transformers', 'trl')}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "gpu.md").write_text(written)
+    (args.out / "gpu.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    print(written)
+
+
+if __name__ == "__main__":
+    main()
