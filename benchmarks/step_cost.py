@@ -1,6 +1,7 @@
 """Seconds and memory of one training step, beside its bare matrix products or the official code.
 
     python -m benchmarks.step_cost
+    python -m benchmarks.step_cost --compiled
     python -m benchmarks.step_cost --official PATH_OF_A_CHECKOUT
 
 The bare products are what no step can do without: forward and backward of the students, forward of
@@ -55,11 +56,12 @@ def ours(
     weight: InstanceWeight = "none",
     widths: tuple[int, int] = FULL,
     given: bool = False,
+    fast: bool = False,
 ):
-    """A step of ours, as a function of views."""
+    """A step of ours, as a function of views; `fast`: compiled."""
     trainer = HeadTrainer(
         HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads),
-        VisionSettings(batch_size=batch, instance_weight=weight),
+        VisionSettings(batch_size=batch, instance_weight=weight, compile=fast),
         Precision.for_device("cpu", use_fp16=half),
         clusters,
     )
@@ -120,6 +122,27 @@ def beside_products(runs: int) -> None:
         )
 
 
+def beside_compiled(runs: int) -> None:
+    """Print what COMPILE is worth, and after how many steps it has paid back."""
+    columns = ["batch, dim, K, heads", "targets", "plain ms", "compiled ms", "times", "compiling s"]
+    print(f"| {' | '.join(columns)} | pays back after steps |\n|{'---|' * 7}")
+    for shape, widths, given in BESIDE_PRODUCTS:
+        views = torch.randn(2, shape[0], shape[1], generator=torch.Generator().manual_seed(0))
+        torch.compiler.reset()
+        fast = ours(*shape, widths=widths, given=given, fast=True)
+        began = time.perf_counter()
+        fast(views)
+        fast(views)
+        cold = time.perf_counter() - began
+        compiled, plain, ratio = paired(fast, ours(*shape, widths=widths, given=given), views, runs)
+        pays = f"{cold / (plain - compiled):,.0f}" if compiled < plain else "never"
+        print(
+            f"| {', '.join(map(str, shape))} | {'given' if given else 'of teachers'} "
+            f"| {1000 * plain:.1f} | {1000 * compiled:.1f} | {ratio:.2f} | {cold:.0f} | {pays} |",
+            flush=True,
+        )
+
+
 def official(batch: int, dim: int, clusters: int, heads: int, checkout: Path):
     """A step of the official code, as a function of views."""
     peer = OfficialTEMI(checkout, in_dim=dim, n_clusters=clusters, n_heads=heads, batch_size=batch)
@@ -167,6 +190,7 @@ def peak_mib() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="One step, beside its bare products or a peer.")
     parser.add_argument("--official", type=Path, help="checkout of the official TEMI code")
+    parser.add_argument("--compiled", action="store_true", help="beside the compiled step")
     parser.add_argument("--runs", type=int, default=5, help="pairs per shape")
     parser.add_argument("--weight", default="mean", choices=["none", "own", "mean"])
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
@@ -175,7 +199,7 @@ def main() -> None:
 
     if args.official is None:
         print(f"{versions()}, {torch.get_num_threads()} threads, {args.runs} pairs")
-        beside_products(args.runs)
+        (beside_compiled if args.compiled else beside_products)(args.runs)
         return
     if args.memory_of:
         shape = SHAPES[args.shape]
