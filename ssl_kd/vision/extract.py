@@ -337,7 +337,7 @@ def _write(
     total = writer.rows
     before = total - sum(stop - start for start, stop in writer.missing)
     began = time.perf_counter()
-    seen = given = 0
+    seen = given = decoded = 0
     problem: UnreadableImage | None = None
 
     def store(rows: Sequence[int], embeddings: Tensor) -> None:
@@ -356,6 +356,9 @@ def _write(
     # One batch behind: a GPU computes the next batch while the last one is copied and written.
     last: tuple[Sequence[int], Tensor] | None = None
     for batch in loaded:
+        rows = [*batch.rows, *(row for row, _ in batch.unreadable)]
+        seen += sum(map(writer.lacks, rows))  # a batch may reach into shards that are stored
+        decoded += len(rows)
         current = None
         if batch.images is not None:
             try:
@@ -373,11 +376,9 @@ def _write(
             logger.warning("left out: %s", problem)
             writer.skip(row, problem.id, problem.reason)
         given += len(batch.rows)
-        decoded = [*batch.rows, *(row for row, _ in batch.unreadable)]
-        seen += sum(map(writer.lacks, decoded))
         if progress is not None:
             done = min(total, before + seen)
-            rate = seen / max(time.perf_counter() - began, 1e-9)
+            rate = decoded / max(time.perf_counter() - began, 1e-9)
             progress(ExtractProgress(done, total, rate, (total - done) / rate))
     if last is not None:
         store(*last)

@@ -201,8 +201,8 @@ def _fill(
     attempts = ray.remote(_Attempts).options(num_cpus=0).remote()
     given = (plain, shard_rows, os.getcwd(), with_modules, partial(_begin, attempts))
     takes = {"num_cpus": cores, "num_gpus": gpus}
-    # On a worker: its device decides the dtype, and with it how many rows make a shard.
-    plan = ray.get(ray.remote(_plan).options(**takes).remote(given))
+    # A worker's GPU decides the dtype, and with it how many rows make a shard.
+    plan = ray.get(ray.remote(_plan).options(**takes).remote(given)) if gpus else _plan(given)
     if plan["error"]:
         raise _error(plan)
     tasks = [{"split": s, "shard": k} for s, count in plan["shards"].items() for k in range(count)]

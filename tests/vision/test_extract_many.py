@@ -28,7 +28,7 @@ from tests.vision.counting import SHARD, Counting
 
 CPU = Precision.for_device("cpu")
 TEACHER = "tests.vision.counting.Counting"
-TIMEOUT = 300  # seconds; far more than any of these needs
+TIMEOUT = 900  # seconds; far more than any of these needs
 with_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ssl_kd[ray]'"
 )
