@@ -51,6 +51,9 @@ class HeadBank:
         n_heads: number of heads H.
         first: number of the first of them, where another process runs those before it.
 
+    Attributes:
+        draws: whether a forward pass in training draws random numbers.
+
     Raises:
         ValueError: a head with buffers (batch statistics would leak from one head into another),
             without parameters, or with frozen ones.
@@ -82,7 +85,7 @@ class HeadBank:
                 "all of a head is trained: compute what is fixed in forward, or let it be trained"
             )
         self.n_parameters = sum(math.prod(shape) for shape in self._shapes.values())
-        self._draws = any(isinstance(m, _DropoutNd) for m in self._template.modules())
+        self.draws = any(isinstance(m, _DropoutNd) for m in self._template.modules())
         # Activations per sample, near enough to decide how many heads fit the cache at a time.
         self.width = sum(shape[0] for shape in self._shapes.values() if len(shape) > 1)
 
@@ -114,7 +117,7 @@ class HeadBank:
     @contextlib.contextmanager
     def draws_seeded(self, seed: int) -> Iterator[None]:
         """Let heads that have dropout draw by `seed` inside, and nothing change outside."""
-        if not self._draws:
+        if not self.draws:
             yield
             return
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

@@ -32,6 +32,8 @@ from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.step import HeadsState, HeadTrainer
 from ssl_kd.vision.train import Gather, HeadFault, Heads, LogRecord
 
+logger = logging.getLogger(__name__)
+
 Place = tuple[int, int]
 """Where a rank is: steps done, and what it came for, in the order of the loop."""
 _JUDGE, _LOOK, _RECORD, _CHECKPOINT, _GIVE_UP, _STOP = range(6)
@@ -358,6 +360,11 @@ def train_together(
     """
     if trainer.settings.instance_weight == "mean" and clusters is None:
         together.weigh_together(trainer)
+    if trainer.bank.draws and together.leads:
+        logger.warning(
+            "heads with dropout draw by the first head of their process: the result is another one"
+            " than that of another number of processes, and no worse"
+        )
     together.done = start
     learner = HeadsTogether(
         together, log_every, trainer, sampler, gather, steps, on_events, on_fault, clusters, until

@@ -17,14 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
+from torch import nn
 
-from ssl_kd.errors import BAD_INPUT, GUARD_STOPPED
+from ssl_kd.errors import BAD_INPUT, GUARD_STOPPED, InputError
 from ssl_kd.files import load_tensors, sha256_file
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.lock import Lock
 from ssl_kd.ranks import Ranks
 from ssl_kd.vision import step as guarded
+from ssl_kd.vision.extend import extend
 from ssl_kd.vision.ranks import Together
 from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import run
@@ -75,6 +77,13 @@ def settings(data, tmp_path):
         return {**FAST, **folders, **changes}
 
     return change
+
+
+class Forgetful(nn.Sequential):
+    """A head with dropout."""
+
+    def __init__(self, in_dim, n_clusters):
+        super().__init__(nn.Dropout(0.5), nn.Linear(in_dim, n_clusters))
 
 
 # -- what a rank does -----------------------------------------------------------------------------
@@ -450,6 +459,20 @@ def test_more_ranks_than_heads_are_refused(settings):
     assert "3 processes were started for 2 head(s)" in told[0][1]
     assert "start at most 2, or raise --n_heads" in told[0][1]
     assert not folder_of(settings("a")).exists()
+
+
+def test_heads_with_dropout_are_said_to_draw_otherwise(settings):
+    changes = {"head": "tests.vision.test_ranks.Forgetful", "max_steps": 3}
+    [alone] = run_joined(listening, 1, settings("one", **changes))
+    first, second = run_joined(listening, 2, settings("two", **changes))
+    assert [words for _, words in first if "dropout" in words] and not alone + second
+
+
+def test_a_rank_extends_no_run(settings, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(InputError, match="rank 1 of 2.*python alone"):
+        extend(VisionSettings(**settings("a", extend="runs/other")))
 
 
 def test_what_rank_0_cannot_find_ends_all(settings):
