@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 Place = tuple[int, int]
 """Where a rank is: steps done, and what it came for, in the order of the loop."""
-_JUDGE, _LOOK, _RECORD, _CHECKPOINT, _GIVE_UP, _STOP = range(6)
+_JUDGE, _LOOK, _CHECKPOINT, _GIVE_UP, _STOP = range(5)
 Said = tuple[str, int, str]
 """A logger, a level and a message."""
 _Key = tuple[int, int, int, int]
@@ -235,6 +235,7 @@ class HeadsTogether(Heads):
         self._untold: list[tuple[_Key, Event]] = []
         self._tallies: list[tuple[int, Tally]] = []
         self._turn: tuple[int, int] = (0, 0)
+        self._seen: tuple[Tensor, ...] = ()
 
     @property
     def look_every(self) -> int:
@@ -255,7 +256,8 @@ class HeadsTogether(Heads):
         self.together.done, self._turn = done, (done, 0)
         super().look(done, at_once=at_once)
         if not at_once and (done % self._log_every == 0 or done == self.steps):
-            self._tell(done, _LOOK)
+            told = self._tell(done, _LOOK, super().seen())
+            self._seen = tuple(torch.cat(columns, dim=-1) for columns in zip(*told, strict=True))
 
     def before_checkpoint(self, done: int) -> None:
         """As `Heads`, and tell the others.
@@ -274,9 +276,8 @@ class HeadsTogether(Heads):
         )
 
     def seen(self) -> tuple[Tensor, ...]:
-        """As `Heads`, of all heads."""
-        told = self.together.meet(_RECORD, super().seen())
-        return tuple(torch.cat(columns, dim=-1) for columns in zip(*told, strict=True))
+        """As `Heads`, of all heads; they told it at the look before."""
+        return self._seen
 
     def _keep(self, events: list[Event]) -> None:
         """Events in the order in which one process would have seen them."""
@@ -289,20 +290,22 @@ class HeadsTogether(Heads):
             order = 0 if of_batch else 1 if Stage.of(event) is Stage.MARGINAL else 2
             self._untold.append(((look, turn, event.step, order), event))
 
-    def _tell(self, done: int, what: int) -> None:
+    def _tell(self, done: int, what: int, more: Any = None) -> list[Any]:
+        """Tell the others what the guard saw and did here, and `more`; what each told of that."""
         active = len(self.together.heads) - int(self.trainer.state.health.retired.sum())
         rest = Tally(len(self.together.heads), active, 0, 0, active)
         said = self.together.said.copy()
         self.together.said.clear()
-        told = self.together.meet(what, (self._untold, self._tallies, rest, said))
+        told = self.together.meet(what, (self._untold, self._tallies, rest, said, more))
         events = sorted((pair for one, *_ in told for pair in one), key=lambda pair: pair[0])
         self._untold, self._tallies = [], []
-        self.together.repeat(line for *_, said in told for line in said)
+        self.together.repeat(line for *_, said, _ in told for line in said)
         self._write([event for _, event in events])
         if seen := [event for (_, turn, _, _), event in events if turn == 0]:
             self._last = next(event for event in seen if event.step == seen[-1].step)
-        if why := self._hopeless([(dict(tallies), rest) for _, tallies, rest, _ in told]):
+        if why := self._hopeless([(dict(tallies), rest) for _, tallies, rest, *_ in told]):
             self._give_up(done, why)
+        return [more for *_, more in told]
 
     def _hopeless(self, told: Sequence[tuple[dict[int, Tally], Tally]]) -> str:
         """Why training cannot continue, from the tallies of each look that any rank made some."""
