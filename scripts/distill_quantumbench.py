@@ -8,10 +8,11 @@ import json
 import sys
 from pathlib import Path
 
-from ssl_kd.cli import distill_as
+from ssl_kd.cli import distill_as, program
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
+from ssl_kd.ranks import follows
 from ssl_kd.settings import SettingsError
 
 CONFIG = Path(__file__).with_name("config.py")
@@ -65,10 +66,11 @@ def main(words: list[str]) -> int:
         if given.fp16 and precision.device.type == "cuda":
             settings = settings.replace(model_dtype="float16")
             precision = precision_of(settings)
-        print(json.dumps(settings.to_dict() | {"PRECISION": str(precision)}, indent=1))
+        if not follows():
+            print(json.dumps(settings.to_dict() | {"PRECISION": str(precision)}, indent=1))
         return settings
 
-    return distill_as(read, [sys.orig_argv[0], sys.argv[0], *words])
+    return distill_as(read, [*program(sys.argv[0]), *words])
 
 
 if __name__ == "__main__":

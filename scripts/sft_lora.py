@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded
+from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded, program
 from ssl_kd.evaluate.answers import TOLERANCE
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.language.settings import LanguageSettings
@@ -94,9 +94,11 @@ def test(given: argparse.Namespace) -> int:
     from ssl_kd.datasets.text import open_text
     from ssl_kd.evaluate.language import judge_answers
     from ssl_kd.guard.precision import Precision
+    from ssl_kd.ranks import refuse_ranks
     from ssl_kd.teachers.causal import load_causal_lm
     from ssl_kd.teachers.frozen import FrozenTeacher
 
+    refuse_ranks()
     device = Precision.for_device(given.device).device
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     split, which = asked_split(given)
@@ -164,7 +166,7 @@ def main(words: list[str]) -> int:
     def work() -> int:
         given, others = parser.parse_known_args(words)
         if given.job == "train":
-            return distill_as(lambda: train(given, others), [sys.orig_argv[0], sys.argv[0], *words])
+            return distill_as(lambda: train(given, others), [*program(sys.argv[0]), *words])
         if others:
             flags = ", ".join(f"--{name}" for name in vars(given) if name != "job")
             raise SettingsError(f"There is no flag {others[0]} of test, which takes {flags}.")

@@ -74,6 +74,9 @@ def tiny_run(folder: Path) -> bool:
 def main() -> int:
     """Both checks; 0 where all is well."""
     try:
+        from ssl_kd.ranks import refuse_ranks
+
+        refuse_ranks()
         with tempfile.TemporaryDirectory() as folder:
             sound = installation() and tiny_run(Path(folder))
     except Exception as error:  # whatever it is, the check has its answer

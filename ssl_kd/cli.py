@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import signal
@@ -85,7 +86,7 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
 
         return _train(read_settings(VisionSettings, argv, config, prog=prog, derive=derive))
 
-    return guarded(work, shlex.join([*_program(prog), *argv]))
+    return guarded(work, shlex.join([*program(prog), *argv]))
 
 
 def distill(
@@ -103,7 +104,7 @@ def distill(
         config: The settings file where no `--config` is given; it may be missing.
         prog: What `--help` calls the program.
     """
-    words = [*_program(prog), *argv]
+    words = [*program(prog), *argv]
     return distill_as(lambda: _language_settings(argv, prog, config, preset), words)
 
 
@@ -138,7 +139,7 @@ def cache_teacher(
             print(f"{cache.folder}: {facts}")
         return OK
 
-    return guarded(work, shlex.join([*_program(prog), *argv]), LANGUAGE_MEMORY)
+    return guarded(work, shlex.join([*program(prog), *argv]), LANGUAGE_MEMORY)
 
 
 def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> int:
@@ -204,6 +205,9 @@ def _verify(argv: Sequence[str]) -> int:
 
         screen = open_screen()
         from ssl_kd.doctor.verify import agreement_table, verify
+        from ssl_kd.ranks import refuse_ranks
+
+        refuse_ranks()
 
         with ProgressBars(screen) as progress:
             found = verify(settings, progress=progress)
@@ -316,9 +320,14 @@ def _language_settings(
     return read_settings(LanguageSettings, argv, config, prog=prog, presets=PRESETS, preset=preset)
 
 
-def _program(prog: str) -> list[str]:
+def program(prog: str) -> list[str]:
+    """The words that start `prog` once more, as it was started; what follows are its flags."""
+    if not prog.endswith(".py"):
+        return prog.split()
+    here, all_ = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    ranks = ["-m", "torch.distributed.run", "--nproc_per_node", here] if here != "1" else []
     # This very interpreter: another one named python may lack the packages.
-    return [sys.orig_argv[0], prog] if prog.endswith(".py") else prog.split()
+    return [sys.orig_argv[0], *(ranks if here == all_ else []), prog]
 
 
 def _train(settings: VisionSettings) -> int:

@@ -70,6 +70,9 @@ def assert_near(one, two, near=NEAR):
             assert ours.keys() == theirs.keys()
             for name, value in ours.items():
                 assert (value - theirs[name]).abs().max() < 1e-4, name
+    for ours, theirs in zip(metrics(one)["table"], metrics(two)["table"], strict=True):
+        assert ours["name"] == theirs["name"]
+        assert math.isclose(ours["nll"], theirs["nll"], rel_tol=10 * near)
     for name in ("tokens", "learned_from", "success_rate", "best_step", "steps", "events"):
         assert metrics(one)[name] == metrics(two)[name], name
 
@@ -78,7 +81,7 @@ def assert_near(one, two, near=NEAR):
 
 KINDS = {
     "ce": {"teacher_model": "none"},
-    "kd": {},
+    "kd": {"baseline": True},
     "checkpointing": {"gradient_checkpointing": True},
     "accumulation": {"batch_size": 3, "gradient_accumulation_steps": 2},
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
@@ -268,6 +271,7 @@ def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
     log = process.communicate(timeout=LIMIT)[1]
     assert process.returncode != 0
     assert "Stopped by SIGTERM; a checkpoint is in" in log, log
+    assert "-m torch.distributed.run --nproc_per_node 2 " in log and "--resume" in log
     assert len([*(metrics_file.parent / "checkpoint").glob("step_*.pt")]) == 1
 
 
@@ -371,3 +375,28 @@ def test_a_crash_costs_a_cache_of_ranks_one_file_of_each(of_kind, tmp_path):
     again = run_joined(cached, 2, two)
     assert there and {*again[0], *again[1]} == {*alone} - there
     assert bytes_in(tmp_path / "one") == bytes_in(tmp_path / "two")
+
+
+# --- what is work for one process -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["scripts/sft_lora.py", "test", "--model", "m", "--data-path", "d"],
+        ["scripts/test_ultra_stable.py"],
+        ["-m", "ssl_kd", "verify"],
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_one_line(words):
+    own = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "RANK": "1", "OMP_NUM_THREADS": "1"}
+    told = subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        cwd=ROOT,
+    )
+    said = [line for line in (told.stdout + told.stderr).splitlines() if "rank 1 of 2" in line]
+    assert told.returncode in (1, 2) and len(said) == 1 and "python alone" in said[0], told
