@@ -197,6 +197,32 @@ def test_a_term_that_is_nan_on_one_rank_is_left_out_by_all(settings):
     assert len([*(folders[1] / "faults").glob("*.pt")]) == 1
 
 
+def never_healthy(rank, settings):
+    """A run whose terms are all NaN on the second rank from step 1 on."""
+    terms = steps.Distiller.terms
+
+    def and_spoil(self, batch):
+        bad = self.guard.steps >= 1 and rank == 1
+        return {name: x * NAN if bad else x for name, x in terms(self, batch).items()}
+
+    steps.Distiller.terms = and_spoil
+    return str(run(settings))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_all_ranks_stop_where_one_does_not_become_healthy(settings, shard):
+    own = settings(stop_after=2, shard=shard)
+    first, second = run_joined(never_healthy, 2, own)
+    assert first.startswith("TooFewHealthyParts: step 2") and "on rank 1 of 2" in first, first
+    assert second.startswith("RankStopped: rank 1 of 2 stopped with rank 0: step 2"), second
+    folder = Path(own.runs_dir) / own.run_name
+    assert [path.stem for path in (folder / "checkpoint").glob("*.pt")] == [
+        "step_000000002",
+        "step_000000003",
+    ]
+    assert any("restored" in event["action"] for event in lines(folder, "events.jsonl"))
+
+
 def die(rank, settings):
     """A run whose second rank dies in step 2."""
     step = steps.Distiller.step
