@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,10 +66,7 @@ class Transform:
         n, channels, height, width = batch.shape
         rows = batch.permute(0, 2, 3, 1).reshape(n, height, width * channels)
         rows = rows.float() if out is None else out.view(rows.shape).copy_(rows)
-        scale = torch.tensor([1 / (255 * s) for s in self.std], device=batch.device).repeat(width)
-        shift = torch.tensor(
-            [-m / s for m, s in zip(self.mean, self.std, strict=True)], device=batch.device
-        ).repeat(width)
+        scale, shift = _affine(self.mean, self.std, width, batch.device)
         torch.addcmul(shift, rows, scale, out=rows)
         return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
 
@@ -77,6 +75,17 @@ class Transform:
         how = "squash" if self.squash else "centre"
         mean, std = ([round(v, 4) for v in values] for values in (self.mean, self.std))
         return f"{self.size} px of {self.resize} {self.interpolation} {how}, mean {mean}, std {std}"
+
+
+@functools.lru_cache(maxsize=8)  # to send them anew would make each batch wait for the last one
+def _affine(
+    mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Scale and shift of a row of `width` pixels, `[width * channel]` each."""
+    with torch.inference_mode(False):
+        scale = torch.tensor([1 / (255 * s) for s in std], device=device)
+        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
+        return scale.repeat(width), shift.repeat(width)
 
 
 class Network(Teacher):

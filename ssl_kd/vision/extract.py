@@ -340,8 +340,8 @@ def _write(
     seen = given = decoded = 0
     problem: UnreadableImage | None = None
 
-    def store(rows: Sequence[int], embeddings: Tensor) -> None:
-        embeddings = embeddings.to(writer.dtype).cpu()
+    def store(rows: Sequence[int], arrived: Callable[[], Tensor]) -> None:
+        embeddings = arrived()
         bad = (~embeddings.isfinite().all(1)).nonzero()[:, 0].tolist()
         if bad and not writer.exclude_bad:
             row = rows[bad[0]]
@@ -353,8 +353,8 @@ def _write(
             )
         writer.append(embeddings, torch.tensor(rows))
 
-    # One batch behind: a GPU computes the next batch while the last one is copied and written.
-    last: tuple[Sequence[int], Tensor] | None = None
+    # One batch behind: a GPU computes the next batch while the last one is written.
+    last: tuple[Sequence[int], Callable[[], Tensor]] | None = None
     for batch in loaded:
         rows = [*batch.rows, *(row for row, _ in batch.unreadable)]
         seen += sum(map(writer.lacks, rows))  # a batch may reach into shards that are stored
@@ -362,7 +362,7 @@ def _write(
         current = None
         if batch.images is not None:
             try:
-                current = batch.rows, embed(batch.images)
+                current = batch.rows, _sent_back(embed(batch.images).to(writer.dtype))
             except Exception as error:  # a teacher may be of a user's own
                 first, final = (dataset.ids[row] for row in (batch.rows[0], batch.rows[-1]))
                 raise ExtractionFailed(
@@ -384,6 +384,20 @@ def _write(
         store(*last)
     if not given and not before and total == len(dataset):
         raise InputError(f"not one of the {total} images of {dataset.name} can be read: {problem}")
+
+
+def _sent_back(embeddings: Tensor) -> Callable[[], Tensor]:
+    """Start their copy to the CPU; what is returned waits for it, and for nothing behind it."""
+    if embeddings.device.type != "cuda":
+        return embeddings.cpu
+    here, copied = embeddings.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+
+    def arrived() -> Tensor:
+        copied.synchronize()
+        return here
+
+    return arrived
 
 
 class _Embed:

@@ -7,7 +7,8 @@ from heads.cosine_head import CosineHead
 from ssl_kd.guard.parts import SNAPSHOT_EVERY
 from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.vision import run
+from ssl_kd.teachers.network import Transform
+from ssl_kd.vision import extract, run
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
 from ssl_kd.vision.objectives import OBJECTIVES
@@ -172,3 +173,44 @@ def test_embeddings_are_held_on_the_device_where_they_fit(monkeypatch):
         assert device.waits == device.pageable == []
         monkeypatch.setattr(run, "free_memory", lambda device: source._held.nbytes)
         assert source.on(torch.device("cuda")) is source
+
+
+class _Event:
+    """Of the device that is not there."""
+
+    seen: list = []
+
+    def record(self):
+        _Event.seen.append("copied")
+
+    def synchronize(self):
+        _Event.seen.append("waited")
+
+
+def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch):
+    class Writer:
+        missing, exclude_bad = [(0, 8)], False
+
+        def append(self, embeddings, rows):
+            _Event.seen.append(f"written {rows.tolist()}")
+
+    monkeypatch.setattr(torch.cuda, "Event", _Event, raising=False)
+    monkeypatch.setattr(_Event, "seen", [])
+    transform = Transform(size=8, resize=8)
+    with pretended_cuda() as device:
+
+        def embed(images):
+            _Event.seen.append("begun")
+            sent = images.pin_memory().to("cuda", non_blocking=True)
+            return transform.normalise(sent).flatten(1)
+
+        images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+        batches = [extract._Batch([i, i + 1], images, []) for i in (0, 2, 4)]
+        embed(images)  # sends what all batches share
+        device.clear()
+        _Event.seen.clear()
+        extract._write(Writer(), range(8), embed, iter(batches), None)
+        assert device.waits == device.pageable == []
+    first, second = ["begun", "copied"], ["waited", "written [0, 1]"]
+    assert _Event.seen[:6] == [*first, *first, *second]
+    assert _Event.seen[6:] == [*first, "waited", "written [2, 3]", "waited", "written [4, 5]"]
