@@ -82,8 +82,7 @@ def _silent(stage: str, done: int, total: int, info: dict[str, Any]) -> None:
 def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> Path:
     clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
     logger.info("%s", precision)
-    if settings.dry_run:
-        settings = _dry(settings)
+    settings = _dry(settings) if settings.dry_run else settings
     check_ranks(settings, ranks)
     with run_folder(settings, ranks) as folder, Signals(folder) as signals:
         folder.write_config(settings, mode="language", precision=str(precision))
@@ -106,7 +105,6 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> Path:
         whole = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
         distiller = make_distiller(settings, task, folder)
         distiller.trainee.inside(_say_memory, settings, task, folder)
-
         inside = partial(_by_first, ranks, distiller)
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
         judge = make_judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)
