@@ -47,6 +47,7 @@ GROUPS = {
     80: "guarded loops of one's own",
     86: "what is read",
     96: "commands and folders",
+    101: "several processes",
 }
 """First row of each group -> its name."""
 
@@ -434,7 +435,7 @@ ROWS = {
         "one line names the image, or the first and last of its batch; nothing is half written",
     ),
     96: Row(
-        "training or caching is started as several ranks, by torchrun or accelerate",
+        "several ranks of a launcher that says not where to meet, or of work for one process",
         "refused with the rank, in a line from each, before anything is written",
     ),
     97: Row(
@@ -455,5 +456,54 @@ ROWS = {
         "a settings file that calls sys.exit, is a folder, a broken link, UTF-16 or nested too "
         "deeply",
         "named with its line or the reason; nothing of it is executed, nothing is written",
+    ),
+    101: Row(
+        "one of the processes of train.py is killed, at any step or change of a file",
+        "the others end within seconds with the reason; resumed by any number of processes, all "
+        "that is left is that of an undisturbed run",
+        how="kill -9 of a random one of 2 or 3 at 3 random moments, and at 20",
+    ),
+    102: Row(
+        "SIGTERM, Ctrl-C or kill -9 reaches one of several processes, all, or torchrun",
+        "all stop at one step with a checkpoint and a code that is not 0; resumed, the same bytes",
+    ),
+    103: Row(
+        "heads of one of several processes are sick",
+        "events, restored heads and the others' bits are those of one process; its bundle replays",
+    ),
+    104: Row(
+        "too few healthy parts: heads counted over all processes; a term that stays sick on one",
+        "all stop with the same reason and code; the last checkpoint is finite",
+    ),
+    105: Row(
+        "more processes than heads, or than rows of a batch; work that ranks cannot share",
+        "refused with one line that says how many, before anything is written",
+    ),
+    106: Row(
+        "the first process fails before the training: there is no such data",
+        "the others end with its reason and its code",
+    ),
+    107: Row(
+        "a loss term is NaN on one rank that trains a language model, whole (DDP) or in pieces "
+        "(FSDP2)",
+        "all take the step without it, as one process does; the event names the rank",
+    ),
+    108: Row(
+        "one of the ranks that train a language model dies",
+        "the others end with what they waited for",
+    ),
+    109: Row(
+        "one of the ranks that write a teacher's cache dies",
+        "complete files stay, exactly the missing ones are computed; the bytes are those of one "
+        "process",
+    ),
+    110: Row(
+        "one of the tasks that share the embedding of a data set is killed",
+        "no complete shard is lost or computed again; the bytes are those of one process",
+        how="kill -9 of a task of a job array in the middle of a shard; 20 kills of writers",
+    ),
+    111: Row(
+        "two tasks compute the same shard; a task is of another teacher or data set",
+        "the first to store it counts; the other is refused and mixes nothing",
     ),
 }

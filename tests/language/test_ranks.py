@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,8 @@ from ssl_kd.language import step as steps  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.task import cache_teacher  # noqa: E402
-from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import writer  # noqa: E402
-from tests.ranks import NAN, run_joined  # noqa: E402
+from tests.ranks import run_joined  # noqa: E402
 
 NEAR = 1e-6
 ROOT = Path(__file__).parents[2]
@@ -164,91 +162,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(of_kind, first, then):
     assert_near(by(1, of_kind(name, run_name="whole")), folder)
 
 
-# --- faults ---------------------------------------------------------------------------------------
-
-
-def sick(rank, settings, bad_rank, term):
-    """A run in whose step 2 a term is NaN on one rank; its weights at the end of the step."""
-    terms = steps.Distiller.terms
-
-    def and_spoil(self, batch):
-        found = terms(self, batch)
-        if self.guard.steps == 2 and rank == bad_rank:
-            found[term] = found[term] * NAN
-        return found
-
-    steps.Distiller.terms = and_spoil
-    return str(run(settings))
-
-
-def test_a_term_that_is_nan_on_one_rank_is_left_out_by_all(settings):
-    one, two = settings(run_name="one"), settings(run_name="two")
-    run_joined(sick, 1, one, 0, "kd")
-    told = run_joined(sick, 2, two, 1, "kd")
-    folders = [Path(one.runs_dir) / name for name in ("one", "two")]
-    assert told == [str(folders[1])] * 2
-    assert_near(*folders)
-    alone, together = (lines(folder, "events.jsonl") for folder in folders)
-    assert [event["action"] for event in alone] == [event["action"] for event in together]
-    assert "the loss is not finite on rank 1 of 2" in together[0]["reason"]
-    assert metrics(folders[1])["learned_from"] == {"ce": 6, "kd": 5}
-    found = next(event for event in together if event["stage"] == "replay")
-    assert found["action"] == "explained" and "rows " in found["reason"]
-    assert len([*(folders[1] / "faults").glob("*.pt")]) == 1
-
-
-def never_healthy(rank, settings):
-    """A run whose terms are all NaN on the second rank from step 1 on."""
-    terms = steps.Distiller.terms
-
-    def and_spoil(self, batch):
-        bad = self.guard.steps >= 1 and rank == 1
-        return {name: x * NAN if bad else x for name, x in terms(self, batch).items()}
-
-    steps.Distiller.terms = and_spoil
-    return str(run(settings))
-
-
-@pytest.mark.parametrize("shard", [False, True])
-def test_all_ranks_stop_where_one_does_not_become_healthy(settings, shard):
-    own = settings(stop_after=2, shard=shard)
-    first, second = run_joined(never_healthy, 2, own)
-    assert first.startswith("TooFewHealthyParts: step 2") and "on rank 1 of 2" in first, first
-    assert second.startswith("RankStopped: rank 1 of 2 stopped with rank 0: step 2"), second
-    folder = Path(own.runs_dir) / own.run_name
-    assert [path.stem for path in (folder / "checkpoint").glob("*.pt")] == [
-        "step_000000002",
-        "step_000000003",
-    ]
-    assert any("restored" in event["action"] for event in lines(folder, "events.jsonl"))
-
-
-def die(rank, settings):
-    """A run whose second rank dies in step 2."""
-    step = steps.Distiller.step
-
-    def and_die(self, batches, learning_rate):
-        if self.guard.steps == 2 and rank == 1:
-            os._exit(7)
-        return step(self, batches, learning_rate)
-
-    steps.Distiller.step = and_die
-    return str(run(settings))
-
-
-def test_a_rank_that_dies_ends_the_other(settings):
-    first, second = run_joined(die, 2, settings())
-    assert second is None and first.startswith("RankLost: rank 0 of 2"), first
-
-
-def test_a_batch_without_a_row_for_each_rank_is_refused(settings):
-    first, second = run_joined(work, 2, settings(batch_size=1))
-    assert first.startswith("SettingsError: BATCH_SIZE is 1, the rows of all 2 ranks together")
-    assert "BATCH_SIZE is 1" in second
-    with pytest.raises(SettingsError, match="SHARD is True, but there is one process"):
-        run(settings(shard=True))
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -283,22 +196,6 @@ def test_torchrun_distils_as_python_alone_does(settings):
     assert_near(by(1, settings(run_name="one")), two)
     assert out.count("Student: ") == 1 and (two / "report.html").exists()
     assert log.count("train      6/6") == 1  # the first alone has the screen
-
-
-def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
-    long = settings(run_name="long", max_steps=100_000, eval_every=100_000, checkpoint_every=50_000)
-    process = torchrun("distill.py", *flags_of(long))
-    metrics_file = Path(long.runs_dir) / "long" / "metrics.jsonl"
-    deadline = time.monotonic() + LIMIT
-    while not (metrics_file.exists() and metrics_file.stat().st_size):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    log = process.communicate(timeout=LIMIT)[1]
-    assert process.returncode != 0
-    assert "Stopped by SIGTERM; a checkpoint is in" in log, log
-    assert "-m torch.distributed.run --nproc_per_node 2 " in log and "--resume" in log
-    assert len([*(metrics_file.parent / "checkpoint").glob("step_*.pt")]) == 1
 
 
 # --- in pieces ------------------------------------------------------------------------------------
@@ -342,16 +239,6 @@ def test_a_run_in_pieces_goes_on_whole_and_the_other_way_round(of_kind, first, t
     assert_near(by(1, of_kind("hidden", run_name="one")), folder)
 
 
-def test_a_term_that_is_nan_in_pieces_is_left_out_by_all(settings):
-    one, two = settings(run_name="one"), settings(run_name="two", shard=True)
-    run_joined(sick, 1, one, 0, "kd")
-    told = run_joined(sick, 2, two, 1, "kd")
-    folder = Path(one.runs_dir) / "two"
-    assert told == [str(folder)] * 2
-    assert_near(folder.parent / "one", folder)
-    assert any("is not run again" in event["reason"] for event in lines(folder, "events.jsonl"))
-
-
 # --- the teacher's cache --------------------------------------------------------------------------
 
 
@@ -389,40 +276,3 @@ def test_ranks_share_a_cache_whose_bytes_are_those_of_one(of_kind, tmp_path, kin
     if not shard:  # there the products are of other shapes in memory
         assert one == two
     assert one.keys() == two.keys()
-
-
-def test_a_crash_costs_a_cache_of_ranks_one_file_of_each(of_kind, tmp_path):
-    own = of_kind("kd", cache_k=8, batch_size=3, teacher_cache=str(tmp_path / "one"))
-    (alone,) = run_joined(cached, 1, own)
-    two = own.replace(teacher_cache=str(tmp_path / "two"))
-    first, second = run_joined(cached, 2, two, 1)
-    assert second is None and "RankLost" in first
-    there = bytes_in(tmp_path / "two" / "teacher.partial").keys() & {*alone}
-    again = run_joined(cached, 2, two)
-    assert there and {*again[0], *again[1]} == {*alone} - there
-    assert bytes_in(tmp_path / "one") == bytes_in(tmp_path / "two")
-
-
-# --- what is work for one process -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["scripts/sft_lora.py", "test", "--model", "m", "--data-path", "d"],
-        ["scripts/test_ultra_stable.py"],
-        ["-m", "ssl_kd", "verify"],
-    ],
-)
-def test_what_ranks_cannot_share_is_refused_with_one_line(words):
-    own = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "RANK": "1", "OMP_NUM_THREADS": "1"}
-    told = subprocess.run(
-        [sys.executable, *words],
-        env=os.environ | own,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=ROOT,
-    )
-    said = [line for line in (told.stdout + told.stderr).splitlines() if "rank 1 of 2" in line]
-    assert told.returncode in (1, 2) and len(said) == 1 and "python alone" in said[0], told

@@ -1,7 +1,6 @@
 """Several writers of one cache: any order, any overlap, any death; the bytes are those of one."""
 
 import json
-import os
 import shutil
 import threading
 from dataclasses import replace
@@ -11,8 +10,7 @@ import torch
 
 from ssl_kd.files import CorruptFileError
 from ssl_kd.lock import Lock, LockHeld
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch, ledger
-from tests.kills import kill_again_and_again
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, ledger
 
 N, D, ROWS = 50, 4, 8  # seven shards, the last of two rows
 FINGERPRINT = Fingerprint("pixels", "none", "28px", "float32", "digits")
@@ -88,22 +86,6 @@ def test_shares_at_once_and_one_that_has_all_of_them_again(tmp_path, alone):
     assert content(folder) == alone
 
 
-def test_of_two_that_compute_the_same_shard_the_first_counts(tmp_path):
-    first, second = writer(tmp_path, slice(2, 3)), writer(tmp_path, slice(2, 4))
-    fill(second, 5.0, most=1)  # another GPU, other roundings
-    fill(first)
-    fill(second, 5.0)
-    with writer(tmp_path, slice(0, None)) as rest:
-        assert rest.absent == [0, 1, 4, 5, 6]
-        fill(rest)
-        assert first.publish() and second.publish() and rest.publish()
-    store = EmbeddingStore.open(tmp_path, "train")
-    at = store.indices.tolist()
-    assert torch.equal(store.tensor()[at.index(16)], x(5.0)[16])
-    assert torch.equal(store.tensor()[at.index(0)], x()[0])
-    assert not (tmp_path / "embeddings_train.partial").exists()
-
-
 def test_one_that_begins_when_all_is_done_has_nothing_to_do(tmp_path, alone):
     with writer(tmp_path / "alone", slice(1, None, 2)) as late:
         assert late.absent == [] and late.missing == []
@@ -138,22 +120,6 @@ def test_the_folder_may_go_while_a_shard_is_written(tmp_path, alone, monkeypatch
         fill(others)
         assert others.publish()
     assert content(folder) == alone
-
-
-def test_one_of_another_cache_neither_mixes_nor_goes_on(tmp_path):
-    other = replace(FINGERPRINT, teacher="other")
-    old = writer(tmp_path, slice(0, 2))
-    fill(old, most=1)
-    with pytest.raises(FingerprintMismatch, match="teacher: cache has 'pixels'"):
-        writer(tmp_path, slice(0, 1), fingerprint=other)
-    new = writer(tmp_path, slice(0, None), fingerprint=other, force=True)
-    fill(new, 2.0, most=3)
-    with pytest.raises(FingerprintMismatch, match="teacher: cache has 'other'"):
-        fill(old)
-    fill(new, 2.0)
-    assert new.publish()
-    store = EmbeddingStore.open(tmp_path, "train", expect=other)
-    assert torch.equal(store.tensor(), x(2.0)[store.indices])
 
 
 def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_by_force(tmp_path, alone):
@@ -203,15 +169,6 @@ def stored(folder):
             found = {name: next(f for f in at if f.exists()) for name, at in files.items()}
             return {(name, file.stat().st_mtime_ns) for name, file in found.items()}
     return set()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_killed_at_twenty_random_positions_no_share_loses_a_shard(tmp_path, alone):
-    found = kill_again_and_again(fill_shares, stored, tmp_path / "killed", kills=20)
-    assert found.kills == 20 and found.resumed > 5
-    for folder in [found.straight, *found.folders]:
-        assert content(folder) == alone
 
 
 def test_a_share_that_is_not_whole_is_not_published(tmp_path):

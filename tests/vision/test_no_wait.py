@@ -8,7 +8,7 @@ from ssl_kd.guard.parts import SNAPSHOT_EVERY
 from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.teachers.network import Transform
-from ssl_kd.vision import extract, run
+from ssl_kd.vision import extract, loading, run
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
 from ssl_kd.vision.objectives import OBJECTIVES
@@ -205,7 +205,7 @@ def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch
             return transform.normalise(sent).flatten(1)
 
         images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
-        batches = [extract._Batch([i, i + 1], images, []) for i in (0, 2, 4)]
+        batches = [loading.Batch([i, i + 1], images, []) for i in (0, 2, 4)]
         embed(images)  # sends what all batches share
         device.clear()
         _Event.seen.clear()

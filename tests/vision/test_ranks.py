@@ -4,8 +4,6 @@ import collections
 import json
 import logging
 import os
-import random
-import signal
 import subprocess
 import sys
 import time
@@ -19,16 +17,13 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 
-from ssl_kd.errors import BAD_INPUT, GUARD_STOPPED, InputError
-from ssl_kd.files import load_tensors, sha256_file
+from ssl_kd.errors import BAD_INPUT
+from ssl_kd.files import sha256_file
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.lock import Lock
 from ssl_kd.ranks import Ranks
 from ssl_kd.vision import step as guarded
-from ssl_kd.vision.extend import extend
 from ssl_kd.vision.ranks import Together
-from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
@@ -280,91 +275,6 @@ def test_the_mean_over_all_heads_takes_one_all_reduce_a_step(settings):
     same(two, trained(2, settings("again", **changes)))
 
 
-# -- stopped and resumed --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "who"), [(2, 1, 1), (1, 2, 0), (2, 4, 0), (3, 2, "all")]
-)
-def test_a_run_is_resumed_by_any_number_of_ranks(settings, before, after, who):
-    straight = trained(1, settings("straight"))
-    ranks = range(before) if who == "all" else [who]
-    strikes = [(strike, rank, signal.SIGTERM, 13 + rank) for rank in ranks]
-    told = run_joined(work, before, settings("a"), *strikes)
-    assert told[0][0] == "Interrupted" and {one[2] for one in told} == {128 + signal.SIGTERM}
-    assert all("stopped with rank 0" in one[1] for one in told[1:])
-    path = folder_of(settings("a"))
-    assert not (path / "metrics.json").exists()
-    done = max(int(p.stem[5:]) for p in (path / "checkpoint").glob("*.pt"))
-    assert 14 <= done <= 20, "all go on to where one of them is, and no further"
-    same(straight, trained(after, settings("a", resume=True)))
-
-
-def test_with_the_mean_all_stop_at_the_same_step(settings):
-    changes = {"instance_weight": "mean"}
-    straight = trained(2, settings("straight", **changes))
-    told = run_joined(work, 2, settings("a", **changes), (strike, 1, signal.SIGTERM, 13))
-    assert [one[2] for one in told] == [128 + signal.SIGTERM] * 2, told
-    done = max(int(p.stem[5:]) for p in (folder_of(settings("a")) / "checkpoint").glob("*.pt"))
-    assert done == 14
-    same(straight, trained(2, settings("a", resume=True, **changes)))
-
-
-# -- killed ---------------------------------------------------------------------------------------
-
-
-def kill_again_and_again(settings, seed, kills):
-    """Kill ranks at random steps and random changes of files, and resume with another world."""
-    draw, done, runs = random.Random(seed), 0, 0
-    straight = trained(1, settings("straight"))
-    while done < kills:
-        runs += 1
-        name, ended = str(runs), False
-        path = folder_of(settings(name))
-        while not ended:
-            world = draw.randint(2, 3)
-            resume = (path / "config.json").exists()
-            assert resume or not any(path.glob("*")), "half a folder"
-            faults = []
-            if done < kills:
-                at_step = strike, draw.randrange(world), signal.SIGKILL, draw.randrange(30)
-                at_file = strike_file, 0, draw.randint(1, 40), path
-                faults = [draw.choice([at_step, at_file])]
-            told = run_joined(work, world, settings(name, resume=resume), *faults)
-            ended = [one and one[0] for one in told] == ["done"] * world
-            if not ended:
-                assert told.count(None) == 1, told
-                lost = [one for one in told if one]
-                assert all(one[0] in ("RankLost", "RankStopped") for one in lost), told
-                assert all(one[3] < 60 and f"of {world}" in one[1] for one in lost), told
-                done += 1
-        same(straight, left(path))
-
-
-def test_a_rank_that_is_killed_loses_nothing(settings):
-    kill_again_and_again(settings, seed=2, kills=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_that_are_killed_at_twenty_moments_lose_nothing(settings, seed):
-    kill_again_and_again(settings, seed, kills=4)
-
-
-# -- sick heads -----------------------------------------------------------------------------------
-
-
-def test_a_sick_head_of_another_rank_is_told_as_by_one_process(settings):
-    changes = {"restore_after": 4, "n_heads": 6}
-    faults = (spoil, (1, 4, 5), (7, 16)), (spoil, (5,), range(20, 30))
-    one = trained(1, settings("one", **changes), *faults)
-    two = trained(2, settings("two", **changes), *faults)
-    same(one, two)
-    assert one["events"].count("restored") >= 3 and one["faults"]
-    for path in (folder_of(settings("two")) / "faults").glob("head-5*"):
-        assert replay(path).reproduced
-
-
 def test_what_another_rank_warns_of_is_said_once_by_the_first(settings):
     changes = {"restore_after": 1000, "max_steps": 100, "checkpoint_every": 100}
     sick = spoil, (4,), range(5, 6)
@@ -372,23 +282,6 @@ def test_what_another_rank_warns_of_is_said_once_by_the_first(settings):
     first, second = run_joined(listening, 2, settings("two", **changes), sick)
     assert [words for _, words in one if "head 4 missed 95 of the last 100" in words]
     assert sorted(first) == sorted(one) and not second
-
-
-def test_too_few_healthy_heads_stop_all_ranks(settings):
-    changes = {"restore_after": 2, "n_heads": 4, "min_heads": 2}
-    sick = spoil, (1, 2, 3), range(5, 30)
-    told = run_joined(work, 2, settings("a", **changes), sick)
-    assert [one[2] for one in told] == [GUARD_STOPPED] * 2, told
-    assert told[0][0] == "TooFewHealthyParts" and "of 4 parts are left" in told[0][1]
-    assert "ssl_kd replay" in told[0][1]
-    path = folder_of(settings("a"))
-    events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
-    assert [e["part"] for e in events].count("run") == 1 and events[-1]["action"] == "stopped"
-    last = max((path / "checkpoint").glob("*.pt"))
-    tensors = load_tensors(last)["tensors"]
-    assert torch.isfinite(tensors["student"]).all() and len(tensors["student"]) == 4
-    told = run_joined(work, 1, settings("a", resume=True, **changes))
-    assert told[0][0] == "done", told  # the cause is gone
 
 
 # -- torchrun, and what is refused ----------------------------------------------------------------
@@ -425,60 +318,11 @@ def test_torchrun_trains_one_run(settings):
     assert done.stdout.count("Report: ") == 1 and done.stderr.count("INFO") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_torchrun_that_is_told_to_stop_ends_soon_with_a_checkpoint(settings, number):
-    changes = settings("a", max_steps=10**6)
-    path = folder_of(changes)
-    with subprocess.Popen(command(2, changes), stderr=subprocess.PIPE, **HERE) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while not any(path.glob("checkpoint/*.sha256")) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            whom = process.pid  # torchrun, which tells its processes
-            if number == signal.SIGKILL:
-                whom = int((path / ".lock").read_text())  # rank 0
-            os.kill(whom, number)
-            _, error = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode != 0
-    if number == signal.SIGKILL:
-        assert "rank 1 of 2 lost the others" in error or "rank 1 of 2 waited" in error
-    else:
-        assert error.count("a checkpoint is in") == 1 and "--resume" in error
-    last = max(path.glob("checkpoint/*.pt"))
-    assert last.with_suffix(".sha256").read_text() == sha256_file(last)
-    assert not list(path.rglob("*.tmp")) or number == signal.SIGKILL
-    with Lock(path / ".lock"):  # nobody is left who writes
-        pass
-
-
-def test_more_ranks_than_heads_are_refused(settings):
-    told = run_joined(work, 3, settings("a", n_heads=2))
-    assert {one[2] for one in told} == {BAD_INPUT}
-    assert "3 processes were started for 2 head(s)" in told[0][1]
-    assert "start at most 2, or raise --n_heads" in told[0][1]
-    assert not folder_of(settings("a")).exists()
-
-
 def test_heads_with_dropout_are_said_to_draw_otherwise(settings):
     changes = {"head": "tests.vision.test_ranks.Forgetful", "max_steps": 3}
     [alone] = run_joined(listening, 1, settings("one", **changes))
     first, second = run_joined(listening, 2, settings("two", **changes))
     assert [words for _, words in first if "dropout" in words] and not alone + second
-
-
-def test_a_rank_extends_no_run(settings, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(InputError, match="rank 1 of 2.*python alone"):
-        extend(VisionSettings(**settings("a", extend="runs/other")))
-
-
-def test_what_rank_0_cannot_find_ends_all(settings):
-    told = run_joined(work, 2, settings("a", dataset="/no/such/file.npz"))
-    assert told[0][2] == told[1][2] != 0
-    assert "stopped with rank 0" in told[1][1] and "/no/such/file.npz" in told[1][1]
 
 
 @pytest.mark.parametrize(("n", "world"), [(5, 2), (50, 8), (3, 3)])

@@ -1,0 +1,59 @@
+"""Rows 110 and 111: many writers of one cache."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ssl_kd.store import EmbeddingStore, FingerprintMismatch
+from tests.faults.matrix import row
+from tests.kills import kill_again_and_again
+from tests.store import test_ledger as ledger
+from tests.store.test_ledger import FINGERPRINT, content, fill, fill_shares, stored, writer, x
+
+alone = ledger.alone
+
+
+@row(110)
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_killed_at_twenty_random_positions_no_share_loses_a_shard(tmp_path, alone):
+    found = kill_again_and_again(fill_shares, stored, tmp_path / "killed", kills=20)
+    assert found.kills == 20 and found.resumed > 5
+    for folder in [found.straight, *found.folders]:
+        assert content(folder) == alone
+
+
+@row(111)
+def test_of_two_that_compute_the_same_shard_the_first_counts(tmp_path):
+    first, second = writer(tmp_path, slice(2, 3)), writer(tmp_path, slice(2, 4))
+    fill(second, 5.0, most=1)  # another GPU, other roundings
+    fill(first)
+    fill(second, 5.0)
+    with writer(tmp_path, slice(0, None)) as rest:
+        assert rest.absent == [0, 1, 4, 5, 6]
+        fill(rest)
+        assert first.publish() and second.publish() and rest.publish()
+    store = EmbeddingStore.open(tmp_path, "train")
+    at = store.indices.tolist()
+    assert torch.equal(store.tensor()[at.index(16)], x(5.0)[16])
+    assert torch.equal(store.tensor()[at.index(0)], x()[0])
+    assert not (tmp_path / "embeddings_train.partial").exists()
+
+
+@row(111)
+def test_one_of_another_cache_neither_mixes_nor_goes_on(tmp_path):
+    other = replace(FINGERPRINT, teacher="other")
+    old = writer(tmp_path, slice(0, 2))
+    fill(old, most=1)
+    with pytest.raises(FingerprintMismatch, match="teacher: cache has 'pixels'"):
+        writer(tmp_path, slice(0, 1), fingerprint=other)
+    new = writer(tmp_path, slice(0, None), fingerprint=other, force=True)
+    fill(new, 2.0, most=3)
+    with pytest.raises(FingerprintMismatch, match="teacher: cache has 'other'"):
+        fill(old)
+    fill(new, 2.0)
+    assert new.publish()
+    store = EmbeddingStore.open(tmp_path, "train", expect=other)
+    assert torch.equal(store.tensor(), x(2.0)[store.indices])
