@@ -392,8 +392,8 @@ def test_a_gpu_that_no_machine_has_is_not_replaced_by_cores():
 # --- Ray ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_without_ray_the_way_to_it_is_named(tmp_path, capsys):
+def test_without_ray_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     assert command("--engine", "ray", "--embeddings_dir", str(tmp_path)) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "pip install 'ssl_kd[ray]'" in lines[0]
