@@ -63,3 +63,30 @@ def test_a_snapshot_asks_once_whether_all_parts_are_finite():
             assert len(asked) == (not guard.steps) and len(device.waits) == (8 if asked else 1)
             optimizer.step()
             guard.after_step()
+
+
+def _cost(guarded):
+    """Launches and bytes of the second step of a loop that clips, with or without a guard."""
+    with pretended_cuda() as device:
+        with torch.device("cuda"):
+            model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        guard = Guard(model, optimizer, clip_grad=1.0) if guarded else None
+        x = torch.zeros(32, 64, device="cuda")
+        for _ in range(2):
+            device.clear()
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if guard is not None:
+                guard.backward(loss)
+                guard.step()
+            else:
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        return device.launches.total(), device.bytes.total()
+
+
+def test_a_guard_adds_a_handful_of_launches_and_reads_no_tensor_again():
+    launches, moved = (with_ - bare for with_, bare in zip(_cost(True), _cost(False), strict=True))
+    assert 0 < launches <= 5 and 0 < moved <= 64

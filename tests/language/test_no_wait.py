@@ -61,3 +61,9 @@ def test_without_a_teacher_a_batch_waits_twice(tiny):
 def test_weights_are_updated_by_one_operation(tiny):
     launches = _step(tiny, 1).launches
     assert launches["aten._fused_adamw_.default"] == 2  # with weight decay, and without
+
+
+def test_a_step_keeps_to_its_launches_and_bytes(tiny):
+    device = _step(tiny, 1)  # two layers of width 32 on each side, 4 rows of 24 tokens, V 320
+    assert 600 < device.launches.total() <= 710
+    assert 15 < device.bytes.total() / 1e6 <= 17
