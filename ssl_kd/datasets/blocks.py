@@ -36,8 +36,7 @@ class Batch:
     Attributes:
         input_ids: int64 `[B, T]`; padding holds any valid token.
         position_ids: int64 `[B, T]`, from 0 in each document.
-        counts: bool `[B, T]` on the CPU, the token is a target that counts; never a document's
-            first.
+        counts: bool `[B, T]` on the CPU, a target that counts; never a document's first token.
         documents: int32 `[B, T]`, the number of the document in its row, from 1; 0 is padding.
         rows: int64 `[B]` on the CPU, which rows these are.
         characters: how many characters of text the targets that count stand for.
