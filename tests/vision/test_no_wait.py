@@ -189,7 +189,10 @@ class _Event:
 
 def test_extraction_waits_for_a_batch_when_the_next_one_is_under_way(monkeypatch):
     class Writer:
-        missing, exclude_bad = [(0, 8)], False
+        missing, exclude_bad, rows, dtype = [(0, 8)], False, 8, torch.float32
+
+        def lacks(self, row):
+            return True
 
         def append(self, embeddings, rows):
             _Event.seen.append(f"written {rows.tolist()}")
