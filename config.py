@@ -59,6 +59,9 @@ PCA_DIM = 256
 # Nearest neighbours that a sample may be paired with, from 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
 NEIGHBOURS = 20
+# How neighbours are found: exact (all pairs) | ivf (among the nearest cells of an inverted file;
+# recall measured and told in metrics.json) | auto (exact up to 100,000 samples).
+NEIGHBOURS_SEARCH = "auto"
 # Pair only samples that are each other's neighbours: fewer wrong pairs. Turn off for sparse data.
 MUTUAL_NEIGHBOURS = True
 # Number of clusters, from 2; None: as many as the data set declares classes; auto: found.

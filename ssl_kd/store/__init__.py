@@ -1,5 +1,6 @@
 """What a frozen teacher knows, written once: verified shards of columns, and neighbours."""
 
+from ssl_kd.store.approximate import find_neighbours
 from ssl_kd.store.embeddings import EmbeddingStore, EmbeddingWriter
 from ssl_kd.store.fingerprint import BaseFingerprint, Fingerprint, FingerprintMismatch
 from ssl_kd.store.neighbours import cached_neighbours, nearest_neighbours
@@ -16,5 +17,6 @@ __all__ = [
     "ShardStore",
     "ShardWriter",
     "cached_neighbours",
+    "find_neighbours",
     "nearest_neighbours",
 ]

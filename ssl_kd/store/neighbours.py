@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ssl_kd.store.embeddings import EmbeddingStore
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "faiss", "torch")
+
+Search = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""Queries `[b, D]`, candidates `[c, D]`, k -> the k largest products and columns, `[b, k]`."""
 
 
 def _with_one(x: Tensor) -> Tensor:
@@ -70,18 +73,14 @@ def nearest_neighbours(
     """
     n = len(embeddings)
     device = torch.device(device)
-    _check(k, n)
+    check_k(k, n)
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if block_rows < 1:
         raise ValueError(f"block_rows is {block_rows}; expected at least 1")
     if backend == "faiss" and device.type != "cpu":
         raise ValueError(f"backend 'faiss' computes on the CPU, device is {device}; use 'torch'")
-    if backend == "auto":
-        use_faiss = device.type == "cpu" and sys.platform == "linux"
-        backend = "faiss" if use_faiss and importlib.util.find_spec("faiss") else "torch"
-    search = _faiss_search() if backend == "faiss" else _torch_search
-
+    search = search_on(device, backend)
     if metric not in METRICS:
         raise ValueError(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
     as_query, as_candidate = METRICS[metric]
@@ -101,21 +100,45 @@ def nearest_neighbours(
         if not (finite := queries.isfinite().all(1)).all():
             row = first + int((~finite).nonzero()[0, 0])
             raise InputError(f"row {row} is not finite in float32, so it has no nearest neighbours")
-        best = queries.new_empty(len(queries), 0)
-        found = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
-        itself = torch.arange(first, first + len(queries), device=device).unsqueeze(1)
-        for start, candidates in candidates_kept or prepared(as_candidate):
-            # One more than k: the row itself may be among them.
-            scores, columns = search(queries, candidates, min(k + 1, len(candidates)))
-            columns = columns + start
-            scores = scores.masked_fill(columns == itself, -torch.inf)
-            scores, columns = torch.cat([best, scores], 1), torch.cat([found, columns], 1)
-            best, order = scores.topk(min(k, scores.shape[1]))
-            found = columns.gather(1, order)
+        itself = torch.arange(first, first + len(queries), device=device)
+        candidates = candidates_kept or prepared(as_candidate)
+        found = nearest_among(queries, itself, candidates, k, search)
         neighbours[first : first + len(queries)] = found.cpu()
         if progress is not None:
             progress(first + len(queries), n)
     return neighbours
+
+
+def nearest_among(
+    queries: Tensor,
+    itself: Tensor,
+    candidates: Iterable[tuple[int, Tensor]],
+    k: int,
+    search: Search,
+) -> Tensor:
+    """The k candidates with the largest dot products, never the query itself.
+
+    Args:
+        queries: float32 `[b, D]`.
+        itself: int64 `[b]`, the number of each.
+        candidates: blocks of rows `[c, D]`, each with the number of its first row.
+        k: how many.
+        search: as `search_on` gives it.
+
+    Returns:
+        int64 `[b, k]`, numbers of rows, nearest first; fewer columns where there are fewer rows.
+    """
+    best = queries.new_empty(len(queries), 0)
+    found = itself.new_empty(len(queries), 0)
+    for start, block in candidates:
+        # One more than k: the row itself may be among them.
+        scores, columns = search(queries, block, min(k + 1, len(block)))
+        columns = columns + start
+        scores = scores.masked_fill(columns == itself.unsqueeze(1), -torch.inf)
+        scores, columns = torch.cat([best, scores], 1), torch.cat([found, columns], 1)
+        best, order = scores.topk(min(k, scores.shape[1]))
+        found = columns.gather(1, order)
+    return found
 
 
 def cached_neighbours(
@@ -133,7 +156,7 @@ def cached_neighbours(
     Returns:
         int64 [n, k], nearest first.
     """
-    _check(k, store.n)
+    check_k(k, store.n)
     path = store.folder / f"neighbours_{store.split}.pt"
     key = f"{store.digest} cosine"
     try:
@@ -156,7 +179,8 @@ def cached_neighbours(
     return neighbours
 
 
-def _check(k: int, n: int) -> None:
+def check_k(k: int, n: int) -> None:
+    """Raise InputError unless n samples have k others."""
     if not 1 <= k < n:
         raise InputError(
             f"{k} neighbours asked for among {n} samples; each has {max(n - 1, 0)} others, "
@@ -180,11 +204,19 @@ def _blocks(embeddings: EmbeddingStore | Tensor, rows: int) -> Iterator[tuple[in
             yield start, embeddings[start : start + rows].detach()
 
 
+def search_on(device: torch.device, backend: str = "auto") -> Search:
+    """The search among a block of candidates that suits the device."""
+    if backend == "auto":
+        use_faiss = device.type == "cpu" and sys.platform == "linux"
+        backend = "faiss" if use_faiss and importlib.util.find_spec("faiss") else "torch"
+    return _faiss_search() if backend == "faiss" else _torch_search
+
+
 def _torch_search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return (queries @ candidates.T).topk(k)
 
 
-def _faiss_search() -> Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]:
+def _faiss_search() -> Search:
     with warnings.catch_warnings():  # its wrappers warn on import under Python 3.12
         warnings.simplefilter("ignore", DeprecationWarning)
         import faiss

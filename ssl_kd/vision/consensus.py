@@ -21,12 +21,14 @@ def judging_pairs(neighbours: Tensor, seed: int, most: int) -> Tensor:
         `[2, pair]` int64 rows.
     """
     n = len(neighbours)
-    near = neighbours[:, : -(-neighbours.shape[1] // 4)].long()
+    near = neighbours[:, : -(-neighbours.shape[1] // 4)]
     if near.numel() <= most:
-        return torch.stack([torch.arange(n).repeat_interleave(near.shape[1]), near.flatten()])
+        others = near.long().flatten()
+        return torch.stack([torch.arange(n).repeat_interleave(near.shape[1]), others])
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(n, (most,), generator=g)
-    return torch.stack([rows, near[rows, torch.randint(near.shape[1], (most,), generator=g)]])
+    columns = torch.randint(near.shape[1], (most,), generator=g)
+    return torch.stack([rows, near[rows, columns].long()])
 
 
 def neighbour_information(first: Tensor, second: Tensor, n_clusters: int) -> float:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ssl_kd.seeds import seed_of
 
+ROWS_PER_BLOCK = 4096
+
 
 class PairSampler:
     """Batches of (sample, one of its neighbours), a pure function of seed and step.
@@ -15,7 +17,8 @@ class PairSampler:
     are drawn by (seed, s), so a resumed run sees what an uninterrupted one would have.
 
     Args:
-        neighbours: `[n, k]` integer, row `i` the neighbours of sample `i`.
+        neighbours: `[n, k]` integer, row `i` the neighbours of sample `i`; may be mapped from a
+            file, of which a step reads the rows of its batch.
         allowed: `[n, k]` boolean, which of them may be drawn (`mutual_neighbours`); at least one in
             each row.
         batch_size: samples per batch; at most n.
@@ -27,9 +30,7 @@ class PairSampler:
         self.batch_size = min(batch_size, self.n)
         self.steps_per_epoch = self.n // self.batch_size
         self.seed = seed
-        self._counts = allowed.sum(1)
-        self._starts = self._counts.cumsum(0) - self._counts
-        self._flat = neighbours[allowed]  # the allowed ones only, row after row
+        self._neighbours, self._allowed = neighbours, allowed
         self._epoch = -1
         self._order = torch.empty(0)
 
@@ -45,9 +46,11 @@ class PairSampler:
             self._epoch = epoch
         rows = self._order[position * self.batch_size : (position + 1) * self.batch_size]
         draw = torch.rand(len(rows), generator=self._generator(1, step), dtype=torch.float64)
-        counts = self._counts[rows]
+        so_far = self._allowed[rows].cumsum(1)
+        counts = so_far[:, -1]
         offset = torch.minimum((draw * counts).long(), counts - 1)
-        return rows, self._flat[self._starts[rows] + offset].long()
+        column = torch.searchsorted(so_far, offset.unsqueeze(1), right=True)
+        return rows, self._neighbours[rows].gather(1, column).squeeze(1).long()
 
 
 def mutual_neighbours(neighbours: Tensor) -> Tensor:
@@ -59,10 +62,9 @@ def mutual_neighbours(neighbours: Tensor) -> Tensor:
     Returns:
         Boolean `[n, k]`, at least one true per row.
     """
-    n, k = neighbours.shape
-    source = torch.arange(n).repeat_interleave(k)
-    target = neighbours.long().flatten()
-    forward = source * n + target
-    mutual = torch.isin(forward, target * n + source).view(n, k)
+    mutual = torch.empty(neighbours.shape, dtype=torch.bool)
+    for rows in torch.arange(len(neighbours)).split(ROWS_PER_BLOCK):
+        theirs = neighbours[neighbours[rows].long()]  # [b, k, k]
+        mutual[rows] = (theirs == rows.view(-1, 1, 1)).any(2)
     mutual[:, 0] |= ~mutual.any(1)
     return mutual

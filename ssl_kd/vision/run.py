@@ -23,7 +23,7 @@ from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import import_head
 from ssl_kd.ranks import joined
 from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore, cached_neighbours, nearest_neighbours
+from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.clock import Clock
@@ -125,7 +125,9 @@ def _lead(
         _warn_of_odd_rows(store, n_clusters or 2)
         source = _Source(store, settings)
 
-        neighbours, found = _graph(settings, n_clusters, source, precision.device, clock, tell)
+        neighbours, searched, found = _graph(
+            settings, n_clusters, source, precision.device, clock, tell
+        )
         if n_clusters is None:
             assert found is not None  # it was searched for this number
             n_clusters = found.n_clusters
@@ -163,6 +165,7 @@ def _lead(
             "convergence": None if plan.until is None else plan.until.seen(),
             "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
             "events": folder.count_events(),
+            "neighbours": searched,
             "seconds": clock.seconds,
         }
         folder.update_json("metrics.json", **metrics)  # the last file: it says "finished"
@@ -249,8 +252,9 @@ class _Source:
             projection = Projection.fit(sample, settings.pca_dim)
         self.projection = projection
         if self.n * self.projection.dim * 4 / 2**30 <= settings.keep_in_memory_gib:
-            blocks = torch.arange(self.n).split(ROWS_PER_BLOCK)
-            self._held = torch.cat([self.projection(self.embeddings(rows)) for rows in blocks])
+            self._held = torch.empty(self.n, self.projection.dim)
+            for rows in torch.arange(self.n).split(ROWS_PER_BLOCK):
+                self._held[rows] = self.projection(self.embeddings(rows))
 
     @property
     def whole(self) -> bool:
@@ -281,19 +285,19 @@ def _graph(
     device: torch.device,
     clock: Clock,
     tell: Progress,
-) -> tuple[Tensor, GraphAnswer | None]:
-    """Neighbours, and the partition of their graph where it is learnt or its K is wanted."""
+) -> tuple[Tensor, dict[str, Any], GraphAnswer | None]:
+    """Neighbours, how they were found, and the partition of their graph where it is wanted."""
     with clock("neighbours"):
-        neighbours = _neighbours(settings, source, device, tell)
+        neighbours, searched = _neighbours(settings, source, device, tell)
     if not settings.by_graph and n_clusters is not None:
-        return neighbours, None
+        return neighbours, searched, None
     with clock("graph"):
-        return neighbours, _partition(n_clusters, neighbours, source, device, tell)
+        return neighbours, searched, _partition(n_clusters, neighbours, source, device, tell)
 
 
 def _neighbours(
     settings: VisionSettings, source: _Source, device: torch.device, tell: Progress
-) -> Tensor:
+) -> tuple[Tensor, dict[str, Any]]:
     """Of each sample in the source; kept beside the embeddings where these are all."""
 
     def draw(done: int, total: int) -> None:
@@ -301,10 +305,12 @@ def _neighbours(
 
     k = min(settings.neighbours, source.n - 1)
     if source.whole:
-        return cached_neighbours(source.store, k, device=device, progress=draw)
+        search = settings.neighbours_search
+        return find_neighbours(source.store, k, search=search, device=device, progress=draw)
     logger.info("the graph is that of a random %d of %d samples", source.n, source.store.n)
     embeddings = source.embeddings(torch.arange(source.n))
-    return nearest_neighbours(embeddings, k, device=device, progress=draw)
+    found = nearest_neighbours(embeddings, k, device=device, progress=draw)
+    return found, {"index": "exact", "recall": 1.0, "rows": source.n}
 
 
 def _partition(

@@ -166,6 +166,12 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "Fewer for small or many classes: clearly below the number of samples per class.",
         low=1,
     )
+    neighbours_search: str = setting(
+        "auto",
+        "how neighbours are found: exact (all pairs) | ivf (among the nearest cells of an inverted"
+        " file; recall measured and told in metrics.json) | auto (exact up to 100,000 samples)",
+        choices=("auto", "exact", "ivf"),
+    )
     mutual_neighbours: bool = setting(
         True,
         "pair only samples that are each other's neighbours: fewer wrong pairs",

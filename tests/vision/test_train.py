@@ -10,7 +10,9 @@ import torch
 from ssl_kd.guard import Precision, TooFewHealthyParts
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.seeds import seed_of
 from ssl_kd.training.schedule import learning_rate_at
+from ssl_kd.vision import pairs
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
@@ -393,6 +395,51 @@ def test_mutual_neighbours():
     neighbours = torch.tensor([[1, 2], [0, 2], [3, 1], [2, 0], [0, 1]])
     expected = [[True, False], [True, True], [True, True], [True, False], [True, False]]
     assert mutual_neighbours(neighbours).tolist() == expected  # row 4: nobody's, keeps its nearest
+
+
+def _by_sorting(neighbours):
+    """`mutual_neighbours`, by looking up every pair among all that are turned round."""
+    n, k = neighbours.shape
+    source, target = torch.arange(n).repeat_interleave(k), neighbours.long().flatten()
+    mutual = torch.isin(source * n + target, target * n + source).view(n, k)
+    mutual[:, 0] |= ~mutual.any(1)
+    return mutual
+
+
+class _Flat:
+    """What `PairSampler` drew when it held the allowed neighbours of all rows in one list."""
+
+    def __init__(self, neighbours, allowed, sampler):
+        self.counts = allowed.sum(1)
+        self.starts = self.counts.cumsum(0) - self.counts
+        self.flat, self.sampler = neighbours[allowed], sampler
+
+    def __call__(self, step):
+        rows, _ = self.sampler(step)
+        g = torch.Generator().manual_seed(seed_of(self.sampler.seed, 1, step))
+        draw = torch.rand(len(rows), generator=g, dtype=torch.float64)
+        counts = self.counts[rows]
+        offset = torch.minimum((draw * counts).long(), counts - 1)
+        return rows, self.flat[self.starts[rows] + offset].long()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("every", [False, True])
+def test_pairs_of_very_many_rows_are_those_that_were_drawn_before(dtype, every, monkeypatch):
+    monkeypatch.setattr(pairs, "ROWS_PER_BLOCK", 7)
+    n, k = 200, 6
+    neighbours = torch.stack([torch.randperm(n)[:k] for _ in range(n)]).to(dtype)
+    near = (torch.arange(n).unsqueeze(1) + torch.tensor([1, -1, 2, -2, 3, 5])) % n
+    for found in (neighbours, near.to(dtype), torch.cat([neighbours[:100], near[100:].to(dtype)])):
+        allowed = mutual_neighbours(found)
+        assert torch.equal(allowed, _by_sorting(found)) and 1 <= allowed.sum(1).min()
+        allowed |= every
+        sampler = PairSampler(found, allowed, 32, seed=3)
+        before = _Flat(found, allowed, sampler)
+        for step in range(30):
+            ours, theirs = sampler(step), before(step)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            assert ours[1].dtype == torch.int64
 
 
 def test_sampler_draws_allowed_pairs_evenly_and_is_a_function_of_seed_and_step():

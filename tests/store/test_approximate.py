@@ -1,0 +1,207 @@
+"""Neighbours by an inverted file: how many are found, in what memory, and after a kill."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssl_kd.errors import InputError
+from ssl_kd.lock import Lock, LockHeld
+from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
+from ssl_kd.store import approximate as ivf
+from tests.store.test_neighbours import FINGERPRINT, assert_exact, write
+
+N, DIM, K = 3000, 16, 10
+
+
+@pytest.fixture
+def x():
+    g = torch.Generator().manual_seed(0)
+    centres = torch.randn(60, DIM, generator=g)
+    return centres[torch.randint(60, (N,), generator=g)] + torch.randn(N, DIM, generator=g) / 2
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks, appends and reads of a size that a few thousand rows fill many times."""
+    monkeypatch.setattr(ivf, "BLOCK_BYTES", 700 * 4 * DIM)
+    monkeypatch.setattr(ivf, "ROWS_PER_APPEND", 500)
+    monkeypatch.setattr(ivf, "QUERIES", 7)
+    monkeypatch.setattr(ivf, "CANDIDATES", 90)
+
+
+def found_of(truth, found):
+    return float((truth.unsqueeze(2) == found.unsqueeze(1)).any(2).double().mean())
+
+
+def files(folder):
+    return {p.name for p in folder.iterdir() if "neighbours" in p.name and p.suffix != ".lock"}
+
+
+def test_it_finds_nearly_all_in_a_part_of_the_pairs_and_says_so(tmp_path, x, small):
+    store = write(tmp_path, x, shard_rows=800)
+    found, record = find_neighbours(store, K, search="ivf")
+    assert found.shape == (N, K) and found.dtype == torch.int32
+    assert not (found == torch.arange(N).unsqueeze(1)).any(), "a row is its own neighbour"
+    assert all(len(set(row)) == K for row in found.tolist())
+    whole = found_of(nearest_neighbours(store, K), found)
+    assert whole > 0.985 and abs(record["recall"] - whole) < 0.01
+    assert record["compared"] < 0.25 and record["nlist"] == 4 * 54 and record["index"] == "IVF-Flat"
+    assert record == json.loads((tmp_path / "neighbours_train.json").read_text())
+    assert files(tmp_path) == {"neighbours_train.npy", "neighbours_train.json"}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_where_all_cells_are_probed_it_is_the_exact_search(tmp_path, x, small, monkeypatch, exact):
+    x = x[:400]
+    monkeypatch.setattr(ivf, "_probes", lambda centroids, *_: len(centroids))
+    monkeypatch.setattr(ivf, "EXACT_ROWS", 100)
+    found, record = find_neighbours(write(tmp_path, x), K, search="exact" if exact else "ivf")
+    assert_exact(x, found.long(), K)
+    assert record["recall"] > 0.999 and record["compared"] == 1.0
+    assert record["nlist"] == (1 if exact else 80)
+
+
+def test_few_rows_are_searched_exactly_unless_told_otherwise(tmp_path, x, monkeypatch):
+    store = write(tmp_path, x[:200])
+    found, record = find_neighbours(store, K)
+    assert record == {"index": "exact", "recall": 1.0} and found.dtype == torch.int64
+    assert torch.equal(found, nearest_neighbours(store, K))
+    assert files(tmp_path) == {"neighbours_train.pt"}
+    monkeypatch.setattr(ivf, "EXACT_ROWS", 199)
+    assert find_neighbours(store, K)[1]["index"] == "IVF-Flat"
+    with pytest.raises(ValueError, match="search is 'hnsw'; expected one of auto, exact, ivf"):
+        find_neighbours(store, K, search="hnsw")
+    with pytest.raises(InputError, match="200 neighbours asked for among 200"):
+        find_neighbours(store, 200)
+
+
+def test_duplicates_zeros_and_empty_cells(tmp_path, x, small):
+    x = x[:600].clone()
+    x[100:400] = x[3]
+    x[500:520] = 0
+    found, _ = find_neighbours(write(tmp_path, x), K, search="ivf")
+    assert not (found == torch.arange(600).unsqueeze(1)).any()
+    assert all(len(set(row)) == K for row in found.tolist()) and found.min() >= 0
+    same = {3, *range(100, 400)}
+    assert all(set(found[row].tolist()) <= same for row in same)
+
+
+def test_kept_for_the_next_time_and_for_nothing_else(tmp_path, x, small, monkeypatch, caplog):
+    x = x[:500]
+    store = write(tmp_path, x)
+    first, record = find_neighbours(store, K, search="ivf")
+    first = first.clone()  # it is mapped from the file that will be damaged
+    searches, search = [], ivf._search
+    monkeypatch.setattr(ivf, "_search", lambda *a: searches.append(1) or search(*a))
+    again, kept = find_neighbours(EmbeddingStore.open(tmp_path, "train"), K, search="ivf")
+    assert torch.equal(first, again) and kept == record and not searches
+    fewer, _ = find_neighbours(store, 3, search="ivf")
+    assert torch.equal(fewer, first[:, :3]) and not searches
+    path = tmp_path / "neighbours_train.npy"
+    damaged = bytearray(path.read_bytes())
+    damaged[-3] ^= 1
+    path.write_bytes(damaged)
+    assert torch.equal(find_neighbours(store, K, search="ivf")[0], first) and len(searches) == 1
+    assert "computed again" in caplog.text
+    find_neighbours(store, K + 1, search="ivf")
+    assert len(searches) == 2
+    monkeypatch.setattr(ivf, "EXACT_ROWS", 100)
+    assert find_neighbours(store, K, search="exact")[1]["index"] == "exact" and len(searches) == 3
+    y = x + torch.randn(500, DIM)
+    shutil.rmtree(tmp_path)
+    find_neighbours(write(tmp_path, y, fingerprint=FINGERPRINT), K, search="ivf")
+    assert len(searches) == 4
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("tear", [False, True])
+@pytest.mark.parametrize("at", [500, 1500])
+def test_a_killed_search_goes_on_where_it_was(tmp_path, x, small, monkeypatch, at, tear):
+    x = x[:2000]
+    whole, _ = find_neighbours(write(tmp_path / "whole", x), K, search="ivf")
+    store = write(tmp_path / "killed", x)
+
+    killed = []
+
+    def kill(done, total):
+        if done >= at:
+            killed.append(done)
+            raise Killed
+
+    with pytest.raises(Killed):
+        find_neighbours(store, K, search="ivf", progress=kill)
+    work = tmp_path / "killed" / "neighbours_train.partial"
+    assert files(tmp_path / "killed") == {work.name}
+    if tear:  # the last append is not whole
+        for name in ("found.bin", "found.jsonl"):
+            (work / name).write_bytes((work / name).read_bytes()[:-5])
+    else:  # bytes without a line in the log
+        (work / "found.bin").write_bytes((work / "found.bin").read_bytes() + b"torn")
+    monkeypatch.setattr(ivf, "_train", None)  # what is done is not done again
+    seen = []
+    found, record = find_neighbours(
+        store, K, search="ivf", progress=lambda done, total: seen.append(done)
+    )
+    assert torch.equal(found, whole) and seen[-1] == 2000
+    assert (seen[0] <= killed[0]) if tear else (seen[0] > killed[0])
+    assert record["recall"] > 0.97 and not work.exists()
+
+
+def test_two_searches_at_once_and_a_full_disk_are_refused(tmp_path, x, monkeypatch):
+    store = write(tmp_path, x[:300])
+    with Lock(tmp_path / ".neighbours_train.lock"), pytest.raises(LockHeld, match="one writer"):
+        find_neighbours(store, K, search="ivf")
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(InputError, match="the neighbours of 300 rows need .* are free"):
+        find_neighbours(store, K, search="ivf")
+    assert not files(tmp_path)
+
+
+MEMORY = """
+import sys, threading, time, torch
+from pathlib import Path
+from ssl_kd.store import EmbeddingStore, approximate as ivf
+torch.set_num_threads(1)
+store = EmbeddingStore.open(sys.argv[1], "train", verify=False)
+ivf.BLOCK_BYTES, ivf.ROWS_PER_APPEND, ivf.POINTS_PER_CELL = 1 << 20, 4096, 4
+def anonymous():
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+ivf.search_on(torch.device("cpu"))(torch.randn(9, 4), torch.randn(9, 4), 1)
+before, peak = anonymous(), 0
+def watch():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+threading.Thread(target=watch, daemon=True).start()
+ivf.find_neighbours(store, 5, search="ivf")
+print(peak - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_of_the_cells_not_of_the_vectors(tmp_path):
+    """60,000 rows of 1 KiB are 61 MB; all that may grow with them is some twenty bytes a row."""
+    n, dim = 60_000, 256
+    g = torch.Generator().manual_seed(0)
+    write(tmp_path, torch.randn(300, dim, generator=g)[torch.randint(300, (n,), generator=g)]
+          + torch.randn(n, dim, generator=g) / 4, shard_rows=20_000)  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < 40 << 20
