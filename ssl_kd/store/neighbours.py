@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,12 +217,18 @@ def _torch_search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, 
     return (queries @ candidates.T).topk(k)
 
 
-def _faiss_search() -> Search:
+def load_faiss() -> Any:
+    """The module `faiss`, with as many threads as torch."""
     with warnings.catch_warnings():  # its wrappers warn on import under Python 3.12
         warnings.simplefilter("ignore", DeprecationWarning)
         import faiss
 
     faiss.omp_set_num_threads(torch.get_num_threads())  # its OpenMP is not torch's
+    return faiss
+
+
+def _faiss_search() -> Search:
+    faiss = load_faiss()
 
     def search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
         scores, columns = faiss.knn(
