@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import mmap
 import os
 import pickle
 import re
@@ -98,6 +99,17 @@ def sha256_file(path: str | Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def release_pages(array: Any) -> None:
+    """Give back the memory of what was read of a mapped file; no other array is touched.
+
+    What is needed again is read again. Without it a file that is read from end to end is resident
+    as a whole, as far as there is memory.
+    """
+    mapped = getattr(array, "_mmap", None)  # of a numpy.memmap; changes in mode "c" would be lost
+    if mapped is not None and array.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def why_refused(error: pickle.UnpicklingError) -> str:

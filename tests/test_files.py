@@ -3,8 +3,11 @@
 import errno
 import os
 import pickle
+import re
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,3 +146,25 @@ def test_code_in_a_pickle_is_refused(tmp_path, form, mmap):
 def test_a_missing_file_is_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_tensors(tmp_path / "x.pt")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_of_a_mapped_file_are_given_back_and_no_others(tmp_path):
+    def resident() -> int:
+        text = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"RssFile:\s+(\d+)", text)[1])  # pyright: ignore
+
+    x = np.arange(8 << 20, dtype=np.float32)
+    np.save(tmp_path / "x.npy", x)
+    before = resident()
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert float(mapped.sum(dtype=np.float64)) == float(x.sum(dtype=np.float64))
+    assert resident() - before > x.nbytes * 0.9
+    files.release_pages(mapped[5:9])  # a part of it will do
+    assert resident() - before < x.nbytes * 0.1
+    np.testing.assert_array_equal(mapped, x)
+    files.release_pages(x)  # an array of one's own is none of its business
+    changed = np.load(tmp_path / "x.npy", mmap_mode="c")
+    changed[:] = 7
+    files.release_pages(changed)
+    assert (changed == 7).all()

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from ssl_kd.datasets.images import digest_array
-from ssl_kd.errors import InputError, MissingPackage
+from ssl_kd.datasets.names import Names
+from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors
 
 __all__ = ["FEATURE_FILES", "FeatureDataset", "class_numbers", "open_features"]
@@ -34,7 +35,7 @@ class FeatureDataset:
         name: what the user called the data set.
         split: `train` or `test`.
         features: `[n, d]`, floats or integers; perhaps memory-mapped.
-        ids: one name per row.
+        ids: one name per row, made when it is asked for.
         labels: int64 `[n]`, -1 where unknown; None when nothing is labelled.
         class_names: name of each class, or None.
     """
@@ -59,7 +60,8 @@ class FeatureDataset:
         self.name = name
         self.split = split
         self.features = features
-        self.ids = [_text(str(i)) for i in (range(len(features)) if ids is None else ids)]
+        named = range(len(features)) if ids is None else ids
+        self.ids = Names(len(named), lambda row: _text(str(named[row])))
         self.labels: np.ndarray | None = None
         self.class_names: tuple[str, ...] | None = None
         if labels is not None:
@@ -255,11 +257,9 @@ def _read_safetensors(path: Path) -> Columns:
 
 
 def _read_parquet(path: Path) -> Columns:
-    try:
-        import pyarrow.parquet as parquet
-        from pyarrow import float64, types
-    except ImportError as error:
-        raise MissingPackage(f"{path}: reading parquet needs `pip install pyarrow`") from error
+    import pyarrow.parquet as parquet
+    from pyarrow import float64, types
+
     file = parquet.ParquetFile(path)  # not read_table, which adds columns out of the folders' names
     schema = file.schema_arrow
     kinds = {field.name: field.type for field in schema}

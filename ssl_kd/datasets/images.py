@@ -14,6 +14,7 @@ from PIL import Image
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.errors import InputError
+from ssl_kd.files import release_pages
 
 __all__ = ["EXTENSIONS", "ArrayDataset", "FolderDataset", "ImageDataset"]
 
@@ -248,6 +249,7 @@ def digest_array(
     rows = max(1, BLOCK * len(array) // max(array.nbytes, 1))
     for start in range(0, len(array), rows):
         digest.update(np.ascontiguousarray(array[start : start + rows]).data)
+        release_pages(array)
     if labels is not None:
         digest.update(np.ascontiguousarray(labels).data)
     return digest.hexdigest()

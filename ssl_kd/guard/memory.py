@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -42,3 +44,14 @@ def free_memory(device: torch.device) -> int:
     except (OSError, KeyError, ValueError):  # not Linux, or no limit ("max")
         pass
     return free
+
+
+def give_back_memory() -> None:
+    """Return what is free in this process's heap to the system, where its library can (glibc).
+
+    Blocks of some megabytes that are freed one by one stay with the process: 360 MB after 600 MB
+    of embeddings had been verified.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

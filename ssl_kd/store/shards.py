@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ssl_kd.datasets.names import Names
 from ssl_kd.errors import UserError
 from ssl_kd.files import (
     CorruptFileError,
@@ -228,6 +229,7 @@ class ShardStore:
         self._starts = (self._stops - sizes).tolist()
         self._maps: dict[int, Content] = {}
         self._resident: dict[int, int] = {}
+        self._named: tuple[int, list[str]] = (0, [])  # first row of a shard, and its names
         self._identity = [self._stat(shard) for shard in range(len(self._paths))]
 
         # Columns with one number per row are held in memory.
@@ -302,13 +304,20 @@ class ShardStore:
     def __len__(self) -> int:
         return self.n
 
-    @cached_property
-    def ids(self) -> list[str]:
-        """The name of each row's sample."""
-        names: list[str] = []
-        for path, entry in zip(self._paths, self.manifest["shards"], strict=True):
-            names += _decode_ids(self.read_shard(path, entry, self.manifest))
-        return names if self._kept is None else [names[row] for row in self._kept.tolist()]
+    @property
+    def ids(self) -> Names:
+        """The name of each row's sample; those of one shard are in memory at a time."""
+        return Names(self.n, self._id)
+
+    def _id(self, row: int) -> str:
+        at = row if self._kept is None else int(self._kept[row])
+        first, names = self._named
+        if not first <= at < first + len(names):
+            shard = int(torch.bucketize(at, self._stops, right=True))
+            entry = self.manifest["shards"][shard]
+            content = self.read_shard(self._paths[shard], entry, self.manifest)
+            first, names = self._named = self._starts[shard], _decode_ids(content)
+        return names[at - first]
 
     @cached_property
     def digest(self) -> str:

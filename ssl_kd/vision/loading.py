@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
 from ssl_kd.errors import InputError, UserError
+from ssl_kd.files import release_pages
 from ssl_kd.teachers import Pixels, Teacher
 
 __all__ = ["Batch", "ExtractionFailed", "load", "threads_ahead"]
@@ -113,6 +114,7 @@ def _load(
     if isinstance(dataset, FeatureDataset):
         with np.errstate(over="ignore"):  # beyond float32 is infinite, which is an error later
             block = np.array(dataset.features[rows.start : rows.stop], dtype=np.float32)
+        release_pages(dataset.features)
         return Batch(rows, torch.from_numpy(block), [])
     if isinstance(teacher, Pixels) and dataset.arrays is not None and teacher.takes(dataset.arrays):
         return Batch(rows, teacher.from_arrays(dataset.arrays[rows.start : rows.stop]), [])
