@@ -337,6 +337,7 @@ def _train(settings: VisionSettings) -> int:
     from ssl_kd.ranks import follows
     from ssl_kd.report import run_images
     from ssl_kd.report.tables import extension_text, number_text, results_table
+    from ssl_kd.vision.assigned import assignments_of
 
     if settings.extend is None:
         from ssl_kd.vision.run import run as work
@@ -360,7 +361,7 @@ def _train(settings: VisionSettings) -> int:
     told = extension_text(metrics) if "extended" in metrics else number_text(metrics)
     if told:
         print(told + ".")
-    files = {"Clusters": path / "assignments.csv", "Report": path / "report.html"}
+    files = {"Clusters": assignments_of(path), "Report": path / "report.html"}
     if (path / "faults").exists():
         files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"
     return _show(result, files)

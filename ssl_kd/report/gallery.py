@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from ssl_kd.datasets import ImageDataset, open_dataset
+from ssl_kd.report.assignments import Assignments
 from ssl_kd.report.results import RunResults
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,11 @@ def run_images(run_dir: Path) -> Images | None:
         dataset = open_dataset(name, "train", root=settings["DATA_DIR"])
         assert isinstance(dataset, ImageDataset)
         number = {name: i for i, name in enumerate(dataset.ids)}
-        files = [row["file"] for row in run.assignments if row["split"] == run.split]
-        for row in rows:
-            if files[row] not in number:
-                raise FileNotFoundError(f"{files[row]} is no longer in {name}")
-        return [dataset.image(number[files[row]]) for row in rows]
+        files = [row["file"] for row in run.assignments.rows(rows)]
+        for file in files:
+            if file not in number:
+                raise FileNotFoundError(f"{file} is no longer in {name}")
+        return [dataset.image(number[file]) for file in files]
 
     return images
 
@@ -76,11 +77,11 @@ def gallery(
     if typical is None or not typical.size:
         return nothing | {"missing": "There are no pictures: arrays.npz does not name any."}
     typical = typical[:, : max(1, min(12, MAX_PICTURES // min(len(typical), MAX_CLUSTERS)))]
-    train = [row for row in run.assignments if row.get("split", "train") == run.split]
     counts = [int(sizes[k]) if k < len(sizes) else -1 for k in range(len(typical))]
     shown = sorted(sorted(range(len(typical)), key=lambda k: -counts[k])[:MAX_CLUSTERS])
     picked = {k: [int(r) for r in typical[k] if r >= 0] if counts[k] else [] for k in shown}
-    doubtful, outlying = extreme_rows(train, "confidence"), extreme_rows(train, "outlier", -1)
+    doubtful = extreme_rows(run.assignments, "confidence")
+    outlying = extreme_rows(run.assignments, "outlier", -1)
     rows = [row for k in shown for row in picked[k]] + doubtful + outlying
     try:
         pictures = dict(zip(rows, map(_thumbnail, images(rows)), strict=True))
@@ -88,15 +89,17 @@ def gallery(
         logger.warning("the report has no pictures: %s", error)
         return nothing | {"missing": f"There are no pictures: {type(error).__name__}: {error}"}
 
+    samples = dict(zip(rows, run.assignments.rows(rows), strict=True))
+
     def named(row: int, *about: str) -> dict[str, str]:
-        sample = train[row] if row < len(train) else {}
+        sample = samples[row]
         name = sample.get("file", f"row {row}")
         return pictures[row] | {"name": ", ".join([name, *(f"{a} {sample[a]}" for a in about)])}
 
     members: dict[str, Counter[str]] = {}
-    for sample in train:
-        if label := label_names.get(sample.get("label", "")):
-            members.setdefault(sample["cluster"], Counter())[label] += 1
+    for (cluster, label), count in run.assignments.members.items():
+        if name := label_names.get(label):
+            members.setdefault(cluster, Counter())[name] += count
     offered = {c["cluster"] for c in run.metrics.get("extended", {}).get("new_clusters", [])}
     clusters = [
         _caption(k, counts[k], members.get(str(k)), k in offered)
@@ -130,12 +133,9 @@ def _caption(cluster: int, size: int, labels: Counter[str] | None, offered: bool
     return {"title": title, "about": about}
 
 
-def extreme_rows(train: Sequence[dict[str, str]], column: str, sign: int = 1) -> list[int]:
+def extreme_rows(assignments: Assignments, column: str, sign: int = 1) -> list[int]:
     """Rows where a column is lowest, or highest with sign -1; none where all are alike."""
-    try:
-        values = sign * np.array([float(row[column]) for row in train])
-    except (KeyError, ValueError):
-        return []
+    values = sign * assignments.numbers.get(column, np.empty(0))
     if not len(values) or not np.nanmin(values) < np.nanmax(values):
         return []
     return [int(r) for r in np.argsort(values, kind="stable")[:EXTREME]]

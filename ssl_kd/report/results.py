@@ -1,6 +1,5 @@
 """What a run folder holds, read back leniently: a part that is missing is empty, never an error."""
 
-import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ssl_kd.report.assignments import Assignments, read_assignments
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class RunResults:
         metrics: `metrics.json`: the final judgement.
         steps: `metrics.jsonl`: one mapping a logged step.
         events: `events.jsonl`: one mapping a decision of the guard.
-        assignments: `assignments.csv`: one mapping a sample, of the training split then held out.
+        assignments: `assignments.csv` or `.parquet`: of the samples that the page is about.
         arrays: `arrays.npz`: map, typical samples, confusion.
     """
 
@@ -29,7 +30,7 @@ class RunResults:
     metrics: dict[str, Any]
     steps: list[dict[str, Any]]
     events: list[dict[str, Any]]
-    assignments: list[dict[str, str]]
+    assignments: Assignments
     arrays: dict[str, NDArray]
 
     @property
@@ -40,7 +41,7 @@ class RunResults:
     @property
     def split(self) -> str:
         """The samples that the page is about: those that were added, of an extended run."""
-        return self.metrics.get("extended", {}).get("split", "train")
+        return _split(self.metrics)
 
     @classmethod
     def read(cls, path: Path) -> "RunResults":
@@ -61,19 +62,20 @@ class RunResults:
         if (path / "arrays.npz").exists():
             with np.load(path / "arrays.npz", allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
-        rows: list[dict[str, str]] = []
-        if (path / "assignments.csv").exists():
-            with open(path / "assignments.csv", newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
+        metrics = _json(path / "metrics.json")
         return cls(
             path,
             _json(path / "config.json"),
-            _json(path / "metrics.json"),
+            metrics,
             _json_lines(path / "metrics.jsonl"),
             _json_lines(path / "events.jsonl"),
-            rows,
+            read_assignments(path, _split(metrics)),
             arrays,
         )
+
+
+def _split(metrics: dict[str, Any]) -> str:
+    return metrics.get("extended", {}).get("split", "train")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
     if "extended" in metrics:  # new samples may well be of a few clusters only
         size_warnings = []
     label_names = {str(i): name for i, name in enumerate(names)}
-    label_names |= {row["label"]: row["label"] for row in run.assignments
-                    if row.get("label", "") not in ("", "-1", *label_names)}  # fmt: skip
+    known = {"", "-1", *label_names}
+    label_names |= {label: label for label in run.assignments.labels if label not in known}
     shown = gallery(run, images, sizes, colours, label_names)
     return {
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
@@ -113,15 +113,15 @@ def _trust(run: RunResults) -> dict[str, Any]:
     if sure:
         least, right = sure["low"], percent(sure["right"])
         text += f" Of the {sure['n']:,} with confidence {least:g} or more {right} % are right."
-    train = [row for row in run.assignments if row.get("split", "train") == run.split]
     noise = run.metrics.get("outliers", {}).get("train", {}).get("noise")
     if "extended" in run.metrics:
-        noise = sum(row["cluster"] == "-1" for row in train)
+        counted = run.assignments.members.items()
+        noise = sum(count for (cluster, _), count in counted if cluster == "-1")
     threshold = run.config.get("settings", {}).get("NOISE_THRESHOLD")
     return {
         "reliability": figures.reliability_diagram(found.get("bins", [])),
         "reliability_text": text,
-        "outlying": [train[row] for row in extreme_rows(train, "outlier", -1)],
+        "outlying": run.assignments.rows(extreme_rows(run.assignments, "outlier", -1)),
         "noise_text": f"{noise:,} lie beyond the threshold of {threshold:g} and count as noise."
         if noise is not None and finite(threshold)
         else "None is called noise: NOISE_THRESHOLD is not set.",
@@ -319,14 +319,10 @@ def _class_names(run: RunResults) -> list[str]:
 
 
 def _confidence(run: RunResults) -> float | None:
-    try:
-        rows = run.assignments
-        if "extended" in run.metrics:
-            rows = [row for row in rows if row["split"] == run.split]
-        values = [float(row["confidence"]) for row in rows]
-    except (KeyError, ValueError):
-        return None
-    return float(np.nanmean(values)) if values else None
+    values = run.assignments.confidence
+    if "extended" in run.metrics:
+        values = run.assignments.numbers.get("confidence")
+    return None if values is None or not len(values) else float(np.nanmean(values))
 
 
 def _order(value: Any) -> float:

@@ -7,7 +7,6 @@ the same command goes on with them.
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
@@ -15,13 +14,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from ssl_kd import evaluate
 from ssl_kd.datasets import open_dataset
-from ssl_kd.files import CorruptFileError, atomic_write
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.imports import path_of_file
@@ -32,7 +31,7 @@ from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
 from ssl_kd.training.clock import Clock
 from ssl_kd.training.folder import RunFolder, RunFolderError
-from ssl_kd.vision.assigned import Assigned
+from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of
 from ssl_kd.vision.extract import fingerprint
 from ssl_kd.vision.model import ClusterModel, read_config
 from ssl_kd.vision.results import write_arrays
@@ -83,7 +82,8 @@ class _Parent:
         path, config = found.resolve(), read_config(found)
         if "language" in (config.get("mode"), config.get("settings", {}).get("MODE")):
             raise RunFolderError(f"{found} is a run of language models: only clusters are extended")
-        missing = [n for n in _FILES if not (path / n).is_file()]
+        files = (*_FILES, assignments_of(path).name)
+        missing = [n for n in files if not (path / n).is_file()]
         if missing:
             raise RunFolderError(
                 f"{found} has no {missing[0]}, so it is not a finished run: finish it by --resume "
@@ -106,7 +106,7 @@ class _Parent:
         return self.config.get("extensions", [])
 
 
-_FILES = ("metrics.json", "model.safetensors", "assignments.csv")
+_FILES = ("metrics.json", "model.safetensors")
 
 
 def _read_metrics(path: Path) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
             split = f"extend{len(parent.extensions) + 1}"
             _write_config(folder, settings, parent, store, precision)
             save_model(grown, folder)
-            _write_assignments(folder, parent, found, split)
+            append_assignments(folder.path, assignments_of(parent.path), found, split)
             typical = write_arrays(folder, found, grown.n_clusters, settings.seed)
             metrics = _judge(found, model, grown, split, typical) | {
                 "dataset": about_data(dataset, {"train": store}, grown.n_clusters),
@@ -278,20 +278,6 @@ def _write_config(
     run = VisionSettings.from_dict(parent.config["settings"])
     kept = {"learns_from": parent.config["learns_from"], "precision": str(precision)}
     folder.write_config(run, **kept, extensions=[*parent.extensions, added])
-
-
-def _write_assignments(folder: RunFolder, parent: _Parent, found: Assigned, split: str) -> None:
-    """`assignments.csv`: the run's own to the byte, then the new samples in the same columns."""
-    before = parent.path / "assignments.csv"
-    with open(before, newline="", encoding="utf-8") as file:
-        columns = next(csv.reader(file))
-
-    def write(file: BinaryIO) -> None:
-        with open(before, "rb") as old:
-            shutil.copyfileobj(old, file)
-        file.writelines(lines.encode() for lines in found.lines(split, columns))
-
-    atomic_write(folder.path / "assignments.csv", write)
 
 
 def _judge(

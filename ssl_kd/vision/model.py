@@ -197,6 +197,28 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         return self._in_blocks(lambda block: self(block).argmax(-1), x)
 
     @undisturbed()
+    @torch.inference_mode()
+    def likeliest(self, x: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """The likeliest clusters of each row, sorted on the model's device, never all of them kept.
+
+        Args:
+            x: embeddings `[n, in_dim]`.
+            most: how many, 1 ... n_clusters.
+
+        Returns:
+            Clusters `[n, most]` int32, the likeliest first (among equals the lower number), and
+            their probabilities `[n, most]` float32; on the CPU.
+        """
+        clusters, probabilities = [], []
+        for block in x.split(ROWS_PER_BLOCK):
+            found = self(block.to(self.weights.device))
+            found = found.sort(stable=True, dim=-1, descending=True)
+            # Copies, which do not keep the probabilities of all clusters alive.
+            clusters.append(found.indices[:, :most].int().cpu())
+            probabilities.append(found.values[:, :most].clone().cpu())
+        return torch.cat(clusters), torch.cat(probabilities)
+
+    @undisturbed()
     @torch.no_grad()
     def extended(self, read: Callable[[Tensor], Tensor], n: int) -> ClusterModel:
         """This model with the clusters that new samples offer; itself where they offer none.

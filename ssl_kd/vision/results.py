@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from ssl_kd.evaluate.baselines import Baseline
 from ssl_kd.files import atomic_write
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.training.folder import RunFolder
-from ssl_kd.vision.assigned import Assigned
+from ssl_kd.vision.assigned import Assigned, write_assignments
 from ssl_kd.vision.fit import head_clusters
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.partition import GraphAnswer
@@ -26,48 +26,69 @@ TYPICAL = 8
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 
-def judge(
+def answered(
     settings: VisionSettings,
     folder: RunFolder,
     stores: Mapping[str, EmbeddingStore],
     trainer: HeadTrainer,
     model: ClusterModel,
-    chosen: Tensor,
-    information: Tensor,
-    answer: GraphAnswer | None,
     progress: Callable[[int, int, dict[str, Any]], object],
-) -> dict[str, Any]:
-    """Score everything, write `assignments.csv` and `arrays.npz`; the content of `metrics.json`.
-
-    Labels are read here for the first time, after the answer has been formed.
+) -> dict[str, Answered]:
+    """The answer for every row of each split, a block at a time, and the file of assignments.
 
     Args:
         settings: of the run.
         folder: is written to.
         stores: `train`, and `test` where there is one.
         trainer: after training.
-        model: the answer.
+        model: the answer; is moved to the trainer's device.
+        progress: called as `progress(done, total, info)`; two more are left to `judge`.
+    """
+    total = len(stores) + 2
+    model.to(trainer.precision.device)
+    progress(0, total, {})
+    splits: dict[str, Answered] = {}
+    for done, (name, store) in enumerate(stores.items(), 1):
+        splits[name] = Answered(store, settings, trainer, model)
+        progress(done, total, {"split": name})
+    write_assignments(folder.path, splits)
+    return splits
+
+
+def judge(
+    settings: VisionSettings,
+    folder: RunFolder,
+    splits: Mapping[str, Answered],
+    trainer: HeadTrainer,
+    n_clusters: int,
+    chosen: Tensor,
+    information: Tensor,
+    answer: GraphAnswer | None,
+    progress: Callable[[int, int, dict[str, Any]], object],
+) -> dict[str, Any]:
+    """Score everything and write `arrays.npz`; the content of `metrics.json`.
+
+    Labels are read here for the first time, after the answer has been formed.
+
+    Args:
+        settings: of the run.
+        folder: is written to.
+        splits: as `answered` gave them.
+        trainer: after training.
+        n_clusters: of the answer.
         chosen: numbers of the heads that vote, best first.
         information: of every head, `[head]`: what it was ranked by.
         answer: the partition that they learnt; None with METHOD heads.
         progress: called as `progress(done, total, info)`.
     """
-    stages, n_clusters = len(stores) + 2, model.n_clusters
-    progress(0, stages, {})
-    splits: dict[str, _Split] = {}
-    for done, (name, store) in enumerate(stores.items(), 1):
-        splits[name] = _Split(store, settings, trainer, model)
-        progress(done, stages, {"split": name})
-    _write_assignments(folder, splits)
-
-    train, test = splits["train"], splits.get("test")
+    stages, train, test = len(splits) + 2, splits["train"], splits.get("test")
     baselines = []
     if settings.baselines:
         held: dict[str, Any] = {} if test is None else {"test_x": test.x}
         found = (evaluate.kmeans, evaluate.spectral)
         baselines = [method(train.x, n_clusters, settings.seed, **held) for method in found]
     learnt = []
-    if answer is not None and len(answer.clusters) == stores["train"].n:
+    if answer is not None and len(answer.clusters) == train.store.n:
         learnt = [_as_baseline(answer, train.rows)]
     progress(stages - 1, stages, {"split": "baselines"})
 
@@ -100,7 +121,7 @@ def judge(
 
 def _table(
     split: str,
-    judged: _Split,
+    judged: Answered,
     scores: list[dict[str, Any]],
     chosen: Tensor,
     baselines: list[Baseline],
@@ -130,7 +151,7 @@ def _table(
 
 def _heads(
     trainer: HeadTrainer,
-    train: _Split,
+    train: Answered,
     n_clusters: int,
     chosen: Tensor,
     information: Tensor,
@@ -192,7 +213,7 @@ def _levels(split: Assigned, n_clusters: int) -> list[dict[str, Any]]:
     return found if split.sizes else []
 
 
-def _calibration(split: _Split) -> dict[str, Any] | None:
+def _calibration(split: Answered) -> dict[str, Any] | None:
     """How many are right at each confidence; of samples with a label and a cluster."""
     if split.all_labels is None:
         return None
@@ -203,7 +224,7 @@ def _calibration(split: _Split) -> dict[str, Any] | None:
     return evaluate.calibration(split.confidence[known], right[known])
 
 
-def _outliers(split: _Split) -> dict[str, Any]:
+def _outliers(split: Answered) -> dict[str, Any]:
     """How far out the samples of a split lie, and how many of them are called noise."""
     found = np.quantile(split.outlier, QUANTILES)
     quantiles = {f"{q:g}": float(value) for q, value in zip(QUANTILES, found, strict=True)}
@@ -211,7 +232,7 @@ def _outliers(split: _Split) -> dict[str, Any]:
 
 
 def _embedding_scores(
-    settings: VisionSettings, train: _Split, test: _Split | None
+    settings: VisionSettings, train: Answered, test: Answered | None
 ) -> dict[str, Any]:
     """How well labels can be read off the embeddings, where there are any."""
     found: dict[str, Any] = {"knn_accuracy": None, "linear_probe": None}
@@ -224,7 +245,7 @@ def _embedding_scores(
     return found
 
 
-class _Split(Assigned):
+class Answered(Assigned):
     """One split, judged: the answer for every row, and each head's on the rows that are scored."""
 
     def __init__(
@@ -237,26 +258,9 @@ class _Split(Assigned):
         super().__init__(store, settings, model)
 
         def projected(rows: Tensor) -> Tensor:
-            return model.projection(store.gather(rows))
+            return model.projection(store.gather(rows).to(model.weights.device))
 
         self.heads = head_clusters(trainer, projected, self.rows).numpy()
-
-
-def _write_assignments(folder: RunFolder, splits: dict[str, _Split]) -> None:
-    """`assignments.csv`: file, cluster, confidence, split, and the label where any is known.
-
-    Then `outlier`, the next likely clusters with their probabilities, TOP_K clusters in all, and
-    the cluster at each level of the tree.
-    """
-    labelled = any(split.all_labels is not None for split in splits.values())
-    columns = next(iter(splits.values())).columns(labelled)
-
-    def write(file: BinaryIO) -> None:
-        file.write((",".join(columns) + "\n").encode())
-        for name, split in splits.items():
-            file.writelines(lines.encode() for lines in split.lines(name, columns))
-
-    atomic_write(folder.path / "assignments.csv", write)
 
 
 def write_arrays(
@@ -270,7 +274,7 @@ def write_arrays(
     class_names = split.store.class_names
     rows, places = evaluate.embedding_map(split.x, seed)
     judged = split.rows.numpy()[rows]
-    arrays = {"map": places, "map_cluster": split.clusters[judged]}
+    arrays = {"map": places, "map_cluster": split.clusters[judged].astype(np.int64)}
     typical = np.full((n_clusters, TYPICAL), -1)
     for k in range(n_clusters):
         members = np.flatnonzero(split.clusters == k)

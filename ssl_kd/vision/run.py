@@ -18,7 +18,7 @@ from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.files import atomic_write_bytes, sha256_file
 from ssl_kd.graph.levels import check_enough
 from ssl_kd.graph.search import MOST_ALPHA
-from ssl_kd.guard.memory import free_memory
+from ssl_kd.guard.memory import free_memory, give_back_memory
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import import_head
 from ssl_kd.ranks import joined
@@ -43,7 +43,7 @@ from ssl_kd.vision.partition import GraphAnswer, partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.ranks import Together
 from ssl_kd.vision.recorded import Found, Progress, follow, train_recorded
-from ssl_kd.vision.results import judge
+from ssl_kd.vision.results import answered, judge
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather, Held
@@ -123,6 +123,7 @@ def _lead(
         folder.keep_to(store.fingerprint.digest)
         n_clusters = n_clusters_of(settings, store.class_names, store.n)
         _warn_of_odd_rows(store, n_clusters or 2)
+        give_back_memory()
         source = _Source(store, settings)
 
         neighbours, searched, found = _graph(
@@ -153,10 +154,13 @@ def _lead(
             save_model(model, folder)
         tell("consensus", 1, 1, {"heads": len(chosen)})
 
+        draw = partial(tell, "judge")
+        give_back_memory()
+        with clock("answer"):
+            splits = answered(settings, folder, stores, trainer, model, draw)
         with clock("judge"):
-            draw = partial(tell, "judge")
             metrics = judge(
-                settings, folder, stores, trainer, model, chosen, information, found, draw
+                settings, folder, splits, trainer, n_clusters, chosen, information, found, draw
             )
         metrics |= {
             "dataset": about_data(train_set, stores, n_clusters),

@@ -152,7 +152,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
         assert ("spectral clustering", split) in rows
     assert found["knn_accuracy"] > 0.5 and found["linear_probe"]["accuracy"] > 0.5
     assert set(found["seconds"]) == {
-        *"extract neighbours graph train consensus judge total".split(),
+        *"extract neighbours graph train consensus answer judge total".split(),
     }
 
     lines = assignments(done.path)
