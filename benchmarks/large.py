@@ -1,104 +1,196 @@
-"""A million embeddings from disk: resident memory, and the cost of a step as N grows.
+"""Whole runs on ten million embeddings: resident memory, the time of each stage, and 10⁹ rows.
 
-    python -m benchmarks.large                 # 1,000,000 x 768, about 3 GB in a temporary folder
+    python -m benchmarks.large --rows 1000000 --dim 64              # both methods
+    python -m benchmarks.large --rows 10000000 --dim 64 --methods heads --folder DISK
 
-Writes synthetic embeddings (50 clusters) through the store, then trains on them without ever
-holding them. Each size runs in a process of its own. Exact neighbours of a million rows are hours
-of CPU time and not what is measured: a sample's neighbours are rows of its own cluster, by
-construction.
+Writes a mixture of Gaussians to the disk, a block at a time: 50 classes of 20 modes each, whose
+noise falls off with the dimension as the spectrum of real features does. Then `train.py` runs on
+that file: extraction into the store, neighbours, training, answer, judge, report. Nothing is made
+up for it. Memory is watched from outside, twenty times a second: anonymous pages (RssAnon: what the
+process itself holds) and pages of files that are mapped (RssFile: what the system may take back at
+any time) apart, and their sum.
+
+The disk has to hold the features four times: as given, in the store, and while neighbours are
+searched in the order of the cells; and the neighbours twice.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-import torch
+import numpy as np
 
-from benchmarks.step_cost import peak_mib
-from ssl_kd.guard import Precision
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
-from ssl_kd.training.schedule import learning_rate_at
-from ssl_kd.vision.fit import make_trainer
-from ssl_kd.vision.pairs import PairSampler
-from ssl_kd.vision.projection import Projection
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.store.cells import CELLS_PER_ROOT, MOST_CELLS
 
-CLUSTERS = 50
+CLASSES, MODES = 50, 20
+ROWS_PER_BLOCK = 50_000
+GIB = 2**30
+TARGET = 10**9
 
 
-def write(folder: Path, n: int, dim: int) -> None:
-    """Row i belongs to cluster i % 50."""
-    g = torch.Generator().manual_seed(0)
-    centres = torch.randn(CLUSTERS, dim, generator=g)
-    fingerprint = Fingerprint("synthetic", "none", "none", "float32", f"{n} x {dim}")
-    ids = [str(i) for i in range(n)]
-    with EmbeddingWriter(folder, "train", fingerprint, n, dim, ids=ids) as writer:
-        for rows in torch.arange(n).split(20_000):
-            noise = torch.randn(len(rows), dim, generator=g)
-            writer.append(centres[rows % CLUSTERS] + noise, rows)
-        writer.close()
+def write(path: Path, n: int, dim: int) -> None:
+    """`path`, float32 [n, dim], and its labels beside it."""
+    g = np.random.default_rng(0)
+    centres = g.normal(size=(CLASSES, 1, dim)) + 0.6 * g.normal(size=(CLASSES, MODES, dim))
+    centres = centres.reshape(CLASSES * MODES, dim).astype(np.float32)
+    spread = np.arange(1, dim + 1) ** -0.5
+    spread = (0.6 * spread / np.sqrt(np.mean(spread**2))).astype(np.float32)
+    labels = np.empty(n, np.int64)
+    with open(path, "wb") as file:
+        about = {"descr": "<f4", "fortran_order": False, "shape": (n, dim)}
+        np.lib.format.write_array_header_1_0(file, about)
+        for start in range(0, n, ROWS_PER_BLOCK):
+            mode = g.integers(len(centres), size=min(ROWS_PER_BLOCK, n - start))
+            noise = g.standard_normal((len(mode), dim), np.float32) * spread
+            file.write((centres[mode] + noise).data)
+            labels[start : start + len(mode)] = mode // MODES
+    np.save(path.with_name(f"{path.stem}_labels.npy"), labels)
 
 
-def measure(folder: Path, steps: int) -> dict[str, float]:
-    """Train from disk; median seconds of gather and of step, and the peak resident set."""
-    store = EmbeddingStore.open(folder, "train", verify=False)
-    settings = VisionSettings(n_clusters=CLUSTERS, method="heads", n_heads=48)
-    projection = Projection.fit(store.gather(torch.arange(10_000)), settings.pca_dim)
-    precision = Precision.for_device("cpu")
-    trainer = make_trainer(settings, projection.dim, CLUSTERS, precision)
-    offsets = torch.arange(1, settings.neighbours + 1) * CLUSTERS
-    neighbours = ((torch.arange(store.n).unsqueeze(1) + offsets) % store.n).int()
-    allowed = torch.ones_like(neighbours, dtype=torch.bool)
-    sampler = PairSampler(neighbours, allowed, settings.batch_size, 0)
-    gathers, whole = [], []
-    for step in range(steps):
-        rows, partners = sampler(step)
-        began = time.perf_counter()
-        x = store.gather(torch.cat([rows, partners]))
-        gathers.append(time.perf_counter() - began)
-        rate = learning_rate_at(step, steps, settings.learning_rate, settings.warmup_fraction)
-        trainer.step(projection(x).unflatten(0, (2, len(rows))), rate)
-        whole.append(time.perf_counter() - began)
+def resident(process: int) -> dict[str, int]:
+    """Bytes of a process that are resident now: its own, those of files, and both."""
+    text = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
+    kept = {name: 1024 * int(kib) for name, kib in re.findall(r"(Rss\w+|VmRSS):\s+(\d+)", text)}
+    return {name: kept.get(name, 0) for name in ("RssAnon", "RssFile", "VmRSS")}
+
+
+def watched(words: list[str], log: Path, threads: int) -> tuple[float, dict[str, int]]:
+    """Seconds of a command, and the most that it had resident."""
+    peak: dict[str, int] = {}
+    began = time.perf_counter()
+    with open(log, "w", encoding="utf-8") as out:
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=env)
+        while process.poll() is None:
+            for name, size in resident(process.pid).items():
+                peak[name] = max(size, peak.get(name, 0))
+            time.sleep(0.05)
+    seconds = time.perf_counter() - began
+    if process.returncode:
+        sys.exit(f"{' '.join(words)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+    return seconds, peak
+
+
+def whole(features: Path, method: str, threads: int, flags: list[str]) -> dict[str, Any]:
+    """One run of `train.py` on a file of features."""
+    folder = features.parent
+    words = [sys.executable, "train.py", "--dataset", str(features), "--method", method]
+    words += ["--embeddings_dir", str(folder / "store"), "--runs_dir", str(folder / "runs")]
+    words += ["--run_name", method, *flags]
+    seconds, peak = watched(words, folder / f"{method}.log", threads)
+    run = folder / "runs" / method
+    metrics = json.loads((run / "metrics.json").read_text())
+    scores = {(row["name"], row["split"]): row["acc"] for row in metrics["table"]}
+    files = {p.name: p.stat().st_size for p in run.iterdir() if p.is_file()}
     return {
-        "gather": 1e3 * statistics.median(gathers),
-        "step": 1e3 * statistics.median(whole),
-        "peak": peak_mib(),
-        "neighbours": neighbours.numel() * 4 / 2**20,
+        "method": method,
+        "acc": scores["consensus", "train"],
+        "kmeans": scores.get(("k-means", "train")),
+        "steps": metrics["steps"],
+        "neighbours": metrics["neighbours"],
+        "seconds": {
+            **metrics["seconds"],
+            "start and report": seconds - metrics["seconds"]["total"],
+        },
+        "peak": peak,
+        "assignments": next(size for name, size in files.items() if "assignments" in name),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="A million embeddings from disk.")
-    parser.add_argument("--rows", type=int, nargs="+", default=[50_000, 1_000_000])
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--folder", type=Path, help="on a disk with room; default: a temporary one")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.measure:
-        print(json.dumps(measure(args.measure, args.steps)))
-        return
-    print("| rows | dim | gather ms | step ms | peak resident MiB | of these neighbours MiB |")
-    print("|---|---|---|---|---|---|")
-    for n in args.rows:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            write(Path(folder), n, args.dim)
-            words = [sys.executable, "-m", "benchmarks.large", "--measure", folder]
-            words += ["--steps", str(args.steps)]
-            run = subprocess.run(words, check=True, capture_output=True, text=True)
-        m = json.loads(run.stdout)
-        print(
-            f"| {n:,} | {args.dim} | {m['gather']:.1f} | {m['step']:.1f} | {m['peak']:.0f} "
-            f"| {m['neighbours']:.0f} |",
-            flush=True,
+def projected(n: int, dim: int, run: dict[str, Any]) -> list[str]:
+    """What the stages of a run of n rows come to at 10⁹, each with its arithmetic."""
+    found, seconds, times = run["neighbours"], run["seconds"], TARGET / n
+    lines = [
+        f"| cost at 10⁹ rows x {dim}, METHOD {run['method']} | | arithmetic |",
+        "|---|---|---|",
+    ]
+
+    def line(what: str, value: float, unit: str, why: str) -> None:
+        lines.append(f"| {what} | {value:,.1f} {unit} | {why} |")
+
+    def hours(what: str, measured: float, factor: float, why: str) -> None:
+        line(what, measured * factor / 3600, "h", f"{measured:,.1f} s x {why} = x {factor:,.0f}")
+
+    linear = f"(10⁹ / {n:,})"
+    hours("extraction and its checks", seconds["extract"], times, linear)
+    if found["index"] == "IVF-Flat":
+        cells = min(CELLS_PER_ROOT * round(TARGET**0.5), MOST_CELLS)
+        more, part = cells / found["nlist"], found["seconds"]
+        cell = f"({cells:,} / {found['nlist']:,} cells)"
+        hours("cells: k-means", part["train"], more**2, f"{cell}²")
+        hours("cells: assignment", part["assign"], times * more, f"{linear} x {cell}")
+        hours("cells: sorted copy", part["sort"], times, linear)
+        hours("exact neighbours to tune by", part["tune"], times, linear)
+        hours("search", part["search"], times**2 / more, f"{linear}² / {cell}")
+        copy, pairs = 4 * dim, 2 * 4 * 20
+        line(
+            "disk for the search",
+            TARGET * (copy + pairs) / 2**40,
+            "TiB",
+            f"4 x {dim} + 2 x 4 x 20 B",
         )
+    hours("training, as many steps", seconds["train"], 1, "1")
+    hours("answer and its file", seconds["answer"], times, linear)
+    line("judge: of 100,000 rows", seconds["judge"] / 3600, "h", f"{seconds['judge']:,.1f} s x 1")
+    bytes_a_row = run["assignments"] / n
+    line("assignments", bytes_a_row * TARGET / GIB, "GiB", f"{bytes_a_row:.1f} B a row")
+    lines.append("")
+    lines.append("Memory that grows with the rows, bytes each, at 10⁹ (1 B = 0.93 GiB):")
+    lines += ["", "| structure | B a row | GiB at 10⁹ |", "|---|---|---|"]
+    for what, size in (
+        ("store: labels and places in the data set", 16),
+        ("cells: number of each row, sorted order, and while sorting", 4 + 4 + 12),
+        ("pairs: which neighbours are mutual, of 20", 20),
+        ("pairs: order of the epoch", 8),
+        ("answer: TOP_K 3 with probabilities, cluster, outlier score", 3 * 8 + 8),
+        ("answer: each level of the tree (METHOD graph)", 4),
+        ("scores of the whole answer by scikit-learn, while they are computed", 64),
+    ):
+        lines.append(f"| {what} | {size} | {size * TARGET / GIB:,.0f} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Whole runs from disk; flags of train.py may follow.", allow_abbrev=False
+    )
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--methods", nargs="+", default=["heads", "graph"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--folder", type=Path, help="on a disk with room; default: a temporary one")
+    args, flags = parser.parse_known_args()
+    work = Path(tempfile.mkdtemp(dir=args.folder, prefix="large-"))
+    try:
+        features = work / "features.npy"
+        began = time.perf_counter()
+        write(features, args.rows, args.dim)
+        print(
+            f"{args.rows:,} x {args.dim} written in {time.perf_counter() - began:.0f} s", flush=True
+        )
+        runs = [whole(features, method, args.threads, flags) for method in args.methods]
+    finally:
+        shutil.rmtree(work)
+    for run in runs:
+        print(json.dumps(run))
+        stages = ", ".join(f"{name} {value:,.0f} s" for name, value in run["seconds"].items())
+        peak = {name: size / GIB for name, size in run["peak"].items()}
+        print(
+            f"METHOD {run['method']}: ACC {100 * run['acc']:.2f} %, {run['steps']:,} steps; "
+            f"{stages}; resident at most {peak['VmRSS']:.2f} GiB, of its own "
+            f"{peak['RssAnon']:.2f} GiB, of mapped files {peak['RssFile']:.2f} GiB\n"
+        )
+        print("\n".join(projected(args.rows, args.dim, run)), "\n")
 
 
 if __name__ == "__main__":
