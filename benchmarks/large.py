@@ -10,8 +10,8 @@ up for it. Memory is watched from outside, twenty times a second: anonymous page
 process itself holds) and pages of files that are mapped (RssFile: what the system may take back at
 any time) apart, and their sum.
 
-The disk has to hold the features four times: as given, in the store, and while neighbours are
-searched in the order of the cells; and the neighbours twice.
+The disk has to hold the features three times: as given, in the store, and, while neighbours are
+searched, twice in float16; and the neighbours twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ssl_kd.store.cells import CELLS_PER_ROOT, MOST_CELLS
+from ssl_kd.store.approximate import CELLS_PER_ROOT, MOST_CELLS
 
 CLASSES, MODES = 50, 20
 ROWS_PER_BLOCK = 50_000
@@ -123,22 +123,17 @@ def projected(n: int, dim: int, run: dict[str, Any]) -> list[str]:
 
     linear = f"(10⁹ / {n:,})"
     hours("extraction and its checks", seconds["extract"], times, linear)
-    if found["index"] == "IVF-Flat":
+    if found["index"] != "exact":
         cells = min(CELLS_PER_ROOT * round(TARGET**0.5), MOST_CELLS)
         more, part = cells / found["nlist"], found["seconds"]
         cell = f"({cells:,} / {found['nlist']:,} cells)"
-        hours("cells: k-means", part["train"], more**2, f"{cell}²")
-        hours("cells: assignment", part["assign"], times * more, f"{linear} x {cell}")
-        hours("cells: sorted copy", part["sort"], times, linear)
+        hours("index: k-means", part["train"], more**2, f"{cell}²")
+        hours("index: rows into cells", part["add"], times * more, f"{linear} x {cell}")
         hours("exact neighbours to tune by", part["tune"], times, linear)
         hours("search", part["search"], times**2 / more, f"{linear}² / {cell}")
-        copy, pairs = 4 * dim, 2 * 4 * 20
-        line(
-            "disk for the search",
-            TARGET * (copy + pairs) / 2**40,
-            "TiB",
-            f"4 x {dim} + 2 x 4 x 20 B",
-        )
+        index, pairs = 2 * (2 * dim + 8), 2 * 4 * 20
+        why = f"2 x (2 x {dim} + 8) + 2 x 4 x 20 B"
+        line("disk for the search", TARGET * (index + pairs) / 2**40, "TiB", why)
     hours("training, as many steps", seconds["train"], 1, "1")
     hours("answer and its file", seconds["answer"], times, linear)
     line("judge: of 100,000 rows", seconds["judge"] / 3600, "h", f"{seconds['judge']:,.1f} s x 1")
@@ -149,7 +144,6 @@ def projected(n: int, dim: int, run: dict[str, Any]) -> list[str]:
     lines += ["", "| structure | B a row | GiB at 10⁹ |", "|---|---|---|"]
     for what, size in (
         ("store: labels and places in the data set", 16),
-        ("cells: number of each row, sorted order, and while sorting", 4 + 4 + 12),
         ("pairs: which neighbours are mutual, of 20", 20),
         ("pairs: order of the epoch", 8),
         ("answer: TOP_K 3 with probabilities, cluster, outlier score", 3 * 8 + 8),

@@ -58,9 +58,8 @@ class Batch:
         Documents are told apart by positions that restart from 0, which transformers looks for
         where it gets neither a mask nor a cache; `isolates_documents` checks that a model does.
         """
-        if self.packed:
-            return {"input_ids": self.input_ids, "position_ids": self.position_ids}
-        return {"input_ids": self.input_ids}
+        inputs = {"input_ids": self.input_ids}
+        return inputs | {"position_ids": self.position_ids} if self.packed else inputs
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Nearest neighbours of very many rows: an inverted file of FAISS whose vectors stay on the disk.
 
-k-means puts every row into one of about `4 sqrt(n)` cells; a row is compared with those of the
+k-means puts every row into one of about `2 sqrt(n)` cells; a row is compared with those of the
 `nprobe` cells nearest to it, rounded to float16. Of some rows the exact neighbours are found first:
 `nprobe` is the fewest cells that hold enough of those of one half, and the recall is measured on
 the other.
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 SEARCHES = ("auto", "exact", "ivf")
 EXACT_ROWS = 100_000  # up to which all pairs are compared: minutes
-CELLS_PER_ROOT, MOST_CELLS = 4, 65_536
+CELLS_PER_ROOT, MOST_CELLS = 2, 65_536
 POINTS_PER_CELL = 64  # of k-means
 # Cells are probed until this share of the neighbours of some rows is in them; of others, whose
 # recall is then measured, at least RECALL should be found.

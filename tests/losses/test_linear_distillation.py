@@ -451,9 +451,10 @@ def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once(monkeypatch, ki
         monkeypatch.setattr(
             sys.modules[linear_distillation.__module__], "_are_free", lambda device, free=free: free
         )
-        inputs = [x.detach().float().requires_grad_() for x in student]
-        sides.append(linear_distillation(*inputs, targets, [teacher], **options))
-    assert torch.allclose(*sides, rtol=0.02, atol=0)  # of logits in chunks of other rows
+        hidden, weight, bias = (x.detach().float().requires_grad_() for x in student)
+        sides.append(linear_distillation(hidden, weight, bias, targets, [teacher], **options))
+    asked, free = sides
+    assert torch.allclose(asked, free, rtol=0.02, atol=0)  # of logits in chunks of other rows
 
 
 def test_bad_arguments_are_named():
