@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import shlex
@@ -128,9 +127,11 @@ def cache_teacher(
 
         screen = open_screen()
         from ssl_kd.language.task import cache_teacher
+        from ssl_kd.ranks import following, follows
 
-        if _follows():
-            cache_teacher(settings)
+        if follows():
+            with following():
+                cache_teacher(settings)
             return OK
         with ProgressBars(screen) as progress:
             caches = cache_teacher(settings, progress=progress)
@@ -372,10 +373,12 @@ def _distill(settings: LanguageSettings) -> int:
 
     screen = open_screen()
     from ssl_kd.language.run import run
+    from ssl_kd.ranks import following, follows
     from ssl_kd.report.tables import language_table
 
-    if _follows():
-        run(settings)
+    if follows():
+        with following():
+            run(settings)
         return OK
 
     def start(progress: ProgressBars) -> tuple[Path, None]:
@@ -384,16 +387,6 @@ def _distill(settings: LanguageSettings) -> int:
     path, metrics = _run_and_report(start, lambda path: None, screen)
     files = {"Student": path / "student", "Report": path / "report.html"}
     return _show(language_table(metrics), files)
-
-
-def _follows() -> bool:
-    """Whether torchrun started this process beside a first one, which has the screen."""
-    from ssl_kd.ranks import follows
-
-    if follows():
-        logging.getLogger("ssl_kd").setLevel(logging.ERROR)
-        return True
-    return False
 
 
 def _run_and_report(

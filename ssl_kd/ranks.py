@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -108,6 +109,18 @@ def follows() -> bool:
     """Whether a launcher started this process as another than the first of several."""
     found = _launcher()
     return found is not None and os.environ.get(_LAUNCHERS[found[0]], "0") != "0"
+
+
+@contextlib.contextmanager
+def following() -> Iterator[None]:
+    """Log errors alone: the first process speaks for all."""
+    logger = logging.getLogger("ssl_kd")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.ranks import following
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.store.fingerprint import Fingerprint
@@ -199,10 +199,9 @@ def follow(settings: VisionSettings, together: Together, source: Source) -> Path
         RankStopped: rank 0 stopped.
         RankLost: it died.
     """
-    logging.getLogger("ssl_kd").setLevel(logging.ERROR)  # rank 0 speaks for all
     ranks = together.ranks
     precision = Precision.for_device(ranks.device, settings.use_fp16, settings.use_tf32)
-    with Signals(_Led()) as signals:
+    with following(), Signals(_Led()) as signals:
         found: Found | Path = ranks.from_first(_nothing)
         if isinstance(found, Path):  # of a run that is finished
             return found
