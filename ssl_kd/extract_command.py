@@ -27,6 +27,10 @@ _HELP = {
 }
 
 
+# Of torchrun, Open MPI, MPICH and srun.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
 @dataclass(frozen=True)
 class Ways:
     """How the work is shared.
@@ -116,8 +120,8 @@ def _work(settings: VisionSettings, ways: Ways) -> Callable[..., list[Filled]]:
 
 
 def _on_own_gpu(settings: VisionSettings) -> VisionSettings:
-    """One GPU for each process that torchrun started on this machine."""
-    local = os.environ.get("LOCAL_RANK", "")
+    """One GPU for each process that a launcher started on this machine."""
+    local = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "")
     if local.isdecimal() and settings.device in ("auto", "cuda"):
         import torch
 

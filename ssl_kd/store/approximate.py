@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -103,7 +104,7 @@ def find_neighbours(
 def indexed_neighbours(
     store: EmbeddingStore, k: int, *, progress: Progress | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The k nearest other rows by cosine, in memory that does not grow with the rows.
+    """The k nearest other rows by cosine; only k-means' sample, 128 sqrt(n) rows, grows in memory.
 
     They are kept beside the store: `neighbours_{split}.npy`, and `neighbours_{split}.json` which
     says how they were found. A process that is killed goes on where it was; the same embeddings and
@@ -124,19 +125,21 @@ def indexed_neighbours(
         LockHeld: another process searches here.
     """
     check_k(k, store.n)
-    if kept := _kept(store, k):
-        return kept
     work, (path, about) = store.folder / f"neighbours_{store.split}.partial", _paths(store)
+    if not work.exists() and (kept := _kept(store, k)):
+        return kept
     with Lock(store.folder / f".neighbours_{store.split}.lock"):
+        if kept := _kept(store, k):  # another process has just found them, or was killed at the end
+            shutil.rmtree(work, ignore_errors=True)
+            return kept
         _begin(work, store, k)
         index, built = _index(work, store)
         plan = _plan(work, store, index, k)
         index.nprobe = plan["nprobe"]
-        parts = _search(work, store, index, k, progress)
+        parts, compared, seconds = _search(work, store, index, k, progress)
         _finish(path, store.n, k, parts)
         found = torch.from_numpy(np.load(path, mmap_mode="c"))  # torch knows no read-only tensors
         rows, truth = plan["queries"], plan["truth"]
-        kept = [load_tensors(part) for part in parts]
         record = {
             "digest": store.digest,
             "k": k,
@@ -145,17 +148,14 @@ def indexed_neighbours(
             "nprobe": index.nprobe,
             "recall": _recall(found[rows], truth),
             "queries": len(rows),
-            "compared": sum(part["compared"] for part in kept) / (store.n * (store.n - 1.0)),
-            "seconds": {
-                **built,
-                "tune": plan["seconds"],
-                "search": round(sum(part["seconds"] for part in kept), 2),
-            },
+            "compared": compared / (store.n * (store.n - 1.0)),
+            "seconds": {**built, "tune": plan["seconds"], "search": round(seconds, 2)},
             "threads": torch.get_num_threads(),
             "sha256": sha256_file(path),
         }
         atomic_write_json(about, record)
-        shutil.rmtree(work)
+        del index  # which maps files of the folder
+        shutil.rmtree(work, ignore_errors=True)
     if record["recall"] < RECALL:
         logger.warning(
             "recall of the neighbours is %.3f where %.2f is wanted: NEIGHBOURS_SEARCH exact finds "
@@ -206,7 +206,8 @@ def _begin(work: Path, store: EmbeddingStore, k: int) -> None:
     except (FileNotFoundError, ValueError):
         pass
     shutil.rmtree(work, ignore_errors=True)
-    needed = store.n * (2 * (2 * store.dim + 8) + 2 * 8 * k)  # index in parts and whole, neighbours
+    # The index in parts, which hold the centroids as well, and whole; the neighbours.
+    needed = store.n * (2.25 * (2 * store.dim + 8) + 2 * 8 * k)
     free = shutil.disk_usage(store.folder).free
     if needed > free:
         raise InputError(
@@ -237,15 +238,36 @@ def _index(work: Path, store: EmbeddingStore) -> tuple[Any, dict[str, float]]:
             empty = _trained(store)
         with clock("add"):
             parts = [*_filled(work, store, empty)]
-            from faiss.contrib.ondisk import merge_ondisk
-
-            with _silent():
-                merge_ondisk(empty, [*map(str, parts)], str((work / "cells.bin").resolve()))
-            faiss.write_index(empty, str(path))
-            for part in parts:
-                part.unlink()
-        atomic_write_json(about, clock.stages)  # the last: the index is whole
+            _merge(empty, parts, work / "cells.bin")
+            _write(empty, path)
+            for written in (path, work / "cells.bin"):
+                with open(written, "rb+") as file:
+                    os.fsync(file.fileno())
+        atomic_write_json(about, clock.stages)  # the index is whole
+        for part in parts:
+            part.unlink()
     return faiss.read_index(str(path)), json.loads(about.read_text(encoding="utf-8"))
+
+
+def _write(index: Any, path: Path) -> None:
+    try:
+        load_faiss().write_index(index, str(path))
+    except RuntimeError as error:  # of C++, with no number of the system's
+        raise OSError(errno.ENOSPC, "FAISS cannot write its index", str(path)) from error
+
+
+def _merge(index: Any, parts: list[Path], cells: Path) -> None:
+    """Fill an empty index with the vectors of others, in a file that it maps."""
+    faiss = load_faiss()
+    held = [faiss.read_index(str(part), faiss.IO_FLAG_MMAP) for part in parts]
+    lists = faiss.OnDiskInvertedLists(index.nlist, index.code_size, str(cells.resolve()))
+    theirs = faiss.InvertedListsPtrVector()
+    for part in held:
+        theirs.push_back(part.invlists)
+    with _silent():
+        index.ntotal = lists.merge_from_multiple(theirs.data(), theirs.size())
+    index.replace_invlists(lists, True)
+    lists.this.disown()
 
 
 @contextlib.contextmanager
@@ -275,21 +297,25 @@ def _trained(store: EmbeddingStore) -> Any:
     index.cp.min_points_per_centroid = 1  # FAISS warns below; a small store has no more
     index.cp.max_points_per_centroid = POINTS_PER_CELL
     g = torch.Generator().manual_seed(SEED)
-    rows = torch.randperm(store.n, generator=g)[: POINTS_PER_CELL * cells]
-    index.train(_unit(store.gather(rows.sort().values)).numpy())
+    rows = torch.randperm(store.n, generator=g)[: POINTS_PER_CELL * cells].sort().values
+    x = torch.empty(len(rows), store.dim)
+    for some in torch.arange(len(rows)).split(max(1, BLOCK_BYTES // (4 * store.dim))):
+        x[some] = _unit(store.gather(rows[some]))
+    index.train(x.numpy())
     return index
 
 
 def _filled(work: Path, store: EmbeddingStore, empty: Any) -> Iterator[Path]:
     """Files of indices that hold the rows, so many each as memory is to hold."""
-    faiss, most = load_faiss(), max(1, PART_BYTES // (2 * store.dim + 8))
+    faiss, centroids = load_faiss(), 4 * empty.nlist * store.dim  # each part holds them
+    most = max(1, max(PART_BYTES, 8 * centroids) // (2 * store.dim + 8))
     part, held = faiss.clone_index(empty), 0
     for start, block in _unit_blocks(store):
         part.add_with_ids(block.numpy(), np.arange(start, start + len(block)))
         held += len(block)
         if held >= most or start + len(block) == store.n:
             path = work / f"part_{start:012d}.faiss"
-            faiss.write_index(part, str(path))
+            _write(part, path)
             yield path
             part, held = faiss.clone_index(empty), 0
 
@@ -335,6 +361,9 @@ def _lookup(index: Any, x: Tensor, itself: Tensor, k: int) -> Tensor:
     found = index.search(x.numpy(), k + 1)[1]
     nprobe = index.nprobe
     while (short := (found < 0).any(1)).any():  # these cells hold fewer: look into more of them
+        if nprobe == index.nlist:
+            row = int(itself[torch.from_numpy(short)][0])
+            raise InputError(f"row {row} has no {k} neighbours: it, or others, are not finite")
         nprobe = min(2 * nprobe, index.nlist)
         more = load_faiss().SearchParametersIVF(nprobe=nprobe)
         found[short] = index.search(x.numpy()[short], k + 1, params=more)[1]
@@ -350,25 +379,35 @@ def _recall(found: Tensor, truth: Tensor) -> float:
 
 def _search(
     work: Path, store: EmbeddingStore, index: Any, k: int, progress: Progress | None
-) -> list[Path]:
-    """Files of the neighbours of so many rows each, in order; those of an earlier process stay."""
+) -> tuple[list[Path], float, float]:
+    """Find the neighbours of so many rows after the other; those of an earlier process stay.
+
+    Returns:
+        Their files, in order; how many pairs were compared; seconds.
+    """
     dtype = torch.int32 if store.n < 2**31 else torch.int64
-    stats, paths = load_faiss().cvar.indexIVF_stats, []
-    for rows in torch.arange(store.n, dtype=dtype).split(ROWS_PER_FILE):
-        paths.append(work / f"found_{int(rows[0]):012d}.pt")
+    stats, paths, compared, seconds = load_faiss().cvar.indexIVF_stats, [], 0, 0.0
+    for rows in (
+        range(i, min(i + ROWS_PER_FILE, store.n)) for i in range(0, store.n, ROWS_PER_FILE)
+    ):
+        paths.append(work / f"found_{rows.start:012d}.pt")
         try:
-            load_tensors(paths[-1])
+            part = load_tensors(paths[-1])
         except (FileNotFoundError, CorruptFileError):
             clock = Clock()
             stats.reset()
             with clock("search"):
-                blocks = rows.long().split(max(1, BLOCK_BYTES // (4 * store.dim)))
+                blocks = torch.arange(rows.start, rows.stop).split(
+                    max(1, BLOCK_BYTES // (4 * store.dim))
+                )
                 found = [_lookup(index, _unit(store.gather(block)), block, k) for block in blocks]
             part = {"found": torch.cat(found).to(dtype), "compared": stats.ndis}
-            save_tensors(paths[-1], part | {"seconds": clock.stages["search"]})
+            part["seconds"] = clock.stages["search"]
+            save_tensors(paths[-1], part)
+        compared, seconds = compared + part["compared"], seconds + part["seconds"]
         if progress is not None:
-            progress(int(rows[-1]) + 1, store.n)
-    return paths
+            progress(rows.stop, store.n)
+    return paths, compared, seconds
 
 
 def _finish(path: Path, n: int, k: int, parts: list[Path]) -> None:

@@ -79,10 +79,6 @@ class Team:
         """The rows of a batch that are this rank's: every so many-th; all, where it is alone."""
         return rows[self.rank :: self.world]
 
-    def share_of(self, size: int) -> int:
-        """The most rows that a rank has of a batch of so many."""
-        return -(-size // self.world)
-
     def told_to_stop(self, signals: Signals, when: str) -> bool:
         """Whether any rank was told to; then all count as told, by the same signal."""
         if self._agreement is None:

@@ -134,9 +134,10 @@ def make_plan(
         gather: reads embeddings, projected.
         of_all: from numbers `[head]` of the trainer's heads to those of all heads there are.
     """
-    allowed = torch.ones_like(neighbours, dtype=torch.bool)
     if settings.mutual_neighbours:
         allowed = mutual_neighbours(neighbours)
+    else:
+        allowed = torch.ones_like(neighbours, dtype=torch.bool)
     sampler = PairSampler(neighbours, allowed, settings.batch_size, settings.seed)
     given = [] if settings.max_steps is None else [settings.max_steps]
     if settings.epochs is not None:

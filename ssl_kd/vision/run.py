@@ -312,6 +312,8 @@ def _neighbours(
         search = settings.neighbours_search
         return find_neighbours(source.store, k, search=search, device=device, progress=draw)
     logger.info("the graph is that of a random %d of %d samples", source.n, source.store.n)
+    if settings.neighbours_search == "ivf":
+        logger.warning("NEIGHBOURS_SEARCH ivf is for METHOD heads: these are few enough to compare")
     embeddings = source.embeddings(torch.arange(source.n))
     found = nearest_neighbours(embeddings, k, device=device, progress=draw)
     return found, {"index": "exact", "recall": 1.0, "rows": source.n}

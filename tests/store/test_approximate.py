@@ -90,6 +90,23 @@ def test_duplicates_zeros_and_empty_cells(tmp_path, x, small):
     assert all(set(found[row].tolist()) <= same for row in same)
 
 
+def test_a_row_that_is_not_finite_ends_the_search_with_its_number(x):
+    index = ivf.load_faiss().IndexIVFFlat(ivf.load_faiss().IndexFlatIP(DIM), DIM, 2, 0)
+    index.train(x[:100].numpy())
+    index.add(x[:100].numpy())
+    x[3, 0] = torch.nan
+    with pytest.raises(InputError, match="row 3 has no 10 neighbours"):
+        ivf._lookup(index, x[:5], torch.arange(5), K)
+
+
+def test_what_a_search_that_was_killed_at_its_end_left_is_removed(tmp_path, x, small):
+    store = write(tmp_path, x[:500])
+    first, record = find_neighbours(store, K, search="ivf")
+    work = tmp_path / "neighbours_train.partial"
+    work.mkdir()
+    assert find_neighbours(store, K, search="ivf")[1] == record and not work.exists()
+
+
 def test_kept_for_the_next_time_and_for_nothing_else(tmp_path, x, small, monkeypatch, caplog):
     x = x[:500]
     store = write(tmp_path, x)
