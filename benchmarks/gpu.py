@@ -279,7 +279,6 @@ def main() -> None:
             "benchmarks.gpu measures a CUDA device, and torch sees none: run it where there is one "
             "(--device cpu runs its code at tiny shapes, whose figures say nothing)"
         )
-    logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # TRL on its own experimental state
     device, real = torch.device(args.device), args.device == "cuda"
     size = WHOLE if real else TINY
@@ -306,4 +305,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main()

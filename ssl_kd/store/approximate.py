@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import logging
@@ -279,6 +280,8 @@ def _silent() -> Iterator[None]:
         try:
             yield
         finally:
+            # What C's own buffer holds would come out later.
+            (ctypes.CDLL(None) if os.name == "posix" else ctypes.cdll.msvcrt).fflush(None)
             os.dup2(screen.fileno(), 1)
 
 
