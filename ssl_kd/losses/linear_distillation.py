@@ -323,17 +323,8 @@ def _distil(
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}, expected 1 or more, or None")
     for teacher in teachers:
         _check_teacher(teacher, n, vocab, divergence)
-    if targets is not None and targets.shape != (n,):
-        raise ValueError(f"targets {tuple(targets.shape)} do not fit {n} tokens, expected ({n},)")
-    if targets is not None and (targets.is_floating_point() or targets.dtype == torch.bool):
-        raise TypeError(f"targets are {targets.dtype}, expected the ids of tokens, int64")
-    # On a GPU looking would wait for it, and its own assertion finds these.
-    looked = targets if targets is not None and targets.device.type == "cpu" else torch.zeros(1)
-    if n and not 0 <= looked.min() <= looked.max() < vocab:
-        raise ValueError(
-            f"targets go from {looked.min()} to {looked.max()}, expected 0 to {vocab - 1}: "
-            "leave out the positions that do not count (next_token_targets)"
-        )
+    if targets is not None:
+        _check_targets(targets, n, vocab)
     heads = [t.weight for t in teachers if isinstance(t, LinearTeacher)]
     given = [t.logits for t in teachers if isinstance(t, LogitsTeacher)]
     common = min([vocab, *(len(w) for w in heads), *(z.shape[-1] for z in given)])
@@ -367,6 +358,19 @@ def _distil(
         torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)
     )
     return _Distillation.apply(x, weight, bias, objective, weights, needs)  # pyright: ignore
+
+
+def _check_targets(targets: Tensor, n: int, vocab: int) -> None:
+    if targets.shape != (n,):
+        raise ValueError(f"targets {tuple(targets.shape)} do not fit {n} tokens, expected ({n},)")
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise TypeError(f"targets are {targets.dtype}, expected the ids of tokens, int64")
+    # On a GPU looking would wait for it, and its own assertion finds these.
+    if n and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < vocab:
+        raise ValueError(
+            f"targets go from {targets.min()} to {targets.max()}, expected 0 to {vocab - 1}: "
+            "leave out the positions that do not count (next_token_targets)"
+        )
 
 
 def _check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -> None:

@@ -21,6 +21,7 @@ from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.training.stop import Signals
+from ssl_kd.training.together import FollowedFolder, load_checkpoint
 from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.fit import Plan, make_plan, make_trainer
 from ssl_kd.vision.projection import Projection
@@ -65,7 +66,7 @@ def train_recorded(
         TooFewHealthyParts: training cannot continue; the message names the first fault's bundle.
     """
     until = plan.until
-    start = _loaded(folder.load_checkpoint, trainer, until, together, folder.path)
+    start = _loaded(folder, trainer, until, together)
     folder.rewind(start)
     folder.become_latest()
     saved = {} if until is None else until.tensors()
@@ -131,14 +132,13 @@ def _recording(
 
 
 def _loaded(
-    load: Callable[[], tuple[int, dict[str, Any]]],
-    trainer: HeadTrainer,
-    until: Convergence | None,
-    together: Together | None,
-    path: Path,
+    folder: RunFolder, trainer: HeadTrainer, until: Convergence | None, together: Together | None
 ) -> int:
     """The step of the last checkpoint, which these have taken over; 0 where there is none."""
-    start, tensors = load() if together is None else together.ranks.from_first(load)
+    if together is None:
+        start, tensors = folder.load_checkpoint()
+    else:
+        start, tensors = load_checkpoint(folder, together.ranks)
     if tensors:
         try:
             trainer.load(tensors if together is None else together.own(tensors))
@@ -146,7 +146,7 @@ def _loaded(
                 until.load(tensors)
         except ValueError as error:
             raise RunFolderError(
-                f"checkpoint/step_{start:09d}.pt of {path} does not fit this version of the "
+                f"checkpoint/step_{start:09d}.pt of {folder.path} does not fit this version of the "
                 f"library or these heads: {error}. Start a new run without --resume"
             ) from error
     return start
@@ -230,7 +230,7 @@ def _follow(
     dim = found.projection.dim
     trainer = make_trainer(settings, dim, found.n_clusters, precision, together.heads)
     plan = make_plan(settings, trainer, found.neighbours, gather, together.of_all)
-    start = _loaded(_nothing, trainer, plan.until, together, found.path)
+    start = _loaded(FollowedFolder(found.path), trainer, plan.until, together)
     with together.overheard():
         train_together(
             together,
