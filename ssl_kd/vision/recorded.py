@@ -28,11 +28,11 @@ from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.ranks import Together, train_together
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.source import Source
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather, HeadFault, LogRecord, train
 
 Progress = Callable[[str, int, int, dict[str, Any]], None]
-Source = Callable[[EmbeddingStore, VisionSettings, Projection], Gather]
 # What TensorBoard shows of a log record.
 DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
 
@@ -183,13 +183,12 @@ class _Led:
     path, trained = Path(), False
 
 
-def follow(settings: VisionSettings, together: Together, source: Source) -> Path:
+def follow(settings: VisionSettings, together: Together) -> Path:
     """Train some of the heads of the run that rank 0 leads, until that has ended.
 
     Args:
         settings: the same as rank 0's.
         together: the ranks.
-        source: from the embeddings and their projection to what the heads see.
 
     Returns:
         The run folder.
@@ -206,14 +205,13 @@ def follow(settings: VisionSettings, together: Together, source: Source) -> Path
         if isinstance(found, Path):  # of a run that is finished
             return found
         with signals.between_steps():
-            _follow(settings, together, source, precision, found, signals)
+            _follow(settings, together, precision, found, signals)
     return found.path
 
 
 def _follow(
     settings: VisionSettings,
     together: Together,
-    source: Source,
     precision: Precision,
     found: Found,
     signals: Signals,
@@ -225,7 +223,7 @@ def _follow(
             "rank with the same flags and the same config.py"
         )
     store = EmbeddingStore.open(found.store, "train", expect=found.fingerprint, verify=False)
-    gather = source(store, settings, found.projection)
+    gather = Source(store, settings, found.projection).on(precision.device)
     together.caught = signals.caught
     dim = found.projection.dim
     trainer = make_trainer(settings, dim, found.n_clusters, precision, together.heads)

@@ -18,7 +18,7 @@ from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.files import atomic_write_bytes, sha256_file
 from ssl_kd.graph.levels import check_enough
 from ssl_kd.graph.search import MOST_ALPHA
-from ssl_kd.guard.memory import free_memory, give_back_memory
+from ssl_kd.guard.memory import give_back_memory
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import import_head
 from ssl_kd.ranks import joined
@@ -29,7 +29,6 @@ from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.clock import Clock
 from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.stop import Signals
-from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.extract import ExtractProgress, extract
 from ssl_kd.vision.fit import (
     Plan,
@@ -40,22 +39,17 @@ from ssl_kd.vision.fit import (
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.partition import GraphAnswer, partition_of
-from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.ranks import Together
 from ssl_kd.vision.recorded import Found, Progress, follow, train_recorded
 from ssl_kd.vision.results import answered, judge
 from ssl_kd.vision.settings import AUTO, VisionSettings
+from ssl_kd.vision.source import Source
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import Gather, Held
 
 logger = logging.getLogger(__name__)
 
 Dataset = ImageDataset | FeatureDataset
 Images = Callable[[list[int]], list[Any]]
-PROJECTION_ROWS = 10_000
-# Samples whose graph is searched: enough for any number of clusters that can be told apart, few
-# enough to compare all pairs.
-GRAPH_ROWS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +88,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
             return _lead(settings, ranks.device, None, progress)
         together = Together(ranks, settings.n_heads)
         if not together.leads:
-            device = torch.device(ranks.device)
-            return Run(follow(settings, together, lambda *of: _Source(*of).on(device)), None)
+            return Run(follow(settings, together), None)
         try:
             done = _lead(settings, ranks.device, together, progress)
         except RunFinished as ended:  # there is nothing to follow
@@ -124,7 +117,7 @@ def _lead(
         n_clusters = n_clusters_of(settings, store.class_names, store.n)
         _warn_of_odd_rows(store, n_clusters or 2)
         give_back_memory()
-        source = _Source(store, settings)
+        source = Source(store, settings)
 
         neighbours, searched, found = _graph(
             settings, n_clusters, source, precision.device, clock, tell
@@ -146,14 +139,10 @@ def _lead(
                 )
             trainer = trainer if together is None else together.whole(trainer)
 
-        tell("consensus", 0, 1, {})
         with clock("consensus"):
-            model, chosen, information = form_answer(
-                settings, trainer, neighbours, source, source.projection, learnt
+            model, chosen, information = _consensus(
+                settings, folder, trainer, neighbours, source, learnt, tell
             )
-            save_model(model, folder)
-        tell("consensus", 1, 1, {"heads": len(chosen)})
-
         draw = partial(tell, "judge")
         give_back_memory()
         with clock("answer"):
@@ -165,9 +154,7 @@ def _lead(
         metrics |= {
             "dataset": about_data(train_set, stores, n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
-            "steps": steps,
-            "convergence": None if plan.until is None else plan.until.seen(),
-            "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
+            **_about_training(trainer, plan, steps),
             "events": folder.count_events(),
             "neighbours": searched,
             "seconds": clock.seconds,
@@ -176,10 +163,36 @@ def _lead(
     return Run(folder.path, pictures(train_set, store))
 
 
+def _consensus(
+    settings: VisionSettings,
+    folder: RunFolder,
+    trainer: HeadTrainer,
+    neighbours: Tensor,
+    source: Source,
+    learnt: GraphAnswer | None,
+    tell: Progress,
+) -> tuple[ClusterModel, Tensor, Tensor]:
+    """As `form_answer`; the model is kept in the folder."""
+    tell("consensus", 0, 1, {})
+    answer = form_answer(settings, trainer, neighbours, source, source.projection, learnt)
+    save_model(answer[0], folder)
+    tell("consensus", 1, 1, {"heads": len(answer[1])})
+    return answer
+
+
+def _about_training(trainer: HeadTrainer, plan: Plan, steps: int) -> dict[str, Any]:
+    """What `metrics.json` says of it."""
+    return {
+        "steps": steps,
+        "convergence": None if plan.until is None else plan.until.seen(),
+        "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
+    }
+
+
 def _prepared(
     settings: VisionSettings,
     folder: RunFolder,
-    source: _Source,
+    source: Source,
     n_clusters: int,
     neighbours: Tensor,
     clusters: Tensor | None,
@@ -233,59 +246,10 @@ def pictures(dataset: Dataset, store: EmbeddingStore) -> Images | None:
     return lambda wanted: [dataset.image(int(store.indices[i])) for i in wanted]
 
 
-class _Source:
-    """Embeddings as the heads see them: projected, in memory if they fit, else read from disk.
-
-    With METHOD graph a random sample of a very large store: the heads that learn its clusters tell
-    those of all others.
-    """
-
-    def __init__(
-        self,
-        store: EmbeddingStore,
-        settings: VisionSettings,
-        projection: Projection | None = None,
-    ) -> None:
-        self._held: Tensor | None = None
-        by_graph = settings.by_graph or settings.n_clusters == AUTO
-        self.store, most = store, GRAPH_ROWS if by_graph else store.n
-        self.n = min(store.n, most)
-        self._rows = None if self.n == store.n else sample_rows(store.n, settings.seed, most)
-        if projection is None:
-            sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
-            projection = Projection.fit(sample, settings.pca_dim)
-        self.projection = projection
-        if self.n * self.projection.dim * 4 / 2**30 <= settings.keep_in_memory_gib:
-            self._held = torch.empty(self.n, self.projection.dim)
-            for rows in torch.arange(self.n).split(ROWS_PER_BLOCK):
-                self._held[rows] = self.projection(self.embeddings(rows))
-
-    @property
-    def whole(self) -> bool:
-        """Whether these are all rows of the store."""
-        return self._rows is None
-
-    def embeddings(self, rows: Tensor) -> Tensor:
-        """As the teacher gave them."""
-        return self.store.gather(rows if self._rows is None else self._rows[rows])
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        if self._held is not None:
-            return self._held[rows]
-        return self.projection(self.embeddings(rows))
-
-    def on(self, device: torch.device) -> Gather:
-        """The same on a GPU, where they are held if half of what is free there is enough."""
-        held = self._held
-        if held is None or device.type != "cuda" or 2 * held.nbytes > free_memory(device):
-            return self
-        return Held(held.to(device))
-
-
 def _graph(
     settings: VisionSettings,
     n_clusters: int | None,
-    source: _Source,
+    source: Source,
     device: torch.device,
     clock: Clock,
     tell: Progress,
@@ -300,7 +264,7 @@ def _graph(
 
 
 def _neighbours(
-    settings: VisionSettings, source: _Source, device: torch.device, tell: Progress
+    settings: VisionSettings, source: Source, device: torch.device, tell: Progress
 ) -> tuple[Tensor, dict[str, Any]]:
     """Of each sample in the source; kept beside the embeddings where these are all."""
 
@@ -322,7 +286,7 @@ def _neighbours(
 def _partition(
     n_clusters: int | None,
     neighbours: Tensor,
-    source: _Source,
+    source: Source,
     device: torch.device,
     tell: Progress,
 ) -> GraphAnswer:

@@ -8,7 +8,8 @@ from ssl_kd.guard.parts import SNAPSHOT_EVERY
 from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.teachers.network import Transform
-from ssl_kd.vision import extract, loading, run
+from ssl_kd.vision import extract, loading
+from ssl_kd.vision import source as origin
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
 from ssl_kd.vision.objectives import OBJECTIVES
@@ -162,16 +163,16 @@ def test_where_a_batch_keeps_its_size_a_good_sample_stands_in_for_each_bad_one()
 
 
 def test_embeddings_are_held_on_the_device_where_they_fit(monkeypatch):
-    source = object.__new__(run._Source)
+    source = object.__new__(origin.Source)
     source._held = torch.rand(10, DIM)
     assert source.on(torch.device("cpu")) is source
     with pretended_cuda() as device:
-        monkeypatch.setattr(run, "free_memory", lambda device: 3 * source._held.nbytes)
+        monkeypatch.setattr(origin, "free_memory", lambda device: 3 * source._held.nbytes)
         held = source.on(torch.device("cuda"))
         device.clear()
         assert held(torch.tensor([3, 1])).device.type == "cuda"
         assert device.waits == device.pageable == []
-        monkeypatch.setattr(run, "free_memory", lambda device: source._held.nbytes)
+        monkeypatch.setattr(origin, "free_memory", lambda device: source._held.nbytes)
         assert source.on(torch.device("cuda")) is source
 
 
