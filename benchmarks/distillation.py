@@ -23,10 +23,11 @@ from unittest.mock import patch
 from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import make_blocks
 from ssl_kd.datasets.text import TextDataset, open_text
+from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
-from ssl_kd.language.settings import PRESETS, LanguageSettings
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.task import trained_teacher
+from ssl_kd.language.teacher import trained_teacher
 from ssl_kd.teachers.causal import tokenizer_id
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}

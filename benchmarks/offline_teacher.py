@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.distillation import ALONE, add_settings, measure, spread, with_teacher
+from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.task import cache_teacher
 
 
 def look(folder: Path) -> dict[str, Any]:

@@ -33,8 +33,9 @@ def tiny_run(folder: Path) -> bool:
 
     from ssl_kd.datasets.blocks import train_tokenizer
     from ssl_kd.datasets.text import open_text
+    from ssl_kd.language.presets import PRESETS
     from ssl_kd.language.run import run
-    from ssl_kd.language.settings import PRESETS, LanguageSettings
+    from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.teachers.causal import load_causal_lm
     from ssl_kd.teachers.student import build_student, save_student
 

@@ -126,7 +126,7 @@ def cache_teacher(
         from ssl_kd.screen import ProgressBars, open_screen, short
 
         screen = open_screen()
-        from ssl_kd.language.task import cache_teacher
+        from ssl_kd.language.caching import cache_teacher
         from ssl_kd.ranks import following, follows
 
         if follows():
@@ -316,7 +316,8 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def _language_settings(
     argv: Sequence[str], prog: str, config: Path = LANGUAGE_CONFIG, preset: str | None = None
 ) -> LanguageSettings:
-    from ssl_kd.language.settings import PRESETS, LanguageSettings
+    from ssl_kd.language.presets import PRESETS
+    from ssl_kd.language.settings import LanguageSettings
 
     return read_settings(LanguageSettings, argv, config, prog=prog, presets=PRESETS, preset=preset)
 

@@ -6,7 +6,7 @@ import torch
 from ssl_kd import cli
 from ssl_kd.doctor import verify as module
 from ssl_kd.doctor.verify import verify
-from ssl_kd.language.task import cache_teacher
+from ssl_kd.language.caching import cache_teacher
 from ssl_kd.settings import SettingsError
 
 WAYS = ["plain", "live", "chunked", "cache, k = V"]

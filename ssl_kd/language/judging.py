@@ -17,7 +17,8 @@ from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.task import Task, at_work
+from ssl_kd.language.task import Task
+from ssl_kd.language.teacher import at_work
 from ssl_kd.language.witness import known_settings
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite

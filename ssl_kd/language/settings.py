@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.settings import RunSettings, SettingsError, setting
+from ssl_kd.language.checks import check_language
+from ssl_kd.language.names import ALIASES, INSTEAD
+from ssl_kd.settings import RunSettings, setting
 
 
 @dataclass(frozen=True)
@@ -25,50 +26,8 @@ class LanguageSettings(RunSettings):
         "tensorboard",
     }
 
-    # What the settings were called up to version 0.1, and in transformers' TrainingArguments.
-    aliases: ClassVar[Mapping[str, str]] = {
-        **RunSettings.aliases,
-        "eval_steps": "eval_every",
-        "max_length": "block_size",
-        "max_seq_length": "block_size",
-        "per_device_batch_size": "batch_size",
-        "student_lr": "learning_rate",
-        "train_steps": "max_steps",
-    }
-    instead: ClassVar[Mapping[str, str]] = {
-        **RunSettings.instead,
-        **dict.fromkeys(("bf16", "bf16_full_eval"), "Use --model_dtype bfloat16."),
-        **dict.fromkeys(("fp16", "fp16_full_eval"), "Use --model_dtype float16."),
-        **dict.fromkeys(
-            (
-                "activation_checkpointing",
-                "activation_checkpointing_kwargs",
-                "gradient_checkpointing_kwargs",
-            ),
-            "Use --gradient_checkpointing.",
-        ),
-        **dict.fromkeys(
-            ("eval_delay", "eval_on_start", "eval_strategy", "evaluation_strategy"),
-            "Use --eval_every.",
-        ),
-        **dict.fromkeys(
-            ("eval_accumulation_steps", "per_device_eval_batch_size"),
-            "Evaluation takes --batch_size rows at once, --eval_rows in all.",
-        ),
-        **dict.fromkeys(("data", "dataset", "dataset_name"), "Use --data_path."),
-        **dict.fromkeys(("fsdp", "fsdp_config"), "Start it by torchrun, with --shard."),
-        **dict.fromkeys(
-            ("ddp_backend", "ddp_timeout", "deepspeed", "local_rank"),
-            "Start it by torchrun: its processes train one student.",
-        ),
-        **dict.fromkeys(
-            ("model", "model_name", "model_name_or_path"),
-            "Use --student_model, and --teacher_model for the teacher.",
-        ),
-        "alpha": "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.",
-        "load_best_model_at_end": "The student of the best evaluation is saved anyway.",
-        "torch_empty_cache_steps": "Use --clear_cache_every_step.",
-    }
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
 
     file_heading: ClassVar[str] = """\
 The settings of `python scripts/distill.py`: plain literals, read and never executed.
@@ -367,116 +326,4 @@ presets; a name or value that cannot be is refused.
     def check_together(self) -> None:
         """Raise SettingsError where settings that are fine alone do not fit together."""
         super().check_together()
-        if self.alpha_kd == self.alpha_ce == 0:
-            raise SettingsError("ALPHA_KD and ALPHA_CE are both 0, so there is nothing to learn.")
-        if self.teacher_model == "none" and self.alpha_ce == 0:
-            raise SettingsError("TEACHER_MODEL is 'none', so ALPHA_CE must be above 0.")
-        if self.teacher_model == "none" and self.teacher_cache is not None:
-            raise SettingsError("TEACHER_CACHE needs the TEACHER_MODEL that it was made by.")
-        if self.teacher_cache is not None and (self.router_mode == "sar" or self.align != "auto"):
-            way = "Set TEACHER_CACHE to None, or ROUTER_MODE to 'ka' and ALIGN to 'auto'"
-            raise SettingsError(
-                "TEACHER_CACHE holds the teacher's distributions alone: a router that learns "
-                f"(ROUTER_MODE 'sar') and ALIGN need the teacher itself. {way}."
-            )
-        if self.router_mode == "sar" and self.align != "auto":
-            raise SettingsError(
-                "ROUTER_MODE 'sar' compares teacher and student token by token, so ALIGN must be"
-                " 'auto' and the tokenizers the same; 'all' and 'ka' go with any ALIGN."
-            )
-        if self.align == "hidden" and self.alpha_ce == 0:
-            raise SettingsError(
-                "ALIGN 'hidden' matches hidden states alone, which leaves the output head untrained"
-                " and can collapse: set ALPHA_CE above 0."
-            )
-        if self.shard and (self.baseline or self.teacher_offload):
-            raise SettingsError(
-                "SHARD keeps pieces of the models on each GPU: BASELINE (a second student) and"
-                " TEACHER_OFFLOAD do not go with it, so set them to False."
-            )
-        if self.shard and (self.router_mode != "native" or self.router_weights is not None):
-            raise SettingsError(
-                "SHARD takes a teacher with the experts and router that it came with: set"
-                " ROUTER_MODE to 'native' and ROUTER_WEIGHTS to None."
-            )
-        if self.legacy_clamp is not None:
-            self._check_clamp(self.legacy_clamp)
-        *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)
-        if self.router_joint and self.kind_of_divergence not in (*names, last):
-            raise SettingsError(f"ROUTER_JOINT takes {', '.join(names)} or {last}.")
-        if self.emulate_fp16 and self.model_dtype != "float16":
-            raise SettingsError("EMULATE_FP16 is for MODEL_DTYPE 'float16' only.")
-
-    def _check_clamp(self, clamp: str) -> None:
-        from ssl_kd.losses.legacy_clamp import LegacyClamp  # --help does without torch
-
-        try:
-            LegacyClamp.parse(clamp)
-        except ValueError as error:
-            raise SettingsError(f"LEGACY_CLAMP: {error}.") from error
-        if self.align != "auto" or self.teacher_cache is not None:
-            raise SettingsError(
-                "LEGACY_CLAMP holds the logits of both, token by token, as older scripts did: ALIGN"
-                " must be 'auto' and TEACHER_CACHE None."
-            )
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        # Small steps, little of the teacher: what the older scripts called stable.
-        "stable": {
-            "learning_rate": 1e-5,
-            "temperature": 2.0,
-            "alpha_kd": 0.1,
-            "alpha_ce": 0.9,
-            "clip_grad": 0.5,
-            "batch_size": 1,
-            "block_size": 512,
-            "router_mode": "auto",
-        },
-        # For cards without bf16: half-precision products, float32 weights and losses.
-        "fp16_safe": {
-            "learning_rate": 5e-6,
-            "temperature": 1.5,
-            "alpha_kd": 0.05,
-            "alpha_ce": 0.95,
-            "clip_grad": 0.5,
-            "batch_size": 1,
-            "block_size": 512,
-            "router_mode": "auto",
-            "model_dtype": "float16",
-        },
-        # Goes back and begins again where the others stop.
-        "ultra_stable": {
-            "learning_rate": 5e-6,
-            "temperature": 1.5,
-            "alpha_kd": 0.05,
-            "alpha_ce": 0.95,
-            "clip_grad": 0.5,
-            "batch_size": 1,
-            "block_size": 512,
-            "router_mode": "auto",
-            "stop_after": None,
-            "teacher_offload": True,
-            "gradient_checkpointing": True,
-        },
-        "most_conservative": {
-            "learning_rate": 2e-6,
-            "temperature": 1.2,
-            "alpha_kd": 0.01,
-            "alpha_ce": 0.99,
-            "clip_grad": 0.25,
-            "batch_size": 1,
-            "block_size": 512,
-            "router_mode": "auto",
-            "stop_after": None,
-        },
-        "balanced": {
-            "learning_rate": 1e-5,
-            "temperature": 2.0,
-            "alpha_kd": 0.1,
-            "alpha_ce": 0.9,
-            "clip_grad": 0.5,
-        },
-    }
-)
+        check_language(self)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
@@ -21,19 +20,16 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import Precision, promote_to_fp32
+from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
+from ssl_kd.language.aligned import Aligned
+from ssl_kd.language.objective import Objective
 from ssl_kd.language.parallel import Trainee
+from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Aligned, Routed, Source, named_rows, unfit_for_hidden
+from ssl_kd.language.sources import Source, named_rows
 from ssl_kd.language.witness import Witness, examine, rng_state
-from ssl_kd.losses.legacy_clamp import LegacyClamp
-from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
-from ssl_kd.losses.token_distillation import next_token_targets
-from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.finite import in_words
-from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
 from ssl_kd.training.together import Team
 
 logger = logging.getLogger(__name__)
@@ -90,14 +86,14 @@ class StudentStep:
         return self.updated and value is not None and math.isfinite(value)
 
 
-class Distiller:
-    """A student with its optimizer and guard.
+class Distiller(Objective):
+    """A student's objective with its optimizer and guard.
 
-    The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`, both means over the real tokens of
-    the whole step (`kd` of a teacher with another tokenizer over its groups), however many batches
-    it is made of. `ce` and `kd` fail alone: a NaN in one leaves the other training on that step;
-    without either, or without the only one that has a weight, the step is skipped. A term that is
-    cut out of STOP_AFTER steps in a row ends the run, as a student does that is sick for so long.
+    Its terms are means over the real tokens of the whole step (`kd` of a teacher with another
+    tokenizer over its groups), however many batches it is made of. `ce` and `kd` fail alone: a NaN
+    in one leaves the other training on that step; without either, or without the only one that has
+    a weight, the step is skipped. A term that is cut out of STOP_AFTER steps in a row ends the run,
+    as a student does that is sick for so long.
 
     Where `torch.distributed` has several ranks, a step is of the batches of all of them, and so are
     its means; every rank makes a distiller and calls it equally often.
@@ -114,7 +110,6 @@ class Distiller:
     Attributes:
         team: the ranks that train this student.
         trainee: the student as they hold it.
-        weights: of the loss terms that are asked for, those above 0.
         tokens: learned from so far.
         learned: how many steps each of these terms has moved the student in.
         recent: results of the steps since the last log line, which may be before a resume.
@@ -130,18 +125,7 @@ class Distiller:
         aligned: Aligned | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        self.settings, self.precision, self.source = settings, precision, source
-        self.aligned = None if aligned is None else aligned.to(precision.device)
-        # What is to be in pieces may be too large for one device.
-        self.student = (student if settings.shard else student.to(precision.device)).train()
-        if (line := promote_to_fp32(student)) is not None:
-            logger.info("%s", line)
-        if settings.gradient_checkpointing:
-            _checkpoint_activations(student)
-        self._linear = linear_head(student) is not None
-        if aligned is not None and aligned.projection is not None and not self._linear:
-            raise unfit_for_hidden("student", student)
-        self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
+        super().__init__(student, settings, precision, source, aligned)
         modules = [student] if aligned is None else [student, aligned]
         self.team = Team(precision.device)
         self.trainee = Trainee(
@@ -173,8 +157,6 @@ class Distiller:
             events=events,
             in_run=True,
         )
-        weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
-        self.weights = {name: weight for name, weight in weights.items() if weight}
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)
         self.recent: list[StudentStep] = []
@@ -198,7 +180,7 @@ class Distiller:
                     terms = self.trainee.forward(self.terms, batch)
                     terms = {name: term / sizes[name] for name, term in terms.items()}
                     sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
-                    self.guard.backward(self._weighted(terms))
+                    self.guard.backward(self.weighted(terms))
         self.tokens += tokens
         router = self._router_events()
         # On their way while the guard waits for what it reads, behind them.
@@ -245,83 +227,23 @@ class Distiller:
         self.guard.events.extend([Event(step, "run", "escalation", why, "stopped")])
         raise TooFewHealthyParts(f"step {step}: {why}")
 
-    @property
-    def head(self) -> LinearHead | None:
-        """The student's output head, as it is now; None where its logits need more than that."""
-        if not self._linear:
-            return None
-        # Sharded weights are whole in a forward pass alone, and then other tensors.
-        head = without_adapters(self.student).get_output_embeddings()
-        return LinearHead(head.weight, head.bias)
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether there is more to learn from than the text."""
-        return self.source is not None or self.aligned is not None
-
     def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> tuple[int, dict[str, float]]:
         """Real tokens of all ranks, and what each term is a mean over, a rank's share of it.
 
         That is tokens, or groups of them where they are aligned. Gradients are averaged over ranks:
         sums over a rank's share become means over all.
         """
-        tokens = groups = sum(int(_student_side(batch).counts.sum()) for batch in batches)
-        if self.aligned is not None:
-            aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
-            groups = sum(map(self.aligned.count, aligned))
         what = f"step {self.guard.steps}, the tokens"
-        tokens, groups = map(int, self.team.sums(what, tokens, groups))
-        sizes = {"ce": tokens, "kd": groups}
-        return tokens, {name: max(n, 1) / self.team.world for name, n in sizes.items()}
-
-    def weighted_terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
-        """The `terms` of a batch times their weights."""
-        return self._weighted(self.terms(batch))
-
-    def terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
-        """Sums over the batch: `ce`, and with a teacher `kd`; float32.
-
-        Over its real tokens; `kd` of an aligned teacher over what `Aligned.count` counts.
-        """
-        text = _student_side(batch)
-        rows, targets = next_token_targets(text.input_ids, text.counts)
-        options: dict[str, Any] = {
-            "temperature": self.settings.temperature,
-            "divergence": self.settings.kind_of_divergence,
-            "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
-            "legacy_clamp": self.clamp,
-        }
-        with self.precision.autocast():
-            outputs = self._forward(text)
-            student = outputs.at(rows)
-            if isinstance(batch, AlignedBatch) and self.aligned is not None:
-                ce = student.distil(targets, (), **options)[0]
-                kd = self.aligned(batch, outputs.hidden, outputs.logits)
-                return {"ce": ce, "kd": kd.float()}
-            teachers: Sequence[TeacherOutput] = ()
-            if self.source is not None:
-                teachers = self.source(text, rows, student.as_teacher())
-            sums = student.distil(targets, teachers, **options)
-        return {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
-
-    def _forward(self, batch: Batch) -> _Outputs:
-        """The student's outputs at every position."""
-        if (head := self.head) is None:
-            logits = self.student(**batch.model_inputs(), use_cache=False).logits
-            return _Outputs(None, logits.flatten(0, 1), None)
-        hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
-        return _Outputs(hidden, None, head)
+        here = self.counts(batches)
+        of_all = map(int, self.team.sums(what, *here.values()))
+        sizes = dict(zip(here, of_all, strict=True))
+        return sizes["ce"], {name: max(n, 1) / self.team.world for name, n in sizes.items()}
 
     def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
         alone = len(batches) == self.team.world == 1
         if alone or not isinstance(self.source, Routed):
             return nullcontext()
-        return self.source.moved_once(batches, self._answer, self.precision.autocast)
-
-    @torch.no_grad()
-    def _answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
-        """The student's answer, as a teacher of its teacher's router."""
-        return self._forward(batch).at(rows).as_teacher()
+        return self.source.moved_once(batches, self.answer, self.precision.autocast)
 
     def _router_events(self) -> dict[str, float | None]:
         """Fetch what the teacher's router had to say."""
@@ -336,10 +258,6 @@ class Distiller:
             "router_entropy": seen.entropy,
             "teacher_ce": self.source.ce,
         }
-
-    def _weighted(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the guard gets: a term of weight 0 is none, so it can neither save nor spoil."""
-        return {name: self.weights[name] * terms[name] for name in self.weights if name in terms}
 
     def explain(self, batch: Batch | AlignedBatch, part: str = "model") -> str | None:
         """Run a batch again under the microscope; what first went wrong, and what to change."""
@@ -393,51 +311,3 @@ class Distiller:
                 p.copy_(spread(state["aligned"][name], p))
         if isinstance(self.source, Routed):
             self.source.load(state["router"])
-
-
-@dataclass(frozen=True)
-class _Outputs:
-    """What a student puts out, `[position]`: hidden states before its linear head, or logits."""
-
-    hidden: Tensor | None
-    given: Tensor | None  # logits, of a model that caps or scales them
-    head: LinearHead | None
-
-    def at(self, rows: Tensor) -> _Outputs:
-        """At some positions."""
-        hidden, given = (None if x is None else x[rows] for x in (self.hidden, self.given))
-        return _Outputs(hidden, given, self.head)
-
-    def logits(self, rows: Tensor) -> Tensor:
-        """The logits at some positions."""
-        some = self.at(rows)
-        if some.given is not None:
-            return some.given
-        assert some.hidden is not None and self.head is not None
-        return F.linear(some.hidden, self.head.weight, self.head.bias)
-
-    def distil(self, targets: Tensor, teachers: Sequence[TeacherOutput], **options: Any) -> Tensor:
-        """`[2]`, sums of cross-entropy and divergence."""
-        if self.given is not None:
-            return logits_distillation(self.given, targets, teachers, **options)
-        assert self.hidden is not None and self.head is not None
-        weight, bias = self.head.weight, self.head.bias
-        return linear_distillation(self.hidden, weight, bias, targets, teachers, **options)
-
-    def as_teacher(self) -> TeacherOutput:
-        """The same without gradient."""
-        if self.given is not None:
-            return LogitsTeacher(self.given.detach())
-        assert self.hidden is not None and self.head is not None
-        bias = None if self.head.bias is None else self.head.bias.detach()
-        return LinearTeacher(self.hidden.detach(), self.head.weight.detach(), bias)
-
-
-def _student_side(batch: Batch | AlignedBatch) -> Batch:
-    return batch.student if isinstance(batch, AlignedBatch) else batch
-
-
-def _checkpoint_activations(model: Any) -> None:
-    name = "activation_checkpointing_enable"  # since transformers 5.3
-    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})

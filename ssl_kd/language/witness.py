@@ -21,8 +21,9 @@ from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, FlightRecorder
 from ssl_kd.language.parallel import Trainee
+from ssl_kd.language.routed import Routed, fixed
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Routed, fixed, named_rows
+from ssl_kd.language.sources import named_rows
 from ssl_kd.teachers.finite import in_words, of_a_file, suspect_weights
 from ssl_kd.training.together import Team
 

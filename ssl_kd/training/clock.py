@@ -1,10 +1,14 @@
-"""Where a run's time went."""
+"""Where a run's time went, and how far it is."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Progress = Callable[[str, int, int, dict[str, Any]], None]
+"""Called as `progress(stage, done, total, info)`."""
 
 
 class Clock:

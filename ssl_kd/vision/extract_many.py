@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store.shards import Manifest
+from ssl_kd.training.clock import Progress
 from ssl_kd.vision.extract import ExtractProgress, Share, extract_share
 from ssl_kd.vision.run import Dataset, embedded, open_data
 from ssl_kd.vision.settings import VisionSettings
@@ -17,8 +17,6 @@ from ssl_kd.vision.settings import VisionSettings
 __all__ = ["Filled", "Progress", "Splits", "fill", "fill_share", "in_words"]
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import Any
 
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import BAD_INPUT, FAILED, InputError, MissingPackage, UserError
-from ssl_kd.vision.extract_many import Filled, Progress, Splits, in_words
+from ssl_kd.training.clock import Progress
+from ssl_kd.vision.extract_many import Filled, Splits, in_words
 from ssl_kd.vision.loading import ExtractionFailed
 from ssl_kd.vision.settings import VisionSettings
 

@@ -19,6 +19,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
+from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.training.stop import Signals
 from ssl_kd.training.together import FollowedFolder, load_checkpoint
@@ -32,7 +33,6 @@ from ssl_kd.vision.source import Source
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather, HeadFault, LogRecord, train
 
-Progress = Callable[[str, int, int, dict[str, Any]], None]
 # What TensorBoard shows of a log record.
 DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
 

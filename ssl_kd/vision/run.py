@@ -26,7 +26,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
-from ssl_kd.training.clock import Clock
+from ssl_kd.training.clock import Clock, Progress
 from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.extract import ExtractProgress, extract
@@ -40,7 +40,7 @@ from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.partition import GraphAnswer, partition_of
 from ssl_kd.vision.ranks import Together
-from ssl_kd.vision.recorded import Found, Progress, follow, train_recorded
+from ssl_kd.vision.recorded import Found, follow, train_recorded
 from ssl_kd.vision.results import answered, judge
 from ssl_kd.vision.settings import AUTO, VisionSettings
 from ssl_kd.vision.source import Source

@@ -18,7 +18,7 @@ from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
 from ssl_kd.datasets.segmentation import TextReader, align, overlaps, partition  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.datasets.vocabulary import shared_vocabulary, token_texts  # noqa: E402
-from ssl_kd.language.sources import HiddenProjection  # noqa: E402
+from ssl_kd.language.aligned import HiddenProjection  # noqa: E402
 from ssl_kd.losses.cross_tokenizer import chunk_log_likelihood  # noqa: E402
 
 STORY = (

@@ -26,9 +26,12 @@ from ssl_kd.divergences import DIVERGENCES  # noqa: E402
 from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
 from ssl_kd.files import sha256_file  # noqa: E402
 from ssl_kd.guard.parts import TooFewHealthyParts  # noqa: E402
+from ssl_kd.language.aligned import Aligned  # noqa: E402
+from ssl_kd.language.presets import PRESETS  # noqa: E402
+from ssl_kd.language.routed import Routed  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
-from ssl_kd.language.settings import PRESETS, LanguageSettings  # noqa: E402
-from ssl_kd.language.sources import Aligned, Plain, Routed  # noqa: E402
+from ssl_kd.language.settings import LanguageSettings  # noqa: E402
+from ssl_kd.language.sources import Plain  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.train import rows_of_step  # noqa: E402
 from ssl_kd.losses import LegacyClamp, LogitsTeacher, token_kd  # noqa: E402

@@ -11,8 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.failures import VISION_MEMORY  # noqa: E402
+from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
-from ssl_kd.language.task import cache_teacher  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.student import NotFinite, add_lora, save_student  # noqa: E402
 from ssl_kd.training.folder import RunFolder  # noqa: E402

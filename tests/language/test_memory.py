@@ -10,9 +10,9 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from ssl_kd.language.memory import LOWERED_BY, estimate_memory  # noqa: E402
+from ssl_kd.language.objective import _checkpoint_activations  # noqa: E402
+from ssl_kd.language.routed import Routed  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.language.sources import Routed  # noqa: E402
-from ssl_kd.language.step import _checkpoint_activations  # noqa: E402
 from ssl_kd.losses.cross_tokenizer import (  # noqa: E402
     Positions,
     VocabularyMap,

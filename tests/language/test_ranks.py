@@ -17,9 +17,9 @@ from safetensors.torch import load_file  # noqa: E402
 
 from ssl_kd.guard.norms import local  # noqa: E402
 from ssl_kd.language import step as steps  # noqa: E402
+from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from ssl_kd.language.task import cache_teacher  # noqa: E402
 from ssl_kd.store import writer  # noqa: E402
 from tests.ranks import run_joined  # noqa: E402
 

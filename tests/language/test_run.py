@@ -22,9 +22,14 @@ from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.diagnosis import Advice, Cause, Diagnosis  # noqa: E402
 from ssl_kd.language import task as tasks  # noqa: E402
-from ssl_kd.language.run import Best, advice, n_steps, run  # noqa: E402
+from ssl_kd.language.best import Best  # noqa: E402
+from ssl_kd.language.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.run import n_steps, run  # noqa: E402
 from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
-from ssl_kd.language.task import cache_teacher, prepare, trained_teacher  # noqa: E402
+from ssl_kd.language.task import prepare  # noqa: E402
+from ssl_kd.language.teacher import trained_teacher  # noqa: E402
+from ssl_kd.language.texts import texts_of  # noqa: E402
+from ssl_kd.language.words import advice  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
 from ssl_kd.report.tables import language_table  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
@@ -278,7 +283,7 @@ def test_what_is_held_out_is_not_learned_from(settings, text_file, tmp_path, cap
     assert config(path)["data"]["documents"] == 38
     assert "10 documents that are held out, too" in config(path)["data"]["left_out"]
     assert "10 of 48 documents to learn from are held out, too" in caplog.text
-    train_set, held_out = tasks.texts_of(chosen)
+    train_set, held_out = texts_of(chosen)
     assert not {e.content() for e in train_set.examples} & {e.content() for e in held_out.examples}
     with pytest.raises(ValueError, match="every document of .* is held out, too"):
         run(settings(eval_path=text_file, run_name="b"))
@@ -358,7 +363,7 @@ def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monke
     for changes in ({"seed": 1}, {"weight_decay": 0.1}, {"warmup_fraction": 0.5}):
         stages.clear()
         chosen = settings(**small, vocabulary=300, **changes)
-        texts, _ = tasks.texts_of(chosen)
+        texts, _ = texts_of(chosen)
         trained_teacher(chosen, texts, precision_of(chosen), tell)
         assert stages.count("teacher") == 12, changes
 

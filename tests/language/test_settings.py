@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.language.settings import PRESETS, LanguageSettings
+from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 
 

@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("transformers")
 
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
-from ssl_kd.language import sources  # noqa: E402
-from ssl_kd.language.sources import Aligned, Routed, RoutedDraw  # noqa: E402
+from ssl_kd.language import routed as mixtures  # noqa: E402
+from ssl_kd.language.aligned import Aligned  # noqa: E402
+from ssl_kd.language.routed import Routed, RoutedDraw  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.losses.teacher_output import LogitsTeacher, logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
@@ -205,8 +206,8 @@ def test_ka_draws_other_experts_at_every_step(tiny):
 def test_a_nan_in_the_router_leaves_everything_else_training(tiny, monkeypatch):
     blocks = tiny.blocks()
     sick, every = routed(tiny, "sar"), routed(tiny, "all")
-    plain = sources.linear_distillation
-    monkeypatch.setattr(sources, "linear_distillation", lambda *a, **k: plain(*a, **k) * math.nan)
+    plain = mixtures.linear_distillation
+    monkeypatch.setattr(mixtures, "linear_distillation", lambda *a, **k: plain(*a, **k) * math.nan)
     before = weights(sick.source.model)
     for a, b in zip(go(sick, blocks, range(2)), go(every, blocks, range(2)), strict=True):
         assert a.updated and (a.ce, a.kd, a.grad_norm) == (b.ce, b.kd, b.grad_norm)

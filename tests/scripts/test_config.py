@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ssl_kd.language.settings import PRESETS, LanguageSettings
+from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import RunSettings
 
 CONFIG = Path(__file__).parents[2] / "scripts" / "config.py"

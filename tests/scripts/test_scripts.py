@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ssl_kd.language.settings import PRESETS
+from ssl_kd.language.presets import PRESETS
 
 TINY = ["--block_size", 32, "--max_steps", 4, "--eval_every", 2, "--eval_rows", 2]
 TINY += ["--generations", 1, "--max_new_tokens", 4, "--answer_prompts", 2, "--device", "cpu"]

@@ -417,8 +417,8 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
 
     from ssl_kd.datasets.blocks import make_blocks, train_tokenizer
     from ssl_kd.datasets.text import open_text
+    from ssl_kd.language.caching import cache_teacher
     from ssl_kd.language.settings import LanguageSettings
-    from ssl_kd.language.task import cache_teacher
     from ssl_kd.store.teacher_cache import identity
     from ssl_kd.teachers.causal import load_causal_lm
     from ssl_kd.teachers.frozen import FrozenTeacher

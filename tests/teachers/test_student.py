@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from ssl_kd.errors import UserError  # noqa: E402
-from ssl_kd.language.step import _checkpoint_activations  # noqa: E402
+from ssl_kd.language.objective import _checkpoint_activations  # noqa: E402
 from ssl_kd.teachers import student as module  # noqa: E402
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id  # noqa: E402
 from ssl_kd.teachers.frozen import hidden_states, linear_head  # noqa: E402

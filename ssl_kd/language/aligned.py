@@ -1,0 +1,155 @@
+"""A teacher with another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssl_kd.datasets.aligned import AlignedBatch
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Answer, draws_of
+from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
+from ssl_kd.losses.teacher_output import logits_of
+from ssl_kd.seeds import seeded
+from ssl_kd.settings import SettingsError
+
+
+def unfit_for_hidden(who: str, model: Any) -> SettingsError:
+    """The error for a model whose logits are not its hidden states times its head."""
+    return SettingsError(
+        f"ALIGN is 'hidden', but the {who}, {type(model).__name__}, caps or scales its logits and "
+        "can be matched by these alone: set ALIGN to 'chunks' or 'uld'"
+    )
+
+
+class HiddenProjection(torch.nn.Linear):
+    """A linear map without bias, in float32 also under autocast.
+
+    It is trained with the student and discarded afterwards. Hidden states of some teachers hold
+    values in the thousands, whose products overflow in float16.
+
+    Args:
+        teacher_dim: hidden size of the teacher.
+        student_dim: hidden size of the student.
+    """
+
+    def __init__(self, teacher_dim: int, student_dim: int) -> None:
+        super().__init__(teacher_dim, student_dim, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., teacher_dim]` in any floating dtype to `[..., student_dim]` in that of the map."""
+        with torch.autocast(input.device.type, enabled=False):
+            return super().forward(input.to(self.weight.dtype))
+
+
+class Aligned(torch.nn.Module):
+    """A teacher with another tokenizer, followed as ALIGN says.
+
+    Args:
+        answer: the teacher; `Routed.answer` for a mixture of experts, asked KA_FORWARDS times a
+            batch in `ka`.
+        settings: ALIGN (`hidden`, `uld` or `chunks`), temperature, divergence and draws.
+        student_dim: width of the student, for the projection of `hidden`.
+        teacher_dim: width of the teacher.
+
+    Raises:
+        SettingsError: `hidden`, and the teacher caps or scales its logits.
+
+    Attributes:
+        projection: for `hidden`, trained with the student; None otherwise.
+    """
+
+    def __init__(
+        self, answer: Answer, settings: LanguageSettings, student_dim: int, teacher_dim: int
+    ) -> None:
+        super().__init__()
+        self.answer, self.how, self.settings = answer, settings.align, settings
+        self.projection = None
+        if self.how == "hidden":
+            if not getattr(answer, "linear", True):
+                raise unfit_for_hidden("teacher", self.model)
+            with seeded(settings.seed):
+                self.projection = HiddenProjection(teacher_dim, student_dim)
+
+    @property
+    def model(self) -> Any:
+        """The teacher's."""
+        return getattr(self.answer, "__self__", self.answer).model
+
+    def count(self, batch: AlignedBatch) -> int:
+        """How many there are to average over: groups of tokens, or the student's in `hidden`."""
+        if self.projection is None:
+            return len(batch.groups())
+        return len(batch.overlap()[0].unique())
+
+    def forward(
+        self, batch: AlignedBatch, hidden: Tensor | None, logits: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The distance to the teacher, a sum over what `count` counts; mean over draws of experts.
+
+        Args:
+            batch: the same text in both tokenizers.
+            hidden: `[batch * token, dim]`, the student's hidden states; only `hidden` needs them.
+            logits: rows of them -> the student's logits there.
+        """
+        if self.projection is not None and hidden is not None:
+            distance, rows = self._hidden(self.projection, batch, hidden)
+        elif self.how == "uld":
+            distance, rows = self._uld(batch, logits)
+        else:
+            distance, rows = self._chunks(batch, logits)
+        draws = [distance(self.answer(batch.teacher, rows)) for _ in range(draws_of(self.settings))]
+        return torch.stack(draws).mean(0)
+
+    # Each: a function from the teacher's answer to the distance, and the rows to ask it about.
+
+    def _hidden(
+        self, projection: HiddenProjection, batch: AlignedBatch, hidden: Tensor
+    ) -> tuple[Callable[[Any], Tensor], Tensor]:
+        student, teacher, weights = batch.overlap()
+        # The rows that count alone: the teacher's answer elsewhere may hold anything.
+        rows, teacher = teacher.unique(return_inverse=True)
+
+        def distance(answer: Any) -> Tensor:
+            projected = projection(answer.hidden.float())
+            return hidden_matching(hidden, projected, student, teacher, weights, reduction="sum")
+
+        return distance, rows
+
+    def _uld(
+        self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]
+    ) -> tuple[Callable[[Any], Tensor], Tensor]:
+        groups = batch.groups()
+        student = logits(groups.student.rows[groups.student.first])
+
+        def distance(answer: Any) -> Tensor:
+            t = self.settings.temperature
+            return uld(student, logits_of(answer), temperature=t, reduction="sum")
+
+        return distance, groups.teacher.rows[groups.teacher.first]
+
+    def _chunks(
+        self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]
+    ) -> tuple[Callable[[Any], Tensor], Tensor]:
+        groups = batch.groups()
+        student = logits(groups.student.rows)
+        vocabulary = batch.vocabulary.to(groups.student.rows.device)
+
+        def distance(answer: Any) -> Tensor:
+            return chunk_matching(
+                student,
+                logits_of(answer),
+                groups.student,
+                groups.teacher,
+                groups.matched,
+                vocabulary.student,
+                vocabulary.teacher,
+                temperature=self.settings.temperature,
+                divergence=self.settings.kind_of_divergence,
+                reduction="sum",
+            )
+
+        return distance, groups.teacher.rows

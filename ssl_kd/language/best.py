@@ -1,0 +1,54 @@
+"""The best student of a run so far."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ssl_kd.evaluate.tokens import TokenScores
+from ssl_kd.language.step import Distiller
+
+logger = logging.getLogger(__name__)
+
+
+class Best:
+    """The trained weights with the best held-out likelihood so far, on the first rank's CPU."""
+
+    def __init__(self, distiller: Distiller, name: str = "student") -> None:
+        self._student, self._name, self._trainee = distiller.student, name, distiller.trainee
+        self._holds = distiller.team.rank == 0
+        self.step, self.nll, self._weights = 0, float("inf"), {}
+
+    def offer(self, step: int, scores: TokenScores) -> None:
+        """Keep the weights as they are now if they are better than those that were kept."""
+        nll = scores.nll
+        better = not self._weights or (nll is not None and nll < self.nll)
+        if better := better and self._trainee.is_finite():
+            self.step, self.nll = step, float("inf") if nll is None else nll
+            trained = [(n, p) for n, p in self._student.named_parameters() if p.requires_grad]
+            weights = self._trainee.gathered({name: p.detach() for name, p in trained})
+            if self._holds:
+                self._weights = {name: p.to("cpu", copy=True) for name, p in weights.items()}
+            else:
+                self._weights = dict.fromkeys(weights, torch.empty(0))
+        known = "unknown" if scores.perplexity is None else f"{scores.perplexity:.4g}"
+        words = "; the best so far" if better and step else ""
+        logger.info("%s: held-out perplexity %s at step %d%s", self._name, known, step, words)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the student its best weights; where it is whole on each rank, the first's."""
+        for name, p in self._student.named_parameters():
+            if name in self._weights and (self._holds or self._trainee.sharded):
+                p.copy_(self._trainee.spread(self._weights[name], p))
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"step": self.step, "nll": self.nll, "weights": self._weights}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave; where that kept nothing yet, what is kept here stays."""
+        if state["weights"]:
+            self.step, self.nll, self._weights = state["step"], state["nll"], state["weights"]

@@ -1,0 +1,140 @@
+"""A teacher's answers kept on disk: made once, and opened in its place."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.datasets.text import TextDataset
+from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.language.routed import Routed, RoutedDraw
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.step import precision_of
+from ssl_kd.language.teacher import at_work, is_routed, router_id, trained_teacher
+from ssl_kd.language.texts import lay_out, texts_of
+from ssl_kd.ranks import Ranks, joined
+from ssl_kd.settings import SettingsError
+from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, n_ids
+from ssl_kd.teachers.mixture import default_renorm
+from ssl_kd.training.clock import Progress
+from ssl_kd.training.together import Team
+
+logger = logging.getLogger(__name__)
+
+SHARDS_APART = timedelta(days=1)  # that ranks may be, at the end of a cache
+
+
+def cache_teacher(
+    settings: LanguageSettings, *, progress: Progress | None = None
+) -> list[TeacherCache]:
+    """Ask the teacher about the whole text once, and keep what it says in TEACHER_CACHE.
+
+    Runs with the same settings then learn from it, without the teacher in memory. Processes that
+    torchrun started share the text; BATCH_SIZE is of each one's forward passes.
+
+    Args:
+        settings: those of the runs to come; CACHE_METHOD and CACHE_K.
+        progress: called as `progress(stage, done, total, info)`.
+
+    Returns:
+        The cache; for ROUTER_MODE ka one for each of KA_FORWARDS draws of experts.
+
+    Raises:
+        SettingsError: there is no teacher or no folder to write to.
+        FingerprintMismatch: the folder holds a cache of something else, and not FORCE_RECOMPUTE.
+        RankLost: another rank does not answer.
+    """
+    if settings.teacher_cache is None:
+        raise SettingsError("TEACHER_CACHE is None: name the folder that the cache goes to.")
+    if settings.teacher_model == "none":
+        raise SettingsError("TEACHER_MODEL is 'none', so there is nothing to keep.")
+    if Path(settings.teacher_cache).is_file():
+        raise SettingsError(
+            f"TEACHER_CACHE is {settings.teacher_cache!r}, a file: expected a folder, or a name for"
+            " a new one."
+        )
+    settings = without_router(settings)
+    check_divergence(settings, settings.cache_method)
+    with joined(settings.device, timeout=SHARDS_APART) as ranks:
+        return _cache(settings, ranks, progress or (lambda stage, done, total, info: None))
+
+
+def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[TeacherCache]:
+    precision = precision_of(settings.replace(device=ranks.device))
+    texts, _ = texts_of(settings)
+    name = settings.teacher_model
+    if name == "train":
+        name = str(trained_teacher(settings, texts, precision, tell, ranks))
+    teacher = load_causal_lm(name)
+    blocks = lay_out(settings, texts, teacher, teacher, aligned=False)
+    assert isinstance(blocks, Blocks)
+    frozen = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
+    fingerprint = TeacherFingerprint(
+        **cache_of(settings, teacher, texts, blocks),
+        dtype=str(precision.teacher).removeprefix("torch."),
+        method=settings.cache_method,
+        k=settings.cache_k,
+    )
+    routed = Routed(frozen, settings) if is_routed(settings) else None
+    caches = []
+    for i, folder in enumerate(cache_folders(settings)):
+        caches.append(
+            write(
+                frozen if routed is None else RoutedDraw(routed, i),
+                blocks,
+                folder,
+                fingerprint,
+                vocabulary=n_ids(teacher.tokenizer),
+                batch_size=settings.batch_size,
+                force=settings.force_recompute,
+                team=Team(precision.device),
+                in_step=settings.shard,
+                progress=lambda done, total: tell("cache", done, total, {}),
+            )
+        )
+    return caches
+
+
+def cache_of(
+    settings: LanguageSettings, teacher: CausalLM, texts: TextDataset, blocks: Blocks
+) -> dict[str, Any]:
+    """The fields of its fingerprint that a teacher's cache must have for this run."""
+    weights = teacher.weights_id
+    if settings.router_mode != "native":
+        weights += f" ka {settings.ka_lambda:g}" if settings.router_mode == "ka" else " all"
+        renorm = settings.router_renorm
+        weights += f" {default_renorm(teacher.model) if renorm == 'auto' else renorm}"
+    if router := router_id(settings):
+        weights += f" router {router}"
+    of = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)
+    return of | {"temperature": settings.temperature}
+
+
+def cache_folders(settings: LanguageSettings) -> list[Path]:
+    """Where the teacher's caches are; for ROUTER_MODE ka a draw of experts in each."""
+    folder = Path(str(settings.teacher_cache))
+    if settings.router_mode != "ka":
+        return [folder]
+    return [folder / f"draw_{i}" for i in range(settings.ka_forwards)]
+
+
+def check_divergence(settings: LanguageSettings, method: str) -> None:
+    """Raise SettingsError where a cache of this CACHE_METHOD does not go with DIVERGENCE."""
+    known = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
+    if method == "sample" and settings.kind_of_divergence not in known:
+        raise SettingsError(
+            f"DIVERGENCE is {settings.kind_of_divergence}, and a cache of CACHE_METHOD 'sample' "
+            f"supports {', '.join(known)} only: set DIVERGENCE to {known[0]!r}, or make a cache "
+            "with CACHE_METHOD 'topk'"
+        )
+
+
+def without_router(settings: LanguageSettings) -> LanguageSettings:
+    """With a cache ROUTER_MODE auto is native: no router learns there."""
+    if settings.teacher_cache is None or settings.router_mode != "auto":
+        return settings
+    return settings.replace(router_mode="native")

@@ -1,0 +1,69 @@
+"""Settings of the language mode that do not fit together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.settings import SettingsError
+
+if TYPE_CHECKING:
+    from ssl_kd.language.settings import LanguageSettings
+
+
+def check_language(settings: LanguageSettings) -> None:
+    """Raise SettingsError where settings that are fine alone do not fit together."""
+    if settings.alpha_kd == settings.alpha_ce == 0:
+        raise SettingsError("ALPHA_KD and ALPHA_CE are both 0, so there is nothing to learn.")
+    if settings.teacher_model == "none" and settings.alpha_ce == 0:
+        raise SettingsError("TEACHER_MODEL is 'none', so ALPHA_CE must be above 0.")
+    if settings.teacher_model == "none" and settings.teacher_cache is not None:
+        raise SettingsError("TEACHER_CACHE needs the TEACHER_MODEL that it was made by.")
+    live = settings.router_mode == "sar" or settings.align != "auto"
+    if settings.teacher_cache is not None and live:
+        way = "Set TEACHER_CACHE to None, or ROUTER_MODE to 'ka' and ALIGN to 'auto'"
+        raise SettingsError(
+            "TEACHER_CACHE holds the teacher's distributions alone: a router that learns "
+            f"(ROUTER_MODE 'sar') and ALIGN need the teacher itself. {way}."
+        )
+    if settings.router_mode == "sar" and settings.align != "auto":
+        raise SettingsError(
+            "ROUTER_MODE 'sar' compares teacher and student token by token, so ALIGN must be"
+            " 'auto' and the tokenizers the same; 'all' and 'ka' go with any ALIGN."
+        )
+    if settings.align == "hidden" and settings.alpha_ce == 0:
+        raise SettingsError(
+            "ALIGN 'hidden' matches hidden states alone, which leaves the output head untrained"
+            " and can collapse: set ALPHA_CE above 0."
+        )
+    if settings.shard and (settings.baseline or settings.teacher_offload):
+        raise SettingsError(
+            "SHARD keeps pieces of the models on each GPU: BASELINE (a second student) and"
+            " TEACHER_OFFLOAD do not go with it, so set them to False."
+        )
+    if settings.shard and (settings.router_mode != "native" or settings.router_weights is not None):
+        raise SettingsError(
+            "SHARD takes a teacher with the experts and router that it came with: set"
+            " ROUTER_MODE to 'native' and ROUTER_WEIGHTS to None."
+        )
+    if settings.legacy_clamp is not None:
+        _check_clamp(settings, settings.legacy_clamp)
+    *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)
+    if settings.router_joint and settings.kind_of_divergence not in (*names, last):
+        raise SettingsError(f"ROUTER_JOINT takes {', '.join(names)} or {last}.")
+    if settings.emulate_fp16 and settings.model_dtype != "float16":
+        raise SettingsError("EMULATE_FP16 is for MODEL_DTYPE 'float16' only.")
+
+
+def _check_clamp(settings: LanguageSettings, clamp: str) -> None:
+    from ssl_kd.losses.legacy_clamp import LegacyClamp  # --help does without torch
+
+    try:
+        LegacyClamp.parse(clamp)
+    except ValueError as error:
+        raise SettingsError(f"LEGACY_CLAMP: {error}.") from error
+    if settings.align != "auto" or settings.teacher_cache is not None:
+        raise SettingsError(
+            "LEGACY_CLAMP holds the logits of both, token by token, as older scripts did: ALIGN"
+            " must be 'auto' and TEACHER_CACHE None."
+        )

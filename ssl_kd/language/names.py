@@ -1,0 +1,52 @@
+"""Names of settings that are not ours: older ones, and those of other trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ssl_kd.settings import RunSettings
+
+# What the settings were called up to version 0.1, and in transformers' TrainingArguments.
+ALIASES: Mapping[str, str] = {
+    **RunSettings.aliases,
+    "eval_steps": "eval_every",
+    "max_length": "block_size",
+    "max_seq_length": "block_size",
+    "per_device_batch_size": "batch_size",
+    "student_lr": "learning_rate",
+    "train_steps": "max_steps",
+}
+INSTEAD: Mapping[str, str] = {
+    **RunSettings.instead,
+    **dict.fromkeys(("bf16", "bf16_full_eval"), "Use --model_dtype bfloat16."),
+    **dict.fromkeys(("fp16", "fp16_full_eval"), "Use --model_dtype float16."),
+    **dict.fromkeys(
+        (
+            "activation_checkpointing",
+            "activation_checkpointing_kwargs",
+            "gradient_checkpointing_kwargs",
+        ),
+        "Use --gradient_checkpointing.",
+    ),
+    **dict.fromkeys(
+        ("eval_delay", "eval_on_start", "eval_strategy", "evaluation_strategy"),
+        "Use --eval_every.",
+    ),
+    **dict.fromkeys(
+        ("eval_accumulation_steps", "per_device_eval_batch_size"),
+        "Evaluation takes --batch_size rows at once, --eval_rows in all.",
+    ),
+    **dict.fromkeys(("data", "dataset", "dataset_name"), "Use --data_path."),
+    **dict.fromkeys(("fsdp", "fsdp_config"), "Start it by torchrun, with --shard."),
+    **dict.fromkeys(
+        ("ddp_backend", "ddp_timeout", "deepspeed", "local_rank"),
+        "Start it by torchrun: its processes train one student.",
+    ),
+    **dict.fromkeys(
+        ("model", "model_name", "model_name_or_path"),
+        "Use --student_model, and --teacher_model for the teacher.",
+    ),
+    "alpha": "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.",
+    "load_best_model_at_end": "The student of the best evaluation is saved anyway.",
+    "torch_empty_cache_steps": "Use --clear_cache_every_step.",
+}

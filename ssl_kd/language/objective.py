@@ -1,0 +1,188 @@
+"""What a student learns from: its own text, and the teacher's answer to it, as loss terms."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ssl_kd.datasets.aligned import AlignedBatch
+from ssl_kd.datasets.blocks import Batch
+from ssl_kd.guard.precision import Precision, promote_to_fp32
+from ssl_kd.language.aligned import Aligned, unfit_for_hidden
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Source
+from ssl_kd.losses.legacy_clamp import LegacyClamp
+from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
+from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.teachers.causal import without_adapters
+from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
+
+logger = logging.getLogger(__name__)
+
+
+class Objective:
+    """A student's loss terms: `ce` with its text, and `kd` with its teacher.
+
+    The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`.
+
+    Args:
+        student: a causal LM; its trainable weights become float32.
+        settings: weights of the terms, temperature, divergence.
+        precision: of the forward pass.
+        source: what the teacher says of a batch; None for cross-entropy alone.
+        aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
+
+    Raises:
+        SettingsError: ALIGN is `hidden`, and the student caps or scales its logits.
+
+    Attributes:
+        weights: of the loss terms that are asked for, those above 0.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        settings: LanguageSettings,
+        precision: Precision,
+        source: Source | None = None,
+        aligned: Aligned | None = None,
+    ) -> None:
+        self.settings, self.precision, self.source = settings, precision, source
+        self.aligned = None if aligned is None else aligned.to(precision.device)
+        # What is to be in pieces may be too large for one device.
+        self.student = (student if settings.shard else student.to(precision.device)).train()
+        if (line := promote_to_fp32(student)) is not None:
+            logger.info("%s", line)
+        if settings.gradient_checkpointing:
+            _checkpoint_activations(student)
+        self._linear = linear_head(student) is not None
+        if aligned is not None and aligned.projection is not None and not self._linear:
+            raise unfit_for_hidden("student", student)
+        self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
+        weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+
+    @property
+    def head(self) -> LinearHead | None:
+        """The student's output head, as it is now; None where its logits need more than that."""
+        if not self._linear:
+            return None
+        # Sharded weights are whole in a forward pass alone, and then other tensors.
+        head = without_adapters(self.student).get_output_embeddings()
+        return LinearHead(head.weight, head.bias)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is more to learn from than the text."""
+        return self.source is not None or self.aligned is not None
+
+    def weighted_terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
+        """The `terms` of a batch times their weights."""
+        return self.weighted(self.terms(batch))
+
+    def terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
+        """Sums over the batch: `ce`, and with a teacher `kd`; float32.
+
+        Over its real tokens; `kd` of an aligned teacher over what `Aligned.count` counts.
+        """
+        text = student_side(batch)
+        rows, targets = next_token_targets(text.input_ids, text.counts)
+        options: dict[str, Any] = {
+            "temperature": self.settings.temperature,
+            "divergence": self.settings.kind_of_divergence,
+            "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
+            "legacy_clamp": self.clamp,
+        }
+        with self.precision.autocast():
+            outputs = self._forward(text)
+            student = outputs.at(rows)
+            if isinstance(batch, AlignedBatch) and self.aligned is not None:
+                ce = student.distil(targets, (), **options)[0]
+                kd = self.aligned(batch, outputs.hidden, outputs.logits)
+                return {"ce": ce, "kd": kd.float()}
+            teachers: Sequence[TeacherOutput] = ()
+            if self.source is not None:
+                teachers = self.source(text, rows, student.as_teacher())
+            sums = student.distil(targets, teachers, **options)
+        return {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
+
+    def _forward(self, batch: Batch) -> _Outputs:
+        """The student's outputs at every position."""
+        if (head := self.head) is None:
+            logits = self.student(**batch.model_inputs(), use_cache=False).logits
+            return _Outputs(None, logits.flatten(0, 1), None)
+        hidden = hidden_states(self.student, batch.model_inputs()).flatten(0, 1)
+        return _Outputs(hidden, None, head)
+
+    @torch.no_grad()
+    def answer(self, batch: Batch, rows: Tensor) -> TeacherOutput:
+        """The student's answer, as a teacher of its teacher's router."""
+        return self._forward(batch).at(rows).as_teacher()
+
+    def weighted(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the guard gets: a term of weight 0 is none, so it can neither save nor spoil."""
+        return {name: self.weights[name] * terms[name] for name in self.weights if name in terms}
+
+    def counts(self, batches: Sequence[Batch | AlignedBatch]) -> dict[str, int]:
+        """What each term is a mean over: tokens, or groups of them where they are aligned."""
+        tokens = groups = sum(int(student_side(batch).counts.sum()) for batch in batches)
+        if self.aligned is not None:
+            aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
+            groups = sum(map(self.aligned.count, aligned))
+        return {"ce": tokens, "kd": groups}
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What a student puts out, `[position]`: hidden states before its linear head, or logits."""
+
+    hidden: Tensor | None
+    given: Tensor | None  # logits, of a model that caps or scales them
+    head: LinearHead | None
+
+    def at(self, rows: Tensor) -> _Outputs:
+        """At some positions."""
+        hidden, given = (None if x is None else x[rows] for x in (self.hidden, self.given))
+        return _Outputs(hidden, given, self.head)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits at some positions."""
+        some = self.at(rows)
+        if some.given is not None:
+            return some.given
+        assert some.hidden is not None and self.head is not None
+        return F.linear(some.hidden, self.head.weight, self.head.bias)
+
+    def distil(self, targets: Tensor, teachers: Sequence[TeacherOutput], **options: Any) -> Tensor:
+        """`[2]`, sums of cross-entropy and divergence."""
+        if self.given is not None:
+            return logits_distillation(self.given, targets, teachers, **options)
+        assert self.hidden is not None and self.head is not None
+        weight, bias = self.head.weight, self.head.bias
+        return linear_distillation(self.hidden, weight, bias, targets, teachers, **options)
+
+    def as_teacher(self) -> TeacherOutput:
+        """The same without gradient."""
+        if self.given is not None:
+            return LogitsTeacher(self.given.detach())
+        assert self.hidden is not None and self.head is not None
+        bias = None if self.head.bias is None else self.head.bias.detach()
+        return LinearTeacher(self.hidden.detach(), self.head.weight.detach(), bias)
+
+
+def student_side(batch: Batch | AlignedBatch) -> Batch:
+    """The batch as the student reads it."""
+    return batch.student if isinstance(batch, AlignedBatch) else batch
+
+
+def _checkpoint_activations(model: Any) -> None:
+    name = "activation_checkpointing_enable"  # since transformers 5.3
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

@@ -1,0 +1,45 @@
+"""The text of a run: read, held out in part, and laid out in rows of tokens."""
+
+from __future__ import annotations
+
+import logging
+
+from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
+from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
+from ssl_kd.datasets.text import TextDataset, open_text
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.teachers.causal import CausalLM
+
+logger = logging.getLogger(__name__)
+
+
+def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
+    """What is learned from, and what is held out; no document is both."""
+    most = None if settings.max_megabytes is None else int(settings.max_megabytes * 1e6)
+    if settings.eval_path is None:
+        train_set = open_text(settings.data_path, "train", max_bytes=most)
+        eval_set = open_text(settings.data_path, "test", max_bytes=most)
+    else:  # all is learned from where the held-out text is a file of its own
+        train_set = open_text(settings.data_path, "train", held_out=0, max_bytes=most)
+        eval_set = open_text(settings.eval_path, "all", max_bytes=most)
+    kept = train_set.without(eval_set)
+    if len(kept) < len(train_set):
+        words = "%d of %d documents to learn from are held out, too, and left out of training"
+        logger.warning(words, len(train_set) - len(kept), len(train_set))
+    return kept, eval_set
+
+
+def lay_out(
+    settings: LanguageSettings,
+    texts: TextDataset,
+    student: CausalLM,
+    teacher: CausalLM | None,
+    aligned: bool,
+) -> Blocks | AlignedBlocks:
+    """The text in rows of tokens."""
+    if aligned and teacher is not None:
+        tokenizers = student.tokenizer, teacher.tokenizer
+        return aligned_blocks(texts, *tokenizers, settings.block_size)
+    models = [lm.model for lm in (student, teacher) if lm is not None]
+    packing = settings.packing and all(isolates_documents(model) for model in models)
+    return make_blocks(texts, student.tokenizer, settings.block_size, packing=packing)

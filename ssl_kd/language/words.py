@@ -1,0 +1,159 @@
+"""What a run says of itself: in the log, in its files, and where it stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shlex
+from typing import Any
+
+import torch
+
+from ssl_kd.datasets.aligned import AlignedBlocks
+from ssl_kd.guard.diagnosis import Cause
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.language.best import Best
+from ssl_kd.language.memory import estimate_memory
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.step import Distiller, StudentStep
+from ssl_kd.language.task import (
+    Task,
+)
+from ssl_kd.teachers.causal import CausalLM, without_adapters
+from ssl_kd.training.folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def about(task: Task) -> dict[str, Any]:
+    """What `config.json` says of models and data."""
+
+    def model(lm: CausalLM | None) -> dict[str, Any] | None:
+        if lm is None or lm.model is None:
+            return lm and {"name": lm.name}
+        config = lm.model.config
+        return {
+            "name": lm.name,
+            "parameters": sum(p.numel() for p in lm.model.parameters()),
+            "trained": sum(p.numel() for p in lm.model.parameters() if p.requires_grad),
+            "vocabulary": config.vocab_size,
+            "layers": config.num_hidden_layers,
+        }
+
+    own = task.blocks.student if isinstance(task.blocks, AlignedBlocks) else task.blocks
+    return {
+        "teacher": model(task.teacher),
+        "student": model(task.student),
+        "data": {
+            "name": task.train_set.name,
+            "documents": len(task.train_set),
+            "train_tokens": int(own.counts.sum()),
+            "eval_tokens": int(task.eval_blocks.counts.sum()),
+            "validation_tokens": int(task.validation_blocks.counts.sum()),
+            "validated_apart": task.validated_apart,
+            "left_out": [*task.train_set.left_out, *own.left_out],
+        },
+    }
+
+
+def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
+    """What `metrics.json` says beside the scores."""
+    aligned = task.blocks if isinstance(task.blocks, AlignedBlocks) else None
+    return {
+        "mode": "language",
+        "tokens": distiller.tokens,
+        "success_rate": int(distiller.guard.updates[0]) / steps,
+        "learned_from": distiller.learned,
+        "cache": task.caches[0].facts() if task.caches else None,
+        "alignment": None if aligned is None else aligned.statistics(),
+    }
+
+
+def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> None:
+    """Log what the run will need at its peak on each device, and note it for the report."""
+    estimate = estimate_memory(
+        task.student.model,
+        task.frozen,
+        batch_size=-(-settings.batch_size // task.ranks.world),
+        block_size=settings.block_size,
+        dtype=task.precision.student,
+        accumulation_steps=settings.gradient_accumulation_steps,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        device=task.precision.device,
+        align=settings.align,
+    )
+    if settings.shard:
+        pieces = ("teacher", "student", "optimizer", "guard")
+        shares = {name: estimate.parts[name] / task.ranks.world for name in pieces}
+        estimate = dataclasses.replace(estimate, parts={**estimate.parts, **shares})
+    for line in ("memory at the peak of a step, about:", *str(estimate).splitlines()):
+        logger.info("%s", line)
+    folder.update_json("config.json", memory=dict(estimate.parts))
+
+
+def first_forward(settings: LanguageSettings, task: Task) -> str:
+    """What goes into the loss, in one line."""
+    sides = {"student": task.student.model}
+    if task.frozen is not None:
+        sides["teacher"] = task.frozen.model
+    rows = f"{settings.batch_size}, {settings.block_size}"
+    heads = {who: without_adapters(lm).get_output_embeddings() for who, lm in sides.items()}
+    logits = ", ".join(f"{who} [{rows}, {len(head.weight)}]" for who, head in heads.items())
+    return (
+        f"logits: {logits}; temperature {settings.temperature:g}; weights: "
+        f"ce {settings.alpha_ce:g}, kd {settings.alpha_kd:g}"
+    )
+
+
+def say_step(settings: LanguageSettings, step: int, result: StudentStep) -> None:
+    """Log the first steps."""
+    if step < settings.verbose_steps:
+        kd = "" if result.kd is None else f", kd {result.kd:.4f}"
+        words = (step + 1, result.ce, kd, result.grad_norm)
+        logger.info("step %d: ce %.4f%s, gradient norm %.3g", *words)
+
+
+def say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> None:
+    """Warn of a training that did not help, and of loss terms that took no part in every step."""
+    if best.step == 0:
+        logger.warning(
+            "training did not improve the held-out score: the student is saved as it was before "
+            "step 0"
+        )
+    for name, learned in distiller.learned.items():
+        if learned < steps:
+            logger.warning("%s learned from %d of %d steps", name, learned, steps)
+
+
+def why(error: TooFewHealthyParts, settings: LanguageSettings, distiller: Distiller) -> str:
+    """Why the run stopped: each cause that was found, the first recorded fault, and what to try."""
+    events = distiller.guard.events
+    causes = [event for event in events.events if event.action == "explained"]
+    once = {e.reason: f"{e.part}, step {e.step}: {e.reason}" for e in reversed(causes)}
+    lines = [str(error), *reversed(once.values())]
+    if tries := advice(settings, distiller):
+        lines.append(tries)
+    if bundles := distiller.witness.bundles():
+        lines.append(f"ssl_kd replay {shlex.quote(str(bundles[0]))} runs the first fault again")
+    return "\n".join(lines)
+
+
+def advice(settings: LanguageSettings, distiller: Distiller) -> str:
+    """Settings that a run which stopped could be tried with, as flags; empty where none would help.
+
+    Those that the diagnoses name; without a diagnosis those that calm any training.
+    """
+    found = [d for d in distiller.witness.diagnoses if d.cause != Cause.UNKNOWN]
+    tries: dict[str, Any] = {change.setting: change.value for d in found for change in d.advice}
+    if not found:
+        tries = {"learning_rate": min(settings.peak_lr / 5, settings.usual_lr)}
+        if settings.clip_grad is None or settings.clip_grad > 0.5:
+            tries["clip_grad"] = 0.5
+        if settings.grad_norm_threshold is not None:
+            tries["grad_norm_threshold"] = None
+        if distiller.source is not None and settings.temperature < 2:
+            tries["temperature"] = 2.0
+        if distiller.precision.student != torch.float32:
+            tries["model_dtype"] = "float32"
+    flags = [f"--{n} {v:.2g}" if isinstance(v, float) else f"--{n} {v}" for n, v in tries.items()]
+    return f"Settings to try: {' '.join(flags)}" if flags else ""
