@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING
 
@@ -10,18 +11,18 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
+    from ssl_kd.distillation import Distillation
     from ssl_kd.estimator import MultiHeadClusterer
 
-__all__ = ["MultiHeadClusterer", "__version__"]
+__all__ = ["Distillation", "MultiHeadClusterer", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
     # Late, so that `ssl_kd --help` need not wait seconds for torch and scikit-learn.
-    if name == "MultiHeadClusterer":
-        from ssl_kd.estimator import MultiHeadClusterer
-
-        return MultiHeadClusterer
+    homes = {"Distillation": "ssl_kd.distillation", "MultiHeadClusterer": "ssl_kd.estimator"}
+    if name in homes:
+        return getattr(importlib.import_module(homes[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,24 +6,21 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
-from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError, Interrupted
+from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError
 from ssl_kd.failures import LANGUAGE_MEMORY, guarded, say
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.settings import nearest
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.report.gallery import Images
-    from ssl_kd.screen import ProgressBars
+    from ssl_kd.training.clock import Progress
     from ssl_kd.vision.settings import VisionSettings
 
 LANGUAGE_CONFIG = Path("scripts/config.py")
@@ -333,11 +330,11 @@ def program(prog: str) -> list[str]:
 
 
 def _train(settings: VisionSettings) -> int:
-    from ssl_kd.screen import open_screen
+    from ssl_kd.screen import ProgressBars, open_screen
 
     screen = open_screen()
     from ssl_kd.ranks import follows
-    from ssl_kd.report import run_images
+    from ssl_kd.report import reported, run_images
     from ssl_kd.report.tables import extension_text, number_text, results_table
     from ssl_kd.vision.assigned import assignments_of
 
@@ -349,11 +346,13 @@ def _train(settings: VisionSettings) -> int:
         work(settings)
         return OK
 
-    def start(progress: ProgressBars) -> tuple[Path, Images | None]:
-        done = work(settings, progress=progress)
+    def start(tell: Progress) -> tuple[Path, Images | None]:
+        done = work(settings, progress=tell)
         return done.path, done.images
 
-    path, metrics = _run_and_report(start, run_images, screen)
+    with ProgressBars(screen) as progress:
+        path = reported(start, run_images, progress)
+    metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
     if any(row.get("acc") is not None for row in metrics["table"]):
         result: Any = results_table(metrics)
     else:
@@ -370,59 +369,19 @@ def _train(settings: VisionSettings) -> int:
 
 
 def _distill(settings: LanguageSettings) -> int:
-    from ssl_kd.screen import open_screen
+    from ssl_kd.screen import ProgressBars, open_screen
 
     screen = open_screen()
-    from ssl_kd.language.run import run
-    from ssl_kd.ranks import following, follows
+    from ssl_kd.distillation import Distillation
+    from ssl_kd.ranks import follows
     from ssl_kd.report.tables import language_table
 
-    if follows():
-        with following():
-            run(settings)
-        return OK
-
-    def start(progress: ProgressBars) -> tuple[Path, None]:
-        return run(settings, progress=progress), None
-
-    path, metrics = _run_and_report(start, lambda path: None, screen)
-    files = {"Student": path / "student", "Report": path / "report.html"}
-    return _show(language_table(metrics), files)
-
-
-def _run_and_report(
-    start: Callable[[ProgressBars], tuple[Path, Images | None]],
-    images_of: Callable[[Path], Images | None],
-    screen: Console,
-) -> tuple[Path, dict[str, Any]]:
-    """Run, and write the report, of a finished run that lacks it, too.
-
-    Args:
-        start: Runs to the end; returns the run's folder, and the pictures for its report.
-        images_of: The pictures of a run that was finished before.
-        screen: Where progress is drawn.
-
-    Returns:
-        The run's folder and its `metrics.json`.
-    """
-    from ssl_kd.report import write_report
-    from ssl_kd.screen import ProgressBars
-    from ssl_kd.training.folder import RunFinished
-
     with ProgressBars(screen) as progress:
-        try:
-            path, images = start(progress)
-        except RunFinished as ended:  # all but the report, perhaps
-            if (ended.path / "report.html").exists():
-                raise
-            path, images = ended.path, images_of(ended.path)
-        progress("report", 0, 1, {})
-        try:
-            write_report(path, images=images)
-        except KeyboardInterrupt:
-            raise Interrupted(signal.SIGINT, path) from None
-        progress("report", 1, 1, {})
-    return path, json.loads((path / "metrics.json").read_text(encoding="utf-8"))
+        done = Distillation.of(settings).run(progress=progress)
+    if follows():
+        return OK
+    files = {"Student": done.path / "student", "Report": done.report}
+    return _show(language_table(done.metrics), files)
 
 
 def _show(result: Any, files: dict[str, Path]) -> int:

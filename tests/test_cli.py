@@ -447,7 +447,7 @@ def test_ctrl_c_while_the_report_is_written_says_how_to_go_on(
     def stop(path, images):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ssl_kd.report.write_report", stop)
+    monkeypatch.setattr("ssl_kd.report.write.write_report", stop)
     done = types.SimpleNamespace(path=tmp_path / "a", images=None)
     assert run_that(lambda settings, *, progress: done) == 130
     assert capfd.readouterr().err.endswith(" train.py --resume --run_name a\n")

@@ -20,7 +20,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, n_ids
 from ssl_kd.teachers.mixture import default_renorm
-from ssl_kd.training.clock import Progress
+from ssl_kd.training.clock import Progress, untold
 from ssl_kd.training.together import Team
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 SHARDS_APART = timedelta(days=1)  # that ranks may be, at the end of a cache
 
 
-def cache_teacher(
-    settings: LanguageSettings, *, progress: Progress | None = None
-) -> list[TeacherCache]:
+def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) -> list[TeacherCache]:
     """Ask the teacher about the whole text once, and keep what it says in TEACHER_CACHE.
 
     Runs with the same settings then learn from it, without the teacher in memory. Processes that
@@ -60,7 +58,7 @@ def cache_teacher(
     settings = without_router(settings)
     check_divergence(settings, settings.cache_method)
     with joined(settings.device, timeout=SHARDS_APART) as ranks:
-        return _cache(settings, ranks, progress or (lambda stage, done, total, info: None))
+        return _cache(settings, ranks, progress)
 
 
 def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[TeacherCache]:

@@ -17,7 +17,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.task import Task
+from ssl_kd.language.task import GIVEN, Task
 from ssl_kd.language.teacher import at_work
 from ssl_kd.language.witness import known_settings
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
@@ -109,6 +109,11 @@ def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: 
     dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float32
     words = f"in float16 the teacher is not finite, so it runs in {str(dtype)[6:]}"
     logger.warning("%s%s", words, why)
+    if settings.teacher_model == GIVEN:
+        raise InputError(
+            f"{words}, but a model in memory is in float16 by now: name its folder, or set"
+            " MODEL_DTYPE to 'float32'"
+        )
     teacher.model.to("cpu")  # two of them may be more than the device holds
     lm = load_causal_lm(task.teacher.name)
     precision = dataclasses.replace(

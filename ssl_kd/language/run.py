@@ -24,6 +24,8 @@ from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.task import (
+    NOTHING,
+    Given,
     Task,
     make_distiller,
     prepare,
@@ -42,7 +44,7 @@ from ssl_kd.ranks import Ranks, joined
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board
-from ssl_kd.training.clock import Clock, Progress
+from ssl_kd.training.clock import Clock, Progress, untold
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.stop import Signals
 from ssl_kd.training.together import load_checkpoint, run_folder
@@ -55,7 +57,7 @@ T = TypeVar("T")
 
 
 @undisturbed()
-def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path:
+def run(settings: LanguageSettings, *, progress: Progress = untold, given: Given = NOTHING) -> Path:
     """Do the main job as the settings say; the run folder.
 
     Processes that torchrun started each call this with the same settings, and train one student:
@@ -64,6 +66,7 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
     Args:
         settings: all of them.
         progress: called as `progress(stage, done, total, info)`.
+        given: models in memory, where the settings name none.
 
     Raises:
         SettingsError: teacher, student and text do not fit; or ranks and BATCH_SIZE or SHARD.
@@ -73,14 +76,10 @@ def run(settings: LanguageSettings, *, progress: Progress | None = None) -> Path
         RankLost: another rank does not answer.
     """
     with joined(settings.device) as ranks:
-        return _run(settings, ranks, progress if progress and ranks.rank == 0 else _silent)
+        return _run(settings, ranks, progress if ranks.rank == 0 else untold, given)
 
 
-def _silent(stage: str, done: int, total: int, info: dict[str, Any]) -> None:
-    """Nobody asked, or the first rank tells of the progress of all."""
-
-
-def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> Path:
+def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given) -> Path:
     clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
     logger.info("%s", precision)
     settings = _dry(settings) if settings.dry_run else settings
@@ -89,7 +88,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> Path:
         folder.write_config(settings, mode="language", precision=str(precision))
         settings = without_router(settings)
         with clock("prepare"):
-            task = prepare(settings, precision, tell, ranks)
+            task = prepare(settings, precision, tell, ranks, given)
         settings = _decided(settings, task)
         ranks.from_first(partial(folder.keep_to, task.digest))
         folder.update_json("config.json", **about(task), resolved=_resolved(settings))

@@ -34,7 +34,25 @@ from ssl_kd.training.together import FollowedFolder
 
 logger = logging.getLogger(__name__)
 
+GIVEN = "given"
+"""TEACHER_MODEL and STUDENT_MODEL of a model that was handed over in memory."""
 LEAST_HELD_OUT = 16  # rows: half of fewer would say too little
+
+
+@dataclass(frozen=True)
+class Given:
+    """Models that are handed over in memory, where the settings name none (GIVEN).
+
+    Attributes:
+        teacher: None: as TEACHER_MODEL says.
+        student: None: as STUDENT_MODEL says.
+    """
+
+    teacher: CausalLM | None = None
+    student: CausalLM | None = None
+
+
+NOTHING = Given()
 
 
 @dataclass(frozen=True)
@@ -92,7 +110,11 @@ class Task:
 
 
 def prepare(
-    settings: LanguageSettings, precision: Precision, tell: Progress, ranks: Ranks = ALONE
+    settings: LanguageSettings,
+    precision: Precision,
+    tell: Progress,
+    ranks: Ranks = ALONE,
+    given: Given = NOTHING,
 ) -> Task:
     """Open the text, load or train the teacher, make the student, and lay the text out in rows.
 
@@ -103,7 +125,7 @@ def prepare(
     train_set, eval_set = texts_of(settings)
     tell("prepare", 1, 3, {"documents": len(train_set)})
 
-    student, teacher = _models(settings, train_set, precision, tell, ranks)
+    student, teacher = _models(settings, train_set, precision, tell, ranks, given)
     aligned = teacher is not None and settings.align != "auto"
     blocks, eval_blocks = (
         lay_out(settings, texts, student, teacher, aligned) for texts in (train_set, eval_set)
@@ -157,15 +179,26 @@ def _models(
     precision: Precision,
     tell: Progress,
     ranks: Ranks,
+    given: Given,
 ) -> tuple[CausalLM, CausalLM | None]:
     """Student and teacher; a teacher that is to be trained here is found again or trained."""
+    for who, lm in vars(given).items():
+        if lm is None and getattr(settings, f"{who}_model") == GIVEN:
+            raise SettingsError(
+                f"{who.upper()}_MODEL is {GIVEN!r}: the {who} was handed over in memory, by"
+                " ssl_kd.Distillation, and only that can hand it over again"
+            )
     name = settings.teacher_model
     if name == "train":
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
-    teacher = None if name == "none" else load_causal_lm(name)
+    teacher = given.teacher
+    if teacher is None and name != "none":
+        teacher = load_causal_lm(name)
     new = settings.student_model.startswith(("fresh:", "llama:"))
     tokenizer = train_tokenizer(texts, settings.vocabulary) if new and not teacher else None
-    student = build_student(settings.student_model, teacher, tokenizer, seed=settings.seed)
+    student = given.student
+    if student is None:
+        student = build_student(settings.student_model, teacher, tokenizer, seed=settings.seed)
     for lm in (student, teacher):
         room = lm and getattr(lm.model.config, "max_position_embeddings", None)
         if lm and room and settings.block_size > room:

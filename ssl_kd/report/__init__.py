@@ -1,6 +1,6 @@
 """What people see of a run: one page that opens offline."""
 
 from ssl_kd.report.gallery import run_images
-from ssl_kd.report.write import write_report
+from ssl_kd.report.write import reported, write_report
 
-__all__ = ["run_images", "write_report"]
+__all__ = ["reported", "run_images", "write_report"]

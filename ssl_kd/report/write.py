@@ -1,7 +1,9 @@
 """`report.html`: what was done, how well and how fast, on one self-contained page."""
 
 import re
+import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from ssl_kd.report.figures import shares
 from ssl_kd.report.gallery import Images
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, duration, number
+from ssl_kd.training.clock import Progress
+from ssl_kd.training.folder import RunFinished
+from ssl_kd.training.stop import Interrupted
 
 
 def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
@@ -44,6 +49,39 @@ def write_report(run_dir: Path, *, images: Images | None = None) -> Path:
     page = environment.get_template(name).render(_frame(run) | content)
     path = run.path / "report.html"
     atomic_write_text(path, page)
+    return path
+
+
+def reported(
+    start: Callable[[Progress], tuple[Path, Images | None]],
+    images_of: Callable[[Path], Images | None],
+    progress: Progress,
+) -> Path:
+    """Run, and write the report, of a finished run that lacks it, too.
+
+    Args:
+        start: Runs to the end; returns the run's folder, and the pictures for its report.
+        images_of: The pictures of a run that was finished before.
+        progress: Told how far it is.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        RunFinished: If the run that is to be resumed has ended, report and all.
+    """
+    try:
+        path, images = start(progress)
+    except RunFinished as ended:  # all but the report, perhaps
+        if (ended.path / "report.html").exists():
+            raise
+        path, images = ended.path, images_of(ended.path)
+    progress("report", 0, 1, {})
+    try:
+        write_report(path, images=images)
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT, path) from None
+    progress("report", 1, 1, {})
     return path
 
 

@@ -28,3 +28,7 @@ class Clock:
     def seconds(self) -> dict[str, float]:
         """Stage -> seconds, and `total` since the beginning."""
         return self.stages | {"total": round(time.perf_counter() - self.began, 2)}
+
+
+def untold(stage: str, done: int, total: int, info: dict[str, Any]) -> None:
+    """The `Progress` of a run that nobody asked about."""
