@@ -1,9 +1,10 @@
-"""What a student learns from: its own text, and the teacher's answer to it, as loss terms."""
+"""What a student learns from: its own text, the teacher's answer to it, and more, as loss terms."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.aligned import Aligned, unfit_for_hidden
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Source
+from ssl_kd.language.terms import Term
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
@@ -28,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class Objective:
-    """A student's loss terms: `ce` with its text, and `kd` with its teacher.
+    """A student's loss terms: `ce` with its text, `kd` with its teacher, and others by name.
 
-    The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`.
+    The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`, and each other term times its weight.
 
     Args:
         student: a causal LM; its trainable weights become float32.
@@ -38,12 +40,14 @@ class Objective:
         precision: of the forward pass.
         source: what the teacher says of a batch; None for cross-entropy alone.
         aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
+        others: further loss terms.
 
     Raises:
         SettingsError: ALIGN is `hidden`, and the student caps or scales its logits.
 
     Attributes:
         weights: of the loss terms that are asked for, those above 0.
+        beside: what is trained with the student, by the name of what it belongs to.
     """
 
     def __init__(
@@ -53,9 +57,16 @@ class Objective:
         precision: Precision,
         source: Source | None = None,
         aligned: Aligned | None = None,
+        others: Sequence[Term] = (),
     ) -> None:
         self.settings, self.precision, self.source = settings, precision, source
-        self.aligned = None if aligned is None else aligned.to(precision.device)
+        self.aligned, self.others = aligned, tuple(others)
+        learns = {"aligned": aligned} | {term.name: term.module for term in others}
+        self.beside: dict[str, nn.Module] = {
+            name: module.to(precision.device)
+            for name, module in learns.items()
+            if module is not None
+        }
         # What is to be in pieces may be too large for one device.
         self.student = (student if settings.shard else student.to(precision.device)).train()
         if (line := promote_to_fp32(student)) is not None:
@@ -67,6 +78,7 @@ class Objective:
             raise unfit_for_hidden("student", student)
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
         weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
+        weights |= {term.name: term.weight for term in others}
         self.weights = {name: weight for name, weight in weights.items() if weight}
 
     @property
@@ -88,9 +100,9 @@ class Objective:
         return self.weighted(self.terms(batch))
 
     def terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
-        """Sums over the batch: `ce`, and with a teacher `kd`; float32.
+        """Sums over the batch: `ce`, with a teacher `kd`, and the others; float32.
 
-        Over its real tokens; `kd` of an aligned teacher over what `Aligned.count` counts.
+        Each over what `counts` counts.
         """
         text = student_side(batch)
         rows, targets = next_token_targets(text.input_ids, text.counts)
@@ -100,18 +112,28 @@ class Objective:
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
         }
-        with self.precision.autocast():
+        with self.precision.autocast(), self._listening():
             outputs = self._forward(text)
             student = outputs.at(rows)
             if isinstance(batch, AlignedBatch) and self.aligned is not None:
                 ce = student.distil(targets, (), **options)[0]
                 kd = self.aligned(batch, outputs.hidden, outputs.logits)
-                return {"ce": ce, "kd": kd.float()}
-            teachers: Sequence[TeacherOutput] = ()
-            if self.source is not None:
-                teachers = self.source(text, rows, student.as_teacher())
-            sums = student.distil(targets, teachers, **options)
-        return {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
+                terms = {"ce": ce, "kd": kd.float()}
+            else:
+                teachers: Sequence[TeacherOutput] = ()
+                if self.source is not None:
+                    teachers = self.source(text, rows, student.as_teacher())
+                sums = student.distil(targets, teachers, **options)
+                terms = {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
+            return terms | {term.name: term(text, rows) for term in self.others}
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Around the forward passes, for those terms that look inside."""
+        with ExitStack() as stack:
+            for term in self.others:
+                stack.enter_context(term.listening())
+            yield
 
     def _forward(self, batch: Batch) -> _Outputs:
         """The student's outputs at every position."""
@@ -131,12 +153,18 @@ class Objective:
         return {name: self.weights[name] * terms[name] for name in self.weights if name in terms}
 
     def counts(self, batches: Sequence[Batch | AlignedBatch]) -> dict[str, int]:
-        """What each term is a mean over: tokens, or groups of them where they are aligned."""
-        tokens = groups = sum(int(student_side(batch).counts.sum()) for batch in batches)
+        """What each term is a mean over: tokens, groups of them where they are aligned, or its own.
+
+        That of `ce` is the number of real tokens.
+        """
+        texts = [student_side(batch) for batch in batches]
+        found = {"ce": sum(int(text.counts.sum()) for text in texts)}
         if self.aligned is not None:
             aligned = [batch for batch in batches if isinstance(batch, AlignedBatch)]
-            groups = sum(map(self.aligned.count, aligned))
-        return {"ce": tokens, "kd": groups}
+            found["kd"] = sum(map(self.aligned.count, aligned))
+        elif self.has_teacher:
+            found["kd"] = found["ce"]
+        return found | {term.name: sum(map(term.count, texts)) for term in self.others}
 
 
 @dataclass(frozen=True)

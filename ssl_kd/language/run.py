@@ -246,12 +246,13 @@ def _train(
     if start < settings.verbose_steps:
         logger.info("%s", first_forward(settings, task))
 
+    shown = ("train_loss", "ce", "kd", *(term.name for term in distiller.others))
     with Board(folder.path, settings.tensorboard and team.rank == 0) as board:
 
         def on_log(row: Row) -> None:
             folder.log(row)
             board.log(row["step"], {k: v for k, v in row.items() if v is not None})
-            info = {k: row[k] for k in ("train_loss", "ce", "kd") if row[k] is not None}
+            info = {k: row[k] for k in shown if row[k] is not None}
             tell("train", row["step"], steps, info | {"tokens/s": row["tokens_per_second"]})
 
         def on_checkpoint(done: int) -> None:

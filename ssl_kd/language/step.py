@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
@@ -28,6 +28,7 @@ from ssl_kd.language.parallel import Trainee
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Source, named_rows
+from ssl_kd.language.terms import Term
 from ssl_kd.language.witness import Witness, examine, rng_state
 from ssl_kd.teachers.finite import in_words
 from ssl_kd.training.together import Team
@@ -62,9 +63,10 @@ class StudentStep:
     """What came of a step.
 
     Attributes:
-        ce: cross-entropy with the text, nats a token; NaN where it was not finite.
-        kd: the divergence times temperature squared, nats a token; with another tokenizer what
-            ALIGN measures, a mean over what `Aligned.count` counts. None without a teacher.
+        terms: the loss terms by name, NaN where one was not finite: `ce`, cross-entropy with the
+            text, nats a token; with a teacher `kd`, the divergence times temperature squared, nats
+            a token, or with another tokenizer what ALIGN measures, a mean over what `Aligned.count`
+            counts; and others, each a mean over what it counts.
         router: what the teacher's router did, by name; empty where none learns.
         loss: the weighted sum of those that the guard let through.
         grad_norm: before clipping.
@@ -72,28 +74,44 @@ class StudentStep:
         tokens: real tokens.
     """
 
-    ce: float
-    kd: float | None
+    terms: dict[str, float]
     loss: float
     grad_norm: float
     updated: bool
     tokens: int
     router: dict[str, float | None]
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> StudentStep:
+        """A step of a checkpoint; older ones have `ce` and `kd` beside the other fields."""
+        fields: dict[str, Any] = dict(saved)
+        older = {name: fields.pop(name) for name in ("ce", "kd") if name in fields}
+        terms = {name: value for name, value in older.items() if value is not None}
+        return cls(**{"terms": terms, **fields})
+
+    @property
+    def ce(self) -> float:
+        """Cross-entropy with the text, nats a token."""
+        return self.terms["ce"]
+
+    @property
+    def kd(self) -> float | None:
+        """The distance to the teacher; None without one."""
+        return self.terms.get("kd")
+
     def learned(self, term: str) -> bool:
-        """Whether the student moved by `ce` or `kd`."""
-        value = getattr(self, term)
-        return self.updated and value is not None and math.isfinite(value)
+        """Whether the student moved by a loss term."""
+        return self.updated and math.isfinite(self.terms.get(term, math.nan))
 
 
 class Distiller(Objective):
     """A student's objective with its optimizer and guard.
 
     Its terms are means over the real tokens of the whole step (`kd` of a teacher with another
-    tokenizer over its groups), however many batches it is made of. `ce` and `kd` fail alone: a NaN
-    in one leaves the other training on that step; without either, or without the only one that has
-    a weight, the step is skipped. A term that is cut out of STOP_AFTER steps in a row ends the run,
-    as a student does that is sick for so long.
+    tokenizer over its groups), however many batches it is made of. Each term fails alone: a NaN in
+    one leaves the others training on that step; without any of those that have a weight, the step
+    is skipped. A term that is cut out of STOP_AFTER steps in a row ends the run, as a student does
+    that is sick for so long.
 
     Where `torch.distributed` has several ranks, a step is of the batches of all of them, and so are
     its means; every rank makes a distiller and calls it equally often.
@@ -106,6 +124,7 @@ class Distiller(Objective):
         aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
         events: a file to append the guard's decisions to, or an `EventLog`.
         recorder: keeps the first fault of each part.
+        others: further loss terms.
 
     Attributes:
         team: the ranks that train this student.
@@ -124,14 +143,15 @@ class Distiller(Objective):
         events: Any = None,
         aligned: Aligned | None = None,
         recorder: FlightRecorder | None = None,
+        others: Sequence[Term] = (),
     ) -> None:
-        super().__init__(student, settings, precision, source, aligned)
-        modules = [student] if aligned is None else [student, aligned]
+        super().__init__(student, settings, precision, source, aligned, others)
+        beside = [*self.beside.values()]
         self.team = Team(precision.device)
-        self.trainee = Trainee(
-            student, modules[1:], precision.device, self.team, shard=settings.shard
-        )
-        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self.trainee = Trainee(student, beside, precision.device, self.team, shard=settings.shard)
+        trained = [
+            p for module in (student, *beside) for p in module.parameters() if p.requires_grad
+        ]
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -171,8 +191,7 @@ class Distiller(Objective):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         tokens, sizes = self._sizes(batches)
-        zero = torch.zeros((), device=self.precision.device)
-        sums: dict[str, Tensor] = {"ce": zero, "kd": zero}
+        sums = dict.fromkeys(sizes, torch.zeros((), device=self.precision.device))
         with self._router_moves_once(batches):
             rng = rng_state(self.precision.device)
             for i, batch in enumerate(batches):
@@ -184,7 +203,7 @@ class Distiller(Objective):
         self.tokens += tokens
         router = self._router_events()
         # On their way while the guard waits for what it reads, behind them.
-        sent = torch.stack([sums["ce"], sums["kd"]]).to("cpu", non_blocking=True)
+        sent = torch.stack([*sums.values()]).to("cpu", non_blocking=True)
         try:
             self.guard.before_step()
             self.witness.explain(batches, rng)  # of a term that is cut out, before the others move
@@ -195,12 +214,11 @@ class Distiller(Objective):
             self.optimizer.zero_grad()
         what = f"step {self.guard.steps - 1}, the losses"
         means = self.team.means(what, *sent.tolist())
-        found: dict[str, float] = dict(zip(("ce", "kd"), means, strict=True))
+        found: dict[str, float] = dict(zip(sums, means, strict=True))
         weighted = [weight * found[name] for name, weight in self.weights.items()]
         finite = [value for value in weighted if math.isfinite(value)]
         done = StudentStep(
-            ce=found["ce"],
-            kd=found["kd"] if self.has_teacher else None,
+            terms=found,
             loss=sum(finite) if finite else float("nan"),
             grad_norm=float(self.guard.grad_norm[0]),
             updated=updated,
@@ -230,7 +248,7 @@ class Distiller(Objective):
     def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> tuple[int, dict[str, float]]:
         """Real tokens of all ranks, and what each term is a mean over, a rank's share of it.
 
-        That is tokens, or groups of them where they are aligned. Gradients are averaged over ranks:
+        See `counts`. Gradients are averaged over ranks:
         sums over a rank's share become means over all.
         """
         what = f"step {self.guard.steps}, the tokens"
@@ -266,7 +284,6 @@ class Distiller(Objective):
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs; tensors that are sharded are the first rank's, whole."""
-        beside = {} if self.aligned is None else self.aligned.state_dict()
         trained = {n: p.detach() for n, p in self.student.named_parameters() if p.requires_grad}
         return {
             "student": self.trainee.gathered(trained),
@@ -276,7 +293,10 @@ class Distiller(Objective):
             "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
             "explained": sorted(self.witness.explained),
-            "aligned": self.trainee.gathered(beside),
+            "beside": {
+                name: self.trainee.gathered(module.state_dict())
+                for name, module in self.beside.items()
+            },
             "router": self.source.state() if isinstance(self.source, Routed) else {},
         }
 
@@ -305,9 +325,10 @@ class Distiller(Objective):
         terms, done = self.guard.terms, self.guard.steps
         healthy = {name: done - int(terms[name].skipped) for name in self.weights if name in terms}
         self.learned |= state.get("learned", healthy)  # older checkpoints have only their health
-        self.recent = [StudentStep(**row) for row in state["recent"]]
-        if self.aligned is not None:
-            for name, p in self.aligned.state_dict().items():
-                p.copy_(spread(state["aligned"][name], p))
+        self.recent = [StudentStep.of(row) for row in state["recent"]]
+        beside = state.get("beside", state)  # older ones have `aligned` among the others
+        for name, module in self.beside.items():
+            for key, p in module.state_dict().items():
+                p.copy_(spread(beside[name][key], p))
         if isinstance(self.source, Routed):
             self.source.load(state["router"])

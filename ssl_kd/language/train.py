@@ -136,8 +136,7 @@ class _Student:
         row = {
             "step": done,
             "train_loss": _mean([result.loss for result in results]),
-            "kd": _mean([result.kd for result in results]),
-            "ce": _mean([result.ce for result in results]),
+            **self._terms(),
             "grad_norm": _mean([result.grad_norm for result in results]),
             "learning_rate": self._learning_rate,
             "success_rate": updated / len(results),
@@ -150,6 +149,12 @@ class _Student:
             row[name] = _mean([result.router.get(name) for result in results])
         results.clear()
         return row
+
+    def _terms(self) -> dict[str, float | None]:
+        """Each loss term; `kd` is there without a teacher, too."""
+        results = self.distiller.recent
+        names = dict.fromkeys(["kd", "ce", *(name for r in results for name in r.terms)])
+        return {name: _mean([result.terms.get(name) for result in results]) for name in names}
 
     def _success_of_terms(self) -> dict[str, float]:
         """The share of these steps that each loss term which is asked for took part in."""

@@ -39,6 +39,7 @@ class Examined(Protocol):
     trainee: Trainee
     source: Any
     aligned: Any
+    beside: dict[str, nn.Module]
 
     def weighted_terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
         """Loss terms of a batch, with gradient."""
@@ -59,8 +60,8 @@ def examine(
         part: a loss term, or the whole `model`.
     """
     weights = {f"student weight {name}": p for name, p in step.student.named_parameters()}
-    if step.aligned is not None:
-        weights |= {f"aligned weight {name}": p for name, p in step.aligned.named_parameters()}
+    for who, module in step.beside.items():
+        weights |= {f"{who} weight {name}": p for name, p in module.named_parameters()}
     leaves = [p for p in weights.values() if p.requires_grad]
     teacher = getattr(step.source if step.aligned is None else step.aligned, "model", None)
     named = {name: p.detach() for name, p in weights.items()}
@@ -105,8 +106,8 @@ def trained(step: Examined) -> dict[str, Tensor]:
     """What a step trains, by name: the student, and what learns beside it."""
     tensors: dict[str, Tensor] = {}
     tensors |= {f"student {n}": p for n, p in step.student.named_parameters() if p.requires_grad}
-    if step.aligned is not None:
-        tensors |= {f"aligned {name}": t for name, t in step.aligned.state_dict().items()}
+    for who, module in step.beside.items():
+        tensors |= {f"{who} {name}": t for name, t in module.state_dict().items()}
     if isinstance(step.source, Routed) and step.source.router is not None:
         routers = step.source.mixture.router_parameters()
         tensors |= {f"router {name}": p for name, p in routers.items()}

@@ -108,9 +108,8 @@ def first_forward(settings: LanguageSettings, task: Task) -> str:
 def say_step(settings: LanguageSettings, step: int, result: StudentStep) -> None:
     """Log the first steps."""
     if step < settings.verbose_steps:
-        kd = "" if result.kd is None else f", kd {result.kd:.4f}"
-        words = (step + 1, result.ce, kd, result.grad_norm)
-        logger.info("step %d: ce %.4f%s, gradient norm %.3g", *words)
+        terms = ", ".join(f"{name} {value:.4f}" for name, value in result.terms.items())
+        logger.info("step %d: %s, gradient norm %.3g", step + 1, terms, result.grad_norm)
 
 
 def say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> None:

@@ -63,17 +63,29 @@ def head_curves(
     return _above_events(draw, events, "loss of each head over the training steps")
 
 
+def term_name(part: str) -> str:
+    """A part of the language mode's loss in words; its own name where it is none."""
+    words = {"ce": "cross-entropy", "kd": "distillation"}
+    words |= {"hidden": "hidden states", "attention": "attention relations"}
+    return f"{words[part]} ({part})" if part in words else part
+
+
 def loss_curves(steps: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> Markup | None:
-    """Both terms of the training loss over the steps, and below them the guard's events.
+    """The terms of the training loss over the steps, and below them the guard's events.
 
     Args:
-        steps: Lines of `metrics.jsonl`; those with `ce` and `kd` count, others are passed over.
+        steps: Lines of `metrics.jsonl`; those with `ce`, `kd` or another term that has a
+            `_success_rate` count, others are passed over.
         events: Lines of `events.jsonl`.
 
     Returns:
-        SVG, or None where neither term was ever finite.
+        SVG, or None where no term was ever finite.
     """
-    terms = {"ce": ("cross-entropy (ce)", ACCENT), "kd": ("distillation (kd)", PALETTE[1])}
+    ending = "_success_rate"
+    rates = {key for line in steps for key in line if key.endswith(ending)}
+    names = list(dict.fromkeys(["ce", "kd", *sorted(key.removesuffix(ending) for key in rates)]))
+    colours = (ACCENT, *PALETTE[1:])
+    terms = {term: (term_name(term), colours[i % len(colours)]) for i, term in enumerate(names)}
     lines = [line for line in steps if finite(line.get("step")) and any(t in line for t in terms)]
     lines = lines[:: max(1, -(-len(lines) // MAX_POINTS))]
     x = [line["step"] for line in lines]
@@ -92,7 +104,8 @@ def loss_curves(steps: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]
                 top.plot(x, losses[term], color=colour, lw=1.3, label=name, marker=".", ms=2.5)
         _fit(top, every)
         top.legend(loc="upper right", labelcolor=MUTED)
-        top.set_ylabel("loss, nats per token")
+        others = any(np.isfinite(losses[term]).any() for term in names[2:])
+        top.set_ylabel("loss" if others else "loss, nats per token")
 
     return _above_events(draw, events, "cross-entropy and distillation loss over the steps")
 

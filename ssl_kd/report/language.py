@@ -5,7 +5,7 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any
 
-from ssl_kd.report.curves import ACTIONS, action_name, loss_curves, perplexity_curve
+from ssl_kd.report.curves import ACTIONS, action_name, loss_curves, perplexity_curve, term_name
 from ssl_kd.report.figures import shares
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, amount, base_name, duration, finite, number, percent
@@ -20,7 +20,6 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "answer_accuracy": ("right answers, %", percent),
     "answer_rate": ("answered, %", percent),
 }
-PARTS = {"ce": "cross-entropy (ce)", "kd": "distillation (kd)"}
 CACHE: dict[str, tuple[str, Callable[[float], str]]] = {
     "method": ("method", number),
     "k": ("tokens kept of each distribution (k)", number),
@@ -300,7 +299,7 @@ def _guard(events: list[dict[str, Any]]) -> dict[str, Any]:
     actions = [name for name, _ in ACTIONS.values() if any(a == name for _, a in counts)]
     busiest = Counter(str(e.get("part")) for e in events).most_common()
     rows = [
-        {"name": PARTS.get(part, part), "cells": [f"{counts[part, a]:,}" for a in actions]}
+        {"name": term_name(part), "cells": [f"{counts[part, a]:,}" for a in actions]}
         for part, _ in busiest
     ]
     return {"actions": actions, "rows": rows}
