@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
-from scipy.sparse.linalg import ArpackNoConvergence, eigsh
+from scipy.sparse.csgraph import connected_components
+from scipy.sparse.linalg import ArpackNoConvergence, aslinearoperator, eigsh
 
 # Below this many rows, or for nearly all eigenvectors, a dense solver is the faster one.
 DENSE_ROWS = 200
@@ -32,22 +33,60 @@ def spectral_coordinates(graph: Any, n_vectors: int) -> NDArray[np.float32]:
     n = graph.shape[0]
     n_vectors = min(n_vectors, n)
     degree = np.asarray(graph.sum(1), np.float64).ravel()
-    root = sp.diags_array(1 / np.sqrt(np.maximum(degree, degree.mean() * 1e-6)))
+    lengths = np.sqrt(np.maximum(degree, degree.mean() * 1e-6))
+    root = sp.diags_array(1 / lengths)
     walk = (root @ graph @ root).tocsr()
     if n <= DENSE_ROWS or n_vectors > n // 4:
         values, vectors = np.linalg.eigh(walk.toarray().astype(np.float64))
     else:
-        basis = min(n, max(2 * n_vectors + 1, 20))
-        try:
-            values, vectors = eigsh(
-                walk, n_vectors, which="LA", v0=np.random.default_rng(0).random(n), ncv=basis
-            )
-        except ArpackNoConvergence as error:  # what has converged is as good
-            values, vectors = error.eigenvalues, error.eigenvectors
+        values, vectors = _leading(walk, n_vectors, _of_components(walk, lengths))
     order = np.argsort(-values, kind="stable")[:n_vectors]
     vectors = vectors[:, order]
     signs = np.sign(vectors[np.abs(vectors).argmax(0), np.arange(vectors.shape[1])])
     return (vectors * signs).astype(np.float32)
+
+
+def _of_components(walk: Any, lengths: NDArray[np.float64]) -> Any:
+    """Orthonormal eigenvectors of eigenvalue 1, `[n, c]`, where there are several.
+
+    One for each component of the graph that has an edge: the `lengths` of its nodes.
+    """
+    n_parts, part = connected_components(walk, directed=False)
+    unit = lengths / np.sqrt(np.bincount(part, lengths**2, n_parts))[part]
+    known = sp.csr_array((unit, part, np.arange(len(part) + 1)), shape=(len(part), n_parts))
+    tied = np.bincount(part, np.diff(walk.indptr), n_parts) > 0
+    return known[:, tied if tied.sum() > 1 else []]
+
+
+def _leading(
+    walk: Any, n_vectors: int, known: Any
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The largest eigenvalues and their vectors `[n, n_vectors]`.
+
+    The iteration finds one eigenvector of each eigenvalue; others of the same come of rounding
+    errors alone, after thousands of steps. Those that are `known` (eigenvalue 1) are taken out
+    beforehand, and turned at random: any few of them then tell the components apart.
+    """
+    n, n_known = known.shape
+    shape = n_known, min(n_known, n_vectors)
+    first = known @ np.linalg.qr(np.random.default_rng(0).standard_normal(shape))[0]
+    if n_known >= n_vectors:
+        return np.ones(n_vectors), first
+    rest, operator = n_vectors - n_known, walk
+    if n_known:
+        into, back = aslinearoperator(known.T), aslinearoperator(known)
+        operator = aslinearoperator(walk) - back @ into
+    try:
+        values, vectors = eigsh(
+            operator,
+            rest,
+            which="LA",
+            v0=np.random.default_rng(0).random(n),
+            ncv=min(n, max(2 * rest + 1, 20)),
+        )
+    except ArpackNoConvergence as error:  # what has converged is as good
+        values, vectors = error.eigenvalues, error.eigenvectors
+    return np.concatenate([np.ones(n_known), values]), np.concatenate([first, vectors], 1)
 
 
 def on_sphere(coordinates: NDArray[np.float32]) -> NDArray[np.float32]:
