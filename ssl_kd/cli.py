@@ -82,7 +82,8 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
 
         return _train(read_settings(VisionSettings, argv, config, prog=prog, derive=derive))
 
-    return guarded(work, shlex.join([*program(prog), *argv]))
+    kept = "complete shards" if argv[:1] == ["extract"] else ""
+    return guarded(work, shlex.join([*program(prog), *argv]), kept=kept)
 
 
 def distill(
@@ -137,7 +138,8 @@ def cache_teacher(
             print(f"{cache.folder}: {facts}")
         return OK
 
-    return guarded(work, shlex.join([*program(prog), *argv]), LANGUAGE_MEMORY)
+    again = shlex.join([*program(prog), *argv])
+    return guarded(work, again, LANGUAGE_MEMORY, kept="complete shards")
 
 
 def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> int:

@@ -90,7 +90,13 @@ def _ways(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Ways, li
     if (rank is None) != (world is None):
         alone, other = ("--rank", "--world") if world is None else ("--world", "--rank")
         raise InputError(f"{alone} came without {other}: give both, --rank 0 --world 4")
-    if world is None and (found := launched_as(environment)) is not None:
+    if (found := launched_as(environment)) is not None:
+        if world is not None and (rank, world) != found[:2]:
+            raise InputError(
+                f"--rank is {rank} and --world {world}, but a launcher made this process rank "
+                f"{found[0]} of {found[1]} ({found[2]}), and all it started would do the same "
+                "shards: leave out --rank and --world"
+            )
         rank, world, source = found
     if given.engine == "ray" and world is not None:
         raise InputError(

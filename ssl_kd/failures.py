@@ -28,13 +28,17 @@ LANGUAGE_MEMORY = (
 """What to change where memory runs out."""
 
 
-def guarded(work: Callable[[], int], again: str = "", memory: str = VISION_MEMORY) -> int:
+def guarded(
+    work: Callable[[], int], again: str = "", memory: str = VISION_MEMORY, *, kept: str = ""
+) -> int:
     """Do the work; turn every failure that a user can act on into one line and an exit code.
 
     Args:
         work: Returns its exit code.
         again: The command that started it, which with `--resume` goes on.
         memory: What to change where memory runs out.
+        kept: What stays of work that is stopped and goes on where it is begun again, by `again`
+            as it stands.
     """
     try:
         _check_folder()
@@ -42,7 +46,7 @@ def guarded(work: Callable[[], int], again: str = "", memory: str = VISION_MEMOR
             sys.stdout.reconfigure(errors="backslashreplace")
         return work()
     except (Exception, KeyboardInterrupt) as error:
-        known = _explained(error, again, memory)
+        known = _explained(error, again, memory, kept)
         if known is None:
             raise
         code, message = known
@@ -50,7 +54,7 @@ def guarded(work: Callable[[], int], again: str = "", memory: str = VISION_MEMOR
         return code
 
 
-def _explained(error: BaseException, again: str, memory: str) -> tuple[int, str] | None:
+def _explained(error: BaseException, again: str, memory: str, kept: str) -> tuple[int, str] | None:
     """The exit code and message of a failure that a user can act on; None for any other."""
     if isinstance(error, Interrupted) and error.run_dir is not None:
         stop, run_dir = signal.Signals(error.signal), error.run_dir
@@ -61,7 +65,8 @@ def _explained(error: BaseException, again: str, memory: str) -> tuple[int, str]
         return 128 + stop, f"Stopped by {stop.name}; a checkpoint is in {run_dir}; {way}"
     if isinstance(error, KeyboardInterrupt):
         stop = signal.Signals(getattr(error, "signal", signal.SIGINT))
-        return 128 + stop, f"Stopped by {stop.name} before the training began."
+        rest = f"; {kept} are kept; continue with: {again}" if kept else " before training began."
+        return 128 + stop, f"Stopped by {stop.name}{rest}"
     if isinstance(error, UserError):
         return error.exit_code, str(error)
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ssl_kd"):

@@ -18,8 +18,8 @@ class Counting(Teacher):
     """Mean and spread of an image.
 
     `told` is a folder, named by the environment: each batch leaves a file there with the images'
-    sum; a file `sick` or `deadly` in it holds the sum of the batch that is to fail; with a file
-    `slow` each takes a second.
+    sum; a file `sick`, `deadly` or `stopped` in it holds the sum of the batch that is to fail, or
+    where Ctrl-C comes; with a file `slow` each takes a second.
     """
 
     dim = 2
@@ -36,10 +36,11 @@ class Counting(Teacher):
         key = str(int(batch.sum()))
         with open(self.told / "batches", "a") as file:
             file.write(f"{os.getpid()} {key}\n")
-        for fault in ("sick", "deadly"):
+        signals = {"sick": None, "deadly": signal.SIGKILL, "stopped": signal.SIGINT}
+        for fault, number in signals.items():
             if (self.told / fault).exists() and key in (self.told / fault).read_text().split():
-                if fault == "deadly":
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if number is not None:
+                    os.kill(os.getpid(), number)
                 raise RuntimeError("this teacher cannot")
         if (self.told / "slow").exists():
             time.sleep(1)

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,12 +62,12 @@ class Job:
             *("--extract_batch_size", str(self.batch), "--device", "cpu", *flags),
         ]
 
-    def run(self, *flags, launcher=(), **environment):
-        """Exit code, standard output and the last line of the error output."""
+    def run(self, *flags, launcher=(), words=None, **environment):
+        """Exit code, standard output and the last line of the error output; or of other words."""
         known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         known |= {"COUNTING": str(self.folder), "PYTHONPATH": paths(), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, *launcher, *self.command(*flags)],
+            [sys.executable, *launcher, *(words or self.command(*flags))],
             cwd=ROOT,
             env=known | environment,
             capture_output=True,
@@ -226,6 +228,7 @@ def test_ranks_are_those_that_a_launcher_gave(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert command("--embeddings_dir", str(tmp_path), "--shard_rows", "700") == 0
     assert "has stored its 1 of 3 shards" in capsys.readouterr().out
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     assert command("--embeddings_dir", str(tmp_path), "--rank", "0", "--world", "1") == 0
     assert "1437 rows of 64, float32, in 3 shards" in capsys.readouterr().out
 
@@ -251,6 +254,33 @@ def test_what_cannot_be_is_one_line(flags, said, capsys, tmp_path):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and said in lines[0]
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_given_twice_have_to_agree(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    flags = ("--embeddings_dir", str(tmp_path / "c"), "--shard_rows", "700")
+    assert command(*flags, "--rank", "0", "--world", "2") == 2
+    said = "--rank is 0 and --world 2, but a launcher made this process rank 1 of 2"
+    assert said in capsys.readouterr().err and not (tmp_path / "c").exists()
+    assert command(*flags, "--rank", "1", "--world", "2") == 0
+    assert "has stored its 1 of 3 shards" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_complete_shards_and_says_how_to_go_on(tmp_path, alone):
+    job = Job(tmp_path)
+    (tmp_path / "stopped").write_text(job.sums[4])
+    code, told, last = job.run()
+    assert code == 130 and told == ""
+    said = re.fullmatch(
+        r"ssl_kd: Stopped by SIGINT; complete shards are kept; continue with: (.*)", last
+    )
+    stored = len(job.stored())
+    assert said is not None and 0 < stored < 15
+    (tmp_path / "stopped").unlink()
+    job.batches()
+    assert job.run(words=shlex.split(said[1])[1:])[0] == 0
+    assert sum(job.batches().values()) == 15 + 4 - stored and content(job.cache) == alone
 
 
 def test_help_lists_the_flags_of_this_command_and_of_the_settings(capsys):
