@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -59,6 +60,7 @@ class Ledger:
         self.header, self.shard_rows, self.force = header, shard_rows, force
         self.partial = folder / f"{name}.partial"
         self._adopt = adopt
+        self._refused: Collection[Manifest] = ()
         self._changing = Lock(folder / f".{name}.change.lock", wait=SECONDS_TO_WAIT)
 
     @property
@@ -107,11 +109,14 @@ class Ledger:
             stored: entries of shards that are good.
             refused: entries of those that have to be computed again.
         """
+        self._refused = refused
         with self._changing:
-            self._join(self.look(), stored, refused)
+            same = self.look()
+            if len(self._published(same)) < self.n_shards:  # else another has just finished
+                self._join(same, stored, refused)
 
     def add(self, ready: Path, entry: Manifest, stored: Mapping[int, Manifest]) -> Manifest:
-        """Enter a shard, if no other writer has.
+        """Enter a shard, if no other writer has; one that is published is left as it is.
 
         Args:
             ready: its file, which is moved or removed.
@@ -130,7 +135,13 @@ class Ledger:
             same, foreign = self._read()
             if self.partial in foreign:
                 raise foreign[self.partial]
-            entries = self._join(self._fitting(same), stored)
+            same = self._fitting(same)
+            if shard in (published := self._published(same)):
+                ready.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # others' files are in it
+                    self.partial.rmdir()
+                return published[shard]
+            entries = self._join(same, stored)
             if shard not in entries:
                 os.replace(ready, self.partial / entry["file"])
                 self._list(entries | {shard: entry})
@@ -197,6 +208,11 @@ class Ledger:
     def _fitting(self, same: dict[Path, Manifest]) -> dict[Path, Manifest]:
         form = {"shard_rows": self.shard_rows, **{name: self.header[name] for name in self._adopt}}
         return {place: found for place, found in same.items() if form.items() <= found.items()}
+
+    def _published(self, same: Mapping[Path, Manifest]) -> dict[int, Manifest]:
+        """The shards of the finished cache, but for those that this writer has refused."""
+        listed = same[self.folder]["shards"] if self.folder in same else []
+        return {self.shard_of(entry): entry for entry in listed if entry not in self._refused}
 
     def _join(
         self,

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,14 +94,43 @@ def test_one_that_begins_when_all_is_done_has_nothing_to_do(tmp_path, alone):
     assert content(tmp_path / "alone") == alone
 
 
-def test_one_that_comes_after_the_cache_was_published_writes_the_same(tmp_path, alone):
-    late = writer(tmp_path / "many", slice(0, 3))
-    with writer(tmp_path / "many", slice(0, None)) as others:
+def test_one_that_ends_after_the_cache_was_published_leaves_it_as_it_is(tmp_path, alone):
+    folder = tmp_path / "many"
+    late = [writer(folder, slice(0, 3)), writer(folder, slice(2, 4))]
+    with writer(folder, slice(0, None)) as others:
         fill(others)
         assert others.publish()
-    assert content(tmp_path / "many") == alone
-    assert fill(late) == [0, 1, 2] and late.publish()
-    assert content(tmp_path / "many") == alone
+    store, published = EmbeddingStore.open(folder, "train"), stamps(folder)
+    for one in late:
+        fill(one)
+        assert one.absent == [] and one.publish()["shards"] == store.manifest["shards"]
+    assert stamps(folder) == published and content(folder) == alone
+    assert torch.equal(store.tensor(), EmbeddingStore.open(tmp_path / "alone", "train").tensor())
+
+
+def test_one_that_begins_while_the_cache_is_published_leaves_it_as_it_is(
+    tmp_path, alone, monkeypatch
+):
+    folder, begin = tmp_path / "many", ledger.Ledger.begin
+
+    def publish_first(self, *given):
+        monkeypatch.setattr(ledger.Ledger, "begin", begin)
+        shutil.copytree(tmp_path / "alone", folder, dirs_exist_ok=True)
+        published.update(stamps(folder))
+        begin(self, *given)
+
+    published = {}
+    monkeypatch.setattr(ledger.Ledger, "begin", publish_first)
+    with writer(folder, slice(0, 2)) as late:
+        fill(late)
+        assert late.publish()
+    assert stamps(folder) == published and content(folder) == alone
+
+
+def stamps(folder):
+    """Which files there are, and when each was written."""
+    files = [path for path in Path(folder).rglob("*") if path.suffix != ".lock"]
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
 
 
 def test_the_folder_may_go_while_a_shard_is_written(tmp_path, alone, monkeypatch):
