@@ -226,7 +226,7 @@ def _fill(
         rate = images / (time.perf_counter() - start)
         info = {"images/s": rate, "shards": f"{len(rows)}/{len(tasks)}"}
         progress("extract", images, plan["rows"], info)
-    return _result(settings, rows)
+    return _result(settings, rows, plan["shards"])
 
 
 def _begin(attempts: Any, split: str, shard: int) -> int:
@@ -237,8 +237,14 @@ def _plan(given: tuple) -> Row:
     return _Worker(*given).plan()
 
 
-def _result(settings: VisionSettings, rows: list[Row]) -> list[Filled]:
-    """What is there now; the shards that failed are an error that names them."""
+def _result(settings: VisionSettings, rows: list[Row], shards: dict[str, int]) -> list[Filled]:
+    """What is there now; the shards that failed are an error that names them.
+
+    Args:
+        settings: all of them.
+        rows: what came of each shard.
+        shards: how many each split has.
+    """
     for row in [row for row in rows if row["waited"]][:1]:
         logger.info("shard %d of %s: %s", row["shard"], row["split"], row["waited"])
     failed = [row for row in rows if row["error"]]
@@ -256,9 +262,20 @@ def _result(settings: VisionSettings, rows: list[Row]) -> list[Filled]:
         )
     folder = Path(settings.embeddings_dir)
     whole = {row["split"]: row["told"] for row in rows if row["complete"]}
-    return [
-        Filled(folder / f"embeddings_{split}.json", told, True) for split, told in whole.items()
-    ]
+    if lacking := [_lacking(split, n, rows) for split, n in shards.items() if split not in whole]:
+        raise ExtractionFailed(f"{'; '.join(lacking)}. Stored shards are kept: run again")
+    return [Filled(folder / f"embeddings_{split}.json", whole[split], True) for split in shards]
+
+
+def _lacking(split: str, n_shards: int, rows: list[Row]) -> str:
+    """Why a split is not whole though no worker told of a failure."""
+    came = {row["shard"] for row in rows if row["split"] == split}
+    if lost := [str(shard) for shard in range(n_shards) if shard not in came]:
+        return f"{split} is not whole: Ray gave nothing back of shard {', '.join(first_few(lost))}"
+    return (
+        f"{split} is not whole: each of its {n_shards} shards was stored, but a file was removed or"
+        " changed before the last one was"
+    )
 
 
 def _error(row: Row) -> UserError:

@@ -22,9 +22,12 @@ from ssl_kd.datasets import ArrayDataset, FeatureDataset, FolderDataset, open_da
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
+from ssl_kd.vision import extract_ray
 from ssl_kd.vision.extract import extract, extract_share
 from ssl_kd.vision.extract_ray import workers_for
+from ssl_kd.vision.loading import ExtractionFailed
 from ssl_kd.vision.pace import keeping_up
+from ssl_kd.vision.settings import VisionSettings
 from tests.processes import ROOT
 from tests.vision.counting import SHARD, Counting
 
@@ -427,6 +430,27 @@ def test_without_ray_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):
     assert command("--engine", "ray", "--embeddings_dir", str(tmp_path)) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and "pip install 'ssl_kd[ray]'" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "came, said",
+    [
+        ((0, 2), "test is not whole: Ray gave nothing back of shard 1."),
+        ((0, 1, 2), "test is not whole: each of its 3 shards was stored, but a file was removed"),
+        ((), "test is not whole: Ray gave nothing back of shard 0, 1, 2."),
+    ],
+)
+def test_a_split_that_ray_did_not_finish_is_an_error(came, said):
+    told = {"waited": "", "error": "", "told": "5 rows", "complete": True}
+    rows = [{"split": "train", "shard": 0, **told}]
+    rows += [{"split": "test", "shard": shard, **told, "complete": False} for shard in came]
+    with pytest.raises(ExtractionFailed, match=f"^{re.escape(said)}.*run again$"):
+        extract_ray._result(VisionSettings(), rows, {"train": 1, "test": 3})
+    rows[-1:] = [{"split": "test", "shard": 1, **told}]
+    found = extract_ray._result(VisionSettings(), [*rows, rows[0]], {"test": 3})
+    assert [(cache.manifest.name, cache.told) for cache in found] == [
+        ("embeddings_test.json", "5 rows")
+    ]
 
 
 @with_ray
