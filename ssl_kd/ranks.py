@@ -14,19 +14,19 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # public, but not so marked
-    DistError,  # pyright: ignore[reportPrivateImportUsage]
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-    Store,  # pyright: ignore[reportPrivateImportUsage]
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-    rendezvous,  # pyright: ignore[reportPrivateImportUsage]
-)
+from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
 from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
+
+if TYPE_CHECKING:  # a torch that was built for one process alone has none of them
+    from torch.distributed import (  # public, but not so marked
+        Store,  # pyright: ignore[reportPrivateImportUsage]
+        TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
 _LAUNCHERS = {  # how many were started -> which of them this is
     "WORLD_SIZE": "RANK",  # torchrun, accelerate
@@ -242,7 +242,8 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
         timeout: of a collective; `Ranks.from_first` waits for longer.
 
     Raises:
-        InputError: a launcher that is not like torchrun, or another device than these.
+        InputError: a launcher that is not like torchrun, another device than these, or a torch
+            that was built without `torch.distributed`.
         RankStopped: in place of what ended this rank, where another one stopped before it.
     """
     found = _launcher()
@@ -252,6 +253,11 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
     mine = _device(device, *found)
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
+    from torch.distributed import (
+        PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+        rendezvous,  # pyright: ignore[reportPrivateImportUsage]
+    )
+
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     backend = "gloo" if mine.type == "cpu" else "cpu:gloo,cuda:nccl"
     groups = PrefixStore("groups", store)
@@ -290,6 +296,8 @@ def _deaf() -> Iterator[None]:
 
 
 def _store_of_first(rank: int, store: Store, timeout: timedelta) -> TCPStore:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
     host = os.environ["MASTER_ADDR"]  # rank 0 is there
     if rank == 0:
         mine = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -309,6 +317,12 @@ def _device(device: str, size: str, count: int) -> torch.device:
             f"This is rank {os.environ.get(_LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
             f" what torchrun tells its processes ({', '.join(_JOINED_BY)}) is missing: each would"
             " work alone. Start them by torchrun --nproc_per_node N, or one with python alone"
+        )
+    if not dist.is_available():
+        raise InputError(
+            f"{count} processes were started ({size}), but torch {torch.__version__} was built"
+            " without torch.distributed, by which they would talk: install a build that has it"
+            " (that of PyPI does), or start one with python alone"
         )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

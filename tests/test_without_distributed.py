@@ -1,0 +1,80 @@
+"""A torch that was built without `torch.distributed`, as some of conda's and for Windows are."""
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.processes import HANG, ROOT
+
+BUILT_WITHOUT = """
+import sys
+
+class Without:
+    # By these torch knows what it was built with; `import torch` asks as it imports the package.
+    NAMES = ("_c10d_init", "_rpc_init", "_dist_autograd_init", "_faulty_agent_init")
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.distributed":
+            for name in self.NAMES:
+                if hasattr(sys.modules["torch._C"], name):
+                    delattr(sys.modules["torch._C"], name)
+
+sys.meta_path.insert(0, Without())
+import torch
+import torch.distributed as dist
+
+assert not dist.is_available() and not hasattr(dist, "TCPStore")
+"""
+
+TRAINS = """
+from ssl_kd.guard import Guard
+
+model = torch.nn.Linear(3, 2)
+guard = Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+for x in (torch.ones(4, 3), torch.full((4, 3), float("nan"))):
+    guard.backward(model(x).square().mean())
+    guard.step()
+assert int(guard.updates[0]) == 1 and all(p.isfinite().all() for p in model.parameters())
+
+from ssl_kd.language.run import run as distil  # all that it imports
+from ssl_kd.vision.run import run
+from ssl_kd.vision.settings import VisionSettings
+
+settings = {"dataset": "digits", "method": "heads", "n_heads": 2, "max_steps": 3, "device": "cpu"}
+folders = {"runs_dir": sys.argv[1] + "/runs", "embeddings_dir": sys.argv[1] + "/embeddings"}
+print(run(VisionSettings(**settings, **folders, run_name="a", tensorboard=False)).path)
+"""
+
+JOINS = """
+from ssl_kd import cli
+
+sys.exit(cli.main(["train", "--runs_dir", sys.argv[1]]))
+"""
+
+
+def python(code, *words, **environment):
+    known = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-c", BUILT_WITHOUT + code, *map(str, words)],
+        env=known | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+
+
+def test_one_process_trains_without_it(tmp_path):
+    done = python(TRAINS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "runs" / "a" / "metrics.json").read_text())
+    assert metrics["steps"] == 3 and metrics["success_rate"] == 1
+
+
+def test_several_processes_are_refused_in_a_line(tmp_path):
+    told = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    told |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = python(JOINS, tmp_path / "runs", **told)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "was built without torch.distributed" in done.stderr
+    assert not (tmp_path / "runs").exists()
