@@ -16,7 +16,13 @@ from ssl_kd.doctor import own_data
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.precision import DeviceInfo, Precision
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, cached_neighbours
+from ssl_kd.store import (
+    EmbeddingStore,
+    EmbeddingWriter,
+    Fingerprint,
+    cached_neighbours,
+    find_neighbours,
+)
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.vision.settings import VisionSettings
 
@@ -270,6 +276,10 @@ def test_few_rows_are_enough_where_neighbours_are_not_kept(cache, config, capsys
     assert "paired among" not in ask(config, capsys)[1]
     (folder / "neighbours_train.pt").write_bytes(b"none")
     assert "paired among 20 of 40 rows" in ask(config, capsys)[1]
+    find_neighbours(EmbeddingStore.open(folder, "train"), 3, search="ivf")
+    assert "paired among 20 of 40 rows" in ask(config, capsys)[1]  # training would not look there
+    config.write_text(config.read_text() + "NEIGHBOURS_SEARCH = 'ivf'\n")
+    assert "paired among" not in ask(config, capsys)[1]
 
 
 class SickHead(nn.Linear):

@@ -332,7 +332,7 @@ def _train_a_little(
     import torch
 
     from ssl_kd.guard.parts import TooFewHealthyParts
-    from ssl_kd.store import nearest_neighbours
+    from ssl_kd.store import kept_neighbours, nearest_neighbours
     from ssl_kd.vision.consensus import sample_rows
     from ssl_kd.vision.fit import make_plan, make_trainer
     from ssl_kd.vision.projection import Projection
@@ -340,7 +340,9 @@ def _train_a_little(
     from ssl_kd.vision.train import train
 
     k = min(settings.neighbours, store.n - 1)
-    rows, neighbours = torch.arange(store.n), _kept_neighbours(store, k)
+    rows, neighbours, search = torch.arange(store.n), None, settings.neighbours_search
+    if store.n <= _MANY_ROWS:  # the mutual ones of more take minutes
+        neighbours = kept_neighbours(store, k, search=search)
     if neighbours is None:
         rows = sample_rows(store.n, settings.seed, _PAIRED_ROWS)
         neighbours = nearest_neighbours(store.gather(rows), min(k, len(rows) - 1))
@@ -402,20 +404,6 @@ def faults_of(
     if len(seen) > _SHOWN:
         more = f"{count(len(seen) - _SHOWN, 'further part')} with the same kinds of fault"
         yield Finding("run: and", more, "as above")
-
-
-def _kept_neighbours(store: EmbeddingStore, k: int) -> Tensor | None:
-    """The neighbours that a run would find kept, `[n, k]`; computing all may take hours."""
-    from ssl_kd.files import CorruptFileError, load_tensors
-
-    if store.n > _MANY_ROWS:
-        return None
-    try:
-        kept = load_tensors(store.folder / f"neighbours_{store.split}.pt")
-        fits = kept["key"] == f"{store.digest} cosine" and kept["neighbours"].shape[1] >= k
-        return kept["neighbours"][:, :k].long() if fits else None
-    except (FileNotFoundError, CorruptFileError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _range(values: list[float]) -> str:

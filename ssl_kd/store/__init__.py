@@ -1,6 +1,6 @@
 """What a frozen teacher knows, written once: verified shards of columns, and neighbours."""
 
-from ssl_kd.store.approximate import find_neighbours
+from ssl_kd.store.approximate import find_neighbours, kept_neighbours
 from ssl_kd.store.embeddings import EmbeddingStore, EmbeddingWriter
 from ssl_kd.store.fingerprint import BaseFingerprint, Fingerprint, FingerprintMismatch
 from ssl_kd.store.neighbours import cached_neighbours, nearest_neighbours
@@ -18,5 +18,6 @@ __all__ = [
     "ShardWriter",
     "cached_neighbours",
     "find_neighbours",
+    "kept_neighbours",
     "nearest_neighbours",
 ]

@@ -45,6 +45,7 @@ from ssl_kd.store.embeddings import EmbeddingStore
 from ssl_kd.store.neighbours import (
     cached_neighbours,
     check_k,
+    kept_exactly,
     load_faiss,
     nearest_among,
     search_on,
@@ -94,12 +95,38 @@ def find_neighbours(
         ValueError: a search of another name.
         InputError, LockHeld: as `indexed_neighbours`.
     """
-    if search not in SEARCHES:
-        raise ValueError(f"search is {search!r}; expected one of {', '.join(SEARCHES)}")
-    if search == "ivf" or (search == "auto" and store.n > EXACT_ROWS):
+    if by_index(store, search):
         return indexed_neighbours(store, k, progress=progress)
     found = cached_neighbours(store, k, device=device, progress=progress)
     return found, {"index": "exact", "recall": 1.0}
+
+
+def by_index(store: EmbeddingStore, search: str) -> bool:
+    """Whether `find_neighbours` looks in an inverted file, and maps what it found.
+
+    Raises:
+        ValueError: a search of another name.
+    """
+    if search not in SEARCHES:
+        raise ValueError(f"search is {search!r}; expected one of {', '.join(SEARCHES)}")
+    return search == "ivf" or (search == "auto" and store.n > EXACT_ROWS)
+
+
+def kept_neighbours(
+    store: EmbeddingStore, k: int, *, search: str = "auto", verify: bool = True
+) -> Tensor | None:
+    """What `find_neighbours` would find kept, as it returns it; None where it would search.
+
+    Args:
+        store: the embeddings.
+        k: how many.
+        search: as there.
+        verify: read a mapped file once, for its checksum.
+    """
+    if not by_index(store, search):
+        return kept_exactly(store, k)
+    kept = _kept(store, k, verify)
+    return None if kept is None else kept[0]
 
 
 def indexed_neighbours(
@@ -173,14 +200,16 @@ def _paths(store: EmbeddingStore) -> tuple[Path, Path]:
     return stem.with_suffix(".npy"), stem.with_suffix(".json")
 
 
-def _kept(store: EmbeddingStore, k: int) -> tuple[Tensor, dict[str, Any]] | None:
+def _kept(
+    store: EmbeddingStore, k: int, verify: bool = True
+) -> tuple[Tensor, dict[str, Any]] | None:
     """What was written for these embeddings and this or a larger k; else None."""
     path, about = _paths(store)
     try:
         record = json.loads(about.read_text(encoding="utf-8"))
         if record["digest"] != store.digest or record["k"] < k:
             return None
-        if sha256_file(path) != record["sha256"]:
+        if verify and sha256_file(path) != record["sha256"]:
             raise CorruptFileError(f"{path} has another checksum than when it was written")
         found = torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
         return found[:, :k], record

@@ -11,6 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,26 +159,41 @@ def cached_neighbours(
         int64 [n, k], nearest first.
     """
     check_k(k, store.n)
-    path = store.folder / f"neighbours_{store.split}.pt"
-    key = f"{store.digest} cosine"
+    if (kept := kept_exactly(store, k)) is not None:
+        return kept
+    neighbours = nearest_neighbours(store, k, device=device, progress=progress)
+    small = neighbours.int() if store.n < 2**31 else neighbours
+    tensors = {"neighbours": small, "key": _key(store), "checksum": _checksum(small)}
+    try:
+        save_tensors(_path(store), tensors)
+    except OSError as error:
+        logger.warning("neighbours are not kept for the next run: %s", error)
+    return neighbours
+
+
+def kept_exactly(store: EmbeddingStore, k: int) -> Tensor | None:
+    """What `cached_neighbours` finds kept for these embeddings and this or a larger k."""
+    path = _path(store)
     try:
         kept = load_tensors(path)
         neighbours = kept["neighbours"]
         if kept["checksum"] != _checksum(neighbours):
             raise CorruptFileError(f"{path} has another checksum than when it was written")
-        if kept["key"] == key and neighbours.shape[1] >= k:
+        if kept["key"] == _key(store) and neighbours.shape[1] >= k:
             return neighbours[:, :k].long()
     except FileNotFoundError:
         pass
     except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
         logger.warning("neighbours are computed again: %s", error)
-    neighbours = nearest_neighbours(store, k, device=device, progress=progress)
-    small = neighbours.int() if store.n < 2**31 else neighbours
-    try:
-        save_tensors(path, {"neighbours": small, "key": key, "checksum": _checksum(small)})
-    except OSError as error:
-        logger.warning("neighbours are not kept for the next run: %s", error)
-    return neighbours
+    return None
+
+
+def _path(store: EmbeddingStore) -> Path:
+    return store.folder / f"neighbours_{store.split}.pt"
+
+
+def _key(store: EmbeddingStore) -> str:
+    return f"{store.digest} cosine"
 
 
 def check_k(k: int, n: int) -> None:

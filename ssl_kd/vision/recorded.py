@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ssl_kd.errors import InputError
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.ranks import following
 from ssl_kd.settings import SettingsError
-from ssl_kd.store import EmbeddingStore
+from ssl_kd.store import EmbeddingStore, kept_neighbours
 from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Progress
@@ -163,7 +164,8 @@ class Found:
         fingerprint: of these.
         projection: how the heads see them.
         n_clusters: K.
-        neighbours: `[n, k]` integer, nearest first.
+        neighbours: `[n, k]` integer, nearest first; None: those kept beside the embeddings, which
+            each rank maps.
         clusters: as in `train`.
     """
 
@@ -173,7 +175,7 @@ class Found:
     fingerprint: Fingerprint
     projection: Projection
     n_clusters: int
-    neighbours: Tensor
+    neighbours: Tensor | None
     clusters: Tensor | None
 
 
@@ -227,7 +229,9 @@ def _follow(
     together.caught = signals.caught
     dim = found.projection.dim
     trainer = make_trainer(settings, dim, found.n_clusters, precision, together.heads)
-    plan = make_plan(settings, trainer, found.neighbours, gather, together.of_all)
+    plan = make_plan(
+        settings, trainer, _neighbours(settings, store, found), gather, together.of_all
+    )
     start = _loaded(FollowedFolder(found.path), trainer, plan.until, together)
     with together.overheard():
         train_together(
@@ -249,6 +253,24 @@ def _follow(
     if not together.stopping:
         together.whole(trainer)
     ranks.from_first(_nothing)  # its answer, its scores, its files
+
+
+def _neighbours(settings: VisionSettings, store: EmbeddingStore, found: Found) -> Tensor:
+    """Those that rank 0 sent, or has just checked and left beside the embeddings.
+
+    Raises:
+        InputError: this rank does not see them there.
+    """
+    if found.neighbours is not None:
+        return found.neighbours
+    k, search = min(settings.neighbours, store.n - 1), settings.neighbours_search
+    kept = kept_neighbours(store, k, search=search, verify=False)
+    if kept is None:
+        raise InputError(
+            f"{store.folder} lacks the neighbours that rank 0 found there: EMBEDDINGS_DIR has to"
+            " be one folder for all ranks"
+        )
+    return kept
 
 
 def _nothing() -> Any:

@@ -24,6 +24,7 @@ from ssl_kd.heads import import_head
 from ssl_kd.ranks import joined
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
+from ssl_kd.store.approximate import by_index
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.clock import Clock, Progress
@@ -204,6 +205,7 @@ def _prepared(
         trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
         return trainer, make_plan(settings, trainer, neighbours, source)
     store = source.store
+    mapped = source.whole and by_index(store, settings.neighbours_search)
     found = Found(
         folder.path.resolve(),
         settings.to_dict(),
@@ -211,7 +213,7 @@ def _prepared(
         store.fingerprint,
         source.projection,
         n_clusters,
-        neighbours,
+        None if mapped else neighbours,
         clusters,
     )
     together.ranks.from_first(lambda: found)

@@ -11,7 +11,7 @@ import torch
 
 from ssl_kd.errors import InputError
 from ssl_kd.lock import Lock, LockHeld
-from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
+from ssl_kd.store import EmbeddingStore, find_neighbours, kept_neighbours, nearest_neighbours
 from ssl_kd.store import approximate as ivf
 from tests.store.test_neighbours import FINGERPRINT, write
 
@@ -52,6 +52,23 @@ def test_it_finds_nearly_all_in_a_part_of_the_pairs_and_says_so(tmp_path, x, sma
     assert record["compared"] < 0.25 and record["index"] == f"IVF{2 * 54},SQfp16"
     assert record == json.loads((tmp_path / "neighbours_train.json").read_text())
     assert files(tmp_path) == {"neighbours_train.npy", "neighbours_train.json"}
+
+
+@pytest.mark.parametrize("search", ["exact", "ivf"])
+def test_what_is_kept_is_found_without_a_search(tmp_path, x, search):
+    store = write(tmp_path, x[:200])
+    assert kept_neighbours(store, K, search=search) is None
+    found = find_neighbours(store, K, search=search)[0]
+    for k, verify in ((K, True), (3, False)):
+        kept = kept_neighbours(store, k, search=search, verify=verify)
+        assert kept is not None and torch.equal(kept, found[:, :k])
+    other = "exact" if search == "ivf" else "ivf"
+    assert kept_neighbours(store, K + 1, search=search) is None
+    assert kept_neighbours(store, K, search=other) is None
+    for path in tmp_path.glob("neighbours_train.*"):
+        if path.suffix != ".json":
+            path.write_bytes(path.read_bytes()[:-100])
+    assert kept_neighbours(store, K, search=search) is None
 
 
 def test_where_all_cells_are_probed_it_is_the_exact_search(tmp_path, x, small, monkeypatch):

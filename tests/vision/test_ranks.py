@@ -229,6 +229,26 @@ def test_several_ranks_leave_what_one_process_leaves(settings, changes):
         same(one, trained(world, settings(f"of {world}", **changes)))
 
 
+def mapped_on_all(rank):
+    """Fails where neighbours are sent from rank to rank."""
+    from_first = Ranks.from_first
+
+    def checked(self, work):
+        found = from_first(self, work)
+        assert getattr(found, "neighbours", None) is None
+        return found
+
+    mock.patch.object(Ranks, "from_first", checked).start()
+
+
+def test_neighbours_that_lie_on_the_disk_are_mapped_by_each_rank(settings):
+    changes = {"neighbours_search": "ivf", "instance_weight": "none"}
+    one = trained(1, settings("one", **changes))
+    same(one, trained(2, settings("of 2", **changes), (mapped_on_all,)))
+    exact = run_joined(work, 2, settings("exact"), (mapped_on_all,))
+    assert {name for name, *_ in exact} <= {"AssertionError", "RankStopped"}
+
+
 def test_trainers_of_the_default_shape_are_slices_of_one():
     settings, cpu = VisionSettings(), Precision.for_device("cpu")
     threads = torch.get_num_threads()
