@@ -35,45 +35,81 @@ def rightly_placed(labels: ArrayLike, clusters: ArrayLike) -> NDArray[np.bool_]:
     return partner[clusters] == labels
 
 
-def calibration(confidence: ArrayLike, right: ArrayLike) -> dict[str, Any]:
-    """The reliability of a confidence in fifteen bins of equal width, and its expected error.
+class Reliability:
+    """The reliability of a confidence in fifteen bins of equal width, gathered batch by batch.
 
-    `ece = sum_b n_b / n |mean confidence_b - share right_b|`
+    Bins are open below and closed above, ((m - 1) / 15, m / 15]; sums are float64.
+
+    References:
+        Guo et al., On calibration of modern neural networks, ICML 2017.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((3, BINS))  # samples, their confidence, how many of them are right
+
+    def add(self, confidence: ArrayLike, right: ArrayLike) -> None:
+        """Add samples.
+
+        Args:
+            confidence: `[n]` in [0, 1].
+            right: `[n]`, 1 where right and 0 where not.
+        """
+        confidence, right = np.asarray(confidence, np.float64), np.asarray(right, np.float64)
+        place = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+        for sums, weights in zip(self._sums, (None, confidence, right), strict=True):
+            sums += np.bincount(place, weights, BINS)
+
+    @property
+    def ece(self) -> float | None:
+        """Expected calibration error, in [0, 1] (equation 3); None without samples.
+
+        `sum_b n_b / n |mean confidence_b - share right_b|`
+        """
+        n, confidence, right = self._sums
+        return float(np.abs(right - confidence).sum() / n.sum()) if n.any() else None
+
+    @property
+    def bins(self) -> list[dict[str, Any]]:
+        """The bins with samples: `low`, `high`, samples `n`, mean `confidence`, share `right`."""
+        return [
+            {
+                "low": b / BINS,
+                "high": (b + 1) / BINS,
+                "n": int(n),
+                "confidence": float(confidence / n),
+                "right": float(right / n),
+            }
+            for b, (n, confidence, right) in enumerate(self._sums.T)
+            if n
+        ]
+
+
+def calibration(confidence: ArrayLike, right: ArrayLike) -> dict[str, Any]:
+    """The reliability of a confidence, and its expected error.
 
     Args:
         confidence: `[n]` in [0, 1], n at least 1.
         right: `[n]` bool.
 
     Returns:
-        `ece` in [0, 1]; `bins`, those with samples, each with its bounds `low` and `high`, the
-        number of samples `n`, their mean `confidence` and the share `right`; `sure`, the same of
-        all samples from a confidence of 0.9 on, None where there are none.
-
-    References:
-        Guo et al., On calibration of modern neural networks, ICML 2017, eq. 3.
+        `ece` and `bins` as `Reliability` has them; `sure`, the same as of a bin for all samples
+        from a confidence of 0.9 on, None where there are none.
 
     Example:
         >>> calibration([0.9, 0.9, 0.9, 0.9], [True, True, True, False])["ece"]
         0.15
     """
     confidence, right = np.asarray(confidence, np.float64), np.asarray(right, bool)
-    number = np.minimum((confidence * BINS).astype(int), BINS - 1)
-
-    def part(inside: NDArray[np.bool_], low: float, high: float) -> dict[str, Any]:
-        mean, share = float(confidence[inside].mean()), float(right[inside].mean())
-        return {
-            "low": low,
-            "high": high,
-            "n": int(inside.sum()),
-            "confidence": mean,
-            "right": share,
+    gathered = Reliability()
+    gathered.add(confidence, right)
+    assert gathered.ece is not None, "there is a sample"
+    sure, surely = confidence >= SURE, None
+    if sure.any():
+        surely = {
+            "low": SURE,
+            "high": 1.0,
+            "n": int(sure.sum()),
+            "confidence": float(confidence[sure].mean()),
+            "right": float(right[sure].mean()),
         }
-
-    bins = [part(number == b, b / BINS, (b + 1) / BINS) for b in np.unique(number).tolist()]
-    ece = sum(b["n"] * abs(b["confidence"] - b["right"]) for b in bins) / len(right)
-    sure = confidence >= SURE
-    return {
-        "ece": round(ece, 6),
-        "sure": part(sure, SURE, 1.0) if sure.any() else None,
-        "bins": bins,
-    }
+    return {"ece": round(gathered.ece, 6), "sure": surely, "bins": gathered.bins}

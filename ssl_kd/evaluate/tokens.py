@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ssl_kd.evaluate.calibration import Reliability
 from ssl_kd.guard.finite import compute_dtype
 
 logger = logging.getLogger(__name__)
-
-BINS = 15  # of the calibration error, as in Guo et al.
 
 
 class TokenValues(NamedTuple):
@@ -26,6 +25,7 @@ class TokenValues(NamedTuple):
         correct: 1 where the likeliest token is the target.
         kl: `KL(teacher || student)` in nats, or None without a teacher.
         agrees: 1 where student and teacher have the same likeliest token, or None.
+        acceptance: Probability that the teacher accepts a token that the student drafts, or None.
     """
 
     nll: Tensor
@@ -33,6 +33,7 @@ class TokenValues(NamedTuple):
     correct: Tensor
     kl: Tensor | None = None
     agrees: Tensor | None = None
+    acceptance: Tensor | None = None
 
 
 @torch.no_grad()
@@ -41,20 +42,25 @@ def token_values(
 ) -> TokenValues:
     """Reduce the logits of some tokens to a few numbers per token, at temperature 1.
 
-    `nll = -log q_target` and `kl = sum_v p_v (log p_v - log q_v)`, q of the student, p of the
-    teacher. However the tokens are cut into chunks, the values are the same, so only one chunk of
+    `nll = -log q_target`, `kl = sum_v p_v (log p_v - log q_v)` and, of speculative sampling,
+    `acceptance = sum_v min(p_v, q_v)`, which is one minus the total variation distance; q of the
+    student, p of the teacher. However the tokens are cut into chunks, the values are the same, so only one chunk of
     logits needs to exist at a time.
 
     Args:
         logits: `[n, V]` of the student; in float32 inside, float64 where they are.
         targets: `[n]` int64 in `[0, V)`.
-        teacher_logits: `[n, V']`. `kl` and `agrees` are of the common vocabulary, both sides
+        teacher_logits: `[n, V']`. What compares is of the common vocabulary, both sides
             renormalised: the first `min(V, V')` entries (the rest is padding), without those that
             either side excludes (-inf) at all n tokens.
 
     Returns:
         `TokenValues`. Where the student excludes an entry of that vocabulary at a token, and the
         teacher does not, `kl` is inf.
+
+    References:
+        Leviathan et al., Fast inference from transformers via speculative decoding, ICML 2023,
+        theorem 3.5 and corollary 3.6: the acceptance.
     """
     log_q = logits.to(compute_dtype(logits)).log_softmax(-1)
     top, choice = log_q.max(-1)
@@ -68,10 +74,10 @@ def token_values(
     log_q = log_q.masked_fill(outside, -torch.inf).log_softmax(-1)
     log_p = log_p.masked_fill(outside, -torch.inf).log_softmax(-1)
     agrees = (log_q.argmax(-1) == log_p.argmax(-1)).to(nll.dtype)
-    p = log_p.exp()
+    p, q = log_p.exp(), log_q.exp()
     # 0 log 0 = 0: what the teacher excludes does not count.
     kl = torch.where(p == 0, 0, p * (log_p - log_q)).sum(-1)
-    return TokenValues(nll, top.exp(), correct, kl, agrees)
+    return TokenValues(nll, top.exp(), correct, kl, agrees, torch.minimum(p, q).sum(-1))
 
 
 class TokenScores:
@@ -91,7 +97,7 @@ class TokenScores:
         self._characters = 0
         self._sums: dict[str, float] = {}
         self._counted: dict[str, int] = {}
-        self._bins = torch.zeros(2, BINS, dtype=torch.float64)  # sums of confidence, correct
+        self._reliability = Reliability()
 
     def add(
         self, chunks: Sequence[TokenValues], rows: Sequence[int], characters: int | None = None
@@ -123,10 +129,7 @@ class TokenScores:
         for name, values in columns.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
             self._counted[name] = self._counted.get(name, 0) + n
-        confidence, correct = columns["confidence"], columns["correct"]
-        # Bins are open below and closed above, ((m - 1) / M, m / M].
-        place = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
-        self._bins.index_add_(1, place, torch.stack([confidence, correct]))
+        self._reliability.add(columns["confidence"].numpy(), columns["correct"].numpy())
 
     @property
     def nll(self) -> float | None:
@@ -157,18 +160,14 @@ class TokenScores:
         return self._mean("kl")
 
     @property
+    def acceptance(self) -> float | None:
+        """How likely the teacher is to accept a token that the student drafts; None without one."""
+        return self._mean("acceptance")
+
+    @property
     def ece(self) -> float | None:
-        """Expected calibration error, from 0 to 1; None where no token was counted.
-
-        `sum_m n_m / n |accuracy_m - confidence_m|` over 15 bins of equal width.
-
-        References:
-            Guo et al., "On Calibration of Modern Neural Networks", 2017, equation 3.
-        """
-        if not self.tokens:
-            return None
-        confidence, correct = self._bins
-        return float((correct - confidence).abs().sum()) / self.tokens
+        """Expected calibration error of the likeliest token, see `Reliability`; None without any."""
+        return self._reliability.ece
 
     def table_row(self, name: str) -> dict[str, str | float | int | None]:
         """The scores as a row of the report's table, each a finite number or None.
@@ -183,6 +182,7 @@ class TokenScores:
             "bits_per_character": self.bits_per_character,
             "agreement": self.agreement,
             "kl": self.kl,
+            "acceptance": self.acceptance,
             "ece": self.ece,
             "left_out": len(self.left_out),
         }

@@ -16,6 +16,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "bits_per_character": ("bits per character", number),
     "agreement": ("agreement, %", percent),
     "kl": ("KL to teacher, nats", number),
+    "acceptance": ("accepted as a draft, %", percent),
     "ece": ("ECE, %", percent),
     "answer_accuracy": ("right answers, %", percent),
     "answer_rate": ("answered, %", percent),

@@ -14,6 +14,7 @@ def language_table(metrics: dict[str, Any]) -> Table:
         "bits_per_character": "{:.3f}",
         "agreement": "{:.1%}",
         "kl": "{:.3f}",
+        "acceptance": "{:.1%}",
         "ece": "{:.3f}",
         "answer_accuracy": "{:.1%}",
         "answer_rate": "{:.1%}",

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssl_kd.evaluate import TokenScores, TokenValues, token_values
@@ -50,12 +50,23 @@ def test_scores_equal_a_direct_computation_in_float64():
     forward, reverse = (p * (p / q).log()).sum(-1).mean(), (q * (q / p).log()).sum(-1).mean()
     assert abs(forward - reverse) > 0.1  # so that the direction is seen
     assert scores.kl == pytest.approx(forward.item(), rel=1e-5)
+    tvd = (p - q).abs().sum(-1).mean().item() / 2
+    assert scores.acceptance == pytest.approx(1 - tvd, rel=1e-6) and 0.1 < tvd < 0.9
     row = scores.table_row("student")
     assert row.pop("name") == "student" and row.pop("left_out") == 0
+    alone = ("perplexity", "nll", "bits_per_character", "ece")
     assert row == {
-        name: getattr(scores, name)
-        for name in ("perplexity", "nll", "bits_per_character", "agreement", "kl", "ece")
+        name: getattr(scores, name) for name in (*alone, "agreement", "kl", "acceptance")
     }
+
+
+def test_the_acceptance_is_how_often_a_draft_of_the_student_is_kept():
+    # Speculative sampling itself: draw from q, keep with probability min(1, p / q).
+    logits, targets, teacher = case(n=1)
+    q, p = logits[0].double().softmax(-1), teacher[0].double().softmax(-1)
+    drawn = torch.multinomial(q, 200_000, replacement=True)
+    kept = (torch.rand(200_000, dtype=torch.float64) < (p / q)[drawn]).double().mean().item()
+    assert scored(logits, targets, teacher).acceptance == pytest.approx(kept, abs=0.005)
 
 
 def test_calibration_error_of_an_example_by_hand():
@@ -91,6 +102,7 @@ def test_a_calibrated_model_has_no_error_and_a_sure_fool_has_all():
     assert scored(sure, torch.ones(10, dtype=torch.long)).ece == pytest.approx(1)
 
 
+@settings(deadline=None)  # the first example takes the longest, on a busy machine too long
 @given(st.sets(st.integers(1, 39), max_size=6).map(sorted))
 def test_chunks_change_nothing(cuts):
     logits, targets, teacher = case()
@@ -103,6 +115,7 @@ def test_half_precision_is_computed_in_float32():
     scores = scored(logits, torch.tensor([1, 1]), logits.bfloat16())
     assert scores.nll == pytest.approx(6 + math.log1p(math.exp(-12)), rel=1e-6)
     assert scores.kl == 0 and scores.agreement == 1
+    assert scores.acceptance == pytest.approx(1, rel=1e-6)
 
 
 def test_vocabularies_of_different_padding_are_compared_in_their_common_part():
@@ -113,6 +126,7 @@ def test_vocabularies_of_different_padding_are_compared_in_their_common_part():
         scores, plain = scored(padded, targets, wide), scored(logits, targets, teacher)
         assert scores.kl == pytest.approx(plain.kl, rel=1e-5)
         assert scores.agreement == plain.agreement
+        assert scores.acceptance == pytest.approx(plain.acceptance, rel=1e-5)
         assert (scores.nll == pytest.approx(plain.nll)) is (student_pad == 0)
 
 
