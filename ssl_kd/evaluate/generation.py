@@ -25,6 +25,7 @@ def generate(
     prompts: Sequence[str],
     max_new_tokens: int = 64,
     *,
+    ids: Sequence[list[int]] | None = None,
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> list[str]:
@@ -35,13 +36,14 @@ def generate(
         tokenizer: its tokenizer; never changed.
         prompts: texts.
         max_new_tokens: tokens at most; fewer where the model's text or its positions end.
+        ids: the prompts in tokens; None for `prompt_ids`, which a chat's template is not for.
         batch_size: prompts at once; padded on the left and masked, they do not see each other.
         autocast: makes the context that the model runs in; a `FrozenTeacher` has its own dtype.
 
     Returns:
         A text for each prompt. It is empty where generating failed; the log then says why.
     """
-    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts] if ids is None else ids
     texts = []
     for prompt, (text, fault) in zip(
         prompts,

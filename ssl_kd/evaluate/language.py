@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -21,6 +21,7 @@ from ssl_kd.evaluate.generation import (
     generate,
     prompt_ids,
 )
+from ssl_kd.evaluate.texts import repetition
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 from ssl_kd.losses.linear_distillation import CHUNK_BYTES
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, logits_of
@@ -201,22 +202,32 @@ class _Question:
 
 def _questions(examples: Iterable[Example], tokenizer: Any) -> Iterator[_Question]:
     for example in examples:
-        messages = list(example.messages or ())
+        asked = _asked(example, tokenizer) if example.text is None else None
+        if asked and (answer := extract_answer(asked.reference)) is not None:
+            yield replace(asked, reference=answer)
+
+
+def _asked(example: Example, tokenizer: Any) -> _Question | None:
+    """What any kind of example asks, with its own continuation.
+
+    None where the tokenizer's template refuses the messages, or none of them is the assistant's.
+    """
+    if example.messages is not None:
+        messages = list(example.messages)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
-        solution = messages[-1]["content"] if messages else example.completion
-        reference = extract_answer(solution or "")
-        if reference is None:
-            continue
-        if messages:
-            prompt = _chat_prompt(messages[:-1], tokenizer)
-            if prompt is None:
-                continue
-            ids = tokenizer(prompt, add_special_tokens=False).input_ids
-        else:
-            prompt = example.prompt or ""
-            ids = prompt_ids(tokenizer, prompt)
-        yield _Question(example.where, prompt, ids, reference)
+        prompt = _chat_prompt(messages[:-1], tokenizer) if messages else None
+        if prompt is None:
+            return None
+        ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        return _Question(example.where, prompt, ids, messages[-1]["content"])
+    if example.text is None:
+        prompt, rest = example.prompt or "", example.completion or ""
+    else:
+        end = example.text.rfind(" ", 0, PROMPT_CHARACTERS)
+        end = PROMPT_CHARACTERS if end < 1 else end
+        prompt, rest = example.text[:end], example.text[end : 4 * end]
+    return _Question(example.where, prompt, prompt_ids(tokenizer, prompt), rest)
 
 
 def _chat_prompt(messages: list[Any], tokenizer: Any) -> str | None:
@@ -290,7 +301,14 @@ class LanguageJudge:
             autocast,
             as_it_came,
         )
-        self._prompts = [_prompt(example) for example in examples[:generations]]
+        readings = [student] if teacher is None else [student, teacher]
+        every = (
+            [q for reading in readings if (q := _asked(example, reading.tokenizer)) is not None]
+            for example in examples
+        )
+        # As the student reads it, and as the teacher does where there is one.
+        both = (asked for asked in every if len(asked) == len(readings))
+        self._prompts = list(islice(both, generations))
 
     def validation(self, student: Any) -> TokenScores:
         """Scores of a student on the rows that one is chosen by."""
@@ -306,39 +324,55 @@ class LanguageJudge:
                 autocast=self._autocast,
             )
 
-    def row(self, name: str, model: Any) -> dict[str, Any]:
-        """A row of the report's table, of rows that no choice is made on."""
-        row = self._scores(model, self._reading(model).blocks).table_row(name)
+    def row(self, name: str, model: Any) -> tuple[dict[str, Any], list[str]]:
+        """A row of the report's table, of rows that no choice is made on; and what the model wrote.
+
+        Args:
+            name: of the row.
+            model: a student, or a `FrozenTeacher`.
+
+        Returns:
+            The scores by name, and a text after each prompt.
+        """
+        reading = self._reading(model)
+        row = self._scores(model, reading.blocks).table_row(name)
         with self._as_it_came():
             answers, _ = judge_answers(
                 model,
-                self._reading(model).tokenizer,
+                reading.tokenizer,
                 self._examples,
                 limit=self._answer_prompts,
                 max_new_tokens=self._max_new_tokens,
                 autocast=self._autocast,
             )
+            texts = self._texts(model, reading.tokenizer)
+        written = [reading.tokenizer(t, add_special_tokens=False).input_ids for t in texts]
         return row | {
+            "repetition": repetition(written),
             "answer_accuracy": answers.accuracy,
             "answer_rate": answers.answer_rate,
             "n": answers.n,
             "interval": answers.interval,
-        }
+        }, texts
 
-    def generations(self, model: Any) -> list[str]:
-        """What a model writes after each prompt."""
-        tokenizer, prompts = self._reading(model).tokenizer, [prompt for prompt, _ in self._prompts]
-        with self._as_it_came():
-            return generate(
-                model, tokenizer, prompts, self._max_new_tokens, autocast=self._autocast
-            )
+    def _texts(self, model: Any, tokenizer: Any) -> list[str]:
+        """What a model writes after each prompt; empty where that failed, and the log says why."""
+        asked = [both[-1 if isinstance(model, FrozenTeacher) else 0] for both in self._prompts]
+        return generate(
+            model,
+            tokenizer,
+            [question.prompt for question in asked],
+            self._max_new_tokens,
+            ids=[question.ids for question in asked],
+            autocast=self._autocast,
+        )
 
     def side_by_side(self, generations: dict[str, list[str]]) -> list[dict[str, str]]:
         """Each prompt with what each model wrote, and the text's own continuation."""
         return [
-            {"prompt": prompt, "reference": reference}
+            {"prompt": asked[0].prompt, "reference": asked[0].reference}
             | {name: texts[i] for name, texts in generations.items()}
-            for i, (prompt, reference) in enumerate(self._prompts)
+            for i, asked in enumerate(self._prompts)
         ]
 
     def _reading(self, model: Any) -> Reading:
@@ -346,12 +380,3 @@ class LanguageJudge:
             return self._student
         assert self._teacher is not None
         return self._teacher
-
-
-def _prompt(example: Example) -> tuple[str, str]:
-    """A prompt and its own continuation, of any kind of example."""
-    if example.text is None:
-        return example.prompt or "", example.completion or ""
-    end = example.text.rfind(" ", 0, PROMPT_CHARACTERS)
-    end = PROMPT_CHARACTERS if end < 1 else end
-    return example.text[:end], example.text[end : 4 * end]

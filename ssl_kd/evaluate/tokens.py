@@ -44,8 +44,8 @@ def token_values(
 
     `nll = -log q_target`, `kl = sum_v p_v (log p_v - log q_v)` and, of speculative sampling,
     `acceptance = sum_v min(p_v, q_v)`, which is one minus the total variation distance; q of the
-    student, p of the teacher. However the tokens are cut into chunks, the values are the same, so only one chunk of
-    logits needs to exist at a time.
+    student, p of the teacher. However the tokens are cut into chunks, the values are the same, so
+    only one chunk of logits needs to exist at a time.
 
     Args:
         logits: `[n, V]` of the student; in float32 inside, float64 where they are.
@@ -166,7 +166,7 @@ class TokenScores:
 
     @property
     def ece(self) -> float | None:
-        """Expected calibration error of the likeliest token, see `Reliability`; None without any."""
+        """Expected calibration error of the likeliest token, from 0 to 1, see `Reliability`."""
         return self._reliability.ece
 
     def table_row(self, name: str) -> dict[str, str | float | int | None]:

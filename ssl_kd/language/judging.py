@@ -65,10 +65,10 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
     if teacher is None:  # its caches stand in, and are finite; it is judged, no more
         device, dtype = task.precision.device, task.precision.teacher
         teacher = FrozenTeacher(task.teacher.model, device=device, dtype=dtype)
-    row = judge.row("teacher", teacher)
+    row, texts = judge.row("teacher", teacher)
     if not row["left_out"] or task.frozen is None or not settings.alpha_kd:
         _warn_of_a_guess(task.teacher, row)
-        return task, row, judge.generations(teacher)
+        return task, row, texts
     with teacher.on_device():
         known = known_settings(settings)
         rows = _one_by_one(task.teacher_eval_blocks, task.precision.device)
@@ -127,16 +127,18 @@ def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: 
     )
 
 
-def judged_student(settings: LanguageSettings, task: Task, judge: LanguageJudge) -> Row:
-    """The student's row of the table before step 0.
+def judged_student(
+    settings: LanguageSettings, task: Task, judge: LanguageJudge
+) -> tuple[Row, list[str]]:
+    """The student's row of the table before step 0, and what it writes.
 
     Raises:
         InputError: it is not finite.
     """
     student = task.student.model
-    row, weight = judge.row("student before", student), not_finite(student)
+    (row, texts), weight = judge.row("student before", student), not_finite(student)
     if row["nll"] is not None and weight is None:
-        return row
+        return row, texts
     known, autocast = known_settings(settings), task.precision.autocast
     rows = _one_by_one(task.eval_blocks, next(student.parameters()).device)
     found = first_fault(student, rows, "student", autocast=autocast, settings=known)

@@ -109,8 +109,8 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
         judge = make_judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)
         with clock("judge"):
-            table.append(inside(judged_student, settings, task, judge))
-            generations["before"] = inside(judge.generations, student)
+            row, generations["before"] = inside(judged_student, settings, task, judge)
+            table.append(row)
             tell("judge", 1, 2, {})
         task = task.without_teacher()
         with clock("train"), signals.between_steps():
@@ -118,8 +118,8 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         say_what_was_learned(distiller, best, steps)
         with clock("judge"):
             best.put_back()
-            table.append(inside(judge.row, "student", student))
-            generations["after"] = inside(judge.generations, student)
+            row, generations["after"] = inside(judge.row, "student", student)
+            table.append(row)
             tell("judge", 2, 2, {})
         with clock("save"):  # before the baseline, which may stop
             _save(settings, folder, task, distiller, whole, table)
@@ -317,4 +317,4 @@ def _row_alone(train_it: Callable[[], None], student: nn.Module, judge: Language
         words = "the baseline (cross-entropy alone) stopped, and is not evaluated: %s"
         logger.warning(words, error)
         return {"name": "CE alone"}
-    return judge.row("CE alone", student)
+    return judge.row("CE alone", student)[0]

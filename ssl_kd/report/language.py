@@ -18,6 +18,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "kl": ("KL to teacher, nats", number),
     "acceptance": ("accepted as a draft, %", percent),
     "ece": ("ECE, %", percent),
+    "repetition": ("repeated 4-grams, %", percent),
     "answer_accuracy": ("right answers, %", percent),
     "answer_rate": ("answered, %", percent),
 }
@@ -222,6 +223,11 @@ def _results_text(rows: list[dict[str, Any]], apart: bool | None) -> str:
         "On held-out text, at temperature 1; lower is better in perplexity, bits per character, "
         "KL and ECE (expected calibration error). The student with the lowest perplexity is marked."
     )
+    if any(finite(row.get("acceptance")) for row in rows):
+        text += (
+            " Accepted as a draft: how often the teacher would keep a token that the student "
+            "drafts for it, in speculative decoding by sampling."
+        )
     if not any(finite(row.get("answer_accuracy")) for row in rows):
         text += " No prompts with answers were judged."
     if apart is not None:  # older runs do not say

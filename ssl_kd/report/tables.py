@@ -16,6 +16,7 @@ def language_table(metrics: dict[str, Any]) -> Table:
         "kl": "{:.3f}",
         "acceptance": "{:.1%}",
         "ece": "{:.3f}",
+        "repetition": "{:.1%}",
         "answer_accuracy": "{:.1%}",
         "answer_rate": "{:.1%}",
     }

@@ -119,6 +119,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
     assert said["data"]["validated_apart"] and said["data"]["validation_tokens"] > 0
     assert found["learned_from"] == {"ce": 6, "kd": 6}
     assert rows["student"]["kl"] > 0 and 0 <= rows["student"]["agreement"] <= 1
+    assert 0 < rows["student"]["acceptance"] < 1 and rows["teacher"]["acceptance"] is None
     assert rows["teacher"]["kl"] is None and rows["teacher"]["bits_per_character"] > 0
     (shown,) = found["generations"]
     assert {"prompt", "reference", "teacher", "before", "after"} == set(shown)
@@ -253,7 +254,7 @@ def test_the_baseline_is_the_same_student_by_cross_entropy_alone(settings):
     assert rows["CE alone"]["perplexity"] < rows["student before"]["perplexity"]
     assert rows["CE alone"]["nll"] != rows["student"]["nll"]
     plain = run(settings(alpha_kd=0.0, alpha_ce=1.0, run_name="plain"))
-    for name in ("nll", "kl", "ece", "agreement"):
+    for name in ("nll", "kl", "ece", "agreement", "acceptance", "repetition"):
         assert table(plain)["student"][name] == rows["CE alone"][name]
 
 
