@@ -134,28 +134,14 @@ def _greedy(
     from transformers import LogitsProcessorList
 
     device = next(model.parameters()).device
-    ends = _end_tokens(model, tokenizer)
-    padding = ends[0] if ends else 0
-    width = max(map(len, prompts))
-    gaps = [width - len(ids) for ids in prompts]
-    ids = [[padding] * gap + ids for gap, ids in zip(gaps, prompts, strict=True)]
-    seen = [[0] * gap + [1] * (width - gap) for gap in gaps]
+    ends = end_tokens(model, tokenizer)
+    inputs = _side_by_side(prompts, device)
+    width = inputs["input_ids"].shape[1]
     watch = _Watch(width, torch.tensor(ends, device=device, dtype=torch.long))
     out = model.generate(
-        input_ids=torch.tensor(ids, device=device),
-        attention_mask=torch.tensor(seen, device=device),
+        **inputs,
         logits_processor=LogitsProcessorList([watch]),  # pyright: ignore[reportArgumentType]
-        max_new_tokens=max_new_tokens,
-        eos_token_id=ends or None,
-        pad_token_id=padding,
-        # A model brings its own sampling settings: transformers warns that greedy search ignores
-        # them, and a penalty would not be ignored.
-        do_sample=False,
-        num_beams=1,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=50,
-        repetition_penalty=1.0,
+        **how_to_write(ends, max_new_tokens),
     )
     results: list[Continued] = []
     for row, (prompt, new) in enumerate(zip(prompts, out[:, width:].tolist(), strict=True)):
@@ -170,7 +156,70 @@ def _greedy(
     return results
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def sample_tokens(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """What a model writes after each prompt by its own distribution, at temperature 1.
+
+    Args:
+        model: a causal language model of transformers, on its device.
+        tokenizer: says with the model what ends a text.
+        prompts: in tokens, none of them empty; all at once.
+        max_new_tokens: of each, at most.
+
+    Returns:
+        The new tokens of each, with that which ended it.
+    """
+    ends = end_tokens(model, tokenizer)
+    inputs = _side_by_side(prompts, next(model.parameters()).device)
+    with evaluating(model):
+        out = model.generate(**inputs, **how_to_write(ends, max_new_tokens, sample=True))
+    found = []
+    for new in out[:, inputs["input_ids"].shape[1] :].tolist():
+        stop = next((i + 1 for i, token in enumerate(new) if token in ends), len(new))
+        found.append(new[:stop])
+    return found
+
+
+def how_to_write(
+    ends: Sequence[int], max_new_tokens: int, *, sample: bool = False
+) -> dict[str, Any]:
+    """Arguments of a model's `generate`: greedily, or by the model's own distribution.
+
+    A model brings its own sampling settings: transformers warns that greedy search ignores them,
+    and a penalty would not be ignored.
+
+    Args:
+        ends: tokens that end a text, see `end_tokens`.
+        max_new_tokens: at most.
+        sample: draw each token at temperature 1, and not from the likeliest alone.
+    """
+    return {
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": list(ends) or None,
+        "pad_token_id": ends[0] if ends else 0,
+        "do_sample": sample,
+        "num_beams": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0 if sample else 50,
+        "repetition_penalty": 1.0,
+    }
+
+
+def _side_by_side(prompts: Sequence[list[int]], device: torch.device) -> dict[str, Tensor]:
+    """Prompts in one batch, padded on the left and masked."""
+    width = max(map(len, prompts))
+    gaps = [width - len(ids) for ids in prompts]
+    ids = [[0] * gap + ids for gap, ids in zip(gaps, prompts, strict=True)]
+    seen = [[0] * gap + [1] * (width - gap) for gap in gaps]
+    return {
+        "input_ids": torch.tensor(ids, device=device),
+        "attention_mask": torch.tensor(seen, device=device),
+    }
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Every token that ends a text, according to the model or the tokenizer."""
     ends = model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]

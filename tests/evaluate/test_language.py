@@ -13,7 +13,12 @@ from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.evaluate import language as judge  # noqa: E402
 from ssl_kd.evaluate.generation import _Watch, generate  # noqa: E402
-from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402
+from ssl_kd.evaluate.language import (  # noqa: E402
+    LanguageJudge,
+    Reading,
+    judge_answers,
+    judge_tokens,
+)
 from ssl_kd.teachers.frozen import FrozenTeacher, linear_head  # noqa: E402
 
 TEXTS = (
@@ -361,3 +366,26 @@ def test_real_stories(shared_data):
     assert scores.ece == pytest.approx(0, abs=0.1)
     [story] = generate(model, tokenizer, ["Once upon a time, there was a"], 20)
     assert story.startswith(" little girl named Lily")
+
+
+def test_a_row_says_how_much_of_what_was_written_is_repeated_and_chats_are_asked_as_such(trained):
+    tokenizer = train_tokenizer(DATASET, 300)
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'odd' %}{{ raise_exception('no such turn') }}{% endif %}"
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    turns = ({"role": "user", "content": "who ran?"}, {"role": "assistant", "content": " Tom"})
+    refused = ({"role": "user", "content": "odd"}, turns[1])
+    examples = [Example("c:1", messages=refused), Example("c:2", messages=turns), *QUESTIONS[:1]]
+    looks = LanguageJudge(
+        examples, Reading(tokenizer, blocks()), generations=2, max_new_tokens=24, answer_prompts=0
+    )
+    row, texts = looks.row("student", trained)
+    assert texts == [" Tom\n#### Tom", " <answer>4</answer>"]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    shares = [1 - len({*zip(*(x[i:] for i in range(4)), strict=False)}) / (len(x) - 3) for x in ids]
+    assert row["repetition"] == pytest.approx(sum(shares) / 2) and row["n"] == 0
+    shown = looks.side_by_side({"after": texts})
+    assert shown[0] == {"prompt": "<s>who ran?", "reference": " Tom", "after": texts[0]}
+    none = LanguageJudge(examples, Reading(tokenizer, blocks()), generations=0, answer_prompts=0)
+    assert none.row("student", trained)[0]["repetition"] is None
