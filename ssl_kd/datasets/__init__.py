@@ -4,7 +4,8 @@ from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset
 from ssl_kd.datasets.named import DatasetUnavailable, DatasetUnreachable, open_dataset
-from ssl_kd.datasets.text import Example, TextDataset, open_text
+from ssl_kd.datasets.records import Example
+from ssl_kd.datasets.text import TextDataset, open_text
 
 __all__ = [
     "ArrayDataset",

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.blocks import Batch, Blocks, Frame, digest_of, framed, padded
+from ssl_kd.datasets.blocks import Batch, Blocks, Frame, framed
+from ssl_kd.datasets.packing import digest_of, padded
 from ssl_kd.datasets.segmentation import TextReader, align, overlaps
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.datasets.vocabulary import SharedVocabulary, shared_vocabulary

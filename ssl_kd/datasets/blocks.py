@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ssl_kd.datasets.packing import best_fit, digest_of, numbered, padded
+from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import Rendered, render
 from ssl_kd.datasets.segmentation import check_fast
-from ssl_kd.datasets.text import Example, TextDataset, first_few
+from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError, MissingPackage
 from ssl_kd.guard.memory import sent
 
@@ -178,12 +178,23 @@ def framed(
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Tokens that see each other: a document, or a part of one that is longer than a block."""
+class _Document:
+    """The tokens of a document."""
 
     ids: np.ndarray
     counts: np.ndarray
     characters: np.ndarray
+
+
+class _Part(NamedTuple):
+    """Tokens that see each other: a document, or a part of one that is longer than a block.
+
+    All of them are in memory before the rows are laid out: ids are int32, 5 bytes a token in all.
+    """
+
+    ids: np.ndarray
+    counts: np.ndarray
+    characters: int
 
 
 def make_blocks(
@@ -234,7 +245,7 @@ def make_blocks(
     frame = Frame.of(tokenizer)
     left_out: list[str] = []
     cut: list[str] = []
-    pieces: list[_Piece] = []
+    pieces: list[_Part] = []
     for start in range(0, len(dataset), _BATCH):
         batch = dataset.examples[start : start + _BATCH]
         for example, document in _tokenize(batch, tokenizer, frame, left_out):
@@ -247,7 +258,7 @@ def make_blocks(
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = (
-        _best_fit([len(p.ids) for p in pieces], block_size)
+        best_fit([len(p.ids) for p in pieces], block_size)
         if packing
         else [[i] for i in range(len(pieces))]
     )
@@ -264,7 +275,7 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerFast,
     frame: Frame,
     left_out: list[str],
-) -> Iterator[tuple[Example, _Piece]]:
+) -> Iterator[tuple[Example, _Document]]:
     kept: list[tuple[Example, Rendered]] = []
     for example in examples:
         rendered = render(example, tokenizer)
@@ -287,7 +298,7 @@ def _tokenize(
         if not ids:
             left_out.append(f"{example.where}: the tokenizer gives no token for it")
             continue
-        yield example, _Piece(*framed(frame.around(example), ids, *_count(offsets, rendered)))
+        yield example, _Document(*framed(frame.around(example), ids, *_count(offsets, rendered)))
 
 
 def _count(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
@@ -307,7 +318,7 @@ def _count(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> tuple[np.n
     return counts, characters
 
 
-def _fit(document: _Piece, block_size: int) -> list[_Piece]:
+def _fit(document: _Document, block_size: int) -> list[_Part]:
     """Cut a document to pieces of at most `block_size` that hold every target once."""
     length = len(document.ids)
     targets = np.flatnonzero(document.counts)
@@ -321,12 +332,12 @@ def _fit(document: _Piece, block_size: int) -> list[_Piece]:
         counts = document.counts[part].copy()
         counts[0] = False
         if counts.any():
-            characters = np.where(counts, document.characters[part], 0)
-            pieces.append(_Piece(document.ids[part], counts, characters))
+            characters = int(document.characters[part][counts].sum())
+            pieces.append(_Part(document.ids[part].astype(np.int32), counts, characters))
     return pieces
 
 
-def _describe_cut(document: _Piece, parts: Sequence[_Piece], block_size: int, where: str) -> str:
+def _describe_cut(document: _Document, parts: Sequence[_Part], block_size: int, where: str) -> str:
     first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
     lost = f"the first {first} tokens of the prompt cut off" if first else ""
     split = f"split into {len(parts)} parts" if len(parts) > 1 else ""
@@ -334,39 +345,13 @@ def _describe_cut(document: _Piece, parts: Sequence[_Piece], block_size: int, wh
     return f"{where}: {len(document.ids)} tokens for blocks of {block_size}, {what}"
 
 
-def _best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
-    """Which pieces share a row: the longest first, each into the fullest row with room for it."""
-    open_rows: dict[int, list[list[int]]] = {}
-    rooms: list[int] = []  # the keys of open_rows, sorted
-    rows: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(rooms, lengths[i])
-        if at == len(rooms):
-            room, row = block_size, []
-            rows.append(row)
-        else:
-            room = rooms[at]
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                del open_rows[room], rooms[at]
-        row.append(i)
-        room -= lengths[i]
-        if room not in open_rows:
-            open_rows[room] = []
-            insort(rooms, room)
-        open_rows[room].append(row)
-    # In the order of the documents again: the first rows must not be those of the longest ones.
-    return sorted(sorted(row) for row in rows)
-
-
 def _lay_out(
-    rows: Sequence[Sequence[_Piece]], block_size: int, padding: int, left_out: tuple[str, ...]
+    rows: Sequence[Sequence[_Part]], block_size: int, padding: int, left_out: tuple[str, ...]
 ) -> Blocks:
     ids = padded([[p.ids for p in row] for row in rows], block_size, np.int64, padding)
     counts = padded([[p.counts for p in row] for row in rows], block_size, np.bool_)
-    numbers = ([np.full(len(p.ids), i) for i, p in enumerate(row, 1)] for row in rows)
-    documents = padded(list(numbers), block_size, np.int32)
-    characters = [sum(int(p.characters.sum()) for p in row) for row in rows]
+    documents = numbered([[len(p.ids) for p in row] for row in rows], block_size)
+    characters = [sum(p.characters for p in row) for row in rows]
     return Blocks(
         torch.from_numpy(ids),
         torch.from_numpy(counts),
@@ -375,25 +360,6 @@ def _lay_out(
         left_out,
         digest_of(ids, counts, documents),
     )
-
-
-def padded(
-    rows: Sequence[Sequence[np.ndarray]], size: int, dtype: Any, padding: int = 0
-) -> np.ndarray:
-    """Rows of one length: the arrays of each one after the other, then padding."""
-    filled = np.full((len(rows), size), padding, dtype)
-    for row, arrays in zip(filled, rows, strict=True):
-        whole = np.concatenate(arrays)
-        row[: len(whole)] = whole
-    return filled
-
-
-def digest_of(*columns: np.ndarray) -> str:
-    """SHA-256 of columns of one shape."""
-    digest = hashlib.sha256(repr(columns[0].shape).encode())
-    for column in columns:
-        digest.update(column.tobytes())
-    return digest.hexdigest()
 
 
 def isolates_documents(model: Any) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ssl_kd.datasets.text import Example
+from ssl_kd.datasets.records import Example
 from ssl_kd.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class Rendered:
 def render(example: Example, tokenizer: PreTrainedTokenizerFast) -> Rendered | str:
     """The text of an example, or why there is none."""
     if example.messages is not None:
-        return _render_chat(example.messages, tokenizer, example.where)
+        return _render_chat(example, example.messages, tokenizer)
     if example.text is not None:
         return Rendered(example.text, ((0, len(example.text), len(example.text)),))
     prompt, completion = example.prompt or "", example.completion or ""
@@ -33,10 +34,11 @@ def render(example: Example, tokenizer: PreTrainedTokenizerFast) -> Rendered | s
 
 
 def _render_chat(
-    messages: Sequence[Any], tokenizer: PreTrainedTokenizerFast, where: str
+    example: Example, messages: Sequence[Any], tokenizer: PreTrainedTokenizerFast
 ) -> Rendered | str:
     from jinja2 import TemplateError
 
+    where, tools = example.where, list(example.tools) if example.tools else None
     if tokenizer.chat_template is None:
         raise InputError(
             f"{where}: messages need a chat template, and the tokenizer "
@@ -47,7 +49,7 @@ def _render_chat(
     def render(upto: int, prompt: bool = False) -> str:
         return str(
             tokenizer.apply_chat_template(
-                list(messages[:upto]), tokenize=False, add_generation_prompt=prompt
+                list(messages[:upto]), tools=tools, tokenize=False, add_generation_prompt=prompt
             )
         )
 
@@ -55,11 +57,15 @@ def _render_chat(
     try:
         whole = render(len(messages))
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and i >= example.given:
                 before, after = render(i, prompt=True) if i else "", render(i + 1)
                 # A template that rewrites earlier turns (drops thoughts, say) hides where they are.
                 if whole.startswith(before) and whole.startswith(after):
-                    spans.append((len(before), len(after), len(message["content"])))
+                    calls = [call["function"] for call in message.get("tool_calls", ())]
+                    if any(call["name"] not in after[len(before) :] for call in calls):
+                        return f"{where}: the chat template does not show the tool calls"
+                    said = len(message["content"]) + sum(len(json.dumps(call)) for call in calls)
+                    spans.append((len(before), len(after), said))
     except TemplateError as error:
         return f"{where}: the chat template refuses the messages: {error}"
     if not spans:

@@ -2,64 +2,39 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
-import json
 import os
 import platform
+import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ssl_kd.datasets.named import DatasetUnavailable, DatasetUnreachable
+from ssl_kd.datasets.records import Example, as_example
+from ssl_kd.datasets.text_files import (
+    LONGEST,
+    PLAIN,
+    TEXT_FILES,
+    Record,
+    as_document,
+    files_in,
+    is_saved_dataset,
+    kind_of,
+    read_file,
+    stem_of,
+    without_nulls,
+)
 from ssl_kd.errors import InputError, MissingPackage
 
-__all__ = ["TEXT_FILES", "Example", "TextDataset", "first_few", "open_text"]
+__all__ = ["Example", "TextDataset", "first_few", "open_text"]
 
 TextSplit = Literal["train", "test", "all"]
-TEXT_FILES = (".jsonl", ".txt", ".raw", ".md")
-LONGEST = 1_000_000
-"""Bytes of one example, above which it is taken for an accident and left out."""
-_DOCUMENT, _LONG_DOCUMENT = 4_096, 16_384
 _SPLIT_NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val", "eval")}
-_HEAD = 4_096  # bytes in which a file shows whether it is text
-_MARKS = {  # UTF-32's begins like UTF-16's, so it comes first
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
+_OF_MANY = r"(-\d+-of-\d+)?"  # a file that is one of several, as the Hub has them
 _NOT_STDLIB = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages"}
-
-
-@dataclass(frozen=True)
-class Example:
-    """One thing to learn: a `text`, or a `prompt` with its `completion`, or chat `messages`.
-
-    Attributes:
-        where: where it was read: `file.jsonl:17`.
-        text: a document, all of which is learned.
-        prompt: what is given, and not learned; with `completion`.
-        completion: what is learned after the prompt.
-        messages: `{"role", "content"}` each; the content of the role `assistant` is learned.
-    """
-
-    where: str
-    text: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
-
-    def content(self) -> bytes:
-        """Its content, whatever the place: equal bytes are duplicates.
-
-        Raises:
-            UnicodeEncodeError: half of a surrogate pair, which is not valid text.
-        """
-        parts = self.text or (self.prompt, self.completion, self.messages)
-        return json.dumps(parts, ensure_ascii=False).encode()
 
 
 @dataclass(frozen=True)
@@ -89,8 +64,8 @@ class TextDataset:
         Raises:
             ValueError: nothing is left.
         """
-        others = {example.content() for example in held_out.examples}
-        examples = tuple(e for e in self.examples if e.content() not in others)
+        others = {_identity(example) for example in held_out.examples}
+        examples = tuple(e for e in self.examples if _identity(e) not in others)
         if not (found := len(self) - len(examples)):
             return self
         if not examples:
@@ -116,29 +91,33 @@ def open_text(
     source: str | os.PathLike[str],
     split: TextSplit = "train",
     *,
-    field: str = "text",
+    field: str | None = None,
     held_out: float = 0.1,
     max_bytes: int | None = None,
 ) -> TextDataset:
     """Read one split of a text source.
 
-    A line of a `.jsonl` file (a row of a Hugging Face data set) is the first of these that it
-    holds: `messages`, `prompt` and `completion`, `question` and `answer` (the question and a line
-    break are the prompt; GSM8K), or the text in `field`. Files are UTF-8, or UTF-16 or UTF-32 with
-    a byte order mark. A `.txt`, `.raw` or `.md` file is cut into
-    documents: at the first blank line after 4,096 characters, or the first line break after 16,384.
+    Files hold records: lines of `.jsonl`, a list or one of them in `.json`, rows of `.csv`, `.tsv`,
+    `.parquet` and `.arrow`; those of text may be packed (`.jsonl.gz`). What a record may hold is
+    said in `as_example`. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. A `.txt`,
+    `.raw` or `.md` file is cut into documents: at the first blank line after 4,096 characters, or
+    the first line break after 16,384.
 
     The test split is what the source itself calls so: `NAME_test.jsonl` (or `validation`, `valid`,
-    `val`, `eval`) beside `NAME_train.jsonl`; such files or folders in a folder; such a split of a
+    `val`, `eval`) beside `NAME_train.jsonl`; such files or folders in a folder (also
+    `test-00000-of-00002.parquet`, and what `DatasetDict.save_to_disk` wrote); such a split of a
     Hugging Face data set. Elsewhere it is the fraction `held_out` of the documents, chosen by a
     hash of their content, so that it stays the same and duplicates fall on one side.
+
+    In memory are the documents of this split, once, and of a file one record more (of `.json` the
+    whole file; of a table 256 rows).
 
     Args:
         source: `stdlib` (the Python standard library of this machine, a document per module,
             without its tests), `hf:NAME` or `hf:NAME:CONFIG`, the path of a file, or that of a
-            folder of such files.
+            folder of such files, or one that `save_to_disk` wrote.
         split: `train`, `test`, or `all` of the source: a file or folder of its own for evaluation.
-        field: name of the field that holds a text.
+        field: name of the field that holds a text; None for all forms that `as_example` knows.
         held_out: fraction of the documents to hold out, from 0 to below 1, where the source has no
             split.
         max_bytes: stop reading before the source exceeds this; None reads all.
@@ -147,7 +126,7 @@ def open_text(
         DatasetUnavailable: no such source.
         DatasetUnreachable: no network.
         ImportError: `hf:` without the package `datasets`.
-        ValueError: a bad argument, a `.jsonl` file without a usable line, or an empty split.
+        ValueError: a bad argument, a file of records without a usable one, or an empty split.
     """
     if split not in ("train", "test", "all"):
         raise ValueError(f"split must be 'train', 'test' or 'all', got {split!r}")
@@ -155,22 +134,32 @@ def open_text(
         raise ValueError(f"held_out must be a fraction from 0 to below 1, got {held_out}")
     name = os.fspath(source)
     divided, items = _read(name, split, field)
-    examples, left_out = _take(items, max_bytes)
-    documents = len(examples)
-    if split != "all" and not divided:
-        examples = [e for e in examples if _is_held_out(e, held_out) == (split == "test")]
-    if not examples and documents:
+
+    def belongs(content: bytes) -> bool:
+        return divided or split == "all" or _is_held_out(content, held_out) == (split == "test")
+
+    taken = _Taken(belongs, max_bytes)
+    taken.take(items)
+    if not taken.examples and taken.documents:
         raise InputError(
-            f"{name}: nothing is left for the {split} split when {held_out:.0%} of {documents} "
-            "documents are held out: name a file of its own for the evaluation (--eval_path), or "
-            "give more documents"
+            f"{name}: nothing is left for the {split} split when {held_out:.0%} of "
+            f"{taken.documents} documents are held out: name a file of its own for the evaluation "
+            "(--eval_path), or give more documents"
         )
-    if not examples:
-        reasons = "; ".join(first_few(left_out, 3)) or "it is empty"
+    if not taken.examples:
+        none = f"no file in it is one of {' '.join(TEXT_FILES)}"
+        empty = none if os.path.isdir(name) else "it is empty"
+        reasons = "; ".join(first_few(taken.left_out, 3)) or empty
         raise InputError(f"{name} holds nothing to learn from: {reasons}")
     if name == "stdlib":  # each version's is another text
         name = f"stdlib of Python {platform.python_version()}"
-    return TextDataset(name, split, tuple(examples), _digest(examples), first_few(left_out))
+    digest = taken.digest.hexdigest()
+    return TextDataset(name, split, tuple(taken.examples), digest, first_few(taken.left_out))
+
+
+def _identity(example: Example) -> bytes:
+    """Shorter than its content, of which there may be much."""
+    return hashlib.sha256(example.content()).digest()
 
 
 def _digest(examples: Iterable[Example]) -> str:
@@ -180,183 +169,112 @@ def _digest(examples: Iterable[Example]) -> str:
     return digest.hexdigest()
 
 
-def _read(name: str, split: TextSplit, field: str) -> tuple[bool, Iterator[Example | str]]:
+class _Taken:
+    """The examples that belong to a split, as they are read: none of another is kept."""
+
+    def __init__(self, belongs: Callable[[bytes], bool], max_bytes: int | None) -> None:
+        self._belongs, self._max_bytes = belongs, max_bytes
+        self.examples: list[Example] = []
+        self.left_out: list[str] = []
+        self.documents = 0  # of all splits
+        self.digest = hashlib.sha256()
+
+    def take(self, items: Iterable[Example | str]) -> None:
+        total = 0
+        for item in items:
+            if isinstance(item, str):
+                self.left_out.append(item)
+                continue
+            try:
+                content = item.content()
+            except UnicodeEncodeError:
+                why = "half of a surrogate pair, which is not valid text"
+                self.left_out.append(f"{item.where}: {why}")
+                continue
+            if len(content) > LONGEST:
+                self.left_out.append(f"{item.where}: {len(content):,} bytes, more than {LONGEST:,}")
+                continue
+            total += len(content)
+            if self._max_bytes is not None and total > self._max_bytes:
+                why = f"and all after it: max_bytes is {self._max_bytes:,}"
+                self.left_out.insert(0, f"{item.where} {why}")
+                return
+            self.documents += 1
+            if self._belongs(content):
+                self.examples.append(item)
+                self.digest.update(content + b"\n")
+
+
+def _is_held_out(content: bytes, fraction: float) -> bool:
+    number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+    return number < fraction * 2**64
+
+
+def _read(name: str, split: TextSplit, field: str | None) -> tuple[bool, Iterator[Example | str]]:
     """Whether the source is divided by itself, and its examples, or what is wrong with them."""
     if name == "stdlib":
         return False, _read_stdlib()
     if name.startswith("hf:"):
         return _read_hugging_face(name, split, field)
     path = Path(name).expanduser()
-    if not path.is_dir() and not (path.is_file() and path.suffix in TEXT_FILES):
+    if not path.is_dir() and not (path.is_file() and kind_of(path)):
         raise DatasetUnavailable(
             f"{name!r} is neither a folder nor a text file ({' '.join(TEXT_FILES)}): name one, or "
             "'stdlib' for the source of Python's standard library, or 'hf:NAME'"
         )
-    divided, path = _divide(path, split)
-    return divided, _read_path(path, field)
+    divided, paths = _divide(path, split)
+    return divided, (item for path in paths for item in _read_path(path, field))
 
 
-def _take(items: Iterator[Example | str], max_bytes: int | None) -> tuple[list[Example], list[str]]:
-    examples: list[Example] = []
-    left_out: list[str] = []
-    total = 0
-    for item in items:
-        if isinstance(item, str):
-            left_out.append(item)
-            continue
-        try:
-            size = len(item.content())
-        except UnicodeEncodeError:
-            left_out.append(f"{item.where}: half of a surrogate pair, which is not valid text")
-            continue
-        if size > LONGEST:
-            left_out.append(f"{item.where}: {size:,} bytes, more than {LONGEST:,}")
-            continue
-        total += size
-        if max_bytes is not None and total > max_bytes:
-            left_out.insert(0, f"{item.where} and all after it: max_bytes is {max_bytes:,}")
-            break
-        examples.append(item)
-    return examples, left_out
-
-
-def _is_held_out(example: Example, fraction: float) -> bool:
-    number = int.from_bytes(hashlib.sha256(example.content()).digest()[:8], "big")
-    return number < fraction * 2**64
-
-
-def _divide(path: Path, split: TextSplit) -> tuple[bool, Path]:
-    """The file or folder of this split, where the source has one for each."""
+def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
+    """The files or folders of this split, where the source has some for each."""
     if split == "all":
-        return True, path
+        return True, [path]
+    if is_saved_dataset(path):
+        return False, [path]
     if path.is_dir():
-        train = next((p for s in ("", *TEXT_FILES) if (p := path / f"train{s}").exists()), None)
+        there = [p for p in path.iterdir() if p.is_dir() or kind_of(p)]
+        before = ""
     else:
-        train = path if path.stem.endswith("train") else None
-    if train is None:
-        return False, path
-    stem = train.stem.removesuffix("train")
-    for name in _SPLIT_NAMES["test"]:
-        test = train.with_name(f"{stem}{name}{train.suffix}")
-        if test.exists():
-            return True, train if split == "train" else test
-    return False, path
+        there = [p for p in path.parent.iterdir() if kind_of(p) == kind_of(path)]
+        before = stem_of(path).removesuffix("train")
+        if before == stem_of(path):
+            return False, [path]
+    found = {s: _named(there, [before + n for n in names]) for s, names in _SPLIT_NAMES.items()}
+    divided = all(found.values())
+    return divided, found[split] if divided else [path]
 
 
-def _read_path(path: Path, field: str) -> Iterator[Example | str]:
-    if path.is_dir():
-        for file in sorted(p for p in path.rglob("*") if p.suffix in TEXT_FILES and p.is_file()):
-            yield from _read_path(file, field)
-    elif path.suffix == ".jsonl":
-        yield from _read_jsonl(path, field)
-    else:
-        yield from _read_plain(path)
+def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
+    """A folder or the files of one kind that have the first of these names that there is."""
+    for name in names:
+        for kind in ("", *TEXT_FILES):
+            whole = re.compile(re.escape(name) + (_OF_MANY if kind else "") + re.escape(kind))
+            if found := sorted(p for p in paths if whole.fullmatch(p.name)):
+                return found
+    return []
 
 
-def _lines(path: Path) -> Iterator[bytes | str]:
-    """Lines of a text file as UTF-8; one that is a string says what is wrong in its place."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD)
-        file.seek(0)
-        encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
-        if encoding is None and b"\0" not in head:
-            for line in file:
-                yield "holds NUL bytes" if b"\0" in line else line
-            return
-    if encoding is None:
-        yield "the file holds NUL bytes: binary, or UTF-16 without a byte order mark"
-        return
-    try:
-        with path.open(encoding=encoding, newline="\n") as text:
-            for line in text:
-                yield line.encode()
-    except UnicodeError as error:
-        yield f"not {encoding.upper()} ({error}); it and all after it are left out"
+def _read_path(path: Path, field: str | None) -> Iterator[Example | str]:
+    for file in files_in(path) if path.is_dir() else (path,):
+        # A folder may hold a .json that is no data, and any file of text may be blank.
+        must = kind_of(file) not in PLAIN and (file == path or kind_of(file) != ".json")
+        yield from _examples(file, field, must)
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[Example | str]:
+def _examples(path: Path, field: str | None, must: bool) -> Iterator[Example | str]:
+    """What a file's records say; `must`: one of them must say something."""
     usable, complaint = False, ""
-    for number, line in enumerate(_lines(path), 1):
-        where = f"{path.name}:{number}"
-        item = f"{where}: {line}" if isinstance(line, str) else _parse(line, where, field)
+    for item in read_file(path):
+        if isinstance(item, Record):
+            item = as_example(item.content, item.where, field)
         if isinstance(item, str):
             complaint = complaint or item
         else:
             usable = True
         yield item
-    if not usable:
-        raise InputError(f"{path} has no usable line: {complaint or 'it is empty'}")
-
-
-def _parse(line: bytes, where: str, field: str) -> Example | str:
-    if not line.strip():
-        return f"{where}: empty"
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return f"{where}: not JSON ({error})"
-    return _example(record, where, field)
-
-
-def _example(record: Any, where: str, field: str) -> Example | str:
-    if not isinstance(record, Mapping):
-        return f"{where}: not an object but {type(record).__name__}"
-    if isinstance(record.get("messages"), list):
-        return _chat(record["messages"], where)
-    for prompt, completion in (("prompt", "completion"), ("question", "answer")):
-        given, learned = record.get(prompt), record.get(completion)
-        if isinstance(given, str) and isinstance(learned, str):
-            if not learned.strip():
-                return f"{where}: {completion} is empty"
-            given += "\n" if prompt == "question" else ""
-            return Example(where, prompt=given, completion=learned)
-    text = record.get(field)
-    if not isinstance(text, str):
-        return (
-            f"{where}: holds {sorted(map(str, record))[:8]}; expected strings in messages, "
-            f"prompt and completion, question and answer, or {field}"
-        )
-    return Example(where, text=text) if text.strip() else f"{where}: {field} is empty"
-
-
-def _chat(messages: list[Any], where: str) -> Example | str:
-    for message in messages:
-        if not (
-            isinstance(message, Mapping)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-        ):
-            return f"{where}: a message must hold the strings role and content"
-    if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
-        return f"{where}: no message of the assistant to learn from"
-    turns = tuple({"role": m["role"], "content": m["content"]} for m in messages)
-    return Example(where, messages=turns)
-
-
-def _read_plain(path: Path) -> Iterator[Example | str]:
-    lines: list[str] = []
-    first, length = 1, 0
-    for number, raw in enumerate(_lines(path), 1):
-        if isinstance(raw, str):
-            yield f"{path.name}:{number}: {raw}"
-            continue
-        try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
-        except UnicodeDecodeError as error:
-            yield f"{path.name}:{number}: not UTF-8 ({error.reason})"
-            continue
-        lines.append(line)
-        length += len(line)
-        if length > _LONG_DOCUMENT or (length > _DOCUMENT and not line.strip()):
-            yield _document(lines, f"{path.name}:{first}")
-            lines, first, length = [], number + 1, 0
-    if first == 1 or any(map(str.strip, lines)):
-        yield _document(lines, f"{path.name}:{first}")
-
-
-def _document(lines: list[str], where: str) -> Example | str:
-    text = "".join(lines).strip("\n")
-    return Example(where, text=text) if text.strip() else f"{where}: empty"
+    if must and not usable:
+        raise InputError(f"{path} has no usable record: {complaint or 'it is empty'}")
 
 
 def _read_stdlib() -> Iterator[Example | str]:
@@ -374,11 +292,11 @@ def _read_stdlib() -> Iterator[Example | str]:
             yield f"{name}: {error}"
             continue
         if text:  # many an __init__.py is empty on purpose
-            yield _document([text], name)
+            yield as_document([text], name)
 
 
 def _read_hugging_face(
-    name: str, split: TextSplit, field: str
+    name: str, split: TextSplit, field: str | None
 ) -> tuple[bool, Iterator[Example | str]]:
     try:
         import datasets
@@ -401,4 +319,7 @@ def _read_hugging_face(
             f"{name} cannot be opened: {reason}. Without network, name a .jsonl file, a folder, or "
             "'stdlib'"
         ) from error
-    return divided, (_example(row, f"{name}[{part}]:{i}", field) for i, row in enumerate(rows, 1))
+    return divided, (
+        as_example(without_nulls(row), f"{name}[{part}]:{i}", field)
+        for i, row in enumerate(rows, 1)
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
-from ssl_kd.datasets.text import Example
+from ssl_kd.datasets.records import Example
 from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
 from ssl_kd.evaluate.generation import (
     Autocast,
@@ -216,7 +216,7 @@ def _asked(example: Example, tokenizer: Any) -> _Question | None:
         messages = list(example.messages)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
-        prompt = _chat_prompt(messages[:-1], tokenizer) if messages else None
+        prompt = _chat_prompt(messages[:-1], example.tools, tokenizer) if messages else None
         if prompt is None:
             return None
         ids = tokenizer(prompt, add_special_tokens=False).input_ids
@@ -230,13 +230,16 @@ def _asked(example: Example, tokenizer: Any) -> _Question | None:
     return _Question(example.where, prompt, prompt_ids(tokenizer, prompt), rest)
 
 
-def _chat_prompt(messages: list[Any], tokenizer: Any) -> str | None:
+def _chat_prompt(messages: list[Any], tools: Sequence[Any] | None, tokenizer: Any) -> str | None:
     """The messages by the tokenizer's own template; None where it refuses them."""
     from jinja2 import TemplateError
 
+    told = list(tools) if tools else None
     try:
         return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            tokenizer.apply_chat_template(
+                messages, tools=told, tokenize=False, add_generation_prompt=True
+            )
         )
     except TemplateError:  # the blocks name such an example among those left out
         return None

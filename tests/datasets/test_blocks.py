@@ -20,7 +20,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from ssl_kd.datasets.blocks import _best_fit, isolates_documents, make_blocks, train_tokenizer
+from ssl_kd.datasets.blocks import isolates_documents, make_blocks, train_tokenizer
+from ssl_kd.datasets.packing import best_fit
 from ssl_kd.datasets.text import Example, TextDataset
 from ssl_kd.losses.token_distillation import next_token_targets
 
@@ -239,6 +240,34 @@ def test_only_what_the_assistant_says_counts(tokenizer, monkeypatch):
     assert tokenizer.decode(told) == "a dog!</s>a tree.</s>"
 
 
+def test_what_a_chat_gives_does_not_count_and_its_tools_are_shown(tokenizer, monkeypatch):
+    shown = ("{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}" + TEMPLATE).replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}({{ c.function.arguments.a }}){% endfor %}",
+    )
+    call = {"type": "function", "function": {"name": "sun", "arguments": {"a": 2}}}
+    turns = (
+        {"role": "user", "content": "a cat?"},
+        {"role": "assistant", "content": "a dog!"},
+        {"role": "user", "content": "a sun?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    )
+    chat = Example("f:1", messages=turns, given=3, tools=(call,))
+    texts = TextDataset("test", "all", (chat,), "digest", ())
+    monkeypatch.setattr(tokenizer, "chat_template", shown)
+    blocks = make_blocks(texts, tokenizer, 128)
+    ((ids, counts),) = pieces(blocks)
+    assert tokenizer.decode(ids).startswith("<sun><s>[user]a cat?")
+    told = tokenizer.decode([i for i, c in zip(ids, counts, strict=True) if c])
+    assert told == "sun(2)</s>"
+    assert blocks.characters == len('{"name": "sun", "arguments": {"a": 2}}')
+    # A template that knows of no tools would have it learn to say nothing.
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    with pytest.raises(ValueError, match="f:1: the chat template does not show the tool calls"):
+        make_blocks(texts, tokenizer, 128)
+
+
 def test_the_first_token_never_counts_even_where_the_assistant_begins(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }} and so on")
     chat = [{"role": "assistant", "content": " a cat "}]
@@ -297,13 +326,13 @@ def test_another_end_token(shared_data):
 
 
 def test_rows_are_filled_well_and_keep_the_order_of_the_documents():
-    assert _best_fit([3, 9, 5, 1, 2], 10) == [[0, 2, 4], [1, 3]]
+    assert best_fit([3, 9, 5, 1, 2], 10) == [[0, 2, 4], [1, 3]]
 
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60))
 def test_no_two_rows_would_fit_into_one(lengths):
-    rows = _best_fit(lengths, 30)
+    rows = best_fit(lengths, 30)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     used = sorted(sum(lengths[i] for i in row) for row in rows)
     assert used[-1] <= 30

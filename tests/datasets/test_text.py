@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssl_kd.datasets import DatasetUnavailable, DatasetUnreachable, Example, open_text
-from ssl_kd.datasets.text import LONGEST, first_few
+from ssl_kd.datasets.text import first_few
+from ssl_kd.datasets.text_files import LONGEST
 
 
 def write_jsonl(path, records):
@@ -118,10 +119,10 @@ def test_few_of_many_complaints_are_listed(tmp_path):
 def test_a_jsonl_file_without_a_usable_line_is_an_error_in_a_folder_too(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     write_jsonl(tmp_path / "b.jsonl", [{"txt": "b"}, "{"])
-    with pytest.raises(ValueError, match=r"b\.jsonl has no usable line: b\.jsonl:1: holds"):
+    with pytest.raises(ValueError, match=r"b\.jsonl has no usable record: b\.jsonl:1: holds"):
         open_text(tmp_path, "all")
     (tmp_path / "b.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"b\.jsonl has no usable line: it is empty"):
+    with pytest.raises(ValueError, match=r"b\.jsonl has no usable record: it is empty"):
         open_text(tmp_path, "all")
 
 
@@ -228,9 +229,9 @@ def test_the_standard_library():
     assert train.name == f"stdlib of Python {platform.python_version()}"  # each one's is another
 
 
-@pytest.mark.parametrize("name", ["nothing.jsonl", "table.csv"])
+@pytest.mark.parametrize("name", ["nothing.jsonl", "table.xlsx"])
 def test_no_such_source(tmp_path, name):
-    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "table.xlsx").write_text("a,b")
     with pytest.raises(DatasetUnavailable, match=r"nor a text file .* 'stdlib' .* 'hf:NAME'"):
         open_text(tmp_path / name)
 
