@@ -26,6 +26,8 @@ CACHE_K = 128
 # Trainable weights and losses are always float32. A dtype that is slow on the device is not used,
 # and the log says so.
 MODEL_DTYPE = "auto"
+# Run Python files that come with a model, where it needs them; read them first.
+TRUST_REMOTE_CODE = False
 # With MODEL_DTYPE float16 on a CPU: emulate it, slowly, to see what a GPU would compute.
 EMULATE_FP16 = False
 # Training steps of a teacher that is trained here (TEACHER_MODEL train), from 1.
@@ -39,11 +41,15 @@ VOCABULARY = 1024
 
 # --- Data -----------------------------------------------------------------------------------------
 
-# Text to learn from: .jsonl (text | prompt, completion | question, answer | messages) | .txt | a
-# folder of them | hf:NAME | stdlib (the source of Python's standard library).
+# Text to learn from: .jsonl .json .csv .parquet (messages | conversations | prompt, completion |
+# question, answer | instruction, output | text) | .txt | a folder of them, or by save_to_disk |
+# hf:NAME | stdlib (the source of Python's standard library).
 DATA_PATH = "stdlib"
 # Held-out text; None: the data's own test split, or a tenth of the data, left out of training.
 EVAL_PATH = None
+# Field of the records whose text is learned; None: the first form that a record has, as in
+# DATA_PATH.
+TEXT_FIELD = None
 # Read at most this many megabytes of a text, above 0; None: all of it.
 MAX_MEGABYTES = None
 # Tokens in a row, 8 to 1048576. Longer: more context, more memory.

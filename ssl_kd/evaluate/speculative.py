@@ -176,7 +176,10 @@ def draft(
     ) -> tuple[list[int], float]:
         x = torch.tensor([ids], device=teacher.device)
         by = {} if rounds is None else {"assistant_model": student, "streamer": rounds}
-        with seeded(seed_of(seed, number), gpus), rounds.watching(model) if rounds else nullcontext():
+        with (
+            seeded(seed_of(seed, number), gpus),
+            rounds.watching(model) if rounds else nullcontext(),
+        ):
             start = perf_counter()
             out = model.generate(x, attention_mask=torch.ones_like(x), **how, **by)
             new = out[0, len(ids) :].tolist()  # waits for the device

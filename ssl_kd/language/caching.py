@@ -13,12 +13,18 @@ from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.language.routed import Routed, RoutedDraw
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.teacher import at_work, is_routed, router_id, trained_teacher
+from ssl_kd.language.teacher import (
+    at_work,
+    is_routed,
+    load_teacher,
+    router_id,
+    trained_teacher,
+)
 from ssl_kd.language.texts import lay_out, texts_of
 from ssl_kd.ranks import Ranks, joined
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm, n_ids
+from ssl_kd.teachers.causal import CausalLM, n_ids
 from ssl_kd.teachers.mixture import default_renorm
 from ssl_kd.training.clock import Progress, untold
 from ssl_kd.training.together import Team
@@ -67,7 +73,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
     name = settings.teacher_model
     if name == "train":
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
-    teacher = load_causal_lm(name)
+    teacher = load_teacher(settings, name, precision.teacher)
     blocks = lay_out(settings, texts, teacher, teacher, aligned=False)
     assert isinstance(blocks, Blocks)
     frozen = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)

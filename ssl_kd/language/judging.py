@@ -18,9 +18,9 @@ from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.task import GIVEN, Task
-from ssl_kd.language.teacher import at_work
+from ssl_kd.language.teacher import at_work, load_teacher
 from ssl_kd.language.witness import known_settings
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm
+from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
 from ssl_kd.teachers.frozen import FrozenTeacher
 
@@ -115,7 +115,7 @@ def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: 
             " MODEL_DTYPE to 'float32'"
         )
     teacher.model.to("cpu")  # two of them may be more than the device holds
-    lm = load_causal_lm(task.teacher.name)
+    lm = load_teacher(settings, task.teacher.name, dtype)
     precision = dataclasses.replace(
         task.precision, teacher=dtype, why=f"{task.precision.why}; {words}"
     )

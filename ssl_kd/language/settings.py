@@ -74,6 +74,10 @@ presets; a name or value that cannot be is refused.
         " not used, and the log says so.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    trust_remote_code: bool = setting(
+        False,
+        "run Python files that come with a model, where it needs them; read them first",
+    )
     emulate_fp16: bool = setting(
         False,
         "with MODEL_DTYPE float16 on a CPU: emulate it, slowly, to see what a GPU would compute",
@@ -95,14 +99,20 @@ presets; a name or value that cannot be is refused.
 
     data_path: str = setting(
         "stdlib",
-        "text to learn from: .jsonl (text | prompt, completion | question, answer | messages) |"
-        " .txt | a folder of them | hf:NAME | stdlib (the source of Python's standard library)",
+        "text to learn from: .jsonl .json .csv .parquet (messages | conversations | prompt,"
+        " completion | question, answer | instruction, output | text) | .txt | a folder of them, or"
+        " by save_to_disk | hf:NAME | stdlib (the source of Python's standard library)",
         section="Data",
     )
     eval_path: str | None = setting(
         None,
         "held-out text; None: the data's own test split, or a tenth of the data, left out of"
         " training",
+    )
+    text_field: str | None = setting(
+        None,
+        "field of the records whose text is learned; None: the first form that a record has, as in"
+        " DATA_PATH",
     )
     max_megabytes: float | None = setting(
         None, "read at most this many megabytes of a text; None: all of it", above=0

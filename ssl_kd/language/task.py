@@ -15,17 +15,26 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
+from ssl_kd.language.family import check_family, check_ids_are_known, check_rows
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
-from ssl_kd.language.teacher import ALONE, at_work, is_routed, router_id, trained_teacher
+from ssl_kd.language.teacher import (
+    ALONE,
+    at_work,
+    is_routed,
+    load_teacher,
+    router_id,
+    trained_teacher,
+)
 from ssl_kd.language.texts import lay_out, texts_of
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id, without_adapters
+from ssl_kd.teachers.causal import CausalLM, without_adapters
+from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import add_lora, build_student
 from ssl_kd.training.clock import Progress
@@ -131,6 +140,10 @@ def prepare(
         lay_out(settings, texts, student, teacher, aligned) for texts in (train_set, eval_set)
     )
     own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
+    if teacher is not None and isinstance(eval_blocks, Blocks):
+        check_ids_are_known(student, teacher, own, eval_blocks)
+        if settings.teacher_cache is not None:
+            check_rows(student, teacher)
     for line in [*train_set.left_out[:1], *own.left_out[:1]]:
         logger.info("some of the text was split or left out: %s; the report has more", line)
     tell("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
@@ -191,14 +204,23 @@ def _models(
     name = settings.teacher_model
     if name == "train":
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
+    # Where a student is cut from it, or float16 may be too narrow, in the dtype of its file first.
+    first = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
     teacher = given.teacher
     if teacher is None and name != "none":
-        teacher = load_causal_lm(name)
+        teacher = load_teacher(settings, name, None if first else precision.teacher)
     new = settings.student_model.startswith(("fresh:", "llama:"))
     tokenizer = train_tokenizer(texts, settings.vocabulary) if new and not teacher else None
-    student = given.student
-    if student is None:
-        student = build_student(settings.student_model, teacher, tokenizer, seed=settings.seed)
+    # A frozen base is rounded at each product anyway. (FSDP wants one dtype in all of a layer.)
+    half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
+    student = given.student or build_student(
+        settings.student_model,
+        teacher,
+        tokenizer,
+        seed=settings.seed,
+        dtype=None if half else torch.float32,
+        remote_code=settings.trust_remote_code,
+    )
     for lm in (student, teacher):
         room = lm and getattr(lm.model.config, "max_position_embeddings", None)
         if lm and room and settings.block_size > room:
@@ -207,10 +229,12 @@ def _models(
                 f"to {room} or less"
             )
     if teacher is not None and settings.align == "auto":
-        _check_tokenizers(student, teacher)
+        check_family(student, teacher)
     if settings.lora_rank:
         size = settings.lora_rank, settings.lora_alpha
         adapted = add_lora(student.model, *size, seed=settings.seed)
+        if half:
+            halve_products(adapted, precision.student)
         student = dataclasses.replace(student, model=adapted)
     return student, teacher
 
@@ -239,17 +263,6 @@ def _answers(
         check_divergence(settings, caches[0].fingerprint.method)
         teacher.model.requires_grad_(False)
     return frozen, caches
-
-
-def _check_tokenizers(student: CausalLM, teacher: CausalLM) -> None:
-    if tokenizer_id(student.tokenizer) == tokenizer_id(teacher.tokenizer):
-        return
-    raise SettingsError(
-        f"the teacher {teacher.name} and the student {student.name} have different tokenizers "
-        f"({len(teacher.tokenizer)} and {len(student.tokenizer)} tokens), so their distributions "
-        "are over different tokens. Choose how to align them: --align chunks, uld or hidden; or "
-        " take a student of its family, or one cut from it (--student_model layers:N)"
-    )
 
 
 def make_distiller(

@@ -7,6 +7,8 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from ssl_kd.datasets.blocks import isolates_documents, make_blocks, train_tokenizer
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.files import sha256_file
@@ -17,7 +19,7 @@ from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.train import train
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import build_student, save_student
 from ssl_kd.training.clock import Progress
@@ -27,6 +29,11 @@ logger = logging.getLogger(__name__)
 TEACHERS = Path("data") / "teachers"
 TEACHER_LR = 2e-3  # of a small teacher that is trained here
 ALONE = Ranks(0, 1, "cpu")
+
+
+def load_teacher(settings: LanguageSettings, name: str, dtype: torch.dtype | None) -> CausalLM:
+    """The teacher's model as the settings would have it loaded."""
+    return load_causal_lm(name, dtype=dtype, remote_code=settings.trust_remote_code)
 
 
 def at_work(

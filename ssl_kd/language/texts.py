@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
@@ -16,12 +17,13 @@ logger = logging.getLogger(__name__)
 def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     """What is learned from, and what is held out; no document is both."""
     most = None if settings.max_megabytes is None else int(settings.max_megabytes * 1e6)
+    read = partial(open_text, field=settings.text_field, max_bytes=most)
     if settings.eval_path is None:
-        train_set = open_text(settings.data_path, "train", max_bytes=most)
-        eval_set = open_text(settings.data_path, "test", max_bytes=most)
+        train_set = read(settings.data_path, "train")
+        eval_set = read(settings.data_path, "test")
     else:  # all is learned from where the held-out text is a file of its own
-        train_set = open_text(settings.data_path, "train", held_out=0, max_bytes=most)
-        eval_set = open_text(settings.eval_path, "all", max_bytes=most)
+        train_set = read(settings.data_path, "train", held_out=0)
+        eval_set = read(settings.eval_path, "all")
     kept = train_set.without(eval_set)
     if len(kept) < len(train_set):
         words = "%d of %d documents to learn from are held out, too, and left out of training"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import logging
 import os
 import pickle
 import warnings
@@ -22,6 +23,7 @@ from torch import nn
 from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file, why_refused
 from ssl_kd.guard.memory import is_out_of_memory
+from ssl_kd.teachers.dtypes import cast_weights
 from ssl_kd.teachers.weights import model_files, weights_id
 
 __all__ = [
@@ -30,11 +32,14 @@ __all__ = [
     "files_id",
     "llm_module",
     "load_causal_lm",
+    "load_tokenizer",
     "n_ids",
     "quiet",
     "tokenizer_id",
     "without_adapters",
 ]
+
+logger = logging.getLogger(__name__)
 
 _ID_LENGTH = 16
 _BASE = "set base_model_name_or_path in adapter_config.json to the model they were trained on"
@@ -78,15 +83,19 @@ class CausalLM:
 def load_causal_lm(
     name_or_path: str | os.PathLike[str],
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
+    remote_code: bool = False,
 ) -> CausalLM:
     """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
 
-    A folder of LoRA adapters is loaded with its base and merged into it.
+    Each weight is read in the dtype that is asked for; there is no copy in another. A folder of
+    LoRA adapters is loaded with its base in float32, merged into it, and then cast.
 
     Args:
         name_or_path: folder by `save_pretrained`, or a name on the Hugging Face Hub.
-        dtype: of the weights (buffers such as rotary frequencies stay as the model keeps them).
+        dtype: of the weights (buffers such as rotary frequencies stay as the model keeps them);
+            None for the one they were saved in.
+        remote_code: run Python files that come with the model, where it needs them.
 
     Raises:
         ImportError: transformers is not installed.
@@ -98,14 +107,38 @@ def load_causal_lm(
     transformers = llm_module("transformers")
     folder = _local(name)
     if folder is not None and (folder / "adapter_config.json").is_file():
-        return _with_adapters(folder, dtype)
+        return _with_adapters(folder, dtype, remote_code)
     place = name if folder is None else str(folder)
     with quiet(transformers):
-        model = _weights(transformers, place, dtype)
-        tokenizer = _tokenizer(transformers, place)
+        model = _weights(transformers, place, dtype, remote_code)
+        tokenizer = load_tokenizer(place, remote_code=remote_code)
     model.eval()
+    if (code := type(model).__module__).startswith("transformers_modules."):
+        logger.warning("%s runs code of its own, as TRUST_REMOTE_CODE allows: %s", name, code)
     _check_causal(model, name)
     return CausalLM(model, tokenizer, name, files_id(place))
+
+
+def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
+    """Load a model's tokenizer alone.
+
+    Args:
+        name_or_path: as for `load_causal_lm`.
+        remote_code: run Python files that come with the model, where it needs them.
+
+    Raises:
+        ValueError: there is none that can be read.
+    """
+    place = os.fspath(name_or_path)
+    transformers = llm_module("transformers")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code)
+    except Exception as error:  # each kind of tokenizer has exceptions of its own
+        _check_own_code(place, error)
+        raise InputError(
+            f"{place!r} has no readable tokenizer ({_reason(error)}); put tokenizer.json and "
+            "tokenizer_config.json beside its config.json: tokenizer.save_pretrained(folder)"
+        ) from error
 
 
 def files_id(name_or_path: str | os.PathLike[str]) -> str:
@@ -205,12 +238,12 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _weights(transformers: Any, place: str, dtype: torch.dtype) -> Any:
+def _weights(transformers: Any, place: str, dtype: torch.dtype | None, remote_code: bool) -> Any:
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             place,
-            dtype=dtype,
-            trust_remote_code=False,  # None would ask on the terminal
+            dtype="auto" if dtype is None else dtype,
+            trust_remote_code=remote_code,  # None would ask on the terminal
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named below, which transformers' error does not
         )
@@ -230,6 +263,7 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype) -> Any:
                 f"{place!r} is a model of type {kind!r}, not a causal language model: expected one "
                 "that AutoModelForCausalLM loads, such as gpt2 or a Llama"
             ) from error
+        _check_own_code(place, error)
         raise InputError(f"{place!r} cannot be loaded: {_reason(error)}") from error
     for name, saved, expected in sorted(info["mismatched_keys"]):
         raise InputError(
@@ -247,23 +281,22 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def _tokenizer(transformers: Any, place: str) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except Exception as error:  # each kind of tokenizer has exceptions of its own
+def _check_own_code(place: str, error: Exception) -> None:
+    """Raise an InputError where a model needs Python files of its own."""
+    if "trust_remote_code" in str(error):
         raise InputError(
-            f"{place!r} has no readable tokenizer ({_reason(error)}); put tokenizer.json and "
-            "tokenizer_config.json beside its config.json: tokenizer.save_pretrained(folder)"
+            f"{place!r} needs Python code that comes with it, and such code is not run unasked: it "
+            "may do anything. Read it, then set TRUST_REMOTE_CODE (--trust_remote_code)"
         ) from error
 
 
-def _with_adapters(folder: Path, dtype: torch.dtype) -> CausalLM:
+def _with_adapters(folder: Path, dtype: torch.dtype | None, remote_code: bool) -> CausalLM:
     base = _base_of_adapters(folder)
     if not base:
         raise InputError(
             f"{folder} holds adapters that name no base model: {_BASE}, or merge them before saving"
         )
-    lm = load_causal_lm(base, dtype=dtype)
+    lm = load_causal_lm(base, remote_code=remote_code)
     peft = llm_module("peft")
     try:
         with warnings.catch_warnings():  # peft asks transformers by names that are deprecated
@@ -276,9 +309,11 @@ def _with_adapters(folder: Path, dtype: torch.dtype) -> CausalLM:
         raise InputError(
             f"{folder}: its adapters do not load on {base}: {_reason(error)}"
         ) from error
+    if dtype is not None:
+        cast_weights(model, dtype)
     tokenizer = lm.tokenizer
     if (folder / "tokenizer_config.json").is_file():
-        tokenizer = _tokenizer(llm_module("transformers"), str(folder))
+        tokenizer = load_tokenizer(folder, remote_code=remote_code)
     return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ssl_kd.errors import InputError
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.teachers.causal import evaluating, without_adapters
+from ssl_kd.teachers.dtypes import cast_weights
 
 __all__ = ["FrozenTeacher", "LinearHead", "hidden_states", "linear_head"]
 
@@ -129,10 +130,7 @@ class FrozenTeacher:
         self.model = model.requires_grad_(False).eval()
         self.device = torch.device(device)
         if dtype is not None and model.dtype != dtype:
-            # Not model.to(dtype): it would round rotary frequencies, which are buffers.
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+            cast_weights(model, dtype)
         self.model.to(self.device)
         self.linear = linear_head(model) is not None
         self.offload = offload and self.device.type != "cpu"

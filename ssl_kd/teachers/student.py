@@ -32,6 +32,7 @@ from ssl_kd.teachers.causal import (
     tokenizer_id,
     without_adapters,
 )
+from ssl_kd.teachers.dtypes import cast_weights
 from ssl_kd.teachers.finite import not_finite
 
 __all__ = ["NotFinite", "add_lora", "build_student", "save_student"]
@@ -60,8 +61,9 @@ def build_student(
     tokenizer: Any = None,
     *,
     seed: int,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     experts: int = 0,
+    remote_code: bool = False,
 ) -> CausalLM:
     """Make or load a student.
 
@@ -74,9 +76,10 @@ def build_student(
         tokenizer: for new weights; None takes the teacher's. The vocabulary is the teacher's where
             that has this tokenizer, else the tokenizer's, up to the next multiple of 8.
         seed: of new weights; the global random state is left alone.
-        dtype: float32, but for the frozen base of adapters.
+        dtype: float32, but for the frozen base of adapters; None for that of its file, or float32.
         experts: for new weights without a teacher: a Mixtral of so many, two of them active, in
             Llama's place; 0 for Llama.
+        remote_code: see `load_causal_lm`.
 
     Returns:
         The student, in evaluation mode on the CPU.
@@ -88,7 +91,7 @@ def build_student(
     """
     kind, _, size = spec.partition(":")
     if kind not in ("layers", "fresh", "llama"):
-        return load_causal_lm(spec, dtype=dtype)
+        return load_causal_lm(spec, dtype=dtype, remote_code=remote_code)
     form = r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)"
     match = re.fullmatch(form, size)
     if match is None or 0 in (numbers := [int(n) for n in match.groups()]):
@@ -105,7 +108,8 @@ def build_student(
             tokenizer = teacher.tokenizer
         like = teacher if kind == "fresh" else None
         model = _fresh(spec, like, tokenizer, numbers[0], numbers[1], seed, experts)
-    return CausalLM.of(model.to(dtype), tokenizer, spec)
+    cast_weights(model, dtype or torch.float32)
+    return CausalLM.of(model, tokenizer, spec)
 
 
 def add_lora(
@@ -192,7 +196,9 @@ def save_student(
         logger.info("the adapters are merged into their base, which was made in memory")
         merge = True
     if adapters and merge:
-        model, adapters = copy.deepcopy(model).merge_and_unload(), False
+        model = copy.deepcopy(model)
+        cast_weights(model, torch.float32)  # a base in half precision would round what is added
+        model, adapters = model.merge_and_unload(), False
     causal = without_adapters(model)
     transformers = llm_module("transformers")
     with quiet(transformers), _generation(causal) as generation, _replaced(folder) as new:

@@ -1,0 +1,121 @@
+"""A teacher of the student's family: the same ids, but for tokens that one side has added."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+
+from ssl_kd.language.caching import cache_teacher
+from ssl_kd.language.run import run
+from ssl_kd.settings import SettingsError
+
+
+@pytest.fixture(scope="session")
+def more_tokens(tiny):
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    return tokenizer
+
+
+@pytest.fixture
+def folders(tiny, more_tokens, tmp_path):
+    """A model of the family with two tokens more, and rows of padding; and a plain one."""
+    padded = tiny.folder(tmp_path / "padded", tokenizer=more_tokens, vocab_size=336)
+    return padded, tiny.folder(tmp_path / "plain", seed=4)
+
+
+def table(folder):
+    return {row["name"]: row for row in json.loads((folder / "metrics.json").read_text())["table"]}
+
+
+def test_a_teacher_with_added_tokens_teaches(settings, folders, caplog):
+    padded, plain = folders
+    caplog.set_level(logging.INFO)
+    folder = run(settings(teacher_model=padded, student_model=plain))
+    assert (
+        "of one family: the same ids, but for 2 added tokens ('<think>', '</think>') of the "
+        in (caplog.text)
+    )
+    rows = table(folder)
+    assert rows["student"]["kl"] < rows["student before"]["kl"]
+    assert json.loads((folder / "metrics.json").read_text())["learned_from"]["kd"] == 6
+
+
+def test_its_cache_does_too_where_the_student_has_rows_for_its_tokens(
+    settings, folders, tiny, tmp_path
+):
+    padded, plain = folders
+    roomy = tiny.folder(tmp_path / "roomy", vocab_size=328, seed=4)
+    for method in ("sample", "topk"):
+        own = settings(
+            teacher_model=padded,
+            student_model=roomy,
+            teacher_cache=str(tmp_path / method),
+            cache_method=method,
+            run_name=method,
+        )
+        cache_teacher(own)
+        assert json.loads((run(own) / "metrics.json").read_text())["learned_from"]["kd"] == 6
+    with pytest.raises(SettingsError, match="may hold 322 tokens, and the student .* has 320 rows"):
+        run(own.replace(student_model=plain, run_name="narrow"))
+
+
+def test_a_token_that_the_teacher_lacks_is_refused_where_it_is_read(
+    settings, folders, tmp_path, caplog
+):
+    padded, plain = folders
+    caplog.set_level(logging.INFO)
+    swapped = {"teacher_model": plain, "student_model": padded}
+    run(settings(**swapped, max_steps=1))  # the text has none of them
+    assert "2 added tokens ('<think>', '</think>') of the student's alone" in caplog.text
+    text = tmp_path / "thinks.jsonl"
+    lines = [{"text": f"a <think> {i}" if i % 7 else "the old fox"} for i in range(40)]
+    text.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(SettingsError, match="holds the student's token '<think>', which the teach"):
+        run(settings(**swapped, data_path=str(text), run_name="b"))
+
+
+def test_other_ids_are_another_family(settings, tiny, more_tokens, tmp_path):
+    foreign = tiny.folder(tmp_path / "foreign", tokenizer=tiny.other_tokenizer)
+    plain = tiny.folder(tmp_path / "plain")
+    with pytest.raises(SettingsError, match="have different tokenizers .* --align chunks"):
+        run(settings(teacher_model=foreign, student_model=plain))
+
+
+def test_a_padded_vocabulary_is_the_same_vocabulary(settings, tiny, tmp_path):
+    """As Qwen's 151936 rows against 152064 for one tokenizer."""
+    wide = tiny.folder(tmp_path / "wide", vocab_size=384)
+    narrow = tiny.folder(tmp_path / "narrow", seed=4)
+    for i, (teacher, student) in enumerate(((wide, narrow), (narrow, wide))):
+        rows = table(run(settings(teacher_model=teacher, student_model=student, run_name=str(i))))
+        assert rows["student"]["kl"] < rows["student before"]["kl"]
+
+
+def test_adapters_on_a_halved_base_learn_as_on_a_full_one(settings, folders, monkeypatch):
+    """A run in bfloat16: the base is halved in memory, and the run is the same to the bit."""
+    from ssl_kd.language import task
+
+    half = {"teacher_model": folders[0], "student_model": folders[1]}
+    half |= {"lora_rank": 2, "model_dtype": "bfloat16"}
+    monkeypatch.setattr(
+        "ssl_kd.guard.precision.DeviceInfo.halves", lambda self: ((torch.bfloat16,), "a test")
+    )
+    seen = []
+
+    def halved(model, dtype):
+        seen.append(dtype)
+
+    first = run(settings(**half, run_name="halved"))
+    monkeypatch.setattr(task, "halve_products", halved)
+    second = run(settings(**half, run_name="full"))
+    assert seen == [torch.bfloat16]
+    losses = [
+        [
+            json.loads(line).get("train_loss")
+            for line in (f / "metrics.jsonl").read_text().splitlines()
+        ]
+        for f in (first, second)
+    ]
+    assert losses[0] == losses[1]
