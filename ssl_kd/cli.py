@@ -217,6 +217,17 @@ def _verify(argv: Sequence[str]) -> int:
     return guarded(work, memory=LANGUAGE_MEMORY)
 
 
+def _judge(argv: Sequence[str]) -> int:
+    """Judge a finished student: calibration, repetition, as a draft, tasks: ssl_kd judge RUN."""
+
+    def work() -> int:
+        from ssl_kd.judge_command import judge
+
+        return judge(argv, LANGUAGE_CONFIG, "ssl_kd judge")
+
+    return guarded(work, memory=LANGUAGE_MEMORY)
+
+
 def _install_check(argv: Sequence[str]) -> int:
     """Check versions, device, precision and folders."""
     return _check("installation", argv)
@@ -303,6 +314,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "distill": _distill_here,
     "doctor": _doctor,
     "verify": _verify,
+    "judge": _judge,
     "install-check": _install_check,
     "replay": _replay,
     "config": _config,

@@ -38,13 +38,16 @@ PROMPT_CHARACTERS = 120
 Predict = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher]
 """A batch, and rows of its flattened `[batch * token]` positions -> the model's answer there."""
 
+Beside = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher | None]
+"""The same of a teacher; None of a batch that it does not know."""
+
 
 @torch.no_grad()
 def judge_tokens(
     model: Any,
     blocks: Blocks,
     *,
-    teacher: Predict | None = None,
+    teacher: Beside | None = None,
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> TokenScores:
@@ -56,7 +59,8 @@ def judge_tokens(
     Args:
         model: a causal language model of transformers, or a `FrozenTeacher` to be judged itself.
         blocks: held-out text.
-        teacher: a `FrozenTeacher` on the same device; None for no agreement and no divergence.
+        teacher: a `FrozenTeacher` on the same device, or a `RememberedTeacher`; None for no
+            agreement and no divergence. They are means over the rows that it knows.
         batch_size: blocks of a forward pass.
         autocast: makes the context that the model runs in: `Precision.autocast`. (A `FrozenTeacher`
             runs in its own dtype.)
@@ -287,7 +291,7 @@ class LanguageJudge:
         student: Reading,
         teacher: Reading | None = None,
         *,
-        beside: FrozenTeacher | None = None,
+        beside: Beside | None = None,
         validation: Blocks | None = None,
         batch_size: int = 8,
         answer_prompts: int = 100,
@@ -369,6 +373,11 @@ class LanguageJudge:
             ids=[question.ids for question in asked],
             autocast=self._autocast,
         )
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompts that answers are kept of, in the student's tokens."""
+        return [asked[0].ids for asked in self._prompts]
 
     def side_by_side(self, generations: dict[str, list[str]]) -> list[dict[str, str]]:
         """Each prompt with what each model wrote, and the text's own continuation."""

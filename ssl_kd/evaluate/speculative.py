@@ -122,13 +122,14 @@ class Drafted:
         rate = self.accepted / self.judged if self.judged else None
         cost = median(self.cost)
         fair = None if rate is None else expected_tokens(rate, drafted) / (drafted * cost + 1)
-        middle = quantiles(self.speedup, n=4) if len(self.speedup) > 1 else self.speedup * 3
+        several = self.speedup if len(self.speedup) > 1 else self.speedup * 2
+        low, _, high = quantiles(several, n=4, method="inclusive")
         return {
             "acceptance": rate,
             "accepted_per_verification": self.accepted / self.verifications,
             "tokens_per_verification": self.tokens / self.verifications,
             "speedup": median(self.speedup),
-            "speedup_middle_half": [middle[0], middle[2]],
+            "speedup_middle_half": [low, high],
             "cost": cost,
             # Theorem 3.8; the loop's own time, which is not in it, is the rest.
             "speedup_by_theory": fair,
@@ -161,7 +162,7 @@ def draft(
         prompts: in tokens, at least one, none of them empty.
         max_new_tokens: of each text, at most.
         drafted: tokens before each verification.
-        sample: by the teacher's distribution at temperature 1 (speculative sampling); else greedily.
+        sample: at temperature 1, from the teacher's whole distribution; else greedily.
         seed: of the draws.
 
     Raises:

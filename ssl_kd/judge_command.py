@@ -1,0 +1,156 @@
+"""`ssl_kd judge STUDENT`: judge a finished student, print the tables and keep them as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssl_kd.errors import OK, InputError
+from ssl_kd.flags import FlagParser, read_settings
+
+if TYPE_CHECKING:
+    from ssl_kd.language.settings import LanguageSettings
+
+PROMPTS = 32  # that are continued, unless GENERATIONS is given
+_HELP = {
+    "teacher": "folder or Hub name of the teacher; none: without. Default: the run's, if it is one",
+    "tasks": "of lm-evaluation-harness, with commas between: hellaswag,arc_easy",
+    "include_path": "folder with task files of your own",
+    "limit": "samples of each task at most; default: all",
+    "drafted": "tokens that the student drafts before each verification; default: 5",
+    "out": "file for the results as JSON; default: judged.json in the run's folder, or here",
+}
+# Of the settings, what evaluation takes; a run's own hold where no flag says otherwise.
+_TEXT = {"data_path", "eval_path", "max_megabytes", "block_size", "packing", "eval_rows"}
+_HOW = {"batch_size", "answer_prompts", "max_new_tokens", "device", "model_dtype", "seed"}
+
+
+def judge(argv: Sequence[str], config: Path, prog: str) -> int:
+    """Do it; return the exit code.
+
+    Args:
+        argv: The student first, then flags: those of this command, and settings of evaluation.
+        config: The settings file where no `--config` is given.
+        prog: What `--help` calls the program.
+
+    Raises:
+        SettingsError, InputError: what was given cannot be.
+    """
+    if not argv or {"-h", "--help"} & set(argv):
+        told = "\n".join(f"  --{name} {name.upper()}\n      {of}" for name, of in _HELP.items())
+        settings = ", ".join(f"--{name}" for name in sorted(_TEXT | _HOW | {"generations"}))
+        print(
+            f"usage: {prog} STUDENT [flags]\n\nSTUDENT is a run's folder (runs/NAME), a saved "
+            f"student's (runs/NAME/student) or a name on the Hub.\n\n{told}\n\nand of the settings "
+            f"(ssl_kd distill --help): {settings}"
+        )
+        return OK
+    if argv[0].startswith("-"):
+        raise InputError(
+            f"judge takes the student first, and {argv[0]} came: {prog} runs/latest {argv[0]} ..."
+        )
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    for name in ("teacher", "tasks", "include-path", "out"):
+        parser.add_argument(f"--{name}")
+    for name in ("limit", "drafted"):
+        parser.add_argument(f"--{name}", type=int)
+    given, rest = parser.parse_known_args(argv[1:])
+    for name in ("limit", "drafted"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise InputError(f"--{name} is {value}; expected at least 1")
+    if given.include_path is not None and given.tasks is None:
+        raise InputError("--include_path came without --tasks: name the tasks that are in it")
+    rest += [] if given.teacher is None else ["--teacher_model", given.teacher]
+    student, run = _student(argv[0])
+    out = _out(given.out, run)
+    settings = _settings(rest, config, prog, student, run)
+    return _judge(settings, given, out)
+
+
+def _judge(settings: LanguageSettings, given: Any, out: Path) -> int:
+    from rich.console import Console
+
+    from ssl_kd.screen import ProgressBars, open_screen
+
+    screen = open_screen()
+    from ssl_kd.evaluate.harness import Tasks
+    from ssl_kd.files import atomic_write_json
+    from ssl_kd.language.judge import judge
+    from ssl_kd.report.judged import judged_tables
+
+    tasks = None
+    if given.tasks is not None:
+        names = [name for word in given.tasks.split(",") if (name := word.strip())]
+        tasks = Tasks(names, given.include_path)
+    with ProgressBars(screen) as progress:
+        found = judge(
+            settings,
+            drafted=given.drafted or 5,
+            tasks=tasks,
+            limit=given.limit,
+            progress=progress,
+        )
+    atomic_write_json(out, found)
+    console = Console()
+    # soft_wrap: a path broken over two lines cannot be clicked or copied.
+    for shown in (*judged_tables(found), f"Results: {out}"):
+        console.print(shown, soft_wrap=isinstance(shown, str), markup=False)
+    return OK
+
+
+def _student(word: str) -> tuple[str, Path | None]:
+    """What is to be loaded, and the run that it comes from, where it does."""
+    folder = Path(word).expanduser()
+    for run in (folder, folder.parent):
+        if _config(run).get("mode") != "language":
+            continue
+        if not (run / "student").is_dir():
+            raise InputError(f"the run {run} has no student yet: expected a finished one")
+        return str(run / "student"), run
+    return word, None
+
+
+def _config(run: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no run; what it is instead is found when it is loaded
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _out(asked: str | None, run: Path | None) -> Path:
+    out = Path(asked) if asked is not None else (run or Path()) / "judged.json"
+    if out.is_dir():
+        raise InputError(f"--out is {out}, a folder: expected a file")
+    if asked is None and out.exists():
+        raise InputError(f"{out} exists: name another file, or this one, with --out")
+    return out
+
+
+def _settings(
+    argv: Sequence[str], config: Path, prog: str, student: str, run: Path | None
+) -> LanguageSettings:
+    """The run's text, teacher and ways of evaluation, unless a flag says otherwise."""
+    from ssl_kd.language.settings import LanguageSettings
+
+    def derive(settings: LanguageSettings, given: Mapping[str, Any]) -> LanguageSettings:
+        own = _TEXT | _HOW
+        if other := sorted(given.keys() - own - {"generations", "teacher_model"}):
+            raise InputError(
+                f"{other[0].upper()} plays no part in judging: leave --{other[0]} out ({prog} "
+                "--help lists what does)"
+            )
+        teacher = given.get("teacher_model", "none")
+        if run is not None:
+            said = _config(run)
+            settings = LanguageSettings.from_dict(said["settings"])
+            teacher = given.get("teacher_model") or (said.get("teacher") or {}).get("name", "none")
+        kept = {name: given.get(name, getattr(settings, name)) for name in own}
+        prompts = given.get("generations", PROMPTS)
+        return LanguageSettings(
+            **kept, generations=prompts, student_model=student, teacher_model=teacher
+        )
+
+    return read_settings(LanguageSettings, argv, config, prog=prog, derive=derive)

@@ -1,0 +1,233 @@
+"""A student that is done, judged as the field does: by held-out text, its writing, as a draft."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from ssl_kd.datasets.aligned import aligned_blocks
+from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
+from ssl_kd.datasets.text import TextDataset
+from ssl_kd.evaluate.harness import Tasks
+from ssl_kd.evaluate.language import LanguageJudge, Reading, judge_tokens
+from ssl_kd.evaluate.speculative import draft, expected_tokens, own_text
+from ssl_kd.evaluate.texts import distinct, rouge_l
+from ssl_kd.guard.precision import undisturbed
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.step import precision_of
+from ssl_kd.language.task import Progress, test_and_validation, texts_of
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id
+from ssl_kd.teachers.frozen import FrozenTeacher
+
+__all__ = ["judge"]
+
+logger = logging.getLogger(__name__)
+
+TIMED = 8
+"""Prompts that drafting is timed on, each in both ways of writing."""
+
+
+@undisturbed()
+def judge(
+    settings: LanguageSettings,
+    *,
+    drafted: int = 5,
+    tasks: Tasks | None = None,
+    limit: int | None = None,
+    progress: Progress = lambda stage, done, total, info: None,
+) -> dict[str, Any]:
+    """Judge a finished student, beside its teacher where there is one.
+
+    Both answer in the dtype that MODEL_DTYPE gives a teacher on this device.
+
+    Args:
+        settings: STUDENT_MODEL, TEACHER_MODEL (`none` for none), the text and how it is judged.
+        drafted: tokens that the student drafts before each verification of its teacher.
+        tasks: of lm-evaluation-harness; None for none.
+        limit: samples of each task at most.
+        progress: called as `progress(stage, done, total, info)`.
+
+    Returns:
+        Plain numbers and texts, ready for JSON: `table`, a row for each model; `generations`, each
+        prompt with what followed it; `speculative`, None without a teacher of the same tokenizer;
+        `tasks`, a row for each task, metric and model; and what was judged.
+
+    Raises:
+        InputError, FileNotFoundError: a model or the text cannot be read.
+    """
+    precision = precision_of(settings)
+    student, teacher = (
+        None if name == "none" else load_causal_lm(name)
+        for name in (settings.student_model, settings.teacher_model)
+    )
+    assert student is not None
+    _, texts = texts_of(settings)
+    alike = teacher is not None and tokenizer_id(teacher.tokenizer) == tokenizer_id(
+        student.tokenizer
+    )
+    readings = _readings(settings, texts, student, teacher, alike)
+    # In the dtype that it will be used in, as its teacher is.
+    answering = [
+        FrozenTeacher(lm.model, device=precision.device, dtype=precision.teacher)
+        for lm in (student, teacher)
+        if lm is not None
+    ]
+    frozen = answering[-1] if teacher is not None else None
+    looks = LanguageJudge(
+        texts.examples,
+        *readings,
+        beside=frozen if alike else None,
+        batch_size=settings.batch_size,
+        answer_prompts=settings.answer_prompts,
+        generations=settings.generations,
+        max_new_tokens=settings.max_new_tokens,
+    )
+    models = {"teacher": frozen} if frozen is not None else {}
+    models["student"] = answering[0].model
+    stages = len(models) * (2 if tasks else 1) + alike
+    tell = partial(progress, "judge")
+    table, shown = _looked_at(looks, models, readings, lambda i, who: tell(i, stages, {"of": who}))
+    speculative = None
+    if alike and frozen is not None:
+        tell(len(models), stages, {"of": "drafts"})
+        speculative = _as_draft(settings, looks, frozen, student, drafted)
+    asked = []
+    for i, (name, model) in enumerate(models.items() if tasks else ()):
+        assert tasks is not None
+        tell(stages - len(models) + i, stages, {"of": f"tasks, {name}"})
+        whole = model.model if isinstance(model, FrozenTeacher) else model
+        tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
+        found = tasks.ask(whole, tokenizer, batch_size=settings.batch_size, limit=limit)
+        asked += [{"name": name} | row for row in found]
+    tell(stages, stages, {})
+    return {
+        "student": student.name,
+        "teacher": None if teacher is None else teacher.name,
+        "same_tokenizer": None if teacher is None else alike,
+        "data": {"name": texts.name, "tokens": int(readings[0].blocks.counts.sum())},
+        "precision": str(precision),
+        "table": table,
+        "speculative": speculative,
+        "tasks": asked,
+        "generations": shown,
+    }
+
+
+def _readings(
+    settings: LanguageSettings,
+    texts: TextDataset,
+    student: CausalLM,
+    teacher: CausalLM | None,
+    alike: bool,
+) -> list[Reading]:
+    """The rows that a run of these settings would report, as student and teacher read them."""
+    lms = [student] if teacher is None else [student, teacher]
+    rooms = [getattr(lm.model.config, "max_position_embeddings", None) for lm in lms]
+    size = min([settings.block_size, *(room for room in rooms if room)])
+    if size < settings.block_size:
+        words = "BLOCK_SIZE is %d, and there are %d positions: rows have %d tokens"
+        logger.warning(words, settings.block_size, size, size)
+    if teacher is None or alike:
+        packing = settings.packing and all(isolates_documents(lm.model) for lm in lms)
+        sides: Sequence[Blocks] = [make_blocks(texts, student.tokenizer, size, packing=packing)]
+        sides = sides * len(lms)
+    else:
+        both = aligned_blocks(texts, student.tokenizer, teacher.tokenizer, size)
+        sides = both.student, both.teacher
+    test, _ = test_and_validation(len(sides[0]), settings.eval_rows)
+    return [Reading(lm.tokenizer, side.part(test)) for lm, side in zip(lms, sides, strict=True)]
+
+
+def _looked_at(
+    looks: LanguageJudge,
+    models: dict[str, Any],
+    readings: list[Reading],
+    tell: Callable[[int, str], object],
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """A row for each model, and each prompt with what each of them wrote."""
+    table, wrote = [], {}
+    for name, model in models.items():
+        tell(len(table), name)
+        row, wrote[name] = looks.row(name, model)
+        table.append(row)
+    shown = looks.side_by_side(wrote)
+
+    def rouge(name: str, other: str) -> float | None:
+        pairs = ((one[name], one[other]) for one in shown if name != other and other in one)
+        values = [value for pair in pairs if (value := rouge_l(*pair)) is not None]
+        return fmean(values) if values else None
+
+    for row in table:
+        name = row["name"]
+        tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
+        texts = [tokenizer(text, add_special_tokens=False).input_ids for text in wrote[name]]
+        row["distinct_2"] = distinct(texts, 2)
+        row["rouge_l"] = rouge(name, "reference")
+        row["rouge_l_teacher"] = rouge(name, "teacher")
+    return table, shown
+
+
+# --- drafts ---------------------------------------------------------------------------------------
+
+
+def _as_draft(
+    settings: LanguageSettings,
+    looks: LanguageJudge,
+    teacher: FrozenTeacher,
+    student: CausalLM,
+    drafted: int,
+) -> dict[str, Any] | None:
+    """The student as its teacher's draft: expected on the teacher's own text, and measured."""
+    sizes = [m.config.get_text_config() for m in (teacher.model, student.model)]
+    rooms = [room for c in sizes if (room := getattr(c, "max_position_embeddings", None))]
+    most = settings.max_new_tokens
+    fits = [ids for ids in looks.prompts if len(ids) + most + drafted < min(rooms, default=2**62)]
+    if not fits:
+        logger.warning(
+            "no prompt leaves room for %d tokens more in %s positions, so drafts are not judged: "
+            "lower MAX_NEW_TOKENS, or ask for prompts (GENERATIONS)",
+            *(most + drafted, min(rooms, default=None)),
+        )
+        return None
+    tokenizer = student.tokenizer
+    rows = own_text(
+        teacher,
+        tokenizer,
+        fits,
+        max_new_tokens=most,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    found = judge_tokens(student.model, rows, teacher=teacher, batch_size=settings.batch_size)
+    rate = found.acceptance
+    facts: dict[str, Any] = {
+        "drafted": drafted,
+        "tokens": found.tokens,
+        "acceptance": rate,
+        "tokens_per_verification": None if rate is None else expected_tokens(rate, drafted),
+        "not_measured": None,
+    }
+    if sizes[0].vocab_size != sizes[1].vocab_size:
+        facts["not_measured"] = (
+            f"the teacher's logits have {sizes[0].vocab_size} entries and the student's "
+            f"{sizes[1].vocab_size}, and transformers' assisted generation wants as many"
+        )
+        return facts
+    try:
+        for name, sample in (("sampled", True), ("greedy", False)):
+            facts[name] = draft(
+                teacher,
+                student.model,
+                tokenizer,
+                fits[:TIMED],
+                max_new_tokens=most,
+                drafted=drafted,
+                sample=sample,
+                seed=settings.seed,
+            ).facts(drafted)
+    except ValueError as error:  # of an architecture whose state cannot go back
+        facts["not_measured"] = str(error)
+    return facts

@@ -1,0 +1,238 @@
+"""`ssl_kd judge`: a finished student's scores on the screen and as JSON, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+
+from ssl_kd import cli
+from ssl_kd.errors import BAD_INPUT, FAILED, OK
+from ssl_kd.language.judge import judge
+from ssl_kd.language.run import run
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.teachers.causal import load_causal_lm
+
+FLAGS = ["--block_size=24", "--eval_rows=8", "--generations=3", "--max_new_tokens=8"]
+
+
+@pytest.fixture
+def at(tmp_path, text_file, models, monkeypatch):
+    """A folder to stand in, with flags for a small text."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: ["judge", *words, "--data_path", text_file, *FLAGS, "--device=cpu"]
+
+
+def found_in(path):
+    return json.loads(path.read_text())
+
+
+def test_a_student_is_judged_beside_its_teacher(at, models, tmp_path, text_file, capsys):
+    words = at(models("student"), "--teacher", models("teacher"), "--out=scores/a.json")
+    assert cli.main(words) == OK
+    shown, found = capsys.readouterr().out, found_in(tmp_path / "scores" / "a.json")
+    teacher, student = found["table"]
+    assert (teacher["name"], student["name"]) == ("teacher", "student")
+    assert teacher["kl"] is None and student["kl"] > 0 and 0 < student["acceptance"] < 1
+    assert 0 <= student["repetition"] <= 1 and 0 < student["distinct_2"] <= 1
+    assert 0 <= student["rouge_l_teacher"] <= 1 and teacher["rouge_l_teacher"] is None
+    assert len(found["generations"]) == 3 and found["tasks"] == []
+    drafts = found["speculative"]
+    assert drafts["drafted"] == 5 and drafts["not_measured"] is None
+    alpha = drafts["acceptance"]
+    assert drafts["tokens_per_verification"] == pytest.approx((1 - alpha**6) / (1 - alpha))
+    assert drafts["greedy"]["same_text"] == drafts["greedy"]["prompts"] == 3
+    assert drafts["sampled"]["same_text"] is None
+    for title in ("Held-out text", "accepted as a draft", "speed-up", "Results: scores/a.json"):
+        assert title in shown
+
+
+def test_the_text_of_a_run_and_its_teacher_are_those_it_was_trained_with(
+    at,
+    models,
+    text_file,
+    tmp_path,
+    capsys,
+):
+    settings = LanguageSettings(
+        teacher_model=models("teacher"),
+        student_model="fresh:1x16",
+        **{"data_path": text_file, "runs_dir": str(tmp_path / "runs"), "run_name": "a"},
+        **{"block_size": 24, "batch_size": 4, "max_steps": 2, "eval_rows": 8, "device": "cpu"},
+        **{"generations": 0, "max_new_tokens": 6, "learning_rate": 1e-2, "seed": 3},
+    )
+    path = run(settings)
+    expected = json.loads((path / "metrics.json").read_text())["table"]
+    for word in ("runs/a", "runs/a/student"):
+        (tmp_path / "runs" / "a" / "judged.json").unlink(missing_ok=True)
+        assert cli.main(["judge", word, "--generations=2"]) == OK
+        found = found_in(path / "judged.json")
+        assert found["teacher"] == models("teacher") and len(found["generations"]) == 2
+        for row in found["table"]:
+            [same] = [other for other in expected if other["name"] == row["name"]]
+            for name in ("nll", "ece", "kl", "agreement", "acceptance"):
+                near = pytest.approx(same[name], rel=1e-5) if same[name] is not None else None
+                assert row[name] == near, name
+    assert cli.main(["judge", "runs/a"]) == BAD_INPUT  # nothing is overwritten unasked
+    assert "runs/a/judged.json exists: name another file" in capsys.readouterr().err
+    alone = ["judge", "runs/a", "--teacher=none", "--generations=0", "--out=runs/a/judged.json"]
+    assert cli.main(alone) == OK
+    found = found_in(path / "judged.json")
+    assert found["teacher"] is found["speculative"] is None and len(found["table"]) == 1
+
+
+def test_two_tokenizers_have_no_draft_and_the_same_text(at, models, tmp_path, capsys):
+    assert cli.main(at(models("foreign"), "--teacher", models("teacher"))) == OK
+    assert "these have two" in capsys.readouterr().out
+    found = found_in(tmp_path / "judged.json")
+    assert found["same_tokenizer"] is False and found["speculative"] is None
+    assert [row["kl"] for row in found["table"]] == [None, None]
+    assert all(row["bits_per_character"] > 0 for row in found["table"])
+
+
+def test_padded_logits_are_compared_and_not_drafted(models, tmp_path, text_file, capsys):
+    teacher = load_causal_lm(models("teacher"))
+    teacher.model.resize_token_embeddings(len(teacher.tokenizer) + 8, mean_resizing=False)
+    for saved in (teacher.model, teacher.tokenizer):
+        saved.save_pretrained(tmp_path / "padded")
+    settings = LanguageSettings(
+        teacher_model=str(tmp_path / "padded"),
+        student_model=models("student"),
+        **{"data_path": text_file, "block_size": 24, "eval_rows": 8, "device": "cpu"},
+        **{"generations": 2, "max_new_tokens": 6, "answer_prompts": 0},
+    )
+    drafts = judge(settings, drafted=3)["speculative"]
+    assert 0 < drafts["acceptance"] < 1 and "greedy" not in drafts
+    assert "wants as many" in drafts["not_measured"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--teacher", "x"], "judge takes the student first"),
+        (["x", "--learning_rate", "1"], "LEARNING_RATE plays no part in judging"),
+        (["x", "--limit=0"], "--limit is 0; expected at least 1"),
+        (["x", "--include_path=."], "--include_path came without --tasks"),
+        (["x", "--out=."], "--out is ., a folder: expected a file"),
+        (["x"], "no folder x"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if words == ["x"]:
+        (tmp_path / "x").mkdir()
+        says = "x has no config.json"
+    assert cli.main(["judge", *words]) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert not (tmp_path / "judged.json").exists()
+
+
+def test_a_run_without_a_student_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text('{"mode": "language"}')
+    assert cli.main(["judge", "a"]) == BAD_INPUT
+    assert "the run a has no student yet" in capsys.readouterr().err
+
+
+TASK = """
+task: tiny_where
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{who}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.fixture
+def own_tasks(tmp_path):
+    """A folder with a task of one's own, and its answers by a model's own likelihood."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [
+        {"who": f"{who} sees", "choices": [" a bird", " the sea at night"], "answer": i % 2}
+        for i, who in enumerate(("the old fox", "Lily", "one grey cat", "her brother"))
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tiny_where.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
+    return folder, rows
+
+
+# The harness and its data sets warn of their own dependencies' names.
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_of_the_harness_are_asked_of_both_models(
+    at,
+    models,
+    own_tasks,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder, rows = own_tasks
+    words = at(models("student"), "--teacher", models("teacher"), "--generations=0")
+    assert cli.main([*words, "--tasks=tiny_where", f"--include_path={folder}"]) == OK
+    assert "tiny_where" in capsys.readouterr().out
+    found = found_in(tmp_path / "judged.json")["tasks"]
+    assert [(row["name"], row["task"], row["metric"]) for row in found] == [
+        ("teacher", "tiny_where", "acc"),
+        ("student", "tiny_where", "acc"),
+    ]
+    for row in found:
+        lm = load_causal_lm(models(row["name"]))
+        assert row["n"] == 4 and row["value"] == pytest.approx(accuracy(lm, rows))
+
+
+def accuracy(lm, rows):
+    """By the likelihood of each choice after the question, as the harness asks for it."""
+
+    def likelihood(before, choice):
+        start = lm.tokenizer(before).input_ids
+        ids = lm.tokenizer(before + choice).input_ids
+        with torch.no_grad():
+            log_q = lm.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        return sum(log_q[i - 1, ids[i]].item() for i in range(len(start), len(ids)))
+
+    right = 0
+    for row in rows:
+        values = [likelihood(row["who"], choice) for choice in row["choices"]]
+        right += values.index(max(values)) == row["answer"]
+    return right / len(rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_unknown_task_is_named_before_anything_is_loaded(at, own_tasks, capsys):
+    pytest.importorskip("lm_eval")
+    folder, _ = own_tasks
+    words = ["judge", "x", "--tasks=tiny_wher", f"--include_path={folder}"]
+    assert cli.main(words) == BAD_INPUT
+    assert "'tiny_wher' is no task" in (error := capsys.readouterr().err)
+    assert "Did you mean tiny_where?" in error
+
+
+def test_without_the_harness_it_says_what_to_install(at, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
+    assert cli.main(["judge", "x", "--tasks=arc_easy"]) == FAILED
+    assert "pip install 'ssl_kd[llm,judge]'" in capsys.readouterr().err
+
+
+def test_scores_are_those_of_the_teacher_as_it_answers(models, text_file):
+    """A student in half precision is judged as it is used: in its teacher's dtype."""
+    settings = LanguageSettings(
+        teacher_model=models("teacher"),
+        student_model=models("student"),
+        **{"data_path": text_file, "block_size": 24, "eval_rows": 8, "device": "cpu"},
+        **{"generations": 0, "answer_prompts": 0, "model_dtype": "bfloat16"},
+    )
+    found = judge(settings)
+    exact = judge(settings.replace(model_dtype="float32"))
+    assert found["precision"] != exact["precision"]
+    assert found["speculative"] is None  # nothing was asked for that could be drafted
+    a, b = found["table"][1]["nll"], exact["table"][1]["nll"]
+    assert a != b and a == pytest.approx(b, rel=0.05)
