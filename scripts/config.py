@@ -16,6 +16,19 @@ STUDENT_MODEL = "fresh:2x128"
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
 TEACHER_CACHE = None
+# A server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs here.
+# TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable
+# TEACHER_API_KEY.
+TEACHER_URL = None
+# Name that the server knows the teacher by; None: TEACHER_MODEL.
+TEACHER_SERVED_AS = None
+# Likeliest tokens that a server is asked for at each position, and that a cache of its answers
+# keeps (as topk), 1 to 65535. vLLM gives as many as its --max-logprobs, 20 if not told otherwise.
+TEACHER_TOP_K = 20
+# Seconds without an answer after which a server is asked again, above 0.
+TEACHER_TIMEOUT = 120.0
+# Seconds for which a server that fails is asked again before the run stops, from 0.
+TEACHER_PATIENCE = 300.0
 # What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
 # topk (its likeliest tokens and the mass of the rest: for every divergence).
 CACHE_METHOD = "sample"

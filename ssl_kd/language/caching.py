@@ -11,6 +11,7 @@ from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.language.routed import Routed, RoutedDraw
+from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher import (
@@ -32,6 +33,7 @@ from ssl_kd.training.together import Team
 logger = logging.getLogger(__name__)
 
 SHARDS_APART = timedelta(days=1)  # that ranks may be, at the end of a cache
+SERVED_TOKENS = 2**18  # in a file: what is asked for again at most where a server is lost
 
 
 def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) -> list[TeacherCache]:
@@ -62,6 +64,8 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) ->
             " a new one."
         )
     settings = without_router(settings)
+    if settings.teacher_url is not None:  # all that a server gives
+        settings = settings.replace(cache_method="topk", cache_k=settings.teacher_top_k)
     check_divergence(settings, settings.cache_method)
     with joined(settings.device, timeout=SHARDS_APART) as ranks:
         return _cache(settings, ranks, progress)
@@ -73,27 +77,37 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
     name = settings.teacher_model
     if name == "train":
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
-    teacher = load_teacher(settings, name, precision.teacher)
+    if settings.teacher_url is not None:
+        teacher = served_lm(settings)
+    else:
+        teacher = load_teacher(settings, name, precision.teacher)
     blocks = lay_out(settings, texts, teacher, teacher, aligned=False)
     assert isinstance(blocks, Blocks)
-    frozen = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
+    routed, dtype, rows = None, "served", None
+    if teacher.model is None:
+        rows = max(1, SERVED_TOKENS // settings.block_size)
+        answers = ServedTeacher.of(settings, teacher.tokenizer, precision.device, rounded=False)
+    else:
+        answers = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
+        routed = Routed(answers, settings) if is_routed(settings) else None
+        dtype = str(precision.teacher).removeprefix("torch.")
     fingerprint = TeacherFingerprint(
         **cache_of(settings, teacher, texts, blocks),
-        dtype=str(precision.teacher).removeprefix("torch."),
+        dtype=dtype,
         method=settings.cache_method,
         k=settings.cache_k,
     )
-    routed = Routed(frozen, settings) if is_routed(settings) else None
     caches = []
     for i, folder in enumerate(cache_folders(settings)):
         caches.append(
             write(
-                frozen if routed is None else RoutedDraw(routed, i),
+                answers if routed is None else RoutedDraw(routed, i),
                 blocks,
                 folder,
                 fingerprint,
                 vocabulary=n_ids(teacher.tokenizer),
                 batch_size=settings.batch_size,
+                shard_rows=rows,
                 force=settings.force_recompute,
                 team=Team(precision.device),
                 in_step=settings.shard,

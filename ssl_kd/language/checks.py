@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.errors import InputError
 from ssl_kd.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def check_language(settings: LanguageSettings) -> None:
             "SHARD takes a teacher with the experts and router that it came with: set"
             " ROUTER_MODE to 'native' and ROUTER_WEIGHTS to None."
         )
+    if settings.teacher_url is not None:
+        _check_served(settings, settings.teacher_url)
     if settings.legacy_clamp is not None:
         _check_clamp(settings, settings.legacy_clamp)
     *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)
@@ -53,6 +56,36 @@ def check_language(settings: LanguageSettings) -> None:
         raise SettingsError(f"ROUTER_JOINT takes {', '.join(names)} or {last}.")
     if settings.emulate_fp16 and settings.model_dtype != "float16":
         raise SettingsError("EMULATE_FP16 is for MODEL_DTYPE 'float16' only.")
+
+
+def _check_served(settings: LanguageSettings, url: str) -> None:
+    from ssl_kd.teachers.server import check_url  # --help does without torch
+
+    try:
+        check_url(url)
+    except InputError as error:
+        raise SettingsError(f"{error}.") from error
+    if settings.teacher_model in ("train", "none"):
+        raise SettingsError(
+            f"TEACHER_URL needs the tokenizer of the teacher that is served, and TEACHER_MODEL is"
+            f" {settings.teacher_model!r}: name its folder, or its name on the Hub."
+        )
+    if settings.temperature != 1:
+        raise SettingsError(
+            f"TEMPERATURE is {settings.temperature:g}, and a server gives the likeliest tokens at"
+            " temperature 1, from which those of another one do not follow: set it to 1."
+        )
+    if settings.student_model.startswith("layers:"):
+        raise SettingsError(
+            f"STUDENT_MODEL {settings.student_model!r} is cut from the teacher, whose weights are"
+            " on a server (TEACHER_URL): name a folder, or new weights as llama:LAYERSxDIM."
+        )
+    native = settings.router_mode in ("native", "auto") and settings.router_weights is None
+    if settings.align != "auto" or not native or settings.legacy_clamp is not None:
+        raise SettingsError(
+            "TEACHER_URL gives a teacher's likeliest tokens alone: ALIGN must be 'auto',"
+            " ROUTER_MODE 'native', and ROUTER_WEIGHTS and LEGACY_CLAMP None."
+        )
 
 
 def _check_clamp(settings: LanguageSettings, clamp: str) -> None:

@@ -15,6 +15,7 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
+from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.task import GIVEN, Task
@@ -61,6 +62,8 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
         InputError: it is to be learned from, and what it says of held-out text is not finite.
     """
     assert task.teacher is not None
+    if task.teacher.model is None:
+        return task, _served_row(settings, task), [""] * settings.generations
     judge, teacher = make_judge(settings, task, nullcontext), task.frozen
     if teacher is None:  # its caches stand in, and are finite; it is judged, no more
         device, dtype = task.precision.device, task.precision.teacher
@@ -80,6 +83,14 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
         f"the output of the teacher {task.teacher.name} on held-out text is not finite, so nothing "
         f"can be learned from it{why}"
     )
+
+
+def _served_row(settings: LanguageSettings, task: Task) -> Row:
+    """The row of a teacher on a server, which gives no text; empty where its caches stand in."""
+    if (served := task.served) is None:
+        return TokenScores().table_row("teacher")
+    blocks, size = task.teacher_eval_blocks, settings.batch_size
+    return task.ranks.from_first(lambda: served.scores(blocks, size).table_row("teacher"))
 
 
 def _warn_of_a_guess(teacher: CausalLM, row: Row) -> None:

@@ -23,6 +23,9 @@ class LanguageSettings(RunSettings):
         "log_every",
         "shard",
         "teacher_offload",
+        "teacher_patience",
+        "teacher_timeout",
+        "teacher_url",
         "tensorboard",
     }
 
@@ -53,6 +56,30 @@ presets; a name or value that cannot be is refused.
         None,
         "folder that scripts/cache_teacher.py wrote; None: the teacher runs live",
         "With a cache, the teacher takes no memory in training.",
+    )
+    teacher_url: str | None = setting(
+        None,
+        "a server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs"
+        " here",
+        "TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable"
+        " TEACHER_API_KEY.",
+    )
+    teacher_served_as: str | None = setting(
+        None, "name that the server knows the teacher by; None: TEACHER_MODEL"
+    )
+    teacher_top_k: int = setting(
+        20,
+        "likeliest tokens that a server is asked for at each position, and that a cache of its"
+        " answers keeps (as topk)",
+        "vLLM gives as many as its --max-logprobs, 20 if not told otherwise.",
+        low=1,
+        high=65_535,
+    )
+    teacher_timeout: float = setting(
+        120.0, "seconds without an answer after which a server is asked again", above=0
+    )
+    teacher_patience: float = setting(
+        300.0, "seconds for which a server that fails is asked again before the run stops", low=0
     )
     cache_method: str = setting(
         "sample",

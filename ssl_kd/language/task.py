@@ -17,6 +17,7 @@ from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
 from ssl_kd.language.family import check_family, check_ids_are_known, check_rows
 from ssl_kd.language.routed import Routed
+from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
@@ -77,6 +78,7 @@ class Task:
         frozen: the teacher at work; None where its cache stands in.
         router_id: identity of ROUTER_WEIGHTS; empty where there are none.
         caches: the teacher's caches, where they are used: one, or a draw of experts each.
+        served: the teacher's server; None where it is here, or its caches stand in.
         blocks: rows to learn from, for two tokenizers where they differ.
         eval_blocks: the held-out rows that the table reports.
         teacher_eval_blocks: the same text by the teacher's tokenizer.
@@ -98,6 +100,7 @@ class Task:
     teacher_eval_blocks: Blocks
     validation_blocks: Blocks
     ranks: Ranks
+    served: ServedTeacher | None = None
 
     @property
     def validated_apart(self) -> bool:
@@ -153,6 +156,9 @@ def prepare(
         logger.info(words, 100 * found["coverage"], found["characters_per_group"])
 
     frozen, caches = _answers(settings, precision, teacher, train_set, blocks, ranks)
+    served = None
+    if teacher is not None and settings.teacher_url is not None and not caches:
+        served = ServedTeacher.of(settings, teacher.tokenizer, precision.device)
     if isinstance(eval_blocks, AlignedBlocks):
         sides = eval_blocks.student, eval_blocks.teacher
     else:
@@ -171,6 +177,7 @@ def prepare(
         *(side.part(test) for side in sides),
         validation_blocks=sides[0].part(validation),
         ranks=ranks,
+        served=served,
     )
 
 
@@ -207,21 +214,26 @@ def _models(
     # Where a student is cut from it, or float16 may be too narrow, in the dtype of its file first.
     first = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
     teacher = given.teacher
-    if teacher is None and name != "none":
+    if settings.teacher_url is not None:
+        teacher = served_lm(settings)
+    elif teacher is None and name != "none":
         teacher = load_teacher(settings, name, None if first else precision.teacher)
     new = settings.student_model.startswith(("fresh:", "llama:"))
-    tokenizer = train_tokenizer(texts, settings.vocabulary) if new and not teacher else None
+    tokenizer = teacher and teacher.tokenizer
+    if new and not teacher:
+        tokenizer = train_tokenizer(texts, settings.vocabulary)
+    here = None if teacher is None or teacher.model is None else teacher
     # A frozen base is rounded at each product anyway. (FSDP wants one dtype in all of a layer.)
     half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
     student = given.student or build_student(
         settings.student_model,
-        teacher,
+        here,
         tokenizer,
         seed=settings.seed,
         dtype=None if half else torch.float32,
         remote_code=settings.trust_remote_code,
     )
-    for lm in (student, teacher):
+    for lm in (student, here):
         room = lm and getattr(lm.model.config, "max_position_embeddings", None)
         if lm and room and settings.block_size > room:
             raise SettingsError(
@@ -249,9 +261,9 @@ def _answers(
 ) -> tuple[FrozenTeacher | None, list[TeacherCache]]:
     """Where the teacher's answers come from: itself at work, or its caches."""
     frozen, caches = None, []
-    if teacher is not None and settings.teacher_cache is None:
+    if teacher is not None and settings.teacher_cache is None and teacher.model is not None:
         frozen = at_work(settings, precision, teacher, ranks)
-    elif teacher is not None and isinstance(blocks, Blocks):
+    elif teacher is not None and settings.teacher_cache and isinstance(blocks, Blocks):
         wanted = cache_of(settings, teacher, texts, blocks)
         folders = cache_folders(settings)
         if absent := [str(folder) for folder in folders if not folder.is_dir()]:
@@ -261,7 +273,8 @@ def _answers(
             )
         caches = [TeacherCache.open(folder, expect=wanted) for folder in folders]
         check_divergence(settings, caches[0].fingerprint.method)
-        teacher.model.requires_grad_(False)
+        if teacher.model is not None:
+            teacher.model.requires_grad_(False)
     return frozen, caches
 
 
@@ -287,6 +300,8 @@ def make_distiller(
             answer = source.answer if isinstance(source, Routed) else frozen
             dims = [without_adapters(m).config.hidden_size for m in (student, frozen.model)]
             source, aligned = None, Aligned(answer, settings, *dims)
+    elif settings.alpha_kd and task.served is not None:
+        source = Plain(task.served)
     elif settings.alpha_kd and task.caches:
         source = Plain(*task.caches)
     if folder is None:

@@ -29,6 +29,8 @@ from ssl_kd.losses.teacher_output import (
 )
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import BaseFingerprint, ShardStore, ShardWriter
+from ssl_kd.store.given import LOWEST, as_cached, given_top_k
+from ssl_kd.store.given import rescaled as _rescaled
 from ssl_kd.store.shards import Columns, Content, Manifest
 from ssl_kd.teachers.causal import tokenizer_id
 from ssl_kd.teachers.finite import first_fault, in_words
@@ -41,6 +43,7 @@ __all__ = [
     "LiveTeacher",
     "TeacherCache",
     "TeacherFingerprint",
+    "as_cached",
     "identity",
     "write",
 ]
@@ -48,7 +51,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 METHODS = ("topk", "sample")
-LOWEST = torch.finfo(torch.float16).min  # a log-probability below it is a probability of 0
 _NAME = "teacher"
 
 
@@ -57,7 +59,7 @@ class LiveTeacher(Protocol):
 
     device: torch.device
 
-    def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
+    def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher | TopKTeacher:
         """Its answer at `rows` of the flattened `[batch * token]` positions."""
         ...
 
@@ -319,7 +321,10 @@ def write(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")
     _, answer = _answer(teacher, blocks.batch([0], teacher.device))
-    vocabulary = _logits(answer, vocabulary)(0, 1).shape[-1]
+    if not isinstance(answer, TopKTeacher):
+        vocabulary = _logits(answer, vocabulary)(0, 1).shape[-1]
+    elif vocabulary is None or fingerprint.method != "topk":
+        raise InputError("a teacher that gives its top k takes a vocabulary and the method topk")
     if fingerprint.k > vocabulary:
         raise InputError(f"k is {fingerprint.k}, but the teacher has only {vocabulary} tokens")
     n, only = len(blocks), None
@@ -350,7 +355,9 @@ def write(
         return writer.close()
 
 
-def _answer(teacher: LiveTeacher, batch: Batch) -> tuple[Tensor, LinearTeacher | LogitsTeacher]:
+def _answer(
+    teacher: LiveTeacher, batch: Batch
+) -> tuple[Tensor, LinearTeacher | LogitsTeacher | TopKTeacher]:
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     return rows, teacher(batch, rows)
 
@@ -367,20 +374,18 @@ def _logits(
     return lambda start, stop: F.linear(answer.hidden[start:stop], weight, bias).float()
 
 
-@torch.no_grad()
-def _content(
-    teacher: LiveTeacher, batch: Batch, fingerprint: TeacherFingerprint, vocabulary: int
+def _kept(
+    answer: LinearTeacher | LogitsTeacher | TopKTeacher,
+    n: int,
+    fingerprint: TeacherFingerprint,
+    vocabulary: int,
+    uniforms: Tensor | None,
 ) -> Content:
-    """The columns of some rows, on the CPU."""
-    rows, answer = _answer(teacher, batch)
-    logits = _logits(answer, vocabulary)
-    (b, width), n = batch.input_ids.shape, len(rows)
+    """What is kept of each of n positions, on the CPU; a chunk of their logits at a time."""
+    if isinstance(answer, TopKTeacher):
+        return {name: values.cpu() for name, values in given_top_k(answer, vocabulary).items()}
+    logits, parts = _logits(answer, vocabulary), list[Content]()
     chunk = max(1, CHUNK_BYTES // (4 * vocabulary))
-    rows = rows.cpu()
-    uniforms = None
-    if fingerprint.method == "sample":
-        uniforms = _uniforms(batch.rows, fingerprint.block_size)[:, :width].flatten(0, 1)[rows]
-    parts: list[Content] = []
     for start in range(0, max(n, 1), chunk):
         stop = min(start + chunk, n)
         log_p, p = log_softmax_(saturate_(logits(start, stop)), fingerprint.temperature)
@@ -388,7 +393,21 @@ def _content(
             parts.append(_top_k(log_p, fingerprint.k))
         else:
             parts.append(_sample(log_p, p, uniforms[start:stop], fingerprint.k))
-    found = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+
+
+@torch.no_grad()
+def _content(
+    teacher: LiveTeacher, batch: Batch, fingerprint: TeacherFingerprint, vocabulary: int
+) -> Content:
+    """The columns of some rows, on the CPU."""
+    rows, answer = _answer(teacher, batch)
+    (b, width), n = batch.input_ids.shape, len(rows)
+    rows = rows.cpu()
+    uniforms = None
+    if fingerprint.method == "sample":
+        uniforms = _uniforms(batch.rows, fingerprint.block_size)[:, :width].flatten(0, 1)[rows]
+    found = _kept(answer, n, fingerprint, vocabulary, uniforms)
     row, column = rows // width, rows % width
     if len(bad := found["error"].isnan().nonzero()):
         first, model = int(bad[0]), getattr(teacher, "model", None)
@@ -427,12 +446,6 @@ def _top_k(log_p: Tensor, k: int) -> Content:
         "lost": tail,
         "error": error,
     }
-
-
-def _rescaled(log_probs: Tensor, log_tail: Tensor) -> Tensor:
-    """Make the masses of the kept tokens sum to 1 minus the tail, float32 `[n, k]`."""
-    kept = log_probs.float()
-    return kept.log_softmax(-1) + torch.log1p(-log_tail.exp()).unsqueeze(-1)
 
 
 def _sample(log_p: Tensor, p: Tensor, uniform: Tensor, k: int) -> Content:

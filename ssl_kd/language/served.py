@@ -1,0 +1,160 @@
+"""A teacher behind an HTTP server as a source of answers: no weights of it are on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.evaluate.tokens import TokenScores, TokenValues
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.losses.teacher_output import TopKTeacher
+from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.store.given import LOWEST, as_cached
+from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
+from ssl_kd.teachers.server import CompletionServer, PromptTopK
+
+__all__ = ["ServedTeacher", "served_lm", "server_of"]
+
+IN_FLIGHT = 16  # prompts at once: the server makes batches of them
+ROUNDING = 1e-7  # of a sum of probabilities in float32
+
+
+def server_of(settings: LanguageSettings) -> CompletionServer:
+    """The server that TEACHER_URL names."""
+    assert settings.teacher_url is not None
+    return CompletionServer(
+        settings.teacher_url,
+        settings.teacher_served_as or settings.teacher_model,
+        timeout=settings.teacher_timeout,
+        patience=settings.teacher_patience,
+    )
+
+
+def served_lm(settings: LanguageSettings) -> CausalLM:
+    """A served teacher as a run knows it: a tokenizer and a name, and no model."""
+    name = settings.teacher_served_as or settings.teacher_model
+    tokenizer = load_tokenizer(settings.teacher_model)
+    return CausalLM(None, tokenizer, name, f"served {name}")
+
+
+class ServedTeacher:
+    """Asks a server about every document of a batch; answers as a cache of them would, to the bit.
+
+    A document is a prompt of its own, whatever row it shares. The tokens are those of the text.
+
+    Args:
+        server: where it is.
+        k: likeliest tokens at each position; all others are one more outcome.
+        vocabulary: ids that its tokenizer has.
+        device: where answers go.
+        rounded: to what a cache of `topk` keeps; False for the one that writes it.
+    """
+
+    def __init__(
+        self,
+        server: CompletionServer,
+        k: int,
+        vocabulary: int,
+        *,
+        device: torch.device | str = "cpu",
+        rounded: bool = True,
+    ) -> None:
+        self.server, self.k, self.vocabulary = server, min(k, vocabulary), vocabulary
+        self.device, self._rounded = torch.device(device), rounded
+        self._pool = ThreadPoolExecutor(IN_FLIGHT, "teacher")
+
+    @classmethod
+    def of(
+        cls, settings: LanguageSettings, tokenizer: Any, device: torch.device, **options: Any
+    ) -> ServedTeacher:
+        """The teacher that the settings name, once its server was seen to have it.
+
+        Raises:
+            ServerFailed: the server is not there, or has not this model.
+        """
+        server = server_of(settings)
+        server.check(settings.block_size)
+        return cls(server, settings.teacher_top_k, n_ids(tokenizer), device=device, **options)
+
+    def __call__(self, batch: Batch, rows: Tensor) -> TopKTeacher:
+        """Its k likeliest tokens at some positions of a batch.
+
+        Args:
+            batch: rows of tokens.
+            rows: int64 `[n]`, ascending, into the flattened `[batch * token]` positions.
+
+        Returns:
+            On the device of `rows`, in float32.
+
+        Raises:
+            ServerFailed: see `CompletionServer.top_k`.
+        """
+        found = self.said(batch, rows)
+        answer = _with_tail(found.tokens, found.log_probs, self.vocabulary)
+        if self._rounded:
+            answer = as_cached(answer)
+        return TopKTeacher(*(x.to(rows.device) for x in vars(answer).values()))
+
+    def said(self, batch: Batch, rows: Tensor) -> PromptTopK:
+        """What the server says at some positions of a batch, `[n, k]`, on the CPU."""
+        asked = list(_prompts(batch, rows.cpu()))
+        answers = self._pool.map(self._ask, (prompt for prompt, *_ in asked), asked)
+        parts = [
+            [column[wanted] for column in answer]
+            for answer, (_, wanted, *_) in zip(answers, asked, strict=True)
+        ]
+        if not parts:
+            tokens = torch.zeros(0, self.k, dtype=torch.int64)
+            return PromptTopK(tokens, tokens.double(), tokens[:, 0].double())
+        return PromptTopK(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+    def _ask(self, prompt: list[int], about: tuple[Any, ...]) -> PromptTopK:
+        _, _, row, first = about
+        return self.server.top_k(prompt, self.k, self.vocabulary, f"row {row} of the text", first)
+
+    def scores(self, blocks: Blocks, batch_size: int) -> TokenScores:
+        """How well the teacher predicts the targets of blocks, as `judge_tokens` says of others."""
+        scores = TokenScores()
+        for start in range(0, len(blocks), batch_size):
+            places = range(start, min(start + batch_size, len(blocks)))
+            batch = blocks.batch(places)
+            rows, targets = next_token_targets(batch.input_ids, batch.counts)
+            found = self.said(batch, rows)
+            correct = (found.tokens[:, 0] == targets).double()
+            values = TokenValues(-found.own, found.log_probs[:, 0].exp().clamp(max=1), correct)
+            scores.add([values], places, batch.characters)
+        return scores
+
+
+def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[list[int], Tensor, int, int]]:
+    """Each document that is asked about: its ids, which of their answers, its row and its place.
+
+    Answer i of a prompt is after its token i; the ids end with what the last position predicts.
+    """
+    ids, documents = batch.input_ids.cpu(), batch.documents.cpu()
+    row, column = rows // ids.shape[1], rows % ids.shape[1]
+    inside = documents[row, column].long() + row * (int(documents.max()) + 1)
+    _, sizes = torch.unique_consecutive(inside, return_counts=True)
+    ends = sizes.cumsum(0).tolist()
+    for begin, end in zip([0, *ends], ends, strict=False):
+        at, columns = int(row[begin]), column[begin:end]
+        same = documents[at] == documents[at, columns[0]]
+        first = int(same.nonzero()[0])
+        prompt: Sequence[int] = ids[at, first : int(columns[-1]) + 2].tolist()
+        yield list(prompt), columns - first, int(batch.rows[at]), first
+
+
+def _with_tail(tokens: Tensor, log_probs: Tensor, vocabulary: int) -> TopKTeacher:
+    """The mass of all other tokens: what is left of 1, where rounding leaves that to be known.
+
+    It is at most that of as many tokens as the last one kept, and not below ROUNDING otherwise: a
+    reverse KL would make an infinite fault of a tail that only rounding made 0.
+    """
+    masses, others = log_probs.exp(), vocabulary - tokens.shape[-1]
+    tail = (1 - masses.sum(-1)).clamp(min=ROUNDING).minimum(others * masses[:, -1])
+    return TopKTeacher(tokens, log_probs.clamp(min=LOWEST).float(), tail.log().float())

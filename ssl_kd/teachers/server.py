@@ -1,0 +1,356 @@
+"""A teacher behind an HTTP server: what it says of a prompt, asked for and checked."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import math
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssl_kd.errors import InputError, UserError, printable
+
+__all__ = ["CompletionServer", "PromptTopK", "ServerFailed", "check_url"]
+
+logger = logging.getLogger(__name__)
+
+KEY = "TEACHER_API_KEY"  # of the environment: a setting would stand in the run's files
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds between two attempts
+TRY_AGAIN = (408, 409, 425, 429)  # of HTTP; and all from 500
+TOLERANCE = 1e-3  # of a probability: what a server's rounding may do
+
+
+class ServerFailed(UserError, RuntimeError):
+    """A teacher's server cannot be reached, refuses, or says what cannot be; names the server."""
+
+
+class PromptTopK(NamedTuple):
+    """The likeliest tokens after each token of a prompt but the last.
+
+    Attributes:
+        tokens: int64 `[n - 1, k]`, the likeliest first.
+        log_probs: float64 `[n - 1, k]`, natural logarithms, at temperature 1.
+        own: float64 `[n - 1]`, of the token that the prompt itself goes on with.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    own: Tensor
+
+
+@dataclass
+class _Again(Exception):
+    """An attempt failed in a way that may pass; the seconds that the server asked for."""
+
+    words: str
+    after: float = 0.0
+
+
+@dataclass
+class _Wrong(Exception):
+    """What cannot be, after a token of the prompt; None: of the whole answer."""
+
+    words: str
+    token: int | None = None
+
+
+class CompletionServer:
+    """A server of OpenAI's completions that gives `prompt_logprobs`, as vLLM does.
+
+    Prompts are token ids, so that nothing is tokenised on the other side. The log-probabilities
+    that vLLM gives are those before its sampling: of temperature 1.
+
+    Args:
+        url: of the API, such as `http://host:8000/v1`. Where the environment has TEACHER_API_KEY,
+            it is sent as a bearer token.
+        model: the name that the server knows the teacher by.
+        timeout: seconds without a byte after which an attempt counts as failed.
+        patience: seconds for which an attempt that failed is made again, at growing intervals or
+            as the server's Retry-After says.
+    """
+
+    def __init__(
+        self, url: str, model: str, *, timeout: float = 120.0, patience: float = 300.0
+    ) -> None:
+        check_url(url)
+        self.url, self.model = url.rstrip("/"), model
+        self._timeout, self._patience = timeout, patience
+        self._lock, self._in_trouble = threading.Lock(), False
+
+    def __repr__(self) -> str:
+        return f"CompletionServer({self.url!r}, {self.model!r})"
+
+    def check(self, tokens: int) -> None:
+        """See whether the server has the model, for prompts of so many tokens.
+
+        Raises:
+            ServerFailed: it has not; or as by `top_k`.
+        """
+        listed = self._ask("models")
+        models = listed.get("data") if isinstance(listed, dict) else None
+        if not isinstance(models, list) or not all(isinstance(m, dict) for m in models):
+            raise self._failed(f"lists no models: {_short(listed)}")
+        known = {str(model.get("id")): model for model in models}
+        if self.model not in known:
+            names = ", ".join(map(repr, list(known)[:5])) + (", ..." if len(known) > 5 else "")
+            raise self._failed(
+                f"does not have the model {self.model!r}, but {names or 'none'}: set "
+                "TEACHER_SERVED_AS to the one that is meant"
+            )
+        room = known[self.model].get("max_model_len")
+        if isinstance(room, int) and tokens + 1 > room:  # one token is generated, at least
+            raise self._failed(
+                f"takes prompts of {room - 1} tokens, and rows have {tokens}: set BLOCK_SIZE to "
+                f"{room - 1} or less, or start the server with a larger --max-model-len"
+            )
+
+    def top_k(
+        self, prompt: Sequence[int], k: int, vocabulary: int, where: str = "prompt", first: int = 0
+    ) -> PromptTopK:
+        """The k likeliest tokens after each token of a prompt.
+
+        Args:
+            prompt: ids of two tokens or more.
+            k: how many; vLLM gives as many as its `--max-logprobs`, 20 if not told otherwise.
+            vocabulary: ids that the teacher's tokenizer has; none beyond may be among them.
+            where: what the prompt is called in an error.
+            first: number of its first token there.
+
+        Raises:
+            ServerFailed: the server did not answer for as long as the patience; it refused; or its
+                answer cannot be: of another model, misaligned, of another number of tokens, with
+                log-probabilities that are NaN, above 0 or unsorted, with ids beyond the
+                vocabulary, or with more than all of the mass. Names server, prompt and token.
+        """
+        asked = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": k,
+        }
+        answer = self._ask("completions", asked)
+        try:
+            return _read(_entries(answer, self.model), prompt, k, vocabulary)
+        except _Wrong as fault:
+            place = "" if fault.token is None else f", token {first + fault.token}"
+            raise self._failed(f"{fault.words} ({where}{place})") from None
+
+    def _failed(self, words: str) -> ServerFailed:
+        return ServerFailed(printable(f"the teacher's server {self.url} {words}"))
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON that the server answers, in as many attempts as the patience allows."""
+        until, pause = time.monotonic() + self._patience, FIRST_PAUSE
+        while True:
+            try:
+                answer = self._attempt(path, body)
+            except _Again as fault:
+                left = until - time.monotonic()
+                if left <= 0 or fault.after > left:
+                    raise self._failed(
+                        f"{fault.words}; it was asked again for {self._patience:g} s "
+                        "(TEACHER_PATIENCE). Once it is back, start again (a run with --resume)"
+                    ) from None
+                self._say(f"{fault.words}: it is asked again for {left:.0f} s")
+                time.sleep(max(fault.after, min(pause, left)))
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                with self._lock:
+                    self._in_trouble = False
+                return answer
+
+    def _say(self, words: str) -> None:
+        """Warn, once until it answers again."""
+        with self._lock:
+            told, self._in_trouble = self._in_trouble, True
+        if not told:
+            logger.warning("the teacher's server %s %s", self.url, printable(words))
+
+    def _attempt(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/{path}", data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                content = response.read()
+        except urllib.error.HTTPError as error:
+            raise self._refused(error, path, body) from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                reason = f"nothing came for {self._timeout:g} s, TEACHER_TIMEOUT"
+            raise _Again(f"does not answer ({reason or type(error).__name__})") from None
+        try:
+            return json.loads(content)
+        except ValueError:
+            said = _short(content.decode(errors="replace"))
+            raise self._failed(f"answers what is not JSON: {said}") from None
+
+    def _refused(
+        self, error: urllib.error.HTTPError, path: str, body: Mapping[str, Any] | None
+    ) -> Exception:
+        """What an HTTP status other than 200 means."""
+        with error:
+            try:
+                content = error.read()
+            except (OSError, http.client.HTTPException):
+                content = b""
+        words = f"answers {error.code} {error.reason}{_message(content)}"
+        if error.code in TRY_AGAIN or error.code >= 500:
+            return _Again(words, _seconds(error.headers.get("Retry-After")))
+        if error.code in (401, 403):
+            words += f"; it takes the key in the environment variable {KEY}"
+        elif error.code == 404 and path == "models":
+            words += "; expected the address of an OpenAI-style API, as in http://host:8000/v1"
+        elif body is not None:
+            words += f" (TEACHER_TOP_K is {body['prompt_logprobs']}, the model {self.model!r})"
+        return self._failed(words)
+
+
+def check_url(url: str) -> None:
+    """Raise InputError where this is not the address of an API, or where it holds a password."""
+    host = url.partition("://")[2].partition("/")[0]
+    if not url.startswith(("http://", "https://")) or not host:
+        raise InputError(f"TEACHER_URL is {url!r}, expected an address as http://host:8000/v1")
+    if "@" in host:
+        raise InputError(
+            f"TEACHER_URL holds a name or password, which would stand in the run's files: put the "
+            f"key into the environment variable {KEY}"
+        )
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Of a Retry-After in seconds; 0 for none, or for a date."""
+    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0
+
+
+def _short(value: Any) -> str:
+    return shorten(value if isinstance(value, str) else repr(value), 120, placeholder=" …")
+
+
+def _message(content: bytes) -> str:
+    """What a server says of its refusal, with a colon before it."""
+    text = content.decode(errors="replace")
+    try:
+        found = json.loads(text)
+        found = found.get("error", found)
+        text = str(found["message"] if isinstance(found, dict) else found)
+    except (ValueError, KeyError, AttributeError):
+        pass  # not in OpenAI's form: as it came
+    return f": {shorten(text, 240, placeholder=' …')}" if text.strip() else ""
+
+
+def _entries(answer: Any, model: str) -> Any:
+    """The `prompt_logprobs` of an answer."""
+    try:
+        name, (choice,) = answer["model"], answer["choices"]
+        entries = choice.get("prompt_logprobs")
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise _Wrong(f"answers what is no completion: {_short(answer)}") from None
+    if name != model:
+        raise _Wrong(f"was asked for the model {model!r} and answers as {name!r}")
+    if entries is None:
+        raise _Wrong("gives no prompt_logprobs: expected vLLM, or a server that gives them as it")
+    return entries
+
+
+def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> PromptTopK:
+    """Tensors of vLLM's `[null, {id: {"logprob", "rank"}, ...}, ...]`, an entry a token."""
+    if not isinstance(entries, list) or len(entries) != len(prompt):
+        n = len(entries) if isinstance(entries, list) else _short(entries)
+        raise _Wrong(f"gives prompt_logprobs of {n} tokens for a prompt of {len(prompt)}")
+    for token, entry in enumerate(entries[1:], 1):
+        if not isinstance(entry, dict) or not entry:
+            raise _Wrong(f"gives no log-probabilities: {_short(entry)}", token)
+    _check_alignment(entries, prompt)
+    k, rows, own = min(k, vocabulary), [], []
+    for token, entry in enumerate(entries[1:], 1):
+        ids, values = _sorted(entry, token)
+        if not k <= len(ids) <= k + 1:  # the prompt's own token comes in addition
+            raise _Wrong(f"gives {len(ids)} tokens, expected {k} or {k + 1}", token)
+        own.append(values[ids.index(prompt[token])])
+        rows.append((ids[:k], values[:k]))
+    found = PromptTopK(
+        torch.tensor([ids for ids, _ in rows]),
+        torch.tensor([values for _, values in rows], dtype=torch.float64),
+        torch.tensor(own, dtype=torch.float64),
+    )
+    _check_mass(found, vocabulary)
+    return found
+
+
+def _check_alignment(entries: list[Any], prompt: Sequence[int]) -> None:
+    """Each entry holds the prompt's own token: that of another place is at another place."""
+
+    def fits(shift: int) -> bool:
+        places = range(max(1, 1 - shift), len(prompt) - max(shift, 0))
+        return all(str(prompt[t + shift]) in entries[t] for t in places)
+
+    if fits(0):
+        return
+    token = next(t for t in range(1, len(prompt)) if str(prompt[t]) not in entries[t])
+    words = f"does not give the log-probability of the prompt's own token {prompt[token]}"
+    for shift, other in ((1, "next"), (-1, "previous")):
+        if len(prompt) > 3 and fits(shift):
+            words += f", but of the {other} one: its prompt_logprobs are misaligned by one position"
+    raise _Wrong(words, token)
+
+
+def _sorted(entry: Mapping[str, Any], token: int) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities, the likeliest first."""
+    try:
+        found = [(int(i), float(said["logprob"]), said.get("rank")) for i, said in entry.items()]
+    except (TypeError, ValueError, KeyError, AttributeError):
+        words = f"gives {_short(entry)}, expected {{id: {{'logprob': ..., 'rank': ...}}, ...}}"
+        raise _Wrong(words, token) from None
+    for i, value, _ in found:
+        if math.isnan(value) or value > TOLERANCE:
+            raise _Wrong(f"gives the token {i} the log-probability {value:g}", token)
+    found.sort(key=lambda one: -one[1])
+    ranked = [(rank, value) for _, value, rank in found if isinstance(rank, int)]
+    by_rank = [value for _, value in sorted(ranked, key=lambda one: one[0])]
+    if any(b > a + TOLERANCE for a, b in zip(by_rank, by_rank[1:], strict=False)):
+        raise _Wrong("gives log-probabilities that are not in the order of their ranks", token)
+    return [i for i, _, _ in found], [value for _, value, _ in found]
+
+
+def _check_mass(found: PromptTopK, vocabulary: int) -> None:
+    """Ids are tokens, and all probabilities together are 1."""
+    beyond = (found.tokens < 0) | (found.tokens >= vocabulary)
+    if beyond.any():
+        row, column = beyond.nonzero()[0].tolist()
+        raise _Wrong(
+            f"gives the token {int(found.tokens[row, column])} among the likeliest, and the "
+            f"tokenizer has {vocabulary}: another tokenizer, or a padded teacher whose padding "
+            "was never trained away",
+            row + 1,
+        )
+    masses = found.log_probs.exp()
+    total = masses.sum(-1)
+    if (high := total > 1 + TOLERANCE).any():
+        row = int(high.nonzero()[0])
+        raise _Wrong(f"gives probabilities that sum to {float(total[row]):.4g}", row + 1)
+    # None of the others is likelier than the last; twice, as the vocabulary may be padded.
+    most = 2 * vocabulary * masses[:, -1]
+    if (low := total + most < 1 - TOLERANCE).any():
+        row = int(low.nonzero()[0])
+        raise _Wrong(
+            f"gives probabilities that sum to {float(total[row]):.4g}, the last of them "
+            f"{float(masses[row, -1]):.2g}: the rest cannot be in the other tokens, so this is no "
+            "distribution over them",
+            row + 1,
+        )

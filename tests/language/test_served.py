@@ -1,0 +1,312 @@
+"""A teacher behind a real HTTP server: the same student as with it here, and every fault named."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from ssl_kd.language import caching  # noqa: E402
+from ssl_kd.language.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.served import ServedTeacher  # noqa: E402
+from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
+from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
+from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.store import FingerprintMismatch  # noqa: E402
+from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, write  # noqa: E402
+from ssl_kd.teachers import server as module  # noqa: E402
+from ssl_kd.teachers.causal import n_ids  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
+from ssl_kd.teachers.server import CompletionServer, ServerFailed  # noqa: E402
+from tests.bits import same  # noqa: E402
+from tests.language.test_run import config, log_lines, table, weights  # noqa: E402
+from tests.served import Server  # noqa: E402
+
+K = 8
+
+
+@pytest.fixture
+def server(tiny, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    with Server(tiny.model(spread=0.3)) as running:  # the model of `models("teacher")`
+        yield running
+
+
+@pytest.fixture
+def tokenizer_alone(models, tmp_path):
+    """A folder with the teacher's tokenizer, and none of its weights."""
+    folder = tmp_path / "tokenizer"
+    files = shutil.ignore_patterns("*.safetensors", "config.json", "generation_config.json")
+    shutil.copytree(models("teacher"), folder, ignore=files)
+    return str(folder)
+
+
+@pytest.fixture
+def served(settings, server, tokenizer_alone):
+    """Settings of a run that asks the server; with changes."""
+
+    def change(**changes):
+        own = {"teacher_url": server.url, "teacher_served_as": "teacher", "temperature": 1.0}
+        own |= {"teacher_model": tokenizer_alone, "teacher_top_k": K, "teacher_patience": 0.2}
+        return settings(**{**own, "student_model": "llama:1x32", **changes})
+
+    return change
+
+
+def teacher_at(server, tiny, k=K, **options):
+    client = CompletionServer(server.url, server.name, timeout=10, patience=0.2)
+    return ServedTeacher(client, k, n_ids(tiny.tokenizer), **options)
+
+
+def positions(batch):
+    return next_token_targets(batch.input_ids, batch.counts)[0]
+
+
+# --- the answers are the teacher's ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_its_answers_are_the_live_teachers(tiny, server, packing):
+    blocks = tiny.blocks(packing=packing)
+    batch = blocks.batch(range(5))
+    assert batch.packed == packing
+    rows = positions(batch)
+    ours = teacher_at(server, tiny, rounded=False)(batch, rows)
+    log_p = logits_of(FrozenTeacher(server.model)(batch, rows)).log_softmax(-1)
+    values, tokens = log_p.topk(K)
+    assert torch.equal(ours.indices, tokens)
+    torch.testing.assert_close(ours.log_probs, values, atol=1e-5, rtol=1e-5)
+    rest = log_p.scatter(-1, tokens, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(ours.log_tail, rest, atol=1e-4, rtol=1e-4)
+    masses = ours.log_probs.exp().sum(-1) + ours.log_tail.exp()
+    torch.testing.assert_close(masses, torch.ones_like(masses))
+
+
+def test_some_positions_alone_are_asked_about(tiny, server):
+    batch = tiny.blocks(packing=True).batch(range(3))
+    rows, teacher = positions(batch), teacher_at(server, tiny)
+    everything, some = teacher(batch, rows), rows[torch.tensor([0, 3, 19, 20, 40])]
+    found = teacher(batch, some)
+    places = torch.searchsorted(rows, some)
+    assert torch.equal(found.indices, everything.indices[places])
+    torch.testing.assert_close(found.log_probs, everything.log_probs[places])
+    none = teacher(batch, rows[:0])
+    assert none.indices.shape == (0, K) and none.log_tail.shape == (0,)
+
+
+def test_a_tail_that_rounding_ate_is_not_0(tiny, server):
+    server.change = lambda logits: logits * 12
+    batch = tiny.blocks().batch(range(8))
+    rows = positions(batch)
+    answer = teacher_at(server, tiny)(batch, rows)
+    log_p = (12 * logits_of(FrozenTeacher(server.model)(batch, rows)).double()).log_softmax(-1)
+    rest = log_p.scatter(-1, log_p.topk(K).indices, -torch.inf).logsumexp(-1)
+    assert rest.min() < -30  # 1 less the sum of the others says nothing there
+    assert answer.log_tail.isfinite().all()
+    torch.testing.assert_close(answer.log_tail.exp(), rest.exp().float(), atol=1e-6, rtol=1e-4)
+
+
+def test_a_teacher_whose_vocabulary_was_padded(tiny, server):
+    batch = tiny.blocks().batch(range(4))
+    rows, teacher = positions(batch), teacher_at(server, tiny)
+    expected = teacher(batch, rows)
+    server.change = lambda logits: torch.nn.functional.pad(logits, (0, 64), value=-20.0)
+    padded = teacher(batch, rows)
+    assert torch.equal(padded.indices, expected.indices)
+    torch.testing.assert_close(padded.log_probs, expected.log_probs)
+    server.change = lambda logits: torch.nn.functional.pad(logits, (0, 64), value=20.0)
+    with pytest.raises(ServerFailed, match="token 3.. among the likeliest.* padding was never tra"):
+        teacher(batch, rows)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js"])
+def test_with_the_whole_vocabulary_it_is_the_live_teacher(tiny, server, divergence):
+    """To the rounding of a cache, which is that of float16."""
+    blocks, changes = tiny.blocks(), {"divergence": divergence, "temperature": 1.0}
+    live = tiny.distiller(FrozenTeacher(server.model), **changes)
+    here = tiny.distiller(teacher_at(server, tiny, 320), **changes)
+    for step in range(3):
+        batch = blocks.batch(range(4 * step, 4 * step + 4))
+        a, b = (d.step([batch], 1e-2) for d in (live, here))
+        assert b.kd == pytest.approx(a.kd, rel=1e-3) and b.ce == pytest.approx(a.ce, rel=1e-3)
+
+
+def test_training_from_it_is_training_from_its_cache_to_the_bit(tiny, server, tmp_path):
+    blocks = tiny.blocks(packing=True)
+    given = TeacherFingerprint(
+        "t", "w", "tok", "text", 24, True, blocks.digest, "served", "topk", K, 1.0
+    )
+    kept = write(teacher_at(server, tiny, rounded=False), blocks, tmp_path, given, vocabulary=320)
+    found = []
+    for teacher in (teacher_at(server, tiny), kept):
+        distiller = tiny.distiller(teacher, temperature=1.0, divergence="reverse_kl")
+        steps = [distiller.step([blocks.batch(range(4 * i, 4 * i + 4))], 1e-2) for i in range(3)]
+        found.append((steps, dict(distiller.student.named_parameters())))
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+    facts = kept.facts()
+    assert 0 < facts["tail_mass"] < 1 and 0 < facts["fidelity_kl"] < 3
+
+
+def test_what_a_cache_loses_is_at_most_what_it_says(tiny, server, tmp_path):
+    """Against the cache of the live teacher, which knows."""
+    blocks, own = tiny.blocks(), ("t", "w", "tok", "text", 24, False)
+    facts = []
+    for name, teacher in (
+        ("served", teacher_at(server, tiny, rounded=False)),
+        ("live", FrozenTeacher(server.model)),
+    ):
+        given = TeacherFingerprint(*own, blocks.digest, "float32", "topk", K, 1.0)
+        cache = write(teacher, blocks, tmp_path / name, given, vocabulary=320)
+        facts.append(cache.facts())
+    assert facts[0]["tail_mass"] == pytest.approx(facts[1]["tail_mass"], rel=1e-4)
+    assert facts[1]["fidelity_kl"] <= facts[0]["fidelity_kl"] < 10 * facts[1]["fidelity_kl"]
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def test_a_run_needs_no_weights_of_its_teacher(served, settings, models):
+    path = run(served())
+    row = table(path)["teacher"]
+    live = run(settings(temperature=1.0, run_name="live", student_model="llama:1x32"))
+    for name in ("nll", "perplexity", "bits_per_character", "ece"):
+        assert row[name] == pytest.approx(table(live)["teacher"][name], rel=1e-4)
+    assert config(path)["teacher"] == {"name": "teacher"}
+    assert all(line["kd"] > 0 for line in log_lines(path) if "eval" not in line)
+    assert table(path)["student"]["perplexity"] < table(path)["student before"]["perplexity"]
+
+
+def test_its_cache_stands_in_when_it_is_gone(served, server, tmp_path):
+    path = run(served(run_name="asked"))
+    cached = served(teacher_cache=str(tmp_path / "cache"), run_name="cached")
+    with pytest.raises(SettingsError, match="run cache_teacher.py"):
+        run(cached)
+    (cache,) = cache_teacher(cached)
+    assert cache.facts()["method"] == "topk" and cache.fingerprint.dtype == "served"
+    server.asked.clear()
+    server.fault = lambda *_: pytest.fail("the server was asked")
+    assert weights(run(cached)) == weights(path) and not server.asked
+    assert table(tmp_path / "runs" / "cached")["teacher"]["nll"] is None
+    server.name = "other"  # the name is all that is known of a served teacher
+    with pytest.raises(FingerprintMismatch, match="'served teacher'.*'served other'"):
+        run(cached.replace(teacher_served_as="other", run_name="of_another"))
+
+
+def test_a_cache_that_was_killed_asks_for_what_is_missing_alone(
+    served, server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(caching, "SERVED_TOKENS", 4 * 24)
+    cached = served(teacher_cache=str(tmp_path / "cache"), packing=False)
+    n, dies = len(cache_teacher(cached).pop().manifest["shards"]), 30
+    asked, files = len(server.asked), sorted((tmp_path / "cache").glob("*.pt"))
+    expected = [file.read_bytes() for file in files]
+    assert n > 5
+    shutil.rmtree(tmp_path / "cache")
+    server.asked.clear()
+    server.fault = lambda handler, body, number: (
+        number > dies and (handler.answer(b"", 503) or True)
+    )
+    with pytest.raises(ServerFailed, match="503"):
+        cache_teacher(cached)
+    server.asked.clear()
+    server.fault = None
+    cache_teacher(cached)
+    assert len(server.asked) <= asked - dies + 4 + 1  # a shard of four rows, and the first look
+    assert [file.read_bytes() for file in files] == expected
+
+
+def dies(server, work):
+    """Do the work; when it is done again, the server dies four requests before its end."""
+    server.asked.clear()
+    done, last = work(), len(server.asked) - 4
+
+    def fault(handler, asked, number):
+        if number >= last:
+            handler.answer(b"", 503)
+        return number >= last
+
+    server.asked.clear()
+    server.fault = fault
+    return done
+
+
+def test_a_server_that_dies_stops_the_run_and_a_resume_ends_with_the_same_bits(served, server):
+    whole = dies(server, lambda: run(served(run_name="whole")))
+    with pytest.raises(ServerFailed, match=f"^the teacher's server {server.url} answers 503") as at:
+        run(served())
+    assert "\n" not in str(at.value) and "--resume" in str(at.value)
+    folder = whole.parent / "a"
+    assert not (folder / "metrics.json").exists() and list((folder / "checkpoint").glob("step_*"))
+    server.fault = None
+    assert weights(run(served(resume=True))) == weights(whole)
+    assert log_lines(folder) == log_lines(whole)
+
+
+def test_a_run_may_go_on_with_the_server_at_another_address(served, server, tiny):
+    whole = dies(server, lambda: run(served(run_name="whole")))
+    with pytest.raises(ServerFailed):
+        run(served())
+    with Server(server.model) as other:
+        again = served(teacher_url=other.url, teacher_patience=1.0, resume=True)
+        assert weights(run(again)) == weights(whole) and other.asked
+
+
+def test_another_model_or_none_is_refused_before_the_first_step(served, server, tiny):
+    with pytest.raises(ServerFailed, match="does not have the model 'b', but 'teacher'"):
+        run(served(teacher_served_as="b"))
+    server.room = 20
+    with pytest.raises(ServerFailed, match="set BLOCK_SIZE to 19 or less"):
+        run(served())
+    assert not server.asked
+
+
+def test_another_tokenizer_is_found_by_its_ids(served, server, tiny):
+    server.model = tiny.model(spread=0.3, vocab_size=400)
+    with pytest.raises(ServerFailed, match="the tokenizer has 320: another tokenizer, or a padded"):
+        run(served())
+
+
+def test_a_key_is_sent_and_kept_nowhere(served, server, monkeypatch):
+    monkeypatch.setenv("TEACHER_API_KEY", "secret-key")
+    path = run(served(max_steps=1, eval_every=1))
+    assert {asked["authorization"] for asked in server.asked} == {"Bearer secret-key"}
+    assert "secret-key" not in json.dumps(config(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher_url": "localhost:8000"}, "expected an address as http://host:8000/v1"),
+        ({"teacher_model": "none", "temperature": 1.0}, "TEACHER_MODEL is 'none': name its folder"),
+        ({"teacher_model": "train"}, "TEACHER_MODEL is 'train'"),
+        ({"temperature": 2.0}, "TEMPERATURE is 2, and a server"),
+        ({"student_model": "layers:1"}, "'layers:1' is cut from the teacher, whose weights are on"),
+        ({"align": "uld"}, "ALIGN must be 'auto'"),
+        ({"router_mode": "ka"}, "ROUTER_MODE 'native'"),
+        ({"legacy_clamp": "2.5"}, "LEGACY_CLAMP None"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_server(served, changes, said):
+    with pytest.raises(SettingsError, match=said):
+        served(**changes)
+
+
+def test_a_student_with_another_tokenizer_is_refused(served, models):
+    with pytest.raises(SettingsError, match="have different tokenizers"):
+        run(served(student_model=models("foreign")))
+
+
+def test_no_tokenizer_is_said(served, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no readable tokenizer"):
+        run(served(teacher_model=str(tmp_path / "empty")))
+
+
+def test_a_cache_of_it_is_opened_without_its_weights(served, server, tmp_path):
+    settings = served(teacher_cache=str(tmp_path / "cache"))
+    cache_teacher(settings)
+    assert TeacherCache.open(tmp_path / "cache").fingerprint.k == K

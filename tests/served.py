@@ -1,0 +1,107 @@
+"""A server of a tiny model over HTTP, in the form of vLLM's `prompt_logprobs`; and its faults."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        served = self.server
+        model = {"id": served.name, "object": "model", "owned_by": "vllm", "root": served.name}
+        self.answer({"object": "list", "data": [model | {"max_model_len": served.room}]})
+
+    def do_POST(self):
+        served = self.server
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with served.lock:
+            served.asked.append(asked | {"authorization": self.headers.get("Authorization")})
+            number = len(served.asked) - 1
+        if served.fault is not None and served.fault(self, asked, number):
+            return
+        if asked["model"] != served.name:
+            error = {"message": f"The model `{asked['model']}` does not exist.", "code": 404}
+            self.answer({"error": error}, 404)
+        elif asked["prompt_logprobs"] > served.most:
+            words = f"Cannot request prompt logprobs for more than {served.most} tokens"
+            self.answer({"error": {"message": words, "type": "BadRequestError"}}, 400)
+        else:
+            self.answer(served.completion(asked))
+
+    def answer(self, content, status=200, headers=()):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a model as vLLM does.
+
+    Args:
+        model: a causal LM of transformers.
+        name: by which it is known.
+        most: its --max-logprobs.
+
+    Attributes:
+        asked: the bodies of all requests.
+        fault: called as `fault(handler, asked, number)` before a completion; true: it has answered.
+        change: called with the logits `[token, vocab]` of a prompt; what is served in their place.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, model, name="teacher", most=1000, room=4096):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.name, self.most, self.room = model, name, most, room
+        self.asked, self.fault, self.change = [], None, lambda logits: logits
+        self.lock = threading.Lock()
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request, client_address):
+        """A client that has gone is no news."""
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    @torch.no_grad()
+    def entries(self, prompt, k):
+        logits = self.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float()
+        log_p = self.change(logits).log_softmax(-1)
+        found = [None]
+        for row, own in zip(log_p[:-1], prompt[1:], strict=True):
+            values, tokens = row.topk(min(k, len(row)))
+            # The prompt's own token first, wherever it ranks; then the k likeliest.
+            rank = int((row > row[own]).sum()) + 1
+            entry = {str(own): {"logprob": float(row[own]), "rank": rank, "decoded_token": "x"}}
+            for at, (value, token) in enumerate(zip(values, tokens, strict=True), 1):
+                said = {"logprob": float(value), "rank": at, "decoded_token": "x"}
+                entry.setdefault(str(int(token)), said)
+            found.append(entry)
+        return found
+
+    def completion(self, asked):
+        entries = self.entries(asked["prompt"], asked["prompt_logprobs"])
+        choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length"}
+        choice |= {"stop_reason": None, "prompt_logprobs": entries}
+        usage = {"prompt_tokens": len(entries), "completion_tokens": 1}
+        answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": self.name}
+        return answer | {"choices": [choice], "usage": usage}
