@@ -1,5 +1,6 @@
 """What the guide of the language mode shows can be typed: its Python runs, its flags are known."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -32,7 +33,8 @@ def test_python_of_the_guide_runs(code, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny.folder("teacher")
     tiny.folder("student", seed=4)
-    Path("texts.txt").write_text("\n\n".join(map(sentence, range(200))))
+    texts = [json.dumps({"text": sentence(i)}) for i in range(200)]
+    Path("texts.jsonl").write_text("\n".join(texts))
     exec(compile(code, "docs/language.md", "exec"), {"__name__": "guide"})
 
 
