@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.losses.linear_distillation import ROW_BYTES, chunk_rows
+from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher, linear_head
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
+if TYPE_CHECKING:
+    from ssl_kd.language.settings import LanguageSettings
+
+__all__ = ["MemoryEstimate", "estimate_memory", "refused"]
 
 LOWERED_BY = {
     "teacher": ("TEACHER_CACHE", "TEACHER_OFFLOAD", "MODEL_DTYPE"),
@@ -66,6 +71,31 @@ class MemoryEstimate:
         for name, size in sorted(there, key=lambda item: -item[1]):
             lines.append(f"{name:11s}{size:10,.1f}  {', '.join(self.lowered_by[name])}".rstrip())
         return "\n".join([*lines, f"{'total':11s}{self.total:10,.1f}"])
+
+
+def refused(settings: LanguageSettings, device: torch.device) -> set[str]:
+    """The settings of LOWERED_BY whose change to lower memory would be refused beside the others.
+
+    TEACHER_CACHE with ALIGN, TEACHER_OFFLOAD with SHARD, a BATCH_SIZE below 1, and the like: the
+    settings themselves are asked. And MODEL_DTYPE on a device that is slow in half precision, where
+    it is not used.
+    """
+    tried = {
+        "teacher_cache": "cache",
+        "teacher_offload": True,
+        "lora_rank": 8,
+        "gradient_checkpointing": True,
+        "router_mode": "native",
+        "batch_size": settings.batch_size // 2,
+        "block_size": settings.block_size // 2,
+    }
+    found = set()
+    for name, value in tried.items():
+        try:
+            settings.replace(**{name: value})
+        except SettingsError:
+            found.add(name.upper())
+    return found if DeviceInfo.of(device).halves()[0] else found | {"MODEL_DTYPE"}
 
 
 def estimate_memory(

@@ -13,7 +13,7 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.best import Best
-from ssl_kd.language.memory import estimate_memory
+from ssl_kd.language.memory import estimate_memory, refused
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.task import (
@@ -82,6 +82,12 @@ def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> Non
         device=task.precision.device,
         align=settings.align,
     )
+    left_out = refused(settings, task.precision.device)
+    lowered_by = {
+        part: tuple(name for name in names if name not in left_out)
+        for part, names in estimate.lowered_by.items()
+    }
+    estimate = dataclasses.replace(estimate, lowered_by=lowered_by)
     if settings.shard:
         pieces = ("teacher", "student", "optimizer", "guard")
         shares = {name: estimate.parts[name] / task.ranks.world for name in pieces}

@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from ssl_kd.language.memory import LOWERED_BY, estimate_memory  # noqa: E402
+from ssl_kd.language.memory import LOWERED_BY, estimate_memory, refused  # noqa: E402
 from ssl_kd.language.objective import _checkpoint_activations  # noqa: E402
 from ssl_kd.language.routed import Routed  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
@@ -235,3 +235,36 @@ def test_the_table_names_settings_that_exist_and_are_not_used_yet():
     assert all(name in table for name in ("TEACHER_OFFLOAD", "GRADIENT_CHECKPOINTING", "total"))
     used = str(estimate_memory(make(), teacher, gradient_checkpointing=True, **SIZE))
     assert "GRADIENT_CHECKPOINTING" not in used and "TEACHER_OFFLOAD" not in used
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, set()),
+        ({"align": "uld"}, {"TEACHER_CACHE"}),
+        ({"router_mode": "sar"}, {"TEACHER_CACHE"}),
+        ({"legacy_clamp": "2.5"}, {"TEACHER_CACHE"}),
+        ({"shard": True}, {"TEACHER_OFFLOAD"}),
+        ({"batch_size": 1, "block_size": 12}, {"BATCH_SIZE", "BLOCK_SIZE"}),
+    ],
+)
+def test_what_the_settings_refuse_is_not_recommended(monkeypatch, changes, names):
+    device = torch.device("cpu")
+    kind = "ssl_kd.guard.precision.DeviceInfo.halves"
+    monkeypatch.setattr(kind, lambda self: ((torch.bfloat16,), "a test"))
+    assert refused(LanguageSettings(**changes), device) == names
+    monkeypatch.setattr(kind, lambda self: ((), "a test"))
+    assert refused(LanguageSettings(**changes), device) == names | {"MODEL_DTYPE"}
+
+
+def test_a_run_with_another_tokenizer_is_not_sent_to_a_cache(tiny, tmp_path, text_file, caplog):
+    from ssl_kd.language.run import run
+
+    caplog.set_level("INFO")
+    few = {"block_size": 24, "max_steps": 1, "eval_rows": 4, "generations": 0, "device": "cpu"}
+    few |= {"data_path": text_file, "runs_dir": str(tmp_path), "align": "uld"}
+    teacher = tiny.folder(tmp_path / "foreign", tokenizer=tiny.other_tokenizer)
+    student = tiny.folder(tmp_path / "student")
+    run(LanguageSettings(**few, teacher_model=teacher, student_model=student))
+    (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("teacher  "))
+    assert "TEACHER_CACHE" not in line
