@@ -23,6 +23,7 @@ from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.teacher import (
     ALONE,
+    absent_teacher,
     at_work,
     is_routed,
     load_teacher,
@@ -34,7 +35,7 @@ from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache
-from ssl_kd.teachers.causal import CausalLM, without_adapters
+from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, without_adapters
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import add_lora, build_student
@@ -74,7 +75,7 @@ class Task:
         train_set: documents to learn from.
         eval_set: held-out documents.
         student: as it begins.
-        teacher: None for cross-entropy alone.
+        teacher: None for cross-entropy alone; without a model where its cache alone is there.
         frozen: the teacher at work; None where its cache stands in.
         router_id: identity of ROUTER_WEIGHTS; empty where there are none.
         caches: the teacher's caches, where they are used: one, or a draw of experts each.
@@ -201,28 +202,18 @@ def _models(
     ranks: Ranks,
     given: Given,
 ) -> tuple[CausalLM, CausalLM | None]:
-    """Student and teacher; a teacher that is to be trained here is found again or trained."""
+    """Student and teacher."""
     for who, lm in vars(given).items():
         if lm is None and getattr(settings, f"{who}_model") == GIVEN:
             raise SettingsError(
                 f"{who.upper()}_MODEL is {GIVEN!r}: the {who} was handed over in memory, by"
                 " ssl_kd.Distillation, and only that can hand it over again"
             )
-    name = settings.teacher_model
-    if name == "train":
-        name = str(trained_teacher(settings, texts, precision, tell, ranks))
-    # Where a student is cut from it, or float16 may be too narrow, in the dtype of its file first.
-    first = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
-    teacher = given.teacher
-    if settings.teacher_url is not None:
-        teacher = served_lm(settings)
-    elif teacher is None and name != "none":
-        teacher = load_teacher(settings, name, None if first else precision.teacher)
-    new = settings.student_model.startswith(("fresh:", "llama:"))
+    teacher = given.teacher or _teacher(settings, texts, precision, tell, ranks)
+    here = teacher if teacher and teacher.model else None
     tokenizer = teacher and teacher.tokenizer
-    if new and not teacher:
+    if teacher is None and settings.student_model.startswith(("fresh:", "llama:")):
         tokenizer = train_tokenizer(texts, settings.vocabulary)
-    here = None if teacher is None or teacher.model is None else teacher
     # A frozen base is rounded at each product anyway. (FSDP wants one dtype in all of a layer.)
     half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
     student = given.student or build_student(
@@ -233,6 +224,8 @@ def _models(
         dtype=None if half else torch.float32,
         remote_code=settings.trust_remote_code,
     )
+    if teacher is not None and teacher.tokenizer is None:  # its cache knows whether it is this one
+        teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
     for lm in (student, here):
         room = lm and getattr(lm.model.config, "max_position_embeddings", None)
         if lm and room and settings.block_size > room:
@@ -249,6 +242,29 @@ def _models(
             halve_products(adapted, precision.student)
         student = dataclasses.replace(student, model=adapted)
     return student, teacher
+
+
+def _teacher(
+    settings: LanguageSettings,
+    texts: TextDataset,
+    precision: Precision,
+    tell: Progress,
+    ranks: Ranks,
+) -> CausalLM | None:
+    """The teacher that the settings name; without a model where a server or its cache answers."""
+    name = settings.teacher_model
+    if settings.teacher_url is not None:
+        return served_lm(settings)
+    if name == "none":
+        return None
+    if name == "train":  # found again or trained
+        name = str(trained_teacher(settings, texts, precision, tell, ranks))
+    # Where a student is cut from it, or float16 may be too narrow, in the dtype of its file first.
+    first = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
+    try:
+        return load_teacher(settings, name, None if first else precision.teacher)
+    except (CausalLMUnavailable, FileNotFoundError) as error:
+        return absent_teacher(settings, name, error)
 
 
 def _answers(

@@ -11,6 +11,7 @@ import torch
 
 from ssl_kd.datasets.blocks import isolates_documents, make_blocks, train_tokenizer
 from ssl_kd.datasets.text import TextDataset
+from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.parallel import check_ranks, shard_teacher
@@ -19,7 +20,8 @@ from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.train import train
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm
+from ssl_kd.store.teacher_cache import TeacherCache
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, load_tokenizer
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import build_student, save_student
 from ssl_kd.training.clock import Progress
@@ -34,6 +36,41 @@ ALONE = Ranks(0, 1, "cpu")
 def load_teacher(settings: LanguageSettings, name: str, dtype: torch.dtype | None) -> CausalLM:
     """The teacher's model as the settings would have it loaded."""
     return load_causal_lm(name, dtype=dtype, remote_code=settings.trust_remote_code)
+
+
+def absent_teacher(settings: LanguageSettings, name: str, why: UserError | OSError) -> CausalLM:
+    """What stands for a teacher that cannot be loaded where its cache can be learned from.
+
+    Its weights are those that the cache says; its tokenizer is its own where that can be read, and
+    None where not.
+
+    Raises:
+        UserError, OSError: `why`, where there is no cache, or none of the teacher as it came.
+        SettingsError: the student is made of the teacher's own layers or architecture.
+    """
+    folder = Path(str(settings.teacher_cache))
+    if settings.teacher_cache is None or not folder.is_dir() or is_routed(settings):
+        raise why
+    weights = TeacherCache.open(folder, verify=False).fingerprint.weights
+    if " " in weights:  # with the experts that answered
+        raise why
+    spec = settings.student_model
+    if spec.startswith(("layers:", "fresh:")):
+        raise SettingsError(
+            f"STUDENT_MODEL {spec!r} is made of the teacher {name}, which cannot be loaded: take "
+            f"llama:LAYERSxDIM, or a model of its tokenizer. ({why})"
+        ) from why
+    logger.warning(
+        "the teacher %s cannot be loaded, so the student learns from TEACHER_CACHE alone and the "
+        "table has no row of the teacher (%s)",
+        name,
+        why,
+    )
+    try:
+        tokenizer = load_tokenizer(name, remote_code=settings.trust_remote_code)
+    except InputError:
+        tokenizer = None
+    return CausalLM(None, tokenizer, name, weights)
 
 
 def at_work(

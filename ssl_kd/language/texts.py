@@ -42,6 +42,6 @@ def lay_out(
     if aligned and teacher is not None:
         tokenizers = student.tokenizer, teacher.tokenizer
         return aligned_blocks(texts, *tokenizers, settings.block_size)
-    models = [lm.model for lm in (student, teacher) if lm is not None and lm.model is not None]
+    models = [lm.model for lm in (student, teacher) if lm and lm.model]
     packing = settings.packing and all(isolates_documents(model) for model in models)
     return make_blocks(texts, student.tokenizer, settings.block_size, packing=packing)
