@@ -41,6 +41,12 @@ CACHE_K = 128
 MODEL_DTYPE = "auto"
 # Run Python files that come with a model, where it needs them; read them first.
 TRUST_REMOTE_CODE = False
+# Attention of student and teacher, as transformers names it: eager | sdpa | flex_attention; None:
+# what transformers takes.
+ATTN_IMPLEMENTATION = None
+# Dtype of the saved student's weights: float32 | bfloat16 | float16. It is trained in float32 in
+# any case.
+SAVE_DTYPE = "float32"
 # With MODEL_DTYPE float16 on a CPU: emulate it, slowly, to see what a GPU would compute.
 EMULATE_FP16 = False
 # Training steps of a teacher that is trained here (TEACHER_MODEL train), from 1.
@@ -197,7 +203,10 @@ DRY_RUN = False
 VERBOSE_STEPS = 0
 # Rebuild a teacher's cache that is damaged or stale.
 FORCE_RECOMPUTE = False
-# Write TensorBoard files into the run folder, beside metrics.jsonl.
+# Who draws the curves, beside metrics.jsonl: none | tensorboard (files in the run folder) | wandb |
+# trackio (through their own packages).
+REPORT_TO = "none"
+# Write TensorBoard files, whatever REPORT_TO is.
 TENSORBOARD = False
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"

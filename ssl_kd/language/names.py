@@ -17,7 +17,7 @@ ALIASES: Mapping[str, str] = {
     "train_steps": "max_steps",
 }
 INSTEAD: Mapping[str, str] = {
-    **RunSettings.instead,
+    **{name: way for name, way in RunSettings.instead.items() if name != "report_to"},
     **dict.fromkeys(("bf16", "bf16_full_eval"), "Use --model_dtype bfloat16."),
     **dict.fromkeys(("fp16", "fp16_full_eval"), "Use --model_dtype float16."),
     **dict.fromkeys(

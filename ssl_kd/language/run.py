@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ssl_kd.evaluate.language import LanguageJudge
@@ -43,7 +44,7 @@ from ssl_kd.language.words import (
 from ssl_kd.ranks import Ranks, joined
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
-from ssl_kd.training.board import Board
+from ssl_kd.training.board import Board, check_boards
 from ssl_kd.training.clock import Clock, Progress, untold
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.stop import Signals
@@ -84,6 +85,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
     logger.info("%s", precision)
     settings = _dry(settings) if settings.dry_run else settings
     check_ranks(settings, ranks)
+    check_boards(settings.boards)
     with run_folder(settings, ranks) as folder, Signals(folder) as signals:
         folder.write_config(settings, mode="language", precision=str(precision))
         settings = without_router(settings)
@@ -167,7 +169,14 @@ def _save(
             whole.load_state_dict(weights, strict=False)  # it has its buffers
 
     def save() -> None:
-        save_student(whole, tokenizer, path, table, merge=settings.lora_merge)
+        save_student(
+            whole,
+            tokenizer,
+            path,
+            table,
+            merge=settings.lora_merge,
+            dtype=getattr(torch, settings.save_dtype),
+        )
         if isinstance(source, Routed) and source.router is not None:
             source.mixture.save_router(folder.path / "router.safetensors")
 
@@ -247,7 +256,8 @@ def _train(
         logger.info("%s", first_forward(settings, task))
 
     shown = ("train_loss", "ce", "kd", *(term.name for term in distiller.others))
-    with Board(folder.path, settings.tensorboard and team.rank == 0) as board:
+    boards = settings.boards if team.rank == 0 else ()
+    with Board(folder.path, boards, settings.to_dict()) as board:
 
         def on_log(row: Row) -> None:
             folder.log(row)

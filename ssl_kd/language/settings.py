@@ -26,6 +26,7 @@ class LanguageSettings(RunSettings):
         "teacher_patience",
         "teacher_timeout",
         "teacher_url",
+        "report_to",
         "tensorboard",
     }
 
@@ -104,6 +105,18 @@ presets; a name or value that cannot be is refused.
     trust_remote_code: bool = setting(
         False,
         "run Python files that come with a model, where it needs them; read them first",
+    )
+    attn_implementation: str | None = setting(
+        None,
+        "attention of student and teacher, as transformers names it: eager | sdpa | flex_attention;"
+        " None: what transformers takes",
+        choices=("eager", "sdpa", "flex_attention"),
+    )
+    save_dtype: str = setting(
+        "float32",
+        "dtype of the saved student's weights: float32 | bfloat16 | float16",
+        "It is trained in float32 in any case.",
+        choices=("float32", "bfloat16", "float16"),
     )
     emulate_fp16: bool = setting(
         False,
@@ -338,9 +351,18 @@ presets; a name or value that cannot be is refused.
         0, "number of first steps whose logit shapes and loss terms are logged", low=0
     )
     force_recompute: bool = setting(False, "rebuild a teacher's cache that is damaged or stale")
-    tensorboard: bool = setting(
-        False, "write TensorBoard files into the run folder, beside metrics.jsonl"
+    report_to: str = setting(
+        "none",
+        "who draws the curves, beside metrics.jsonl: none | tensorboard (files in the run folder) |"
+        " wandb | trackio (through their own packages)",
+        choices=("none", "tensorboard", "wandb", "trackio"),
     )
+    tensorboard: bool = setting(False, "write TensorBoard files, whatever REPORT_TO is")
+
+    @property
+    def boards(self) -> set[str]:
+        """REPORT_TO and TENSORBOARD in one."""
+        return {self.report_to, "tensorboard" if self.tensorboard else "none"} - {"none"}
 
     @property
     def peak_lr(self) -> float:

@@ -35,7 +35,7 @@ from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache
-from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, without_adapters
+from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, set_attention, without_adapters
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.student import add_lora, build_student
@@ -233,6 +233,7 @@ def _models(
                 f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
                 f"to {room} or less"
             )
+    _attend(settings.attn_implementation, precision.device, student, teacher)
     if teacher is not None and settings.align == "auto":
         check_family(student, teacher)
     if settings.lora_rank:
@@ -265,6 +266,17 @@ def _teacher(
         return load_teacher(settings, name, None if first else precision.teacher)
     except (CausalLMUnavailable, FileNotFoundError) as error:
         return absent_teacher(settings, name, error)
+
+
+def _attend(name: str | None, device: torch.device, *models: CausalLM | None) -> None:
+    """Have models compute attention in the way of ATTN_IMPLEMENTATION."""
+    if name == "flex_attention" and device.type == "cpu":
+        raise SettingsError(
+            "ATTN_IMPLEMENTATION 'flex_attention' has no backward pass on a CPU: set it to 'sdpa'."
+        )
+    for lm in models:
+        if name is not None and lm is not None and lm.model is not None:
+            set_attention(lm, name)
 
 
 def _answers(

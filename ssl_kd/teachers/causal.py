@@ -35,6 +35,7 @@ __all__ = [
     "load_tokenizer",
     "n_ids",
     "quiet",
+    "set_attention",
     "tokenizer_id",
     "without_adapters",
 ]
@@ -206,6 +207,21 @@ def llm_module(name: str) -> ModuleType:
         raise MissingPackage(
             f"the language mode needs {name.partition('.')[0]}, which does not load "
             f"({_reason(error)}): pip install 'ssl_kd[llm]'"
+        ) from error
+
+
+def set_attention(lm: CausalLM, name: str) -> None:
+    """Choose how a model computes attention, as transformers names it.
+
+    Raises:
+        ValueError: the model cannot compute it so, or a package for it is missing.
+    """
+    try:
+        lm.model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise InputError(
+            f"ATTN_IMPLEMENTATION is {name!r}, which {lm.name} does not take ({_reason(error)}): "
+            "set it to None"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import os
@@ -165,6 +166,7 @@ def save_student(
     card: str | Sequence[Mapping[str, Any]],
     *,
     merge: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a student that `AutoModelForCausalLM` loads, or adapters that peft loads.
 
@@ -178,9 +180,10 @@ def save_student(
         card: Markdown, or the rows of the run's table: one mapping of columns each.
         merge: write adapters and base as one plain model. Always so where the base was made in
             memory, for nobody could load the adapters. The model itself keeps its adapters.
+        dtype: of the written weights; the model itself keeps its own.
 
     Raises:
-        NotFinite: a weight holds a NaN or an infinity; nothing is written.
+        NotFinite: a weight holds a NaN or an infinity, or would in `dtype`; nothing is written.
         FileExistsError: the folder holds something other than a saved model.
         OSError: the disk is full or failed; a folder already there is unchanged.
     """
@@ -201,8 +204,17 @@ def save_student(
         model, adapters = model.merge_and_unload(), False
     causal = without_adapters(model)
     transformers = llm_module("transformers")
+    weights = _rounded(model, dtype, "lora_" if adapters else "")
+    if (sick := next((n for n, w in weights.items() if not w.isfinite().all()), None)) is not None:
+        raise NotFinite(
+            f"{folder} is not written: {sick} of the model is too large for {str(dtype)[6:]}. Set "
+            "--save_dtype bfloat16 or float32"
+        )
     with quiet(transformers), _generation(causal) as generation, _replaced(folder) as new:
-        model.save_pretrained(new)
+        model.save_pretrained(new, state_dict=weights)
+        if (file := new / "config.json").is_file():  # it says what the model in memory has
+            config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": str(dtype)[6:]}
+            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         generation.save_pretrained(new)  # adapters come without
         tokenizer.save_pretrained(new)
         text = _card(folder.name, card, base, adapters)
@@ -359,6 +371,20 @@ def _make(
 
 
 # --- saving ---------------------------------------------------------------------------------------
+
+
+def _rounded(model: nn.Module, dtype: torch.dtype, part: str) -> dict[str, torch.Tensor]:
+    """A model's state in a dtype, of the names with `part` in them; a tied weight stays tied."""
+    once: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if part not in name:
+            continue
+        key = tensor.data_ptr(), tensor.shape
+        if key not in once or not tensor.numel():
+            once[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        state[name] = once[key]
+    return state
 
 
 @contextmanager

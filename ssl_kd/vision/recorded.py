@@ -81,7 +81,7 @@ def train_recorded(
     if together is not None:
         together.caught, more = signals.caught, {"together": together}
     recorder = FlightRecorder(folder.path / "faults")
-    with Board(folder.path, settings.tensorboard) as board:
+    with Board(folder.path, ["tensorboard"] if settings.tensorboard else []) as board:
         try:
             return (train if together is None else train_together)(
                 trainer=trainer,

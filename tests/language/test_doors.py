@@ -1,0 +1,93 @@
+"""Settings by which runs fit into what people already have."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ssl_kd.language.run import run
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.settings import SettingsError
+from ssl_kd.teachers.causal import load_causal_lm
+from ssl_kd.teachers.student import NotFinite, add_lora, save_student
+from tests.training.test_board import Tracker
+
+
+def test_report_to_a_tracker(settings, monkeypatch):
+    tracker = Tracker("wandb")
+    tracker.__spec__ = sys.__spec__
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    run(settings(report_to="wandb"))
+    assert tracker.begun["name"] == "a" and tracker.begun["config"]["REPORT_TO"] == "wandb"
+    assert [step for step, row in tracker.rows if "train_loss" in row] == [2, 4, 6]
+    assert [step for step, row in tracker.rows if "eval/perplexity" in row] == [3, 6]
+    assert tracker.finished == 1
+    both = LanguageSettings(report_to="wandb", tensorboard=True)
+    assert both.boards == {"wandb", "tensorboard"} and LanguageSettings().boards == set()
+
+
+def test_a_tracker_that_is_missing_is_named_before_any_work(settings, tmp_path):
+    pytest.importorskip("torch")
+    if __import__("importlib.util").util.find_spec("trackio"):
+        pytest.skip("trackio is installed")
+    with pytest.raises(ImportError, match="pip install trackio"):
+        run(settings(report_to="trackio"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_saved_student_has_the_dtype_that_is_asked_for(settings, dtype):
+    folder = run(settings(save_dtype=dtype)) / "student"
+    kind = getattr(torch, dtype)
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {kind}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+    assert load_causal_lm(folder, dtype=None).model.dtype == kind
+
+
+def test_tied_weights_and_adapters_in_another_dtype(tiny, tmp_path):
+    tied = tiny.model(tie_word_embeddings=True)
+    save_student(tied, tiny.tokenizer, tmp_path / "tied", "", dtype=torch.bfloat16)
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    again = load_causal_lm(tmp_path / "tied").model
+    assert torch.equal(again.lm_head.weight, tied.lm_head.weight.bfloat16().float())
+    assert {p.dtype for p in tied.parameters()} == {torch.float32}  # itself as it was
+    base = load_causal_lm(tmp_path / "tied").model
+    save_student(add_lora(base, 2), tiny.tokenizer, tmp_path / "lora", "", dtype=torch.bfloat16)
+    adapters = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert {t.dtype for t in adapters.values()} == {torch.bfloat16}
+    assert load_causal_lm(tmp_path / "lora").model.dtype == torch.float32
+    with torch.no_grad():
+        tied.model.norm.weight[0] = 1e6
+    with pytest.raises(NotFinite, match="model.norm.weight of the model is too large for float16"):
+        save_student(tied, tiny.tokenizer, tmp_path / "fp16", "", dtype=torch.float16)
+    assert not (tmp_path / "fp16").exists()
+
+
+def test_attention_is_computed_as_it_is_asked_for(settings, monkeypatch):
+    from ssl_kd.language import task
+
+    seen = []
+    real = task.lay_out
+
+    def look(settings, texts, student, teacher, aligned):
+        seen.extend(lm.model.config._attn_implementation for lm in (student, teacher))
+        return real(settings, texts, student, teacher, aligned)
+
+    monkeypatch.setattr(task, "lay_out", look)
+    run(settings(attn_implementation="eager", max_steps=1))
+    assert set(seen) == {"eager"}
+    with pytest.raises(SettingsError, match="no backward pass on a CPU: set it to 'sdpa'"):
+        run(settings(attn_implementation="flex_attention", run_name="b"))
+
+
+def test_a_field_that_holds_the_text(settings, tmp_path, tiny):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"body": example.text, "text": 5} for example in tiny.texts(60).examples]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    folder = run(settings(data_path=str(path), text_field="body", max_steps=1))
+    documents = json.loads((folder / "config.json").read_text())["data"]["documents"]
+    assert 40 < documents < 60
+    with pytest.raises(ValueError, match="expected a string in boddy, the field that --text_field"):
+        run(settings(data_path=str(path), text_field="boddy", run_name="b"))

@@ -1,0 +1,67 @@
+"""The numbers of a run reach whoever is to draw them."""
+
+import sys
+import types
+
+import pytest
+
+from ssl_kd.errors import UserError
+from ssl_kd.training.board import Board, check_boards
+
+
+class Tracker(types.ModuleType):
+    """A module with the three functions of wandb and trackio that are called."""
+
+    def __init__(self, name, fault=None):
+        super().__init__(name)
+        self.begun, self.rows, self.finished, self.fault = {}, [], 0, fault
+
+    def init(self, **arguments):
+        if self.fault:
+            raise self.fault
+        self.begun = arguments
+
+    def log(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_settings_and_numbers(tmp_path, monkeypatch, name):
+    tracker = Tracker(name)
+    monkeypatch.setitem(sys.modules, name, tracker)
+    path = tmp_path / "my-run"
+    with Board(path, {name}, {"SEED": 1}) as board:
+        board.log(3, {"ce": 1.5, "kd": float("nan"), "per_head": [1.0, 3.0, float("inf")]})
+        board.log(4, {"kd": float("inf")})
+    own = {"id": "my-run", "dir": str(path)} if name == "wandb" else {}
+    assert tracker.begun == {
+        "project": "ssl_kd",
+        "name": "my-run",
+        "config": {"SEED": 1},
+        "resume": "allow",
+        **own,
+    }
+    assert tracker.rows == [(3, {"ce": 1.5, "per_head_mean": 2.0, "per_head_lowest": 1.0}), (4, {})]
+    assert tracker.finished == 1
+
+
+def test_a_tracker_that_is_not_there_or_takes_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="REPORT_TO is 'trackio', .* pip install trackio, or set"):
+        check_boards({"trackio", "tensorboard"})
+    check_boards({"tensorboard"})
+    monkeypatch.setitem(sys.modules, "wandb", Tracker("wandb", RuntimeError("no\nAPI key")))
+    with pytest.raises(UserError, match=r"wandb does not take the run \(no API key\): log in"):
+        Board(tmp_path, {"wandb"})
+
+
+def test_tensorboard_writes_files_and_none_writes_nothing(tmp_path):
+    with Board(tmp_path / "a", {"tensorboard"}) as board:
+        board.log(1, {"ce": 1.0, "per_head": [1.0, 2.0]})
+    assert list((tmp_path / "a" / "tensorboard").iterdir())
+    with Board(tmp_path / "b", ()) as board:
+        board.log(1, {"ce": 1.0})
+    assert not (tmp_path / "b").exists()
