@@ -15,7 +15,6 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
-from ssl_kd.evaluate.tokens import TokenScores
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.task import GIVEN, Task
@@ -24,6 +23,7 @@ from ssl_kd.language.witness import known_settings
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.remembered import REMEMBERED, RememberedTeacher
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def make_judge(settings: LanguageSettings, task: Task, as_it_came: AsItCame) -> 
         task.eval_set.examples,
         Reading(task.student.tokenizer, task.eval_blocks),
         task.teacher and Reading(task.teacher.tokenizer, task.teacher_eval_blocks),
-        beside=task.frozen if alike else None,
+        beside=(task.frozen or task.remembered) if alike else None,
         validation=task.validation_blocks,
         batch_size=-(-settings.batch_size // task.ranks.world),
         answer_prompts=settings.answer_prompts,
@@ -61,16 +61,21 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
     Raises:
         InputError: it is to be learned from, and what it says of held-out text is not finite.
     """
-    assert task.teacher is not None
-    if task.teacher.model is None:
+    lm = task.teacher
+    assert lm is not None
+    if lm.model is None:
         return task, _served_row(settings, task), [""] * settings.generations
     judge, teacher = make_judge(settings, task, nullcontext), task.frozen
     if teacher is None:  # its caches stand in, and are finite; it is judged, no more
         device, dtype = task.precision.device, task.precision.teacher
-        teacher = FrozenTeacher(task.teacher.model, device=device, dtype=dtype)
+        teacher = FrozenTeacher(lm.model, device=device, dtype=dtype)
+        kept = RememberedTeacher(teacher, task.eval_blocks)
+        task = dataclasses.replace(task, remembered=kept)
+        words = "agreement and KL are those of the first %d held-out rows: %.3g MiB of the teacher"
+        logger.info(words, min(REMEMBERED, len(task.eval_blocks)), kept.bytes / 2**20)
     row, texts = judge.row("teacher", teacher)
     if not row["left_out"] or task.frozen is None or not settings.alpha_kd:
-        _warn_of_a_guess(task.teacher, row)
+        _warn_of_a_guess(lm, row)
         return task, row, texts
     with teacher.on_device():
         known = known_settings(settings)
@@ -80,16 +85,15 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
     if task.precision.teacher == torch.float16:
         return judged_teacher(settings, _wider(settings, task, teacher, why))
     raise InputError(
-        f"the output of the teacher {task.teacher.name} on held-out text is not finite, so nothing "
+        f"the output of the teacher {lm.name} on held-out text is not finite, so nothing "
         f"can be learned from it{why}"
     )
 
 
 def _served_row(settings: LanguageSettings, task: Task) -> Row:
-    """The row of a teacher on a server, which gives no text; empty where its caches stand in."""
-    if (served := task.served) is None:
-        return TokenScores().table_row("teacher")
-    blocks, size = task.teacher_eval_blocks, settings.batch_size
+    """The row of a teacher on a server, which gives no text."""
+    served, blocks, size = task.served, task.teacher_eval_blocks, settings.batch_size
+    assert served is not None
     return task.ranks.from_first(lambda: served.scores(blocks, size).table_row("teacher"))
 
 

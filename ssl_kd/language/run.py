@@ -98,7 +98,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         table, generations = [], {}
         with clock("judge"):
             tell("judge", 0, 2, {})
-            if task.teacher is not None and task.teacher.model is not None:
+            if task.teacher is not None and (task.teacher.model or task.served):
                 task, row, generations["teacher"] = judged_teacher(settings, task)
                 table.append(row)
                 folder.update_json("config.json", precision=str(task.precision))

@@ -38,6 +38,7 @@ from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, set_attention, without_adapters
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.remembered import RememberedTeacher
 from ssl_kd.teachers.student import add_lora, build_student
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder
@@ -86,6 +87,7 @@ class Task:
         validation_blocks: the held-out rows by which the best student is chosen; see
             `test_and_validation`.
         ranks: which work together.
+        remembered: what a teacher that a cache stands in for says of some of the held-out rows.
     """
 
     precision: Precision
@@ -102,6 +104,7 @@ class Task:
     validation_blocks: Blocks
     ranks: Ranks
     served: ServedTeacher | None = None
+    remembered: RememberedTeacher | None = None
 
     @property
     def validated_apart(self) -> bool:
