@@ -1,0 +1,52 @@
+"""How the best learning rate of each way is chosen, and the whole search on tiny models."""
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import learning_rates
+from benchmarks.learning_rates import best_look, chosen, comparison
+
+
+def row(validation, perplexity):
+    return {"validation": validation, "perplexity": perplexity}
+
+
+FOUND = {
+    ("distilled", 1e-3): [row(2.0, 1.0), row(2.2, 1.0)],  # the best on test rows
+    ("distilled", 1e-2): [row(1.9, 10.0), row(1.9, 12.0)],
+    ("CE alone", 1e-3): [row(2.1, 20.0), row(2.1, 16.0)],
+    ("CE alone", 1e-2): [row(2.0, 30.0), row(2.3, 30.0)],  # better than 1e-3 with one seed alone
+}
+
+
+def test_validation_rows_choose_and_test_rows_are_reported():
+    assert chosen(FOUND, "distilled") == 1e-2 and chosen(FOUND, "CE alone") == 1e-3
+    ours, alone, ratio = comparison(FOUND, [1e-4, 1e-3, 1e-2])
+    assert ours == "distilled, best at 0.01 (an end of the grid): 11.00 (10.00 to 12.00)"
+    assert alone == "CE alone, best at 0.001: 18.00 (16.00 to 20.00)"
+    assert ratio.endswith(": 0.625 (0.500 to 0.750)")
+
+
+def test_the_best_look_is_of_validation_rows(tmp_path):
+    lines = [
+        {"step": 1, "ce": 0.1},
+        *({"step": i, "eval": {"nll": x}} for i, x in ((1, 3), (2, 2))),
+    ]
+    lines.append({"step": 3, "eval": {"nll": None}})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert best_look(tmp_path) == {"validation": 2}
+
+
+def test_the_search_goes_through(tiny, text_file, tmp_path, monkeypatch, capsys):
+    words = ["--seeds=1", "--grid", "1e-5", "1e-2", "--max_steps=3", "--batch_size=4"]
+    words += ["--block_size=24", "--eval_rows=8", "--student_model=fresh:1x16"]
+    words += ["--data_path", text_file, "--teacher_model", tiny.folder(tmp_path / "teacher")]
+    monkeypatch.setattr(sys, "argv", ["learning_rates", *words])
+    learning_rates.main()
+    shown = capsys.readouterr().out
+    table = [line for line in shown.splitlines() if line.startswith("| ")]
+    assert len(table) == 5 and "distilled, best at 0.01 (an end of the grid)" in shown
+    assert "CE alone, best at 0.01" in shown
+    assert pytest.approx(1, abs=0.5) == float(shown.split("seed by seed: ")[1].split()[0])
