@@ -15,7 +15,7 @@ from ssl_kd.divergences import DIVERGENCES, Divergence, divergence_named, near_0
 from ssl_kd.losses.chunked_logits import ChunkedLogits, GivenLogits
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
-from ssl_kd.losses.rows import differentiated_once, log_softmax_, saturate_
+from ssl_kd.losses.rows import NOWHERE, differentiated_once, log_softmax_, saturate_
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
@@ -55,23 +55,24 @@ class _Objective:
 def _top_k(
     teacher: TopKTeacher,
     log_q: Tensor,
-    q: Tensor,
     divergence: Divergence,
     gradient: bool,
     exact: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The divergence over k + 1 outcomes; the tail's gradient is shared out as q has it."""
     indices = teacher.indices.long()
-    tail = q.scatter(-1, indices, 0)
-    tail_mass = tail.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)
-    coarse_q = torch.cat([log_q.gather(-1, indices), tail_mass.log()], -1)
+    # By logarithms: a tail that q has emptied beyond its least number is to be filled again.
+    tail = log_q.scatter(-1, indices, 2 * NOWHERE)
+    largest = tail.amax(-1, keepdim=True)
+    total = tail.sub_(largest).exp_().sum(-1, keepdim=True)
+    coarse_q = torch.cat([log_q.gather(-1, indices), total.log() + largest], -1)
     coarse_p = torch.cat([teacher.log_probs, teacher.log_tail.unsqueeze(-1)], -1)
-    coarse_p = saturate_(coarse_p.to(q.dtype, copy=True))
+    coarse_p = saturate_(coarse_p.to(log_q.dtype, copy=True))
     pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
     value, slope = divergence.compute(*pairs, gradient, exact)
     if slope is None:
         return value, None
-    return value, tail.mul_(slope[:, -1:] / tail_mass).scatter_(-1, indices, slope[:, :-1])
+    return value, tail.mul_(slope[:, -1:] / total).scatter_(-1, indices, slope[:, :-1])
 
 
 def _terms_(
@@ -121,7 +122,7 @@ def _divergence_of(
     teacher: TeacherOutput, log_q: Tensor, q: Tensor, objective: _Objective, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     if isinstance(teacher, TopKTeacher):
-        return _top_k(teacher, log_q, q, objective.divergence, gradient, objective.exact)
+        return _top_k(teacher, log_q, objective.divergence, gradient, objective.exact)
     if isinstance(teacher, SampledTeacher):
         assert objective.divergence.from_samples is not None  # _check_teacher
         weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)

@@ -13,7 +13,7 @@ from ssl_kd.divergences import Divergence
 from ssl_kd.guard.finite import SHORT, compute_dtype
 
 SATURATION = 65504.0  # the largest finite float16: what an overflowed logit is taken for
-_NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
+NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
 
 
 def along_clusters(function: Callable[..., Tensor], logits: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def log_softmax_(
     if temperature != 1:
         logits.mul_(1 / temperature)
     if outside is not None:
-        logits.index_fill_(-1, outside, _NOWHERE)
+        logits.index_fill_(-1, outside, NOWHERE)
     probs = logits.exp()
     total = probs.sum(-1, keepdim=True)
     return logits.sub_(total.log()), probs.mul_(total.reciprocal_())

@@ -1,0 +1,149 @@
+"""A teacher's k likeliest tokens and one outcome for all others: exact, and not to be emptied."""
+
+import math
+
+import pytest
+import torch
+
+from ssl_kd.losses import DIVERGENCES, TopKTeacher, logits_distillation
+from tests.losses.test_token_distillation import ELEVEN
+from tests.oracles import token_objectives as oracle
+
+K, VOCAB = 5, 40
+
+
+def _teacher(logits, k=K):
+    """The k likeliest of float64 logits `[n, vocab]`, the tail by its own logsumexp."""
+    log_p = logits.log_softmax(-1)
+    kept, tokens = log_p.topk(k)
+    return TopKTeacher(tokens, kept, log_p.scatter(-1, tokens, -torch.inf).logsumexp(-1))
+
+
+def _by_oracle(student, teacher, name):
+    """Sum of D over k + 1 outcomes and its gradient, all in float64 and by logarithms."""
+    z = student.double().clamp(-65504, 65504).requires_grad_()
+    log_q = z.log_softmax(-1)
+    rest = log_q.scatter(-1, teacher.indices, -torch.inf).logsumexp(-1, keepdim=True)
+    coarse_q = torch.cat([log_q.gather(-1, teacher.indices), rest], -1)
+    log_p = torch.cat([teacher.log_probs, teacher.log_tail[:, None]], -1).double()
+    values = [oracle.divergence(name, *row) for row in zip(log_p, coarse_q, strict=True)]
+    total = torch.stack([*values, z.sum() * 0]).sum()
+    return total.detach(), torch.autograd.grad(total, z)[0]
+
+
+def _ours(student, teacher, name):
+    student = student.clone().requires_grad_()
+    value = logits_distillation(student, None, [teacher], temperature=1.0, divergence=name)[1]
+    return value.detach(), torch.autograd.grad(value, student)[0]
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("case", ELEVEN)
+def test_the_eleven_fp16_cases(case, name):
+    (student, teacher), options = ELEVEN[case]()
+    real = options.get("mask", torch.ones(student.shape[:2])).bool()
+    student, teacher = student[real], teacher[real].double().clamp(-65504, 65504)
+    found = _teacher(teacher)
+    value, gradient = _ours(student, found, name)
+    expected, slope = _by_oracle(student, found, name)
+    assert value.dtype == torch.float32 and gradient.dtype == torch.float16
+    torch.testing.assert_close(value.double(), expected, rtol=2e-3, atol=2e-3)
+    scale = slope.abs().max().clamp(min=1) if slope.numel() else 1
+    torch.testing.assert_close(
+        gradient / scale, slope / scale, rtol=2e-3, atol=1e-6, check_dtype=False
+    )
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_tail_that_a_student_has_emptied_is_filled_again(name):
+    """With less than float32's least number left for all other tokens, too."""
+    teacher = _teacher(torch.zeros(1, VOCAB, dtype=torch.float64))
+    student = torch.full((1, VOCAB), -300.0).index_fill_(1, teacher.indices[0], 0.0)
+    value, gradient = _ours(student, teacher, name)
+    expected, slope = _by_oracle(student, teacher, name)
+    torch.testing.assert_close(value.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), slope, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(gradient.sum(), torch.tensor(0.0), atol=1e-6, rtol=0)
+
+
+# --- reverse KL on the teacher's support ----------------------------------------------------------
+
+
+def _descend(loss, logits, steps=300):
+    """Gradient descent (Adam's) on a loss of logits `[1, vocab]`; the distribution it ends at."""
+    z = logits.double().clone().requires_grad_()
+    adam = torch.optim.Adam([z])
+    for step in range(steps):
+        adam.param_groups[0]["lr"] = 0.1 * (1 - step / steps)
+        adam.zero_grad()
+        loss(z).backward()
+        adam.step()
+    return z.detach().softmax(-1)
+
+
+def _naive(teacher, renormalised=False):
+    """`sum q log(q / p)` over the teacher's k tokens alone, as it is or renormalised there."""
+
+    def loss(z):
+        log_q = z.log_softmax(-1).gather(-1, teacher.indices)
+        log_p = teacher.log_probs
+        if renormalised:
+            log_q, log_p = log_q.log_softmax(-1), log_p.log_softmax(-1)
+        return (log_q.exp() * (log_q - log_p)).sum()
+
+    return loss
+
+
+def _with_tail(teacher, name="reverse_kl"):
+    def loss(z):
+        return logits_distillation(z, None, [teacher], temperature=1.0, divergence=name)[1]
+
+    return loss
+
+
+@pytest.fixture
+def near():
+    """Logits of a sure teacher, and of a student that is not far from it."""
+    g = torch.Generator().manual_seed(0)
+    teacher = torch.randn(1, VOCAB, generator=g, dtype=torch.float64) * 3
+    return teacher, teacher + torch.randn(1, VOCAB, generator=g, dtype=torch.float64)
+
+
+def test_the_naive_reverse_kl_empties_the_support_even_of_the_teacher_itself(near):
+    """Its least value is at q = p / e: two thirds of the mass are driven out of the support."""
+    teacher = _teacher(near[0])
+    mass = float(teacher.log_probs.exp().sum())
+    assert mass > 0.8
+    for start in near:  # the student is the teacher, or another
+        loss = _naive(teacher)
+        q = _descend(loss, start)
+        left = q.gather(-1, teacher.indices)
+        torch.testing.assert_close(left, teacher.log_probs.exp() / math.e, rtol=1e-2, atol=1e-4)
+        assert float(loss(q.log())) == pytest.approx(-mass / math.e, rel=1e-3)  # and below 0
+    emptied = near[0].scatter(-1, teacher.indices, -60.0)
+    # Held at 0 from below, as some do, an emptied support is as good as the teacher itself.
+    assert float(_naive(teacher)(emptied)) <= float(_naive(teacher)(near[0])) + 1e-12
+
+
+def test_the_renormalised_reverse_kl_does_not_see_the_support_emptied(near):
+    teacher = _teacher(near[0])
+    loss = _naive(teacher, renormalised=True)
+    emptied = near[0].scatter_add(-1, teacher.indices, torch.full((1, K), -9.0).double())
+    assert emptied.softmax(-1).gather(-1, teacher.indices).sum() < 0.01
+    assert float(loss(emptied)) == pytest.approx(0, abs=1e-12)
+    q = _descend(loss, emptied, 200)
+    assert q.gather(-1, teacher.indices).sum() < 0.01  # and nothing brings it back
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "js", "skew_reverse_kl"])
+def test_with_a_tail_the_student_tends_to_the_teacher_from_an_emptied_support_too(near, name):
+    teacher = _teacher(near[0])
+    loss = _with_tail(teacher, name)
+    emptied = near[0].scatter_add(-1, teacher.indices, torch.full((1, K), -6.0).double())
+    assert float(loss(near[0])) == pytest.approx(0, abs=1e-12)
+    assert float(loss(emptied)) > 0.3
+    for start in (near[1], emptied):
+        q = _descend(loss, start)
+        torch.testing.assert_close(
+            q.gather(-1, teacher.indices), teacher.log_probs.exp(), rtol=1e-2, atol=1e-4
+        )
