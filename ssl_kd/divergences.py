@@ -8,16 +8,20 @@ shows the names without it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DIVERGENCES", "Divergence", "divergence_named", "near_0"]
+__all__ = ["DIVERGENCES", "JS_BETA", "Divergence", "divergence_named", "near_0"]
 
+JS_BETA = r"js:0?\.\d*[1-9]\d*"
+"""How `js` is written with a weight of its own, above 0 and below 1."""
 SKEW = 0.1  # alpha of DistiLLM: the share of the first distribution in the mixture
 
 ValueAndGradient: TypeAlias = "tuple[Tensor, Tensor | None]"
@@ -86,19 +90,26 @@ def _reverse_kl(
 
 
 def _js(
-    log_p: Tensor, p: Tensor, log_q: Tensor, q: Tensor, gradient: bool, exact: bool = True
+    log_p: Tensor,
+    p: Tensor,
+    log_q: Tensor,
+    q: Tensor,
+    gradient: bool,
+    exact: bool = True,
+    *,
+    beta: float = 0.5,
 ) -> ValueAndGradient:
-    """KL(p, m) / 2 + KL(q, m) / 2 with m = (p + q) / 2."""
+    """Sum of b KL(p, m) and (1 - b) KL(q, m), with m = b p + (1 - b) q and b = beta."""
     ratio = _difference_(log_q, log_p)
-    of_teacher = _log_mixture(ratio, 0.5).mul_(p).sum(-1)
-    weighted = _log_mixture(ratio.neg_(), 0.5).mul_(q).div_(-2)  # q (log q - log m) / 2
+    of_teacher = _log_mixture(ratio, 1 - beta).mul_(p).sum(-1)  # -KL(p, m)
+    weighted = _log_mixture(ratio.neg_(), beta).mul_(q).mul_(beta - 1)  # (1 - b) q log(q / m)
 
     def exactly(p: Tensor, q: Tensor, ratio: Tensor) -> Tensor:
-        mixture = (p + q) / 2
-        of_teacher = _kl_near_0(p, mixture, _log_mixture(-ratio, 0.5))
-        return (of_teacher + _kl_near_0(q, mixture, _log_mixture(ratio, 0.5))) / 2
+        mixture = p * beta + q * (1 - beta)
+        of_teacher = _kl_near_0(p, mixture, _log_mixture(-ratio, 1 - beta)) * beta
+        return of_teacher + _kl_near_0(q, mixture, _log_mixture(ratio, beta)) * (1 - beta)
 
-    value = weighted.sum(-1) - of_teacher / 2
+    value = weighted.sum(-1) - of_teacher * beta
     if exact:
         _exact_(value, exactly, p, q, ratio)
     return value, _centred_(weighted, q) if gradient else None
@@ -220,11 +231,20 @@ DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
 
 
 def divergence_named(name: str) -> Divergence:
-    """The divergence of a name.
+    """The divergence of a name; `js:BETA` is GKD's generalised Jensen-Shannon divergence.
+
+    `BETA KL(p, m) + (1 - BETA) KL(q, m)` with m = BETA p + (1 - BETA) q: near 0 it is like
+    `forward_kl`, near 1 like `reverse_kl` (each times what is near 0), and `js` is `js:0.5`.
 
     Raises:
         ValueError: there is none; names it and those there are.
+
+    References:
+        Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, equation 3.
     """
+    if re.fullmatch(JS_BETA, name):
+        return Divergence(partial(_js, beta=float(name[3:])))
     if name not in DIVERGENCES:
-        raise ValueError(f"divergence is {name!r}, expected one of {', '.join(DIVERGENCES)}")
+        known = ", ".join([*DIVERGENCES, "js:BETA with BETA between 0 and 1"])
+        raise ValueError(f"divergence is {name!r}, expected one of {known}")
     return DIVERGENCES[name]

@@ -16,6 +16,8 @@ from ssl_kd.losses import (
 )
 from tests.oracles import token_objectives as oracle
 
+NAMES = (*DIVERGENCES, *oracle.JS)
+
 N, DIM, TEACHER_DIM, VOCAB = 11, 6, 5, 23
 INF = float("inf")
 
@@ -83,7 +85,7 @@ def _gradients(terms, student, weights):
     return torch.autograd.grad(loss, student, retain_graph=True)
 
 
-KINDS = [(kind, name) for kind in ("linear", "logits", "top_k") for name in DIVERGENCES]
+KINDS = [(kind, name) for kind in ("linear", "logits", "top_k") for name in NAMES]
 KINDS.append(("sampled", "forward_kl"))
 
 
@@ -120,7 +122,7 @@ def test_a_bfloat16_teacher_keeps_its_range_under_a_students_float16():
     torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [2, None])
 def test_a_student_that_nearly_is_the_teacher_is_never_below_0(name, chunk):
     for seed in range(10):
@@ -164,7 +166,7 @@ def test_several_teachers_are_averaged():
     torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradcheck(name):
     student, targets = _student()
     options = {"temperature": 1.5, "divergence": name, "chunk_tokens": 4}
@@ -176,7 +178,7 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_low_precision_inputs_are_near_float64(dtype, name):
     student, targets = _student(dtype)
     hidden, weight, bias = (x.detach().double().requires_grad_() for x in student)
@@ -352,7 +354,7 @@ def test_logits_of_a_batch_that_was_not_flattened_are_refused():
         logits_distillation(torch.zeros(2, 3, 5), None, temperature=2.0)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_a_bias_of_minus_infinity_is_outside_the_vocabulary(name, side):
     student, _ = _student()
@@ -393,7 +395,7 @@ def test_an_overflowed_logit_is_corrected_and_a_nan_stays():
     assert logits_distillation(logits, teacher.argmax(-1), temperature=2.0)[0].isnan()
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_top_k_of_everything_is_the_whole_distribution(name):
     student, targets = _student()
     log_p = torch.log_softmax(_logits(_linear()) / 2, -1)
@@ -438,7 +440,7 @@ def test_under_the_clamp_a_term_that_was_cut_out_is_not_touched():
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["linear", "logits", "top_k"])
 def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once(monkeypatch, kind, name):
     student, targets = _student()

@@ -9,6 +9,8 @@ from ssl_kd import losses
 from ssl_kd.losses import DIVERGENCES, LegacyClamp, next_token_targets, token_kd
 from tests.oracles import token_objectives as oracle
 
+NAMES = (*DIVERGENCES, *oracle.JS)
+
 INF = float("inf")
 
 
@@ -89,7 +91,7 @@ ELEVEN = {
 }
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", ELEVEN)
 def test_the_eleven_fp16_cases(case, name):
     (student, teacher), options = ELEVEN[case]()
@@ -103,7 +105,7 @@ def test_the_eleven_fp16_cases(case, name):
     )
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 4.0])
 def test_float64_equals_the_oracle(name, temperature):
     student, teacher = _case()
@@ -115,7 +117,7 @@ def test_float64_equals_the_oracle(name, temperature):
     torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradcheck(name):
     student, teacher = _case()
     student.requires_grad_()
@@ -130,7 +132,7 @@ def test_an_overflowed_student_is_still_corrected():
     torch.testing.assert_close(gradient.sum(-1), torch.zeros(2, 3).half(), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", [0, 1])
 def test_an_entry_outside_the_vocabulary_is_dropped_on_both_sides(name, side):
     student, teacher = _case()
@@ -144,7 +146,7 @@ def test_an_entry_outside_the_vocabulary_is_dropped_on_both_sides(name, side):
     assert gradient[..., [2, 5]].abs().max() == 0
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_padding_of_the_vocabulary_gets_no_mass(name):
     student, teacher = _case()
     value, gradient = _ours(student, torch.cat([teacher, teacher + 9], -1), divergence=name)
@@ -155,7 +157,7 @@ def test_padding_of_the_vocabulary_gets_no_mass(name):
     assert gradient[..., 7:].abs().max() == 0
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("junk", [float("nan"), INF, -INF, 1e4])
 def test_masked_tokens_change_no_bit(name, junk):
     student, teacher = _case(dtype=torch.float16)
@@ -167,7 +169,7 @@ def test_masked_tokens_change_no_bit(name, junk):
     assert gradient[mask == 0].abs().max() == 0 < gradient[mask == 1].abs().max()
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_nan_in_a_real_token_stays_one(name, side):
     both = _case()
@@ -194,7 +196,7 @@ def test_no_gradient_into_the_teacher():
     scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4, 6e4]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     temperature=st.sampled_from([1e-4, 0.5, 1.0, 2.0, 1e4]),
-    name=st.sampled_from(list(DIVERGENCES)),
+    name=st.sampled_from(NAMES),
     seed=st.integers(0, 10),
 )
 def test_finite_and_not_negative_at_every_extreme(scale, dtype, temperature, name, seed):
@@ -210,7 +212,7 @@ def test_finite_and_not_negative_at_every_extreme(scale, dtype, temperature, nam
     assert same == 0
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_nearly_equal_pairs_are_never_below_0_and_near_float64(name):
     for seed in range(20):
         student, _ = _case(1, 3, 1000, scale=3.0, seed=seed)
@@ -225,7 +227,7 @@ def test_nearly_equal_pairs_are_never_below_0_and_near_float64(name):
 
 @pytest.mark.parametrize("vocab", [7, 3000])
 @pytest.mark.parametrize("temperature", [100.0, 1e3, 1e4])
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_high_temperatures_are_near_float64(name, temperature, vocab):
     student, teacher = _case(1, 2, vocab, scale=3.0, dtype=torch.float32)
     options = {"temperature": temperature}
@@ -238,7 +240,7 @@ def test_high_temperatures_are_near_float64(name, temperature, vocab):
         )
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_unlikely_outcome_far_apart_in_close_rows_keeps_its_share(name):
     """Where p underflows and q does not, q / p has no logarithm that an exponential can hold."""
     teacher = torch.tensor([[[0.0, 0.0, -300.0, -300.0]]])
@@ -249,7 +251,7 @@ def test_an_unlikely_outcome_far_apart_in_close_rows_keeps_its_share(name):
         torch.testing.assert_close(value.double(), expected, rtol=1e-3, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_finite_logits_beyond_half_precision_count_as_its_largest(name, reduction):
     signs = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).sign()
@@ -261,7 +263,7 @@ def test_finite_logits_beyond_half_precision_count_as_its_largest(name, reductio
     assert value.isfinite().all() and huge.grad.isfinite().all() and huge.grad.any()
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", [0, 1])
 def test_where_every_entry_is_outside_the_vocabulary_nothing_is_distilled(name, side):
     both = _case()
@@ -278,7 +280,7 @@ def _ours_of(student, teacher, **options):
     return value, student.grad
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_reductions_are_of_the_same_tokens(name):
     student, teacher = _case()
     student[..., 5] = teacher[..., 2] = -INF
@@ -403,3 +405,27 @@ def test_a_count_that_is_no_number_is_named(items):
 def test_logits_that_are_none_are_named(wrong):
     with pytest.raises(ValueError, match="student_logits"):
         token_kd(wrong, wrong)
+
+
+def test_a_weighted_js_is_js_at_a_half_and_tends_to_the_two_kls():
+    """JSD(b) / b tends to KL(p, q) as b goes to 0, JSD(b) / (1 - b) to KL(q, p) as b goes to 1."""
+    student, teacher = _case()
+    for half in ("js:0.5", "js:.5"):
+        assert torch.equal(
+            token_kd(student, teacher, divergence=half), token_kd(student, teacher, divergence="js")
+        )
+    for name, near, share in (
+        ("forward_kl", "js:0.000001", 1e-6),
+        ("reverse_kl", "js:0.999999", 1e-6),
+    ):
+        value, slope = _ours(student, teacher, divergence=near)
+        expected, wanted = _ours(student, teacher, divergence=name)
+        torch.testing.assert_close(value / share, expected, rtol=1e-4, atol=0)
+        torch.testing.assert_close(slope / share, wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["js:0", "js:1", "js:0.0", "js:1.0", "js:-0.1", "js:", "js:nan"])
+def test_a_weight_of_js_is_above_0_and_below_1(name):
+    student, teacher = _case()
+    with pytest.raises(ValueError, match="js:BETA with BETA between 0 and 1"):
+        token_kd(student, teacher, divergence=name)

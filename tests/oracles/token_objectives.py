@@ -3,6 +3,8 @@
 import torch
 
 HUGE = 65504.0
+JS = ("js:0.1", "js:0.9")
+"""Generalised Jensen-Shannon divergences that the losses are held against."""
 
 
 def _kl(log_a, log_b):
@@ -17,6 +19,10 @@ def _mix(share, log_a, log_b):
 
 def divergence(name, log_p, log_q):
     """From log-probabilities `[outcome]` of teacher p and student q, as the papers print it."""
+    if name.startswith("js:"):
+        beta = float(name[3:])
+        mixture = _mix(beta, log_p, log_q)
+        return beta * _kl(log_p, mixture) + (1 - beta) * _kl(log_q, mixture)
     return {
         "forward_kl": lambda: _kl(log_p, log_q),
         "reverse_kl": lambda: _kl(log_q, log_p),
