@@ -30,10 +30,14 @@ TEACHER_TIMEOUT = 120.0
 # Seconds for which a server that fails is asked again before the run stops, from 0.
 TEACHER_PATIENCE = 300.0
 # What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
-# topk (its likeliest tokens and the mass of the rest: for every divergence).
+# topk (its likeliest tokens and the mass of the rest: for every divergence) | hidden (what its
+# output head gets, and the head once: exact, for every divergence and temperature).
 CACHE_METHOD = "sample"
-# Tokens kept at each position of the cache, 1 to 65535. More: closer to the teacher, and a
-# proportionally larger cache.
+# What CACHE_METHOD hidden is stored in: auto (what the teacher computes in: exact) | bfloat16 |
+# float16.
+CACHE_DTYPE = "auto"
+# Tokens kept at each position of a cache of CACHE_METHOD sample or topk, 1 to 65535. More: closer
+# to the teacher, and a proportionally larger cache.
 CACHE_K = 128
 # Precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16.
 # Trainable weights and losses are always float32. A dtype that is slow on the device is not used,

@@ -9,7 +9,7 @@ from ssl_kd.doctor.verify import verify
 from ssl_kd.language.caching import cache_teacher
 from ssl_kd.settings import SettingsError
 
-WAYS = ["plain", "live", "chunked", "cache, k = V"]
+WAYS = ["plain", "live", "chunked", "cache, k = V", "cache, hidden"]
 
 
 @pytest.fixture
@@ -26,14 +26,20 @@ def test_all_ways_agree_in_float32(settings, divergence):
     found = verify(settings.replace(divergence=divergence, model_dtype="float32"))
     assert [way.way for way in found] == WAYS and all(way.agrees for way in found)
     assert all(way.kd > 0.01 and way.ce > 1 for way in found)
-    assert max(way.gradient_off for way in found[:3]) < 1e-5
+    assert max(way.gradient_off for way in found if way.way != "cache, k = V") < 1e-5
 
 
 def test_a_model_whose_logits_are_not_linear_has_no_chunked_way(settings, tiny, tmp_path):
     student = tiny.folder(tmp_path / "granite", "Granite", seed=3, logits_scaling=3.0)
     found = verify(settings.replace(student_model=student, model_dtype="float32"))
-    assert [way.way for way in found] == ["plain", "live", "cache, k = V"]
+    assert [way.way for way in found] == [way for way in WAYS if way != "chunked"]
     assert all(way.agrees for way in found)
+
+
+def test_a_teacher_whose_logits_are_not_linear_has_no_hidden_way(settings, tiny, tmp_path):
+    teacher = tiny.folder(tmp_path / "granite", "Granite", seed=3, logits_scaling=3.0)
+    found = verify(settings.replace(teacher_model=teacher, model_dtype="float32"))
+    assert [way.way for way in found] == WAYS[:-1] and all(way.agrees for way in found)
 
 
 def test_half_precision_agrees_within_its_rounding(settings):
@@ -50,6 +56,17 @@ def test_a_given_cache_is_compared_too(settings, tmp_path):
     assert last.way == "cache, topk 200" and last.agrees and last.gradient_off > 0
     cache_teacher(cached.replace(cache_k=1, force_recompute=True))
     assert not verify(cached)[-1].agrees
+
+
+@pytest.mark.parametrize("dtype, limits", [("auto", "EXACT"), ("bfloat16", "HALF")])
+def test_a_given_cache_of_hidden_states_is_held_to_rounding(settings, tmp_path, dtype, limits):
+    cached = settings.replace(
+        teacher_cache=str(tmp_path / "cache"), cache_method="hidden", model_dtype="float32"
+    )
+    cache_teacher(cached.replace(temperature=3.0, cache_dtype=dtype))
+    last = verify(cached)[-1]
+    assert last.way == f"cache, hidden {'float32' if dtype == 'auto' else dtype}"
+    assert last.agrees and last.allowed == getattr(module, limits)
 
 
 def test_a_cache_of_other_experts_is_refused_by_name(settings, tmp_path):

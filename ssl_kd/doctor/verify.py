@@ -20,6 +20,7 @@ from ssl_kd.language.task import Task, prepare
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
+from ssl_kd.store.kept import LastHidden
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
@@ -77,7 +78,8 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
     The plain way takes the models' own whole logits, `token_kd` and PyTorch's cross-entropy. The
     others: `live`, as a training step does; `chunked`, with the logits of seven tokens at a time,
     where they are linear in the hidden states; `cache, k = V`, from the whole vocabulary written to
-    a temporary folder; and the cache of TEACHER_CACHE, if given.
+    a temporary folder; `cache, hidden`, from the teacher's hidden states written there, where its
+    logits are linear in them; and the cache of TEACHER_CACHE, if given.
     Dropout is off. Nothing is trained.
 
     Args:
@@ -131,13 +133,18 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
     if distiller.head is not None:
         compare("chunked", _in_chunks(distiller, frozen, batch), close)
     with tempfile.TemporaryDirectory() as folder:
-        cache = _whole_cache(folder, frozen, few, task, settings)
-        distiller.source = Plain(cache)
-        stored = STORED if exact else HALF
-        compare("cache, k = V", step(), stored)
+        ways = {"k = V": ("topk", STORED if exact else HALF), "hidden": ("hidden", close)}
+        for name, (method, allowed) in ways.items():
+            if method == "topk" or frozen.linear:
+                cache = _whole_cache(f"{folder}/{method}", method, frozen, few, task, settings)
+                distiller.source = Plain(cache)
+                compare(f"cache, {name}", step(), allowed)
     if task.caches:
-        distiller.source, facts = Plain(*task.caches), task.caches[0].facts()
-        compare(f"cache, {facts['method']} {facts['k']}", step(), SHORTENED)
+        distiller.source, kept = Plain(*task.caches), task.caches[0].kept
+        allowed = SHORTENED
+        if isinstance(kept, LastHidden):
+            allowed = close if kept.stored == precision.teacher else HALF
+        compare(f"cache, {kept}", step(), allowed)
     return found
 
 
@@ -199,16 +206,21 @@ def _in_chunks(distiller: Distiller, frozen: FrozenTeacher, batch: Batch) -> Ten
 
 
 def _whole_cache(
-    folder: str, frozen: FrozenTeacher, blocks: Blocks, task: Task, settings: LanguageSettings
+    folder: str,
+    method: str,
+    frozen: FrozenTeacher,
+    blocks: Blocks,
+    task: Task,
+    settings: LanguageSettings,
 ) -> TeacherCache:
-    """A cache of the first rows that holds the whole vocabulary."""
+    """A cache of the first rows that holds the whole vocabulary, or all that decides it."""
     assert task.teacher is not None
     tokenizer, teacher = task.student.tokenizer, task.teacher
     vocabulary = min(n_ids(tokenizer), frozen.model.get_output_embeddings().weight.shape[0])
     fingerprint = TeacherFingerprint(
         **identity(teacher.name, teacher.weights_id, tokenizer, task.train_set, blocks),
         dtype=str(frozen.model.dtype).removeprefix("torch."),
-        method="topk",
+        method=method,
         k=vocabulary,
         temperature=settings.temperature,
     )

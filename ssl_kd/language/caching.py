@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
@@ -24,6 +27,7 @@ from ssl_kd.language.teacher import (
 from ssl_kd.language.texts import lay_out, texts_of
 from ssl_kd.ranks import Ranks, joined
 from ssl_kd.settings import SettingsError
+from ssl_kd.store.kept import Kept, LastHidden, Sampled, TopK
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import CausalLM, n_ids
 from ssl_kd.teachers.mixture import default_renorm
@@ -97,6 +101,11 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
         method=settings.cache_method,
         k=settings.cache_k,
     )
+    stored = None if settings.cache_dtype == "auto" else getattr(torch, settings.cache_dtype)
+    if teacher.model is not None:
+        head = tuple(teacher.model.get_output_embeddings().weight.shape)
+        found = sizes(blocks, head, settings.cache_k, stored or precision.teacher)
+        _say_sizes(found, settings.cache_method, int(blocks.counts.sum()))
     caches = []
     for i, folder in enumerate(cache_folders(settings)):
         caches.append(
@@ -106,6 +115,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
                 folder,
                 fingerprint,
                 vocabulary=n_ids(teacher.tokenizer),
+                dtype=stored,
                 batch_size=settings.batch_size,
                 shard_rows=rows,
                 force=settings.force_recompute,
@@ -115,6 +125,43 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
             )
         )
     return caches
+
+
+def sizes(
+    blocks: Blocks, head: tuple[int, int], k: int, dtype: torch.dtype
+) -> dict[str, tuple[float, int]]:
+    """How large a cache of some rows would be by each CACHE_METHOD, before one is made.
+
+    Args:
+        blocks: rows of tokens.
+        head: shape of the teacher's output head, vocabulary and width.
+        k: CACHE_K.
+        dtype: of hidden states.
+
+    Returns:
+        From the method to bytes for a token that counts, places of those that do not count
+        included, and bytes that are kept once. Under `whole logits` what these would take.
+    """
+    vocabulary, dim = head
+    k = min(k, vocabulary)
+    kept: Mapping[str, Kept] = {
+        "sample": Sampled(k, 1.0, vocabulary),
+        "topk": TopK(k, 1.0, vocabulary),
+        "hidden": LastHidden(vocabulary, dim, dtype, ""),
+    }
+    places = blocks.ids.numel() / max(int(blocks.counts.sum()), 1)
+    found = {name: (places * one.bytes_a_position(), 0) for name, one in kept.items()}
+    found["hidden"] = found["hidden"][0], vocabulary * dim * dtype.itemsize
+    return found | {"whole logits": (places * vocabulary * dtype.itemsize, 0)}
+
+
+def _say_sizes(found: dict[str, tuple[float, int]], chosen: str, tokens: int) -> None:
+    logger.info("a cache of these %s tokens by each CACHE_METHOD, about:", f"{tokens:,}")
+    logger.info("method        bytes a token         MiB")
+    for name, (each, once) in found.items():
+        whole = (each * tokens + once) / (1 << 20)
+        mark = "  <- this one" if name == chosen else ""
+        logger.info("%-12s %14s %11s%s", name, f"{each:,.0f}", f"{whole:,.1f}", mark)
 
 
 def cache_of(

@@ -22,6 +22,7 @@ __all__ = ["MemoryEstimate", "estimate_memory", "refused"]
 
 LOWERED_BY = {
     "teacher": ("TEACHER_CACHE", "TEACHER_OFFLOAD", "MODEL_DTYPE"),
+    "cache": ("CACHE_METHOD", "CACHE_K", "BATCH_SIZE", "BLOCK_SIZE"),
     "student": ("STUDENT_MODEL",),
     "optimizer": ("LORA_RANK", "STUDENT_MODEL"),
     "guard": ("LORA_RANK", "STUDENT_MODEL"),
@@ -49,10 +50,11 @@ class MemoryEstimate:
     """What each part adds to the peak of a step.
 
     Attributes:
-        parts: MiB of `teacher`, `student` (weights, with copies in half precision), `optimizer`
-            (gradients and AdamW's two moments), `guard` (the last good state, on the CPU: a GPU's
-            is in the host's memory), `router` (what a router that learns keeps of the teacher's
-            activations), `activations` and `loss`.
+        parts: MiB of `teacher`, its `cache` (answers to a batch, and an output head), `student`
+            (weights, with copies in half precision), `optimizer` (gradients and AdamW's two
+            moments), `guard` (the last good state, on the CPU: a GPU's is in the host's memory),
+            `router` (what a router that learns keeps of the teacher's activations), `activations`
+            and `loss`.
         lowered_by: the settings that lower each part.
     """
 
@@ -109,6 +111,7 @@ def estimate_memory(
     gradient_checkpointing: bool = False,
     device: str | torch.device = "cpu",
     align: str = "auto",
+    cached: int = 0,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a training step.
 
@@ -145,6 +148,8 @@ def estimate_memory(
         gradient_checkpointing: whether it is used.
         device: where the step runs.
         align: ALIGN.
+        cached: bytes that the answers of the teacher's cache take on the device, its output head
+            included (`TeacherCache.on_device`).
     """
     on_cpu = torch.device(device).type == "cpu"
     n, e = batch_size * block_size, dtype.itemsize
@@ -168,6 +173,7 @@ def estimate_memory(
 
     parts = {
         "teacher": _teacher(teacher, n, activations + loss),
+        "cache": cached,
         "student": weights,
         "optimizer": 2 * _FP32 * trained + gradients,
         "guard": 3 * _FP32 * trained if on_cpu else 0,

@@ -85,12 +85,20 @@ presets; a name or value that cannot be is refused.
     cache_method: str = setting(
         "sample",
         "what cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for"
-        " forward_kl) | topk (its likeliest tokens and the mass of the rest: for every divergence)",
-        choices=("sample", "topk"),
+        " forward_kl) | topk (its likeliest tokens and the mass of the rest: for every divergence)"
+        " | hidden (what its output head gets, and the head once: exact, for every divergence and"
+        " temperature)",
+        choices=("sample", "topk", "hidden"),
+    )
+    cache_dtype: str = setting(
+        "auto",
+        "what CACHE_METHOD hidden is stored in: auto (what the teacher computes in: exact) |"
+        " bfloat16 | float16",
+        choices=("auto", "bfloat16", "float16"),
     )
     cache_k: int = setting(
         128,
-        "tokens kept at each position of the cache",
+        "tokens kept at each position of a cache of CACHE_METHOD sample or topk",
         "More: closer to the teacher, and a proportionally larger cache.",
         low=1,
         high=65_535,

@@ -71,16 +71,19 @@ def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
 
 def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> None:
     """Log what the run will need at its peak on each device, and note it for the report."""
+    batch_size = -(-settings.batch_size // task.ranks.world)
+    tokens = batch_size * settings.block_size
     estimate = estimate_memory(
         task.student.model,
         task.frozen,
-        batch_size=-(-settings.batch_size // task.ranks.world),
+        batch_size=batch_size,
         block_size=settings.block_size,
         dtype=task.precision.student,
         accumulation_steps=settings.gradient_accumulation_steps,
         gradient_checkpointing=settings.gradient_checkpointing,
         device=task.precision.device,
         align=settings.align,
+        cached=sum(cache.on_device(tokens) for cache in task.caches),
     )
     left_out = refused(settings, task.precision.device)
     lowered_by = {

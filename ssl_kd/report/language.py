@@ -25,6 +25,9 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 CACHE: dict[str, tuple[str, Callable[[float], str]]] = {
     "method": ("method", number),
     "k": ("tokens kept of each distribution (k)", number),
+    "stored": ("hidden states stored in", number),
+    "dim": ("width of the hidden states", amount),
+    "head_bytes": ("bytes of the output head, once", amount),
     "bytes_per_token": ("bytes per token", amount),
     "tail_mass": ("probability of all others (tail mass), %", percent),
     "fidelity_kl": ("fidelity (KL), nats", number),

@@ -895,7 +895,7 @@ def shards(folder):
 @row(65)
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-@pytest.mark.parametrize("method", ["topk", "sample"])
+@pytest.mark.parametrize("method", ["topk", "sample", "hidden"])
 def test_killed_at_random_positions_the_cache_is_that_of_an_unharmed_writer(tmp_path, method):
     found = kill_again_and_again(cache_rows, shards, tmp_path, method, kills=8)
     assert found.kills == 8 and found.resumed > 3

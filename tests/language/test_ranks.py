@@ -117,8 +117,9 @@ def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
     assert_near(one, two)
 
 
-def test_a_cached_teacher_teaches_two_ranks_as_one(settings, tmp_path):
-    cached = settings(teacher_cache=str(tmp_path / "cache"), cache_k=8)
+@pytest.mark.parametrize("method", ["sample", "hidden"])
+def test_a_cached_teacher_teaches_two_ranks_as_one(settings, tmp_path, method):
+    cached = settings(teacher_cache=str(tmp_path / "cache"), cache_k=8, cache_method=method)
     cache_teacher(cached)
     one, two = by(1, cached.replace(run_name="one")), by(2, cached.replace(run_name="two"))
     assert_near(one, two)
@@ -263,10 +264,12 @@ def bytes_in(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("kind", ["kd", "draws", "pieces"])
+@pytest.mark.parametrize("kind", ["kd", "draws", "states", "pieces", "states in pieces"])
 def test_ranks_share_a_cache_whose_bytes_are_those_of_one(of_kind, tmp_path, kind):
     change = {"cache_k": 8, "batch_size": 3, "teacher_cache": str(tmp_path / "one")}
-    own, shard = of_kind("draws" if kind == "draws" else "kd", **change), kind == "pieces"
+    if "states" in kind:
+        change["cache_method"] = "hidden"
+    own, shard = of_kind("draws" if kind == "draws" else "kd", **change), "pieces" in kind
     (alone,) = run_joined(cached, 1, own)
     together = own.replace(teacher_cache=str(tmp_path / "two"), shard=shard, baseline=False)
     first, second = run_joined(cached, 2, together)

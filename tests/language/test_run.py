@@ -400,6 +400,28 @@ def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
             run(settings(**{**cached, **changes}, run_name="other"))
 
 
+def test_hidden_states_stand_in_for_the_teacher_at_any_temperature(settings, tmp_path, caplog):
+    cached = {"cache_method": "hidden", "teacher_cache": str(tmp_path / "cache")}
+    with caplog.at_level("INFO", logger="ssl_kd"):
+        (cache,) = cache_teacher(settings(**cached))
+    said = {line.split()[0]: line.split() for line in caplog.messages if line.split()}
+    each = cache.facts()["bytes_per_token"]
+    assert float(said["hidden"][1].replace(",", "")) == pytest.approx(each, rel=0.1)
+    assert {"sample", "topk", "hidden"} <= said.keys() and "<-" in said["hidden"]
+    for temperature, divergence in ((2.0, "forward_kl"), (3.0, "reverse_kl")):
+        own = {"temperature": temperature, "divergence": divergence}
+        live = run(settings(**own, run_name=f"live {temperature}"))
+        path = run(settings(**own, **cached, run_name=f"cached {temperature}"))
+        rows = zip(log_lines(live), log_lines(path), strict=True)
+        assert all(a["kd"] == pytest.approx(b["kd"], rel=1e-4) for a, b in rows if "kd" in a)
+        assert table(path)["student"]["nll"] == pytest.approx(
+            table(live)["student"]["nll"], rel=1e-5
+        )
+    assert metrics(path)["cache"]["stored"] == "float32" and config(path)["memory"]["cache"] > 0
+    with pytest.raises(FingerprintMismatch):
+        run(settings(**cached, block_size=16, run_name="other"))
+
+
 def test_every_family_goes_through(settings, models):
     path = run(settings(teacher_model=models("gpt2"), student_model="fresh:1x16"))
     assert student_of(path).config.model_type == "gpt2"

@@ -1,5 +1,6 @@
 """The teacher's distribution in the store: what it says is what the teacher said, or an error."""
 
+import errno
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
-from ssl_kd.files import CorruptFileError
+from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.files import CorruptFileError, save_tensors
 from ssl_kd.losses import (
     LinearTeacher,
     LogitsTeacher,
@@ -18,10 +20,11 @@ from ssl_kd.losses import (
 )
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import FingerprintMismatch
-from ssl_kd.store import teacher_cache as cache
+from ssl_kd.store.kept import distribution
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, write
 
 N, T, V, DIM = 11, 9, 40, 6
+METHODS = ["topk", "sample", "hidden"]
 FINGERPRINT = TeacherFingerprint(
     "tiny", "w", "tok", "text", T, False, "blocks", "float32", "topk", 5, 2.0
 )
@@ -74,12 +77,15 @@ def real(batch: Batch) -> Tensor:
     return next_token_targets(batch.input_ids, batch.counts)[0]
 
 
-def make(folder, model=None, rows=None, batch_size=3, shard_rows=4, force=False, **fields):
+def make(
+    folder, model=None, rows=None, batch_size=3, shard_rows=4, force=False, stored=None, **fields
+):
     return write(
         model or Teacher(),
         rows or make_blocks(),
         folder,
         replace(FINGERPRINT, **fields),
+        dtype=stored,
         batch_size=batch_size,
         shard_rows=shard_rows,
         force=force,
@@ -171,8 +177,8 @@ def test_logits_exist_a_chunk_at_a_time(tmp_path, monkeypatch, method):
         seen.append(linear(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(cache.F, "linear", watched)
-    monkeypatch.setattr(cache, "CHUNK_BYTES", 3 * 4 * V)
+    monkeypatch.setattr(distribution.F, "linear", watched)
+    monkeypatch.setattr(distribution, "CHUNK_BYTES", 3 * 4 * V)
     chunked = make(tmp_path / "chunked", method=method)
     assert max(len(logits) for logits in seen) == 3 and len(seen) > 20
     for name in ("tokens", "error"):
@@ -265,6 +271,126 @@ def test_the_gradient_of_the_draws_is_unbiased(tmp_path):
     assert drawn[0].ne(drawn[1]).any()
 
 
+# Hidden states
+
+
+@pytest.mark.parametrize("rows", [[3, 4, 5], [9, 10]])  # batches it was written in
+def test_hidden_states_come_back_to_the_bit(tmp_path, rows):
+    store, blocks = make(tmp_path, method="hidden"), make_blocks()
+    batch = blocks.batch(rows)
+    answer, live = store(batch, real(batch)), Teacher().answer(batch, real(batch))
+    assert isinstance(answer, LinearTeacher)
+    for mine, other in zip(vars(answer).values(), vars(live).values(), strict=True):
+        assert mine.dtype == other.dtype and torch.equal(mine, other)
+    facts = store.facts()
+    assert (facts["method"], facts["stored"], facts["dim"]) == ("hidden", "float32", DIM)
+    assert facts["head_bytes"] == V * (DIM + 1) * 4
+    assert facts["tail_mass"] == facts["fidelity_kl"] == 0
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_one_cache_of_hidden_states_teaches_at_every_temperature(tmp_path, divergence, temperature):
+    store, blocks = make(tmp_path, method="hidden", temperature=2.0), make_blocks()
+    same = TeacherCache.open(tmp_path, {"temperature": temperature})
+    assert same.fingerprint == store.fingerprint and same.fingerprint.temperature is None
+    batch = blocks.batch(range(N))
+    student = torch.randn(len(real(batch)), V, generator=torch.Generator().manual_seed(5))
+    found = []
+    for source in (Teacher(), store):
+        logits = student.clone().requires_grad_()
+        terms = logits_distillation(
+            logits,
+            None,
+            [source(batch, real(batch))],
+            temperature=temperature,
+            divergence=divergence,
+        )
+        terms[1].backward()
+        found.append((terms.detach(), logits.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype, kl", [(torch.bfloat16, 1e-4), (torch.float16, 1e-6)])
+def test_narrower_hidden_states_cost_half_and_say_what_rounding_does(tmp_path, dtype, kl):
+    wide = make(tmp_path / "wide", method="hidden")
+    store, blocks = make(tmp_path / "own", method="hidden", stored=dtype), make_blocks()
+    batch = blocks.batch(range(N))
+    answer, live = store(batch, real(batch)), Teacher().answer(batch, real(batch))
+    assert isinstance(answer, LinearTeacher)
+    assert torch.equal(answer.hidden, live.hidden.to(dtype).float())
+    assert torch.equal(answer.weight, live.weight)
+    head = live.weight.double(), live.bias.double()
+    log_p, log_q = (
+        torch.nn.functional.linear(hidden.double(), *head).log_softmax(-1)
+        for hidden in (live.hidden, answer.hidden)
+    )
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    facts = store.facts()
+    assert facts["fidelity_kl"] == pytest.approx(expected, rel=1e-2) and 0 < expected < kl
+    columns = [one.columns(one.manifest)["hidden"] for one in (store, wide)]
+    assert [torch.Size(shape).numel() * kind.itemsize for shape, kind in columns] == [
+        T * DIM * 2,
+        T * DIM * 4,
+    ]
+
+
+def test_hidden_states_beyond_float16_are_refused_with_the_way_out(tmp_path):
+    class Large(Teacher):
+        def __call__(self, batch, rows):
+            answer = self.answer(batch, rows)
+            return replace(answer, hidden=answer.hidden * 1e5)
+
+    with pytest.raises(ValueError, match="more than float16 holds: take --cache_dtype bfloat16"):
+        make(tmp_path, Large(), method="hidden", stored=torch.float16)
+    assert make(tmp_path, Large(), method="hidden", stored=torch.bfloat16).n == N
+
+
+def test_a_teacher_without_a_linear_head_has_no_hidden_states_to_keep(tmp_path):
+    with pytest.raises(ValueError, match="'tiny' caps or scales its logits.*'topk' or 'sample'"):
+        make(tmp_path, Teacher(linear=False), method="hidden")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "missing", "another"])
+def test_a_damaged_head_is_named_and_written_again(tmp_path, damage):
+    make(tmp_path, method="hidden")
+    whole = content(tmp_path)
+    (path,) = tmp_path.glob("teacher_head_*.pt")
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "another":
+        torch.save({"weight": torch.ones(V, DIM)}, path)
+    else:
+        middle = len(data) // 2
+        flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        path.write_bytes(flipped if damage == "a bit" else data[:middle])
+    with pytest.raises(CorruptFileError, match=path.name):
+        TeacherCache.open(tmp_path)
+    make(tmp_path, method="hidden", force=True)
+    assert content(tmp_path) == whole
+
+
+def test_a_head_with_nan_is_refused(tmp_path):
+    class Sick(Teacher):
+        def __call__(self, batch, rows):
+            answer = self.answer(batch, rows)
+            return replace(answer, weight=answer.weight.index_fill(0, torch.tensor(7), torch.nan))
+
+    with pytest.raises(ValueError, match="output head of the teacher 'tiny' holds NaN"):
+        make(tmp_path, Sick(), method="hidden")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_replaced_cache_leaves_no_head_behind(tmp_path):
+    make(tmp_path, method="hidden")
+    make(tmp_path, Teacher(V + 1), method="hidden", force=True, weights="other")
+    assert len(list(tmp_path.glob("teacher_head_*.pt"))) == 1
+    make(tmp_path, force=True)
+    assert not list(tmp_path.glob("teacher_head_*.pt"))
+
+
 # What is reported
 
 
@@ -338,7 +464,7 @@ def test_a_cache_of_something_else_is_refused_by_field(tmp_path, field, other):
 
 def test_bad_arguments(tmp_path):
     for fields, message in [
-        ({"method": "top"}, "method is 'top'; expected one of topk, sample"),
+        ({"method": "top"}, "method is 'top'; expected one of topk, sample, hidden"),
         ({"k": 0}, "k is 0; expected at least 1"),
         ({"temperature": 0.0}, "temperature"),
         ({"k": V + 1}, f"k is {V + 1}, but the teacher has only {V} tokens"),
@@ -351,15 +477,16 @@ def test_bad_arguments(tmp_path):
         TeacherCache.open(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["topk", "sample"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_teacher_that_gives_nan_is_named_with_the_place(tmp_path, method):
     class Sick(Teacher):
         def __call__(self, batch, rows):
-            logits = self.logits(batch, rows)
+            answer = self.answer(batch, rows) if method == "hidden" else None
+            given = self.logits(batch, rows) if answer is None else answer.hidden
             if 7 in batch.rows:
                 at = batch.rows.tolist().index(7) * batch.input_ids.shape[1] + 4
-                logits[rows == at, 2] = torch.nan
-            return LogitsTeacher(logits)
+                given[rows == at, 2] = torch.nan
+            return LogitsTeacher(given) if answer is None else answer
 
     with pytest.raises(
         ValueError, match="'tiny' gives NaN at 1 of .* block 7, token 4: check its weights"
@@ -373,35 +500,66 @@ def test_a_teacher_that_gives_nan_is_named_with_the_place(tmp_path, method):
 # Interrupted, killed, damaged
 
 
-def test_a_damaged_shard_is_named_and_asked_for_again_alone(tmp_path):
-    make(tmp_path)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_damaged_shard_is_named_and_asked_for_again_alone(tmp_path, method):
+    make(tmp_path, method=method)
     whole = content(tmp_path)
     path = tmp_path / "teacher_00001.pt"
     data = path.read_bytes()
     path.write_bytes(data[:900] + bytes([data[900] ^ 1]) + data[901:])
-    for attempt in (lambda: TeacherCache.open(tmp_path), lambda: make(tmp_path)):
+    for attempt in (lambda: TeacherCache.open(tmp_path), lambda: make(tmp_path, method=method)):
         with pytest.raises(CorruptFileError, match="teacher_00001.pt.*--force-recompute rebuilds"):
             attempt()
     teacher = Teacher()
-    make(tmp_path, teacher, force=True)
+    make(tmp_path, teacher, force=True, method=method)
     assert teacher.asked == 1 + 6  # one row for the vocabulary, batches 3-5 and 6-8 for rows 4-7
     assert content(tmp_path) == whole
 
 
-def test_a_stored_nan_is_named_even_with_a_fitting_checksum(tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_rest_kept(tmp_path, method):
+    make(tmp_path / "whole", method=method)
+    teacher, room = Teacher(), [2]
+
+    def until_full(path, tensors):
+        if "_head_" not in str(path):
+            room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save_tensors(path, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ssl_kd.store.writer.save_tensors", until_full)
+        with pytest.raises(OSError, match="No space left.*teacher_00002.pt"):
+            make(tmp_path / "own", teacher, method=method)
+    with pytest.raises(FileNotFoundError):
+        TeacherCache.open(tmp_path / "own")
+    assert not list((tmp_path / "own").rglob("*.tmp"))
+    teacher.asked = 0
+    make(tmp_path / "own", teacher, method=method)
+    assert teacher.asked == 1 + 5  # one row for the vocabulary, batches 6-8 and 9-10 for rows 8-10
+    assert content(tmp_path / "own") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "method, column, value",
+    [("topk", "log_probs", torch.nan), ("sample", "weights", torch.inf),
+     ("hidden", "hidden", torch.nan), ("hidden", "hidden", -torch.inf)],
+)  # fmt: skip
+def test_a_stored_nan_is_named_even_with_a_fitting_checksum(tmp_path, method, column, value):
     from ssl_kd.files import sha256_file
     from ssl_kd.store import NonFiniteRow
     from ssl_kd.store.shards import read_manifest, write_manifest
 
-    make(tmp_path)
+    make(tmp_path, method=method)
     path = tmp_path / "teacher_00001.pt"
     shard = torch.load(path, weights_only=True)
-    shard["log_probs"][2, 1, 0] = torch.nan
+    shard[column][2, 1, 0] = value
     torch.save(shard, path)
     manifest = read_manifest(tmp_path / "teacher.json")
     manifest["shards"][1] |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
     write_manifest(tmp_path / "teacher.json", manifest)
-    with pytest.raises(NonFiniteRow, match="row 6 .*'block 6'.: log_probs is NaN"):
+    with pytest.raises(NonFiniteRow, match=f"row 6 .*'block 6'.: {column} is NaN"):
         TeacherCache.open(tmp_path)
     TeacherCache.open(tmp_path, verify=False)
 
@@ -409,7 +567,7 @@ def test_a_stored_nan_is_named_even_with_a_fitting_checksum(tmp_path):
 # The real thing
 
 
-@pytest.mark.parametrize("method", ["topk", "sample"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_real_teacher_a_real_text(tmp_path, method):
     """From a folder by `save_pretrained`: live and cached agree on what a student should learn."""
     pytest.importorskip("transformers")
