@@ -127,7 +127,8 @@ KA_FORWARDS = 2
 
 # --- Optimisation ---------------------------------------------------------------------------------
 
-# Optimizer steps, from 1.
+# Optimizer steps, from 1. A finished run goes on with RESUME, RUN_NAME and more of them; its
+# learning rates are then those of a run of so many steps.
 MAX_STEPS = 500
 # Passes over the data, above 0 to 1000000; None: MAX_STEPS decides.
 EPOCHS = None

@@ -301,6 +301,9 @@ class RunSettings(Settings):
     # Settings that may differ between a run and its continuation: they do not change the result.
     free_on_resume: typing.ClassVar[frozenset[str]] = frozenset({"resume", "run_name", "runs_dir"})
 
+    # The setting of its steps by which a finished run can be extended; None: none.
+    extended_by: typing.ClassVar[str | None] = None
+
     # The names that transformers' TrainingArguments give to settings of every mode.
     aliases: typing.ClassVar[Mapping[str, str]] = {
         "logging_steps": "log_every",

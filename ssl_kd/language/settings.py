@@ -30,6 +30,7 @@ class LanguageSettings(RunSettings):
         "tensorboard",
     }
 
+    extended_by: ClassVar[str | None] = "max_steps"
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     instead: ClassVar[Mapping[str, str]] = INSTEAD
 
@@ -241,7 +242,14 @@ presets; a name or value that cannot be is refused.
     )
     ka_forwards: int = setting(2, "teacher forward passes per batch in ka", low=1)
 
-    max_steps: int = setting(500, "optimizer steps", section="Optimisation", low=1)
+    max_steps: int = setting(
+        500,
+        "optimizer steps",
+        "A finished run goes on with RESUME, RUN_NAME and more of them; its learning rates are then"
+        " those of a run of so many steps.",
+        section="Optimisation",
+        low=1,
+    )
     epochs: float | None = setting(
         None, "passes over the data; None: MAX_STEPS decides", above=0, high=1_000_000
     )

@@ -45,13 +45,13 @@ class RunFolderError(InputError, RuntimeError):
 
 
 class RunFinished(RunFolderError):
-    """The run that is to be resumed has ended; `path` is its folder."""
+    """The run that is to be resumed has ended; `path` is its folder, `way_on` what to do."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, way_on: str = "") -> None:
         report = path / "report.html"
         missing = "its report was never written: ssl_kd.report.write_report writes it"
         found = f"its report is {report}" if report.exists() else missing
-        super().__init__(f"{path} is finished; {found}")
+        super().__init__(f"{path} is finished; {found}{way_on}")
         self.path = path
 
 
@@ -61,7 +61,9 @@ class RunFolder:
     A new run that fails before it has trained leaves no folder behind: there is nothing to resume.
 
     Args:
-        settings: `runs_dir`, `run_name` and `resume` say which folder.
+        settings: `runs_dir`, `run_name` and `resume` say which folder. A finished run goes on where
+            `run_name` names it and the setting `extended_by` is above the steps that it has done;
+            what it had found is then kept as `metrics_STEPS.json`.
 
     Raises:
         RunFolderError: the folder is finished, foreign, or there is nothing to resume.
@@ -73,6 +75,7 @@ class RunFolder:
         runs = Path(settings.runs_dir)
         self.path = _to_resume(runs, settings) if settings.resume else _fresh(runs, settings)
         self._resumed = settings.resume
+        self._extends = _extends(self.path, settings) if settings.resume else None
         self.events = EventLog(self.path / "events.jsonl", announce=True)
         self._lock = Lock(self.path / ".lock")
         self._checkpoints = self.path / "checkpoint"
@@ -211,7 +214,18 @@ class RunFolder:
         return 0, {}
 
     def rewind(self, step: int) -> None:
-        """Begin the logs, or drop their lines after `step`: they will be logged again."""
+        """Begin the logs, or drop their lines after `step`: they will be logged again.
+
+        A finished run that is extended is unfinished from here on.
+        """
+        if self._extends is not None:
+            done, total = self._extends
+            known = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            extended = [*known.get("extended", []), {"from": step, "to": total}]
+            self.update_json("config.json", extended=extended)
+            (self.path / "metrics.json").replace(self.path / f"metrics_{done}.json")
+            words = "%s goes on from step %d to %d; learning rates are those of %d steps in all"
+            logger.info(words, self.path, step, total, total)
         for name, last in (("metrics.jsonl", step), ("events.jsonl", step - 1)):
             path = self.path / name
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -288,8 +302,9 @@ def _to_resume(runs: Path, settings: RunSettings) -> Path:
         path = runs / settings.run_name
         if not (path / "config.json").exists():
             raise RunFolderError(f"{path} holds no run to resume")
-        if _finished(path):
-            raise RunFinished(path)
+        if _finished(path) and _extends(path, settings) is None:
+            by = settings.extended_by
+            raise RunFinished(path, f"; a larger --{by} extends it" if by else "")
         return path
     paths = [path.parent for path in runs.glob("*/config.json") if not path.parent.is_symlink()]
     unfinished = [path for path in paths if not _finished(path) and not _in_use(path)]
@@ -301,6 +316,26 @@ def _to_resume(runs: Path, settings: RunSettings) -> Path:
     if _finished(path):
         raise RunFinished(path)
     return path
+
+
+def _extends(path: Path, settings: RunSettings) -> tuple[int, int] | None:
+    """The steps that a finished run has done, and how many it is to have; None: it stays finished.
+
+    Raises:
+        RunFolderError: it is to have more, and nothing is left to go on from.
+    """
+    if settings.extended_by is None or not _finished(path):
+        return None
+    done = json.loads((path / "metrics.json").read_text(encoding="utf-8"))["steps"]
+    total = getattr(settings, settings.extended_by)
+    if total <= done or getattr(settings, "epochs", None) is not None:
+        return None
+    if not any((path / "checkpoint").glob("step_*.pt")):
+        raise RunFolderError(
+            f"{path} is finished, and its checkpoints are gone: there is nothing to go on from. "
+            f"Start a new run, with {path / 'student'} as its student"
+        )
+    return done, total
 
 
 def _in_use(path: Path) -> bool:
@@ -323,10 +358,11 @@ def _check_same(path: Path, settings: RunSettings) -> None:
     saved = {renamed.get(name, name): value for name, value in saved.items()}
     now = settings.to_dict()
     free = {name.upper() for name in settings.free_on_resume}
+    more, grows = _extends(path, settings), str(settings.extended_by).upper()
     differ = [
         f"{name} was {saved.get(name)!r} and is now {value!r}"
         for name, value in now.items()
-        if name not in free and saved.get(name) != value
+        if name not in free and saved.get(name) != value and not (more and name == grows)
     ]
     if differ:
         raise SettingsError(
