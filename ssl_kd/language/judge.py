@@ -19,7 +19,8 @@ from ssl_kd.guard.precision import undisturbed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.task import Progress, test_and_validation, texts_of
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id
+from ssl_kd.language.teacher import load_teacher
+from ssl_kd.teachers.causal import CausalLM, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 __all__ = ["judge"]
@@ -60,7 +61,7 @@ def judge(
     """
     precision = precision_of(settings)
     student, teacher = (
-        None if name == "none" else load_causal_lm(name)
+        None if name == "none" else load_teacher(settings, name, precision.teacher)
         for name in (settings.student_model, settings.teacher_model)
     )
     assert student is not None
