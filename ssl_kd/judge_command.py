@@ -78,8 +78,10 @@ def _judge(settings: LanguageSettings, given: Any, out: Path) -> int:
     from ssl_kd.evaluate.harness import Tasks
     from ssl_kd.files import atomic_write_json
     from ssl_kd.language.judge import judge
+    from ssl_kd.ranks import refuse_ranks
     from ssl_kd.report.judged import judged_tables
 
+    refuse_ranks()
     tasks = None
     if given.tasks is not None:
         names = [name for word in given.tasks.split(",") if (name := word.strip())]

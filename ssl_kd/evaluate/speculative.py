@@ -21,7 +21,7 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.evaluate.generation import end_tokens, how_to_write, sample_tokens
 from ssl_kd.seeds import seed_of, seeded
-from ssl_kd.teachers.causal import evaluating
+from ssl_kd.teachers.causal import evaluating, llm_module, quiet
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 __all__ = ["Drafted", "draft", "expected_tokens", "own_text"]
@@ -189,6 +189,7 @@ def draft(
     found: list[dict[str, tuple[list[int], float]]] = []
     every = [_Rounds(len(ids)) for ids in (prompts[0], *prompts)]
     with (
+        quiet(llm_module("transformers")),  # of how it calls itself
         teacher.on_device(),
         evaluating(teacher.model),
         evaluating(student),

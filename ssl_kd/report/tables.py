@@ -10,26 +10,29 @@ from rich.text import Text
 def language_table(metrics: dict[str, Any]) -> Table:
     """The final table of a language run, from its `metrics.json`; a dash for no value."""
     columns = {
-        "perplexity": "{:.3f}",
-        "bits_per_character": "{:.3f}",
-        "agreement": "{:.1%}",
-        "kl": "{:.3f}",
-        "acceptance": "{:.1%}",
-        "ece": "{:.3f}",
-        "repetition": "{:.1%}",
-        "answer_accuracy": "{:.1%}",
-        "answer_rate": "{:.1%}",
+        "perplexity": ("perplexity", "{:.3f}"),
+        "bits_per_character": ("bits per character", "{:.3f}"),
+        "agreement": ("agrees", "{:.1%}"),
+        "kl": ("kl", "{:.3f}"),
+        "acceptance": ("draft kept", "{:.1%}"),
+        "ece": ("ece", "{:.3f}"),
+        "repetition": ("repeats", "{:.1%}"),
+        "answer_accuracy": ("answer accuracy", "{:.1%}"),
+        "answer_rate": ("answer rate", "{:.1%}"),
     }
     rows = metrics["table"]
     if metrics.get("alignment"):  # perplexities of two tokenizers do not compare
         del columns["perplexity"]
     shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
+    if "answer_rate" in shown:  # 80 columns hold no more; the report has them all
+        shown = [name for name in shown if name not in ("acceptance", "repetition")]
     table = _table("Held-out text", "model")
     for name in shown:
-        table.add_column(name.replace("_", " "), justify="right")
+        head = columns[name][0]
+        table.add_column(head, justify="right", min_width=max(map(len, head.split())))
     for row in rows:
         values = {name: row.get(name) for name in shown}
-        cells = ["-" if v is None else columns[name].format(v) for name, v in values.items()]
+        cells = ["-" if v is None else columns[name][1].format(v) for name, v in values.items()]
         style = "bold" if row["name"] == "student" else None
         table.add_row(Text(row["name"]), *cells, style=style)
     return table

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from ssl_kd.report.tables import results_table
+from ssl_kd.report.tables import language_table, results_table
 
 
 def test_a_table_without_labels_shows_dashes_and_no_title():
@@ -13,3 +13,17 @@ def test_a_table_without_labels_shows_dashes_and_no_title():
     screen.print(results_table({}))
     assert isinstance(screen.file, io.StringIO)
     assert "[k]-means" in screen.file.getvalue()
+
+
+def test_the_scores_of_a_language_run_fit_into_a_terminal():
+    row = {"perplexity": 4016.401, "bits_per_character": 3.25, "agreement": 1.0, "kl": 6.768}
+    row |= {"acceptance": 0.207, "ece": 0.019, "repetition": 0.964}
+    names = ("teacher", "student before", "student", "CE alone")
+    for more in ({}, {"answer_accuracy": 0.25, "answer_rate": 1.0}):
+        screen = Console(file=io.StringIO(), width=80)
+        screen.print(language_table({"table": [{"name": name, **row, **more} for name in names]}))
+        assert isinstance(screen.file, io.StringIO)
+        shown = screen.file.getvalue()
+        assert "\u2026" not in shown and shown.count("4016.401") == 4
+        assert ("20.7%" in shown and "96.4%" in shown) is not bool(more)
+        assert shown.count("25.0%") == (4 if more else 0)
