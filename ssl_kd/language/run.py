@@ -265,9 +265,9 @@ def _train(
             info = {k: row[k] for k in shown if row[k] is not None}
             tell("train", row["step"], steps, info | {"tokens/s": row["tokens_per_second"]})
 
-        def on_checkpoint(done: int) -> None:
+        def on_checkpoint(done: int) -> object:
             state = {"distiller": distiller.state(), "best": best.state()}
-            folder.save_checkpoint(done, state)
+            return folder.save_checkpoint(done, state)
 
         def on_eval(done: int) -> None:
             scores = inside(judge.validation, distiller.student)

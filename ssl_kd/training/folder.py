@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssl_kd import __version__
 from ssl_kd.errors import BAD_INPUT, InputError, code_of
@@ -29,6 +31,7 @@ from ssl_kd.files import (
     sha256_file,
 )
 from ssl_kd.guard.events import EventLog
+from ssl_kd.guard.memory import free_memory
 from ssl_kd.lock import Lock, LockHeld
 from ssl_kd.settings import RunSettings, SettingsError
 
@@ -59,6 +62,7 @@ class RunFolder:
     """One run's files; a context manager that holds the folder's lock.
 
     A new run that fails before it has trained leaves no folder behind: there is nothing to resume.
+    The folder is left when the last checkpoint is on the disk.
 
     Args:
         settings: `runs_dir`, `run_name` and `resume` say which folder. A finished run goes on where
@@ -79,6 +83,8 @@ class RunFolder:
         self.events = EventLog(self.path / "events.jsonl", announce=True)
         self._lock = Lock(self.path / ".lock")
         self._checkpoints = self.path / "checkpoint"
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
         if settings.resume:
             _check_same(self.path, settings)
 
@@ -87,9 +93,17 @@ class RunFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if exception[0] is not None and not self._resumed and not self.trained:
-            shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.__exit__(*exception)
+        try:
+            self._written()
+        except Exception as error:
+            if exception[0] is None:
+                raise
+            logger.warning("the last checkpoint could not be written: %s", error)
+        finally:
+            self._writer.shutdown()
+            if exception[0] is not None and not self._resumed and not self.trained:
+                shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.__exit__(*exception)
 
     @property
     def trained(self) -> bool:
@@ -168,13 +182,40 @@ class RunFolder:
         with open(self.path / "events.jsonl", encoding="utf-8") as file:
             return sum(1 for _ in file)
 
-    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> None:
-        """Write `checkpoint/step_N.pt` and its checksum; the previous one is kept.
+    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> Callable[[], None]:
+        """Begin to write `checkpoint/step_N.pt` and its checksum; the previous one is kept.
+
+        What is written is a copy on the host, which a thread writes while the caller goes on. One
+        is on its way at most. Where memory has no room for a copy, the caller waits.
 
         Args:
             step: steps done.
             tensors: tensors, and plain containers of them and of numbers.
+
+        Returns:
+            Waits until it is on the disk, and raises what that failed with.
+
+        Raises:
+            OSError: the one before, or with no room this one, could not be written.
         """
+        self._written()
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        size = sum(tensor.nbytes for tensor in _tensors(tensors))
+        has_room = 2 * size < free_memory(torch.device("cpu"))
+        state = _on_host(tensors) if has_room else tensors
+        self._writing = self._writer.submit(self._write_checkpoint, step, state)
+        if not has_room:
+            logger.info("checkpoints keep training waiting: a copy takes %.3g GiB", size / 2**30)
+            self._written()
+        return self._written
+
+    def _written(self) -> None:
+        """Wait for the checkpoint that is on its way; what it fails with is raised once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write_checkpoint(self, step: int, tensors: dict[str, Any]) -> None:
         path = self._checkpoints / f"step_{step:09d}.pt"
         about = {"format": CHECKPOINT_FORMAT, "version": __version__, "step": step}
         save_tensors(path, about | {"tensors": tensors})
@@ -191,6 +232,7 @@ class RunFolder:
         Raises:
             RunFolderError: a newer version of the library wrote it, in a form unknown to this one.
         """
+        self._written()
         for partial in list(self.path.rglob(".*.tmp")):  # of a run that was killed while writing
             if partial.is_dir():
                 shutil.rmtree(partial)
@@ -234,6 +276,26 @@ class RunFolder:
                 logger.warning("%s: %d line(s) that cannot be read were removed", path, damaged)
             kept = [line for line in lines if (at := steps[line]) is not None and at <= last]
             atomic_write_bytes(path, b"".join(kept))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those in plain containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(inner)
+
+
+def _on_host(value: Any) -> Any:
+    """The same in memory of its own on the CPU, which later steps cannot change."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: _on_host(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(inner) for inner in value)
+    return value
 
 
 def _finite(value: Any) -> Any:

@@ -104,7 +104,8 @@ def run_loop(
         eval_every: `on_eval(steps done)` is called this often, and at the end; None: never.
         on_log: writes.
         on_eval: evaluates.
-        on_checkpoint: saves.
+        on_checkpoint: saves, or begins to: what it returns, where that can be called, is called
+            before the next and before the loop ends, to wait until it is saved.
         should_stop: asked before every step; true saves and returns.
 
     Returns:
@@ -113,24 +114,42 @@ def run_loop(
     Raises:
         TooFewHealthyParts: training cannot continue; the last good state of everything was saved
             before.
-        OSError: a checkpoint could not be written while there were steps to do. At the end that is
-            a warning: what was trained is in memory, and the caller saves it.
+        OSError: a checkpoint could not be written while there were steps to do; of one that is
+            written meanwhile it is raised at the next. At the end that is a warning: what was
+            trained is in memory, and the caller saves it.
     """
 
     def is_due(done: int, every: int) -> bool:
         return done % every == 0 or done == learner.steps
 
+    begun: list[Callable[[], object]] = []  # the checkpoint that is on its way
+
+    def settle() -> None:
+        if begun:
+            begun.pop()()
+
+    def save(done: int) -> None:
+        settle()
+        wait = on_checkpoint(done)
+        if callable(wait):
+            begun.append(wait)
+
     def checkpoint(done: int) -> None:
         learner.look(done, at_once=True)
         learner.before_checkpoint(done)
         if done == learner.steps:
-            at_the_end(on_checkpoint, done)
+            at_the_end(done)
         else:
-            on_checkpoint(done)
+            save(done)
 
-    def at_the_end(save: Callable[[int], object], done: int) -> None:
+    def at_the_end(done: int) -> None:
+        try:
+            settle()
+        except OSError as error:
+            logger.warning("a checkpoint before the last could not be written: %s", error)
         try:
             save(done)
+            settle()
         except OSError as error:
             logger.warning("the last checkpoint, of step %d, could not be written: %s", done, error)
 
@@ -139,6 +158,7 @@ def run_loop(
         while (step := done) < learner.steps:
             if should_stop():
                 checkpoint(step)
+                settle()
                 return step
             done = step + 1
             learner.learn(step)
@@ -151,6 +171,6 @@ def run_loop(
                 if is_due(done, checkpoint_every):
                     checkpoint(done)
     except TooFewHealthyParts:
-        at_the_end(on_checkpoint, done)
+        at_the_end(done)
         raise
     return done

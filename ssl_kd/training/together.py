@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,8 +143,9 @@ class FollowedFolder(RunFolder):
         """The first rank does."""
         return 0
 
-    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> None:
+    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> Callable[[], None]:
         """The first rank does."""
+        return lambda: None
 
     def rewind(self, step: int) -> None:
         """The first rank does."""

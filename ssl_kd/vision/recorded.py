@@ -72,10 +72,10 @@ def train_recorded(
     folder.become_latest()
     saved = {} if until is None else until.tensors()
 
-    def on_checkpoint(step: int) -> None:
+    def on_checkpoint(step: int) -> object:
         mine = trainer.tensors()
         whole = mine if together is None else together.gathered(mine)
-        folder.save_checkpoint(step, whole | saved)
+        return folder.save_checkpoint(step, whole | saved)
 
     more: dict[str, Any] = {"should_stop": lambda: bool(signals.caught)}
     if together is not None:

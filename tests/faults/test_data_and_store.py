@@ -260,20 +260,20 @@ def test_no_room_for_a_shard_leaves_the_old_cache(settings, train_py, tmp_path):
 def test_no_room_for_a_checkpoint_leaves_the_one_before(settings, train_py, tmp_path):
     whole = run(settings(run_name="whole", checkpoint_every=30)).path
     size = (whole / "checkpoint" / "step_000000030.pt").stat().st_size
-    cut = settings(run_name="cut")
+    cut = settings(run_name="cut", checkpoint_every=8)
 
-    def full_from_the_second(folder, step, tensors, save=RunFolder.save_checkpoint):
-        with _files_up_to(size // 2 if step == 20 else size * 2):
-            save(folder, step, tensors)
+    def full_from_the_second(folder, step, tensors, write=RunFolder._write_checkpoint):
+        with _files_up_to(size // 2 if step == 16 else size * 2):
+            write(folder, step, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "save_checkpoint", full_from_the_second)
+        patch.setattr(RunFolder, "_write_checkpoint", full_from_the_second)
         code, error = train_py(cut)
     line = one_line(error)
-    assert code == 1 and "File too large" in line and "step_000000020.pt" in line
+    assert code == 1 and "File too large" in line and "step_000000016.pt" in line
     assert not list(tmp_path.rglob("*.tmp"))
     names = {path.name for path in (tmp_path / "runs/cut/checkpoint").iterdir()}
-    assert names == {"step_000000010.pt", "step_000000010.sha256"}
+    assert names == {"step_000000008.pt", "step_000000008.sha256"}
     assert train_py(cut, "--resume")[0] == 0  # space was made: go on
     assert weights(tmp_path / "runs/cut") == weights(whole)
 

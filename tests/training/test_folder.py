@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -280,7 +281,8 @@ def test_the_last_two_checkpoints_are_kept(settings):
     with RunFolder(settings()) as folder:
         assert folder.load_checkpoint() == (0, {})
         for step in (5, 10, 1000):
-            folder.save_checkpoint(step, {"x": torch.full((3,), float(step))})
+            wait = folder.save_checkpoint(step, {"x": torch.full((3,), float(step))})
+        wait()
         names = {path.name for path in (folder.path / "checkpoint").iterdir()}
         assert names == {f"step_{s:09d}.{e}" for s in (10, 1000) for e in ("pt", "sha256")}
         step, tensors = folder.load_checkpoint()
@@ -290,7 +292,7 @@ def test_the_last_two_checkpoints_are_kept(settings):
 def test_damage_falls_back_says_so_and_does_not_count_as_kept(settings, caplog):
     with RunFolder(settings()) as folder:
         for step in (5, 10):
-            folder.save_checkpoint(step, {"x": torch.arange(step)})
+            folder.save_checkpoint(step, {"x": torch.arange(step)})()
         newest = folder.path / "checkpoint" / "step_000000010.pt"
         newest.write_bytes(newest.read_bytes()[:-100])
         with caplog.at_level(logging.WARNING):
@@ -302,6 +304,107 @@ def test_damage_falls_back_says_so_and_does_not_count_as_kept(settings, caplog):
         for path in (folder.path / "checkpoint").glob("*.pt"):
             path.write_bytes(b"")
         assert folder.load_checkpoint() == (0, {})
+
+
+class Slow:
+    """Writes a file when it may, and fails where it is to."""
+
+    def __init__(self, monkeypatch):
+        self.may, self.fails, self.begun = threading.Event(), set(), []
+        self.inside, self.most = 0, 0
+        monkeypatch.setattr("ssl_kd.training.folder.save_tensors", self)
+
+    def __call__(self, path, tensors):
+        self.begun.append(tensors["step"])
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        assert self.may.wait(60)
+        self.inside -= 1
+        if tensors["step"] in self.fails:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save_tensors(path, tensors)
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_saved_at(settings, monkeypatch):
+    slow = Slow(monkeypatch)
+    x, y = torch.arange(6.0).view(2, 3).T, torch.ones(4, requires_grad=True)
+    state = {"x": x, "deep": [{"y": y, "n": 3}, (y, "word")], "learned": {"ce": 1}}
+    with RunFolder(settings()) as folder:
+        wait = folder.save_checkpoint(5, state)
+        with torch.no_grad():
+            x.zero_()
+            y.mul_(7)
+        state["learned"]["ce"] = 2
+        state["deep"][0]["n"] = 4
+        assert not list((folder.path / "checkpoint").glob("*.pt"))
+        slow.may.set()
+        wait()
+        step, found = folder.load_checkpoint()
+    assert step == 5 and found["x"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert found["deep"][0]["y"].tolist() == [1] * 4 and found["deep"][1][1] == "word"
+    assert found["learned"] == {"ce": 1} and found["deep"][0]["n"] == 3
+    whole = {"format": 1, "version": ssl_kd.__version__, "step": 5, "tensors": found}
+    save_tensors(folder.path / "again.pt", whole)
+    written = folder.path / "checkpoint" / "step_000000005.pt"
+    assert (folder.path / "again.pt").read_bytes() == written.read_bytes()
+
+
+def test_one_checkpoint_is_on_its_way_at_most_and_the_last_is_waited_for(settings, monkeypatch):
+    slow = Slow(monkeypatch)
+    with RunFolder(settings()) as folder:
+        folder.save_checkpoint(1, {})
+        assert folder.trained  # a second Ctrl-C says where it will be
+        threading.Timer(0.2, slow.may.set).start()
+        for step in (2, 3, 4):
+            folder.save_checkpoint(step, {})
+            assert slow.begun[: step - 1] == list(range(1, step))
+        slow.may.clear()
+        threading.Timer(0.2, slow.may.set).start()
+    assert slow.begun == [1, 2, 3, 4] and slow.most == 1
+    names = {path.name for path in (folder.path / "checkpoint").iterdir()}
+    assert names == {f"step_{s:09d}.{e}" for s in (3, 4) for e in ("pt", "sha256")}
+
+
+def test_what_could_not_be_written_is_raised_at_the_next_and_once(settings, monkeypatch):
+    slow = Slow(monkeypatch)
+    slow.may.set()
+    slow.fails = {2, 5}
+    with RunFolder(settings()) as folder:
+        folder.save_checkpoint(1, {})
+        folder.save_checkpoint(2, {})
+        with pytest.raises(OSError, match=r"No space left.*step_000000002\.pt"):
+            folder.save_checkpoint(3, {})
+        folder.save_checkpoint(4, {})()
+        with pytest.raises(OSError, match=r"No space left.*step_000000005\.pt"):
+            folder.save_checkpoint(5, {})()
+    assert slow.begun == [1, 2, 4, 5] and folder.load_checkpoint()[0] == 4
+
+
+def test_what_could_not_be_written_is_raised_at_the_end(settings, monkeypatch, caplog):
+    slow = Slow(monkeypatch)
+    slow.may.set()
+    slow.fails = {1}
+    with pytest.raises(OSError, match="No space left"), RunFolder(settings()) as folder:
+        folder.save_checkpoint(1, {})
+    with pytest.raises(ZeroDivisionError), RunFolder(settings()) as folder:
+        folder.save_checkpoint(1, {})
+        raise ZeroDivisionError
+    assert "the last checkpoint could not be written: " in caplog.text
+    with folder._lock:
+        pass
+
+
+def test_where_memory_has_no_room_for_a_copy_it_is_written_at_once(settings, monkeypatch):
+    slow = Slow(monkeypatch)
+    slow.may.set()
+    slow.fails = {2}
+    x = torch.arange(6.0)
+    monkeypatch.setattr("ssl_kd.training.folder.free_memory", lambda device: 2 * x.nbytes)
+    with RunFolder(settings()) as folder:
+        folder.save_checkpoint(1, {"x": [x]})
+        assert (folder.path / "checkpoint" / "step_000000001.sha256").exists()
+        with pytest.raises(OSError, match="No space left"):
+            folder.save_checkpoint(2, {"x": [x]})
 
 
 def rewrite(path, content):
