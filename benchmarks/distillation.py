@@ -22,12 +22,13 @@ from unittest.mock import patch
 
 from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import make_blocks
-from ssl_kd.datasets.text import TextDataset, open_text
+from ssl_kd.datasets.text import TextDataset
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher import trained_teacher
+from ssl_kd.language.texts import texts_of
 from ssl_kd.teachers.causal import tokenizer_id
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
@@ -66,9 +67,7 @@ def spread(values: Iterable[float], form: str = ".3f") -> str:
 
 def training_text(settings: LanguageSettings) -> TextDataset:
     """What a run of these settings learns from."""
-    if settings.eval_path is None:
-        return open_text(settings.data_path, "train")
-    return open_text(settings.data_path, "train", held_out=0)
+    return texts_of(settings)[0]
 
 
 def with_teacher(settings: LanguageSettings) -> LanguageSettings:
@@ -103,8 +102,8 @@ def measure(
     """One run; the student's row, what it began with, and what `look` sees in the run folder."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch("ssl_kd.language.task.make_blocks", once(make_blocks)),
-        patch("ssl_kd.language.task.aligned_blocks", once(aligned_blocks)),
+        patch("ssl_kd.language.texts.make_blocks", once(make_blocks)),
+        patch("ssl_kd.language.texts.aligned_blocks", once(aligned_blocks)),
     ):
         path = run(settings.replace(runs_dir=folder))
         metrics = json.loads((path / "metrics.json").read_text())

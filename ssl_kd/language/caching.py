@@ -194,7 +194,7 @@ def check_divergence(settings: LanguageSettings, method: str) -> None:
         raise SettingsError(
             f"DIVERGENCE is {settings.kind_of_divergence}, and a cache of CACHE_METHOD 'sample' "
             f"supports {', '.join(known)} only: set DIVERGENCE to {known[0]!r}, or make a cache "
-            "with CACHE_METHOD 'topk'"
+            "with CACHE_METHOD 'topk' or 'hidden'"
         )
 
 

@@ -148,7 +148,8 @@ def test_what_is_exact_is_exact():
     assert got["optimizer"] == got["guard"] == pytest.approx(3 * weights)
     answer = ROWS * BLOCK * 96 * 4 / 2**20
     assert got["teacher"] == pytest.approx(weights + answer)
-    assert parts()["teacher"] == 0
+    assert parts()["teacher"] == parts()["cache"] == 0
+    assert parts(cached=3 << 20)["cache"] == 3
 
 
 def test_settings_lower_the_parts_that_name_them():
