@@ -194,7 +194,7 @@ def _gradients(argv: Sequence[str]) -> int:
 
 
 def _verify(argv: Sequence[str]) -> int:
-    """Show that live, cached and chunked losses agree on your own models and text."""
+    """Show that live, cached, chunked and served teachers agree on your own models and text."""
 
     def work() -> int:
         settings = _language_settings(argv, "ssl_kd verify")
@@ -204,7 +204,9 @@ def _verify(argv: Sequence[str]) -> int:
         from ssl_kd.screen import ProgressBars, open_screen
 
         screen = open_screen()
+        from ssl_kd.doctor.finding import table
         from ssl_kd.doctor.verify import agreement_table, verify
+        from ssl_kd.doctor.verify_served import compare_served
         from ssl_kd.ranks import refuse_ranks
 
         refuse_ranks()
@@ -212,7 +214,12 @@ def _verify(argv: Sequence[str]) -> int:
         with ProgressBars(screen) as progress:
             found = verify(settings, progress=progress)
         Console().print(agreement_table(found))
-        return OK if all(way.agrees for way in found) else FAILED
+        agree = all(way.agrees for way in found)
+        if settings.teacher_url is not None:
+            served = compare_served(settings)
+            Console().print(table(served))
+            agree &= not any(finding.change for finding in served)
+        return OK if agree else FAILED
 
     return guarded(work, memory=LANGUAGE_MEMORY)
 

@@ -61,11 +61,12 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, model, name="teacher", most=1000, room=4096):
+    def __init__(self, model, name="teacher", most=1000, room=4096, tokenizer=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.name, self.most, self.room = model, name, most, room
         self.asked, self.fault, self.change = [], None, lambda logits: logits
         self.lock = threading.Lock()
+        self.text = str if tokenizer is None else lambda token: tokenizer.decode([token])
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -91,10 +92,11 @@ class Server(ThreadingHTTPServer):
             values, tokens = row.topk(min(k, len(row)))
             # The prompt's own token first, wherever it ranks; then the k likeliest.
             rank = int((row > row[own]).sum()) + 1
-            entry = {str(own): {"logprob": float(row[own]), "rank": rank, "decoded_token": "x"}}
+            entry = {str(own): {"logprob": float(row[own]), "rank": rank}}
             for at, (value, token) in enumerate(zip(values, tokens, strict=True), 1):
-                said = {"logprob": float(value), "rank": at, "decoded_token": "x"}
-                entry.setdefault(str(int(token)), said)
+                entry.setdefault(str(int(token)), {"logprob": float(value), "rank": at})
+            for token, said in entry.items():
+                said["decoded_token"] = self.text(int(token))
             found.append(entry)
         return found
 

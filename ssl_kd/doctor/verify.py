@@ -105,7 +105,13 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
             f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and "
             "only the teacher as it came is compared: set TEACHER_CACHE to None."
         )
-    settings = settings.replace(router_mode="native", legacy_clamp=None, teacher_offload=False)
+    settings = settings.replace(
+        router_mode="native",
+        legacy_clamp=None,
+        teacher_offload=False,
+        teacher_url=None,  # `compare_served` asks it
+        teacher_cache=settings.teacher_cache if settings.teacher_url is None else None,
+    )
     precision = precision_of(settings)
     task = prepare(settings, precision, progress or (lambda stage, done, total, info: None))
     assert isinstance(task.blocks, Blocks) and task.teacher is not None

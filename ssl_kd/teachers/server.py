@@ -133,6 +133,30 @@ class CompletionServer:
                 log-probabilities that are NaN, above 0 or unsorted, with ids beyond the
                 vocabulary, or with more than all of the mass. Names server, prompt and token.
         """
+        try:
+            return _read(self._complete(prompt, k), prompt, k, vocabulary)
+        except _Wrong as fault:
+            place = "" if fault.token is None else f", token {first + fault.token}"
+            raise self._failed(f"{fault.words} ({where}{place})") from None
+
+    def texts(self, prompt: Sequence[int], k: int) -> dict[int, str]:
+        """What the server's own tokenizer writes for the k likeliest tokens of a prompt, by id.
+
+        Empty where it does not say so.
+
+        Raises:
+            ServerFailed: as by `top_k`, of which `prompt` and `k` are.
+        """
+        try:
+            entries = [entry for entry in self._complete(prompt, k) if entry]
+            said = {
+                int(i): one.get("decoded_token") for entry in entries for i, one in entry.items()
+            }
+        except (_Wrong, TypeError, ValueError, AttributeError) as fault:
+            raise self._failed(f"gives no log-probabilities: {_short(str(fault))}") from None
+        return {i: text for i, text in said.items() if isinstance(text, str)}
+
+    def _complete(self, prompt: Sequence[int], k: int) -> Any:
         asked = {
             "model": self.model,
             "prompt": list(prompt),
@@ -140,12 +164,7 @@ class CompletionServer:
             "temperature": 0,
             "prompt_logprobs": k,
         }
-        answer = self._ask("completions", asked)
-        try:
-            return _read(_entries(answer, self.model), prompt, k, vocabulary)
-        except _Wrong as fault:
-            place = "" if fault.token is None else f", token {first + fault.token}"
-            raise self._failed(f"{fault.words} ({where}{place})") from None
+        return _entries(self._ask("completions", asked), self.model)
 
     def _failed(self, words: str) -> ServerFailed:
         return ServerFailed(printable(f"the teacher's server {self.url} {words}"))
