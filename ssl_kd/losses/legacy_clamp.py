@@ -106,6 +106,7 @@ def clamped_distillation(
     student_logits: Tensor,
     targets: Tensor | None,
     teachers: Sequence[TeacherOutput],
+    shares: Sequence[float],
     temperature: float,
     divergence: Divergence,
     common: int,
@@ -118,6 +119,7 @@ def clamped_distillation(
         student_logits: `[n, vocab]`.
         targets: `[n]` int64, or None: no cross-entropy.
         teachers: any number.
+        shares: of each in the mean of their divergences.
         temperature: of both softmaxes in the distillation.
         divergence: of teacher and student.
         common: size of the vocabulary that all share, its first part.
@@ -138,10 +140,10 @@ def clamped_distillation(
     if outside is not None:
         kept[outside] = False
     student = z[:, :common][:, kept]
-    for teacher in teachers:
+    for teacher, share in zip(teachers, shares, strict=False):  # none where nothing is common
         logits = clamp.held(_logits(teacher).to(z.dtype))[:, :common][:, kept]
         rows = row_divergences(student, logits, temperature, divergence)
-        kd = kd + clamp.in_window(rows).sum() / len(teachers)
+        kd = kd + clamp.in_window(rows).sum() * share
     return torch.stack([ce, kd])
 
 

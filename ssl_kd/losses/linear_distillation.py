@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.divergences import DIVERGENCES, Divergence, divergence_named, near_0
+from ssl_kd.divergences import Divergence, divergence_named, near_0
+from ssl_kd.losses.checks import check_targets, check_teacher, shares_of
 from ssl_kd.losses.chunked_logits import ChunkedLogits, GivenLogits
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
@@ -43,6 +44,7 @@ def chunk_rows(vocabulary: int, device: torch.device | str) -> int:
 class _Objective:
     targets: Tensor | None
     teachers: Sequence[TeacherOutput]
+    shares: Sequence[float]  # of each teacher in the mean of their divergences
     temperature: float
     divergence: Divergence
     common: int  # the vocabulary that student and teachers share: the first entries
@@ -109,11 +111,11 @@ def _terms_(
     if teachers:
         t, wanted = objective.temperature, gradient is not None and weights[1] != 0
         log_q, q = log_softmax_(logits[:, : objective.common], t, objective.outside)
-        for teacher in teachers:
+        for teacher, share in zip(teachers, objective.shares, strict=True):
             value, slope = _divergence_of(teacher, log_q, q, objective, wanted)
-            kd = kd + value * t**2 / len(teachers)
+            kd = kd + value * (t**2 * share)
             if slope is not None and gradient is not None:
-                scale = weights[1] * t / len(teachers)
+                scale = weights[1] * t * share
                 gradient[:, : objective.common].add_(slope, alpha=scale)
     return ce, kd
 
@@ -124,7 +126,7 @@ def _divergence_of(
     if isinstance(teacher, TopKTeacher):
         return _top_k(teacher, log_q, objective.divergence, gradient, objective.exact)
     if isinstance(teacher, SampledTeacher):
-        assert objective.divergence.from_samples is not None  # _check_teacher
+        assert objective.divergence.from_samples is not None  # check_teacher
         weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)
         indices = teacher.indices.long()
         return objective.divergence.from_samples(indices, weights, entropy, log_q, q, gradient)
@@ -316,6 +318,7 @@ def _distil(
     weights: tuple[float, float],
     clamp: LegacyClamp | None,
     chunk_tokens: int | None,
+    teacher_weights: Sequence[float] | None,
 ) -> Tensor:
     n, vocab = len(x), x.shape[-1] if weight is None else len(weight)
     kind = divergence_named(divergence)
@@ -323,9 +326,10 @@ def _distil(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens!r}, expected 1 or more, or None")
     for teacher in teachers:
-        _check_teacher(teacher, n, vocab, divergence)
+        check_teacher(teacher, n, vocab, divergence)
+    teachers, shares = shares_of(teachers, teacher_weights)
     if targets is not None:
-        _check_targets(targets, n, vocab)
+        check_targets(targets, n, vocab)
     heads = [t.weight for t in teachers if isinstance(t, LinearTeacher)]
     given = [t.logits for t in teachers if isinstance(t, LogitsTeacher)]
     common = min([vocab, *(len(w) for w in heads), *(z.shape[-1] for z in given)])
@@ -340,12 +344,13 @@ def _distil(
     if clamp is not None:
         logits = x if weight is None else F.linear(x, weight, bias)
         return clamped_distillation(
-            clamp, logits, targets, teachers, temperature, kind, common, indices
+            clamp, logits, targets, teachers, shares, temperature, kind, common, indices
         )
     device = x.device.type
     objective = _Objective(
         targets,
         teachers,
+        shares,
         temperature,
         kind,
         common,
@@ -361,40 +366,6 @@ def _distil(
     return _Distillation.apply(x, weight, bias, objective, weights, needs)  # pyright: ignore
 
 
-def _check_targets(targets: Tensor, n: int, vocab: int) -> None:
-    if targets.shape != (n,):
-        raise ValueError(f"targets {tuple(targets.shape)} do not fit {n} tokens, expected ({n},)")
-    if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise TypeError(f"targets are {targets.dtype}, expected the ids of tokens, int64")
-    # On a GPU looking would wait for it, and its own assertion finds these.
-    if n and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < vocab:
-        raise ValueError(
-            f"targets go from {targets.min()} to {targets.max()}, expected 0 to {vocab - 1}: "
-            "leave out the positions that do not count (next_token_targets)"
-        )
-
-
-def _check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -> None:
-    kind = type(teacher).__name__
-    if not isinstance(teacher, (LinearTeacher, LogitsTeacher, TopKTeacher, SampledTeacher)):
-        raise TypeError(f"a teacher is a {kind}, expected LogitsTeacher(logits) or another of them")
-    for name, value in vars(teacher).items():
-        if name not in ("weight", "bias") and len(value) != n:
-            raise ValueError(f"{kind}.{name} has {len(value)} rows, the student {n}")
-    estimated = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
-    if isinstance(teacher, SampledTeacher) and divergence not in estimated:
-        raise ValueError(
-            f"sampled tokens estimate {', '.join(estimated)}, not {divergence}: store the top k "
-            "for that"
-        )
-    if isinstance(teacher, (TopKTeacher, SampledTeacher)):
-        if n and not 0 <= teacher.indices.min() <= teacher.indices.max() < vocab:
-            raise ValueError(
-                f"{kind}.indices go from {teacher.indices.min()} to {teacher.indices.max()}, the "
-                f"student's vocabulary to {vocab - 1}: not the same tokenizer"
-            )
-
-
 def linear_distillation(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -407,6 +378,7 @@ def linear_distillation(
     weights: tuple[float, float] = (1.0, 1.0),
     legacy_clamp: LegacyClamp | None = None,
     chunk_tokens: int | None = None,
+    teacher_weights: Sequence[float] | None = None,
 ) -> Tensor:
     """Cross-entropy and distillation of the logits `hidden @ weight.T + bias`, never held whole.
 
@@ -431,6 +403,9 @@ def linear_distillation(
         legacy_clamp: the old clamps of logits and of each token's terms; for comparison only, with
             all logits held at once.
         chunk_tokens: tokens whose logits exist at once; None: as many as `chunk_rows` says.
+        teacher_weights: of each teacher's divergence in their mean, at least 0, in any proportion:
+            they are made to sum to 1. One of weight 0 is not looked at. None: all alike. The mean
+            of divergences is not the divergence to the mixture of the teachers.
 
     Returns:
         `[2]`, float32 (float64 for float64): the sum of cross-entropies, and of T^2 D.
@@ -466,6 +441,7 @@ def linear_distillation(
         weights,
         legacy_clamp,
         chunk_tokens,
+        teacher_weights,
     )
 
 
@@ -479,6 +455,7 @@ def logits_distillation(
     weights: tuple[float, float] = (1.0, 1.0),
     legacy_clamp: LegacyClamp | None = None,
     chunk_tokens: int | None = None,
+    teacher_weights: Sequence[float] | None = None,
 ) -> Tensor:
     """`linear_distillation` for a head that is not linear: from its logits `[n, vocab]`.
 
@@ -497,4 +474,5 @@ def logits_distillation(
         weights,
         legacy_clamp,
         chunk_tokens,
+        teacher_weights,
     )

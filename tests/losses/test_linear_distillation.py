@@ -167,6 +167,53 @@ def test_several_teachers_are_averaged():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weights", [(0.7, 0.3, 1.0), (5.0, 0.0, 2.5)])
+def test_teachers_of_different_weight(name, weights):
+    """A weighted mean of divergences, of whatever the weights sum to; value and gradient."""
+    student, targets = _student()
+    teachers = [_linear(), _linear(seed=2), _teacher("top_k", 2.0)]
+    options = {"temperature": 2.0, "divergence": name}
+    ours = linear_distillation(*student, targets, teachers, teacher_weights=weights, **options)
+    alone = [_expected(student, targets, [teacher], 2.0, name) for teacher in teachers]
+    kd = sum(w * terms[1] for w, terms in zip(weights, alone, strict=True)) / sum(weights)
+    reference = torch.stack([alone[0][0], kd])
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    slopes = [_gradients(terms, student, (0.4, 0.6)) for terms in (ours, reference)]
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-12)
+
+
+def test_a_teacher_of_weight_0_is_not_looked_at():
+    student, targets = _student()
+    sick = LogitsTeacher(torch.full((N, VOCAB), float("nan"), dtype=torch.float64))
+    teachers, weights = [sick, _linear()], (0.0, 3.0)
+    ours = linear_distillation(
+        *student, targets, teachers, temperature=1.0, teacher_weights=weights
+    )
+    assert torch.equal(ours, linear_distillation(*student, targets, [_linear()], temperature=1.0))
+
+
+def test_equal_weights_are_the_mean_to_the_bit():
+    student, targets = _student(torch.float32)
+    teachers = [_linear(torch.float32), _linear(torch.float32, seed=2)]
+    options = {"temperature": 1.5, "divergence": "js"}
+    for clamp in (None, LegacyClamp(2.5)):
+        both = [
+            linear_distillation(*student, targets, teachers, legacy_clamp=clamp, **options, **more)
+            for more in ({}, {"teacher_weights": (4.0, 4.0)})
+        ]
+        assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, -1.0), (0.0, 0.0), (1.0, INF), (1.0, INF - INF)])
+def test_weights_that_are_none_are_refused(weights):
+    student, targets = _student()
+    with pytest.raises(ValueError, match="teacher_weights"):
+        linear_distillation(
+            *student, targets, [_linear(), _linear()], temperature=1.0, teacher_weights=weights
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_gradcheck(name):
     student, targets = _student()
     options = {"temperature": 1.5, "divergence": name, "chunk_tokens": 4}
