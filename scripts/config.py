@@ -8,8 +8,11 @@ presets; a name or value that cannot be is refused.
 # --- Models ---------------------------------------------------------------------------------------
 
 # Folder written by save_pretrained, or name on the Hugging Face Hub | train (a small one is trained
-# on the data first) | none (no teacher: cross-entropy alone).
+# on the data first) | none (no teacher: cross-entropy alone). Several with the same tokenizer,
+# separated by commas: the mean of their divergences.
 TEACHER_MODEL = "train"
+# Weights of several teachers in that mean, such as "0.7,0.3", made to sum to 1; None: all alike.
+TEACHER_WEIGHTS = None
 # Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
 # weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
 STUDENT_MODEL = "fresh:2x128"

@@ -98,6 +98,10 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
         raise SettingsError(
             f"{came} leaves nothing to compare: name a teacher with the student's tokenizer."
         )
+    if len(settings.teacher_names) > 1:
+        raise SettingsError(
+            f"TEACHER_MODEL names {len(settings.teacher_names)} teachers: verify them one by one."
+        )
     experts = settings.router_mode in ("all", "ka") or settings.router_weights is not None
     if settings.teacher_cache is not None and experts:
         raise SettingsError(

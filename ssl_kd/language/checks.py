@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ssl_kd.divergences import DIVERGENCES
@@ -49,6 +50,8 @@ def check_language(settings: LanguageSettings) -> None:
         )
     if settings.teacher_url is not None:
         _check_served(settings, settings.teacher_url)
+    if len(settings.teacher_names) > 1 or settings.teacher_weights is not None:
+        _check_several(settings)
     if settings.legacy_clamp is not None:
         _check_clamp(settings, settings.legacy_clamp)
     *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)
@@ -85,6 +88,33 @@ def _check_served(settings: LanguageSettings, url: str) -> None:
         raise SettingsError(
             "TEACHER_URL gives a teacher's likeliest tokens alone: ALIGN must be 'auto',"
             " ROUTER_MODE 'native', and ROUTER_WEIGHTS and LEGACY_CLAMP None."
+        )
+
+
+def _check_several(settings: LanguageSettings) -> None:
+    names, weights = settings.teacher_names, settings.teacher_weights
+    try:
+        shares = settings.teacher_shares or (1.0,) * len(names)
+    except ValueError:
+        shares = ()
+    if len(shares) != len(names) or not all(0 < share < math.inf for share in shares):
+        raise SettingsError(
+            f"TEACHER_WEIGHTS is {weights!r}, and TEACHER_MODEL names {len(names)} teacher(s):"
+            " expected a number above 0 for each, such as '0.7,0.3'."
+        )
+    if len(names) == 1:
+        return
+    if not all(names) or {"train", "none"} & set(names):
+        raise SettingsError(
+            f"TEACHER_MODEL is {settings.teacher_model!r}: expected folders, or names on the Hub,"
+            " separated by commas ('train' and 'none' stand alone)."
+        )
+    native = settings.router_mode == "native" and settings.router_weights is None
+    alone = settings.teacher_cache is None and not settings.shard
+    if settings.align != "auto" or not native or not alone:
+        raise SettingsError(
+            "Several teachers are asked as they came, on the student's tokens: ALIGN must be"
+            " 'auto', ROUTER_MODE 'native', ROUTER_WEIGHTS and TEACHER_CACHE None, SHARD False."
         )
 
 

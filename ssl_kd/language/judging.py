@@ -77,17 +77,42 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
     if not row["left_out"] or task.frozen is None or not settings.alpha_kd:
         _warn_of_a_guess(lm, row)
         return task, row, texts
-    with teacher.on_device():
-        known = known_settings(settings)
-        rows = _one_by_one(task.teacher_eval_blocks, task.precision.device)
-        found = first_fault(teacher.model, rows, "teacher", settings=known)
-    why = "" if found is None else f": {in_words(*found)}"
+    why = _why_sick(settings, task, teacher)
     if task.precision.teacher == torch.float16:
         return judged_teacher(settings, _wider(settings, task, teacher, why))
     raise InputError(
         f"the output of the teacher {lm.name} on held-out text is not finite, so nothing "
         f"can be learned from it{why}"
     )
+
+
+def judged_others(settings: LanguageSettings, task: Task) -> list[Row]:
+    """The rows of the teachers beside the first.
+
+    Raises:
+        InputError: what one says of held-out text is not finite; names it.
+    """
+    judge, rows = make_judge(settings, task, nullcontext), []
+    for other in task.others:
+        row, _ = judge.row(f"teacher {other.lm.name}", other.frozen)
+        if row["left_out"] and settings.alpha_kd:
+            raise InputError(
+                f"the output of the teacher {other.lm.name} on held-out text is not finite, so "
+                f"nothing can be learned from it{_why_sick(settings, task, other.frozen)}; or "
+                "leave it out of TEACHER_MODEL"
+                + "; or compute in float32 (--model_dtype float32)"
+                * (task.precision.teacher == torch.float16)
+            )
+        rows.append(row)
+    return rows
+
+
+def _why_sick(settings: LanguageSettings, task: Task, teacher: FrozenTeacher) -> str:
+    """What first went wrong in a teacher on held-out text, with a colon before it."""
+    with teacher.on_device():
+        rows = _one_by_one(task.teacher_eval_blocks, task.precision.device)
+        found = first_fault(teacher.model, rows, "teacher", settings=known_settings(settings))
+    return "" if found is None else f": {in_words(*found)}"
 
 
 def _served_row(settings: LanguageSettings, task: Task) -> Row:

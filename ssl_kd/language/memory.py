@@ -42,7 +42,7 @@ LOWERED_BY = {
 }
 ALIGNED_BYTES = 20  # of a token's logit in `uld` and `chunks`, with what is made of it
 _FP32 = 4  # bytes
-_MIB = 1 << 20
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def estimate_memory(
     if student is not without_adapters(student):
         used.add("LORA_RANK")
     return MemoryEstimate(
-        {name: size / _MIB for name, size in parts.items()},
+        {name: size / MIB for name, size in parts.items()},
         {name: tuple(s for s in LOWERED_BY[name] if s not in used) for name in parts},
     )
 

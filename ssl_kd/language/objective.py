@@ -111,6 +111,7 @@ class Objective:
             "divergence": self.settings.kind_of_divergence,
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
+            "teacher_weights": getattr(self.source, "weights", None),
         }
         with self.precision.autocast(), self._listening():
             outputs = self._forward(text)

@@ -19,7 +19,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import undisturbed
 from ssl_kd.language.best import Best
 from ssl_kd.language.caching import without_router
-from ssl_kd.language.judging import judged_student, judged_teacher, make_judge
+from ssl_kd.language.judging import judged_others, judged_student, judged_teacher, make_judge
 from ssl_kd.language.parallel import check_ranks
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
@@ -100,7 +100,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
             tell("judge", 0, 2, {})
             if task.teacher is not None and (task.teacher.model or task.served):
                 task, row, generations["teacher"] = judged_teacher(settings, task)
-                table.append(row)
+                table += [row, *judged_others(settings, task)]
                 folder.update_json("config.json", precision=str(task.precision))
         alone = copy.deepcopy(student) if settings.baseline else None
         # Where a piece is on each rank, the first saves the student from this copy.

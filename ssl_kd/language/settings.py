@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ssl_kd.divergences import DIVERGENCES
@@ -46,7 +47,13 @@ presets; a name or value that cannot be is refused.
         "train",
         "folder written by save_pretrained, or name on the Hugging Face Hub | train (a small one is"
         " trained on the data first) | none (no teacher: cross-entropy alone)",
+        "Several with the same tokenizer, separated by commas: the mean of their divergences.",
         section="Models",
+    )
+    teacher_weights: str | None = setting(
+        None,
+        'weights of several teachers in that mean, such as "0.7,0.3", made to sum to 1; None: all'
+        " alike",
     )
     student_model: str = setting(
         "fresh:2x128",
@@ -390,6 +397,21 @@ presets; a name or value that cannot be is refused.
         """What LEARNING_RATE is where it is None: a rate that is sane for this kind of student."""
         kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
         return {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}.get(kind, 2e-5)
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Those of TEACHER_MODEL: a folder's own name may have commas in it."""
+        name = self.teacher_model
+        if self.teacher_url is not None or "," not in name or Path(name).expanduser().is_dir():
+            return (name,)
+        return tuple(part.strip() for part in name.split(","))
+
+    @property
+    def teacher_shares(self) -> tuple[float, ...] | None:
+        """TEACHER_WEIGHTS as numbers; None where they are all alike."""
+        if self.teacher_weights is None:
+            return None
+        return tuple(float(part) for part in self.teacher_weights.split(","))
 
     @property
     def kind_of_divergence(self) -> Any:

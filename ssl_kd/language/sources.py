@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -36,15 +36,26 @@ class Plain:
     """Teachers that answer a batch and know of no student: live, or from caches.
 
     Args:
-        answers: one, or the variants of a cache.
+        answers: one, or the variants of a cache, or those of several teachers.
+        names: of several teachers, for whoever looks for a fault.
+        weights: of several teachers; None: all alike.
 
     Attributes:
-        model: the live teacher's; None for a cache.
+        model: the live teacher's, of several the first's; None for a cache.
+        models: of all live teachers, by `teacher NAME`, or `teacher` where there is one.
     """
 
-    def __init__(self, *answers: Answer) -> None:
-        self.answers = answers
+    def __init__(
+        self,
+        *answers: Answer,
+        names: Sequence[str] = (),
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.answers, self.weights = answers, weights
         self.model: Any = getattr(answers[0], "model", None)
+        called = [f"teacher {name}" for name in names] or ["teacher"]
+        models = [getattr(answer, "model", None) for answer in answers]
+        self.models = {n: m for n, m in zip(called, models, strict=False) if m is not None}
 
     def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:
         """As `Source`."""

@@ -19,6 +19,7 @@ from ssl_kd.language.family import check_family, check_ids_are_known, check_rows
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.several import Beside, others_of
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.teacher import (
@@ -80,6 +81,7 @@ class Task:
         frozen: the teacher at work; None where its cache stands in.
         router_id: identity of ROUTER_WEIGHTS; empty where there are none.
         caches: the teacher's caches, where they are used: one, or a draw of experts each.
+        others: teachers beside the first.
         served: the teacher's server; None where it is here, or its caches stand in.
         blocks: rows to learn from, for two tokenizers where they differ.
         eval_blocks: the held-out rows that the table reports.
@@ -105,6 +107,7 @@ class Task:
     ranks: Ranks
     served: ServedTeacher | None = None
     remembered: RememberedTeacher | None = None
+    others: tuple[Beside, ...] = ()
 
     @property
     def validated_apart(self) -> bool:
@@ -114,7 +117,8 @@ class Task:
     @property
     def digest(self) -> str:
         """What the run learns from: text, tokenizer, teacher with its caches, and student."""
-        ids = [lm.weights_id for lm in (self.teacher, self.student) if lm is not None]
+        models = (self.teacher, *(other.lm for other in self.others), self.student)
+        ids = [lm.weights_id for lm in models if lm is not None]
         digests = [self.blocks.digest, self.eval_blocks.digest, *(c.digest for c in self.caches)]
         return "-".join([*(digest[:16] for digest in digests), *ids, self.router_id])
 
@@ -143,8 +147,10 @@ def prepare(
 
     student, teacher = _models(settings, train_set, precision, tell, ranks, given)
     aligned = teacher is not None and settings.align != "auto"
+    more = [load_teacher(settings, n, precision.teacher) for n in settings.teacher_names[1:]]
+    _attend(settings.attn_implementation, precision.device, *more)
     blocks, eval_blocks = (
-        lay_out(settings, texts, student, teacher, aligned) for texts in (train_set, eval_set)
+        lay_out(settings, texts, student, teacher, aligned, more) for texts in (train_set, eval_set)
     )
     own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
     if teacher is not None and isinstance(eval_blocks, Blocks):
@@ -163,10 +169,12 @@ def prepare(
     served = None
     if teacher is not None and settings.teacher_url is not None and not caches:
         served = ServedTeacher.of(settings, teacher.tokenizer, precision.device)
+    others: tuple[Beside, ...] = ()
     if isinstance(eval_blocks, AlignedBlocks):
         sides = eval_blocks.student, eval_blocks.teacher
     else:
         sides = eval_blocks, eval_blocks
+        others = others_of(settings, precision, student, more, own, eval_blocks, ranks)
     test, validation = test_and_validation(len(eval_blocks), settings.eval_rows)
     return Task(
         precision,
@@ -182,6 +190,7 @@ def prepare(
         validation_blocks=sides[0].part(validation),
         ranks=ranks,
         served=served,
+        others=others,
     )
 
 
@@ -256,7 +265,7 @@ def _teacher(
     ranks: Ranks,
 ) -> CausalLM | None:
     """The teacher that the settings name; without a model where a server or its cache answers."""
-    name = settings.teacher_model
+    name = settings.teacher_names[0]
     if settings.teacher_url is not None:
         return served_lm(settings)
     if name == "none":
@@ -309,6 +318,14 @@ def _answers(
     return frozen, caches
 
 
+def _plain(settings: LanguageSettings, task: Task, frozen: FrozenTeacher) -> Plain:
+    """A teacher as it came, or several with their weights."""
+    if not task.others:
+        return Plain(frozen)
+    answers = [frozen, *(other.frozen for other in task.others)]
+    return Plain(*answers, names=settings.teacher_names, weights=settings.teacher_shares)
+
+
 def make_distiller(
     settings: LanguageSettings, task: Task, folder: RunFolder | None = None
 ) -> Distiller:
@@ -325,7 +342,9 @@ def make_distiller(
     if settings.alpha_kd and frozen is not None:
         scale = task.precision.teacher == torch.float16
         source = (
-            Routed(frozen, settings, scale_loss=scale) if is_routed(settings) else Plain(frozen)
+            Routed(frozen, settings, scale_loss=scale)
+            if is_routed(settings)
+            else _plain(settings, task, frozen)
         )
         if isinstance(task.blocks, AlignedBlocks):
             answer = source.answer if isinstance(source, Routed) else frozen

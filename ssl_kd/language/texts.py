@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
@@ -37,11 +38,12 @@ def lay_out(
     student: CausalLM,
     teacher: CausalLM | None,
     aligned: bool,
+    others: Sequence[CausalLM] = (),
 ) -> Blocks | AlignedBlocks:
     """The text in rows of tokens."""
     if aligned and teacher is not None:
         tokenizers = student.tokenizer, teacher.tokenizer
         return aligned_blocks(texts, *tokenizers, settings.block_size)
-    models = [lm.model for lm in (student, teacher) if lm and lm.model]
+    models = [lm.model for lm in (student, teacher, *others) if lm and lm.model]
     packing = settings.packing and all(isolates_documents(model) for model in models)
     return make_blocks(texts, student.tokenizer, settings.block_size, packing=packing)

@@ -63,10 +63,12 @@ def examine(
     for who, module in step.beside.items():
         weights |= {f"{who} weight {name}": p for name, p in module.named_parameters()}
     leaves = [p for p in weights.values() if p.requires_grad]
-    teacher = getattr(step.source if step.aligned is None else step.aligned, "model", None)
+    source = step.source if step.aligned is None else step.aligned
+    teachers = getattr(source, "models", {"teacher": getattr(source, "model", None)})
     named = {name: p.detach() for name, p in weights.items()}
-    if teacher is not None:
-        named |= suspect_weights(teacher, "teacher")
+    for name, teacher in teachers.items():
+        if teacher is not None:
+            named |= suspect_weights(teacher, name)
     with fixed(step.source), Microscope(named) as scope:
         terms = step.weighted_terms(batch)
         looked = [terms[part]] if part in terms else list(terms.values())

@@ -13,7 +13,7 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.best import Best
-from ssl_kd.language.memory import estimate_memory, refused
+from ssl_kd.language.memory import MIB, estimate_memory, refused
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.task import (
@@ -43,6 +43,7 @@ def about(task: Task) -> dict[str, Any]:
     own = task.blocks.student if isinstance(task.blocks, AlignedBlocks) else task.blocks
     return {
         "teacher": model(task.teacher),
+        **({"beside": [model(other.lm) for other in task.others]} if task.others else {}),
         "student": model(task.student),
         "data": {
             "name": task.train_set.name,
@@ -85,6 +86,10 @@ def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> Non
         align=settings.align,
         cached=sum(cache.on_device(tokens) for cache in task.caches),
     )
+    for other in task.others:
+        size = sum(p.numel() * p.element_size() for p in other.lm.model.parameters())
+        parts = {**estimate.parts, "teacher": estimate.parts["teacher"] + size / MIB}
+        estimate = dataclasses.replace(estimate, parts=parts)
     left_out = refused(settings, task.precision.device)
     lowered_by = {
         part: tuple(name for name in names if name not in left_out)

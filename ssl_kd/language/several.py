@@ -1,0 +1,59 @@
+"""Several teachers of one student: the first is judged and cut from, the others teach beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.guard.precision import Precision
+from ssl_kd.language.family import check_family, check_ids_are_known
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.teacher import at_work
+from ssl_kd.ranks import Ranks
+from ssl_kd.settings import SettingsError
+from ssl_kd.teachers.causal import CausalLM
+from ssl_kd.teachers.frozen import FrozenTeacher
+
+__all__ = ["Beside", "others_of"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A teacher beside the first.
+
+    Attributes:
+        lm: the model.
+        frozen: the same at work.
+    """
+
+    lm: CausalLM
+    frozen: FrozenTeacher
+
+
+def others_of(
+    settings: LanguageSettings,
+    precision: Precision,
+    student: CausalLM,
+    loaded: Sequence[CausalLM],
+    blocks: Blocks,
+    eval_blocks: Blocks,
+    ranks: Ranks,
+) -> tuple[Beside, ...]:
+    """The teachers of TEACHER_MODEL but the first, which are `loaded`, on their device.
+
+    Raises:
+        SettingsError: one does not fit the student's tokenizer or the rows.
+    """
+    found: list[Beside] = []
+    for lm in loaded:
+        check_family(student, lm)
+        check_ids_are_known(student, lm, blocks, eval_blocks)
+        room = getattr(lm.model.config, "max_position_embeddings", None)
+        if room and settings.block_size > room:
+            raise SettingsError(
+                f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
+                f"to {room} or less"
+            )
+        found.append(Beside(lm, at_work(settings, precision, lm, ranks)))
+    return tuple(found)

@@ -1,0 +1,203 @@
+"""Several teachers with weights: the mean of their divergences, and each fault by its name."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from ssl_kd.doctor.verify import verify  # noqa: E402
+from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.language import texts  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.settings import LanguageSettings  # noqa: E402
+from ssl_kd.language.sources import Plain  # noqa: E402
+from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.language.task import prepare  # noqa: E402
+from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
+from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
+from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
+from tests.bits import same  # noqa: E402
+from tests.language.test_run import config, log_lines, table, weights  # noqa: E402
+
+
+@pytest.fixture
+def teachers(tiny):
+    return [FrozenTeacher(tiny.model(seed=seed, spread=0.3)) for seed in (0, 5)]
+
+
+def params(distiller):
+    return {name: p.detach().clone() for name, p in distiller.student.named_parameters()}
+
+
+def taught(tiny, teachers, weights, **changes):
+    source = Plain(*teachers, names=["A", "B"], weights=weights)
+    return tiny.distiller(source=source, **changes)
+
+
+def test_the_term_is_the_weighted_mean_of_divergences(tiny, teachers):
+    """By definition, in float64; and not the divergence to the mixture of the teachers."""
+    batch = tiny.blocks().batch(range(4))
+    distiller = taught(tiny, teachers, (6.0, 2.0), temperature=1.0)
+    rows, _ = next_token_targets(batch.input_ids, batch.counts)
+    with torch.no_grad():
+        logits = distiller.student(**batch.model_inputs()).logits.flatten(0, 1)[rows]
+    log_q = logits.double().log_softmax(-1)
+    log_p = [logits_of(teacher(batch, rows)).double().log_softmax(-1) for teacher in teachers]
+    each = [(p.exp() * (p - log_q)).sum(-1).mean() for p in log_p]
+    mixture = (0.75 * log_p[0].exp() + 0.25 * log_p[1].exp()).log()
+    to_mixture = (mixture.exp() * (mixture - log_q)).sum(-1).mean()
+    kd = distiller.step([batch], 0.0).kd
+    assert kd == pytest.approx(float(0.75 * each[0] + 0.25 * each[1]), rel=1e-5)
+    assert abs(kd - float(to_mixture)) > 0.05
+
+
+def test_weights_alike_are_none_and_one_teacher_twice_is_one(tiny, teachers):
+    blocks, found = tiny.blocks(), []
+    one, other = teachers
+    for source in (
+        Plain(one, other),
+        Plain(one, other, names=["A", "B"], weights=(0.3, 0.3)),
+        Plain(one),
+        Plain(one, one, weights=(0.25, 0.75)),
+    ):
+        distiller = tiny.distiller(source=source)
+        steps = [distiller.step([blocks.batch(range(4 * i, 4 * i + 4))], 1e-2) for i in range(3)]
+        found.append((steps, params(distiller)))
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+    assert found[2][0] != found[0][0]
+    for a, b in zip(found[2][0], found[3][0], strict=True):
+        assert a.kd == pytest.approx(b.kd, rel=1e-5)
+
+
+def test_a_sick_teacher_costs_the_term_alone_and_is_named(tiny, teachers):
+    """The step is to the bit the one by cross-entropy; the event says which teacher and weight."""
+    batch = tiny.blocks().batch(range(4))
+    alone = tiny.distiller()
+    alone.step([batch], 1e-2)
+    with torch.no_grad():
+        teachers[1].model.model.layers[0].mlp.up_proj.weight[3, 2] = math.nan
+    distiller = taught(tiny, teachers, (0.7, 0.3))
+    result = distiller.step([batch], 1e-2)
+    assert result.updated and not result.learned("kd") and result.learned("ce")
+    assert same(params(alone), params(distiller))
+    told = [event.reason for event in distiller.guard.events.events if event.action == "explained"]
+    assert len(told) == 1 and "teacher B weight model.layers.0.mlp.up_proj.weight" in told[0]
+    assert "its file is damaged" in told[0] and "rows 0, 1, 2, 3" in told[0]
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(models):
+    return f"{models('teacher')},{models('student')}"
+
+
+def test_a_run_learns_from_all_of_them(settings, models, two):
+    path = run(settings(teacher_model=two, teacher_weights="0.7,0.3"))
+    said, rows = config(path), table(path)
+    assert [said["teacher"]["name"], *(one["name"] for one in said["beside"])] == two.split(",")
+    names = ["teacher", f"teacher {models('student')}", "student before", "student"]
+    assert list(rows) == names and len({row["nll"] for row in rows.values()}) == 4
+    assert (
+        said["memory"]["teacher"] > 1.5 * config(run(settings(run_name="one")))["memory"]["teacher"]
+    )
+    other = run(settings(teacher_model=two, teacher_weights="0.3,0.7", run_name="b"))
+    as_well = run(settings(teacher_model=two, teacher_weights="7, 3", run_name="c"))
+    assert weights(other) != weights(path) == weights(as_well)
+    kinds = [settings(run_name="d"), settings(run_name="e", teacher_model=models("student"))]
+    first, second = (log_lines(run(kind))[0]["kd"] for kind in kinds)
+    between = log_lines(path)[0]["kd"]  # of the first steps: the students are nearly the same
+    assert between == pytest.approx(0.7 * first + 0.3 * second, rel=0.02)
+
+
+def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, two, monkeypatch):
+    asked = settings(teacher_model=two, teacher_weights="0.7,0.3")
+    whole = run(asked.replace(run_name="whole"))
+    answer, calls = FrozenTeacher.__call__, []
+
+    def dies(self, batch, rows):
+        calls.append(1)
+        if len(calls) == 24:
+            raise KeyboardInterrupt
+        return answer(self, batch, rows)
+
+    monkeypatch.setattr(FrozenTeacher, "__call__", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(asked)
+    monkeypatch.undo()
+    assert weights(run(asked.replace(resume=True))) == weights(whole)
+
+
+def test_a_second_teacher_that_is_not_finite_is_refused_by_name(settings, models, tmp_path):
+    sick = tmp_path / "sick"
+    shutil.copytree(models("student"), sick)
+    tensors = load_file(sick / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = math.nan
+    save_file(tensors, sick / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=rf"the teacher {sick} on held-out .*layers\.1\.mlp\.down"):
+        run(settings(teacher_model=f"{models('teacher')},{sick}"))
+
+
+def test_a_second_teacher_that_does_not_fit_is_refused(settings, models, tiny, tmp_path):
+    with pytest.raises(SettingsError, match="different tokenizers"):
+        run(settings(teacher_model=f"{models('teacher')},{models('foreign')}"))
+    short = tiny.folder(tmp_path / "short", max_position_embeddings=16)
+    with pytest.raises(SettingsError, match="has 16 positions: set it to 16"):
+        run(settings(teacher_model=f"{models('teacher')},{short}"))
+
+
+def test_a_second_teacher_that_mixes_documents_gets_them_one_by_one(settings, two, monkeypatch):
+    def packed():
+        asked = settings(teacher_model=two)
+        task = prepare(asked, precision_of(asked), lambda stage, done, total, info: None)
+        return bool((task.blocks.documents > 1).any())
+
+    assert packed()
+    asked = []
+
+    def isolates(model):  # the third of student, first and second teacher does not
+        asked.append(model)
+        return len(asked) % 3 != 0
+
+    monkeypatch.setattr(texts, "isolates_documents", isolates)
+    assert not packed() and len({id(model) for model in asked}) == 3
+
+
+def test_a_folder_with_a_comma_in_its_name_is_one_teacher(settings, models, tmp_path):
+    shutil.copytree(models("teacher"), tmp_path / "a,b")
+    assert settings(teacher_model=str(tmp_path / "a,b")).teacher_names == (str(tmp_path / "a,b"),)
+    assert json.loads((tmp_path / "a,b" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher_weights": "0.7"}, r"'0.7', and TEACHER_MODEL names 2 teacher\(s\)"),
+        ({"teacher_weights": "0.7,-0.3"}, "a number above 0 for each"),
+        ({"teacher_weights": "0.7,nan"}, "a number above 0 for each"),
+        ({"teacher_weights": "0.7;0.3"}, "a number above 0 for each"),
+        ({"teacher_model": "a", "teacher_weights": "0.7,0.3"}, r"names 1 teacher\(s\)"),
+        ({"teacher_model": "a,"}, "separated by commas"),
+        ({"teacher_model": "train,b"}, "'train' and 'none' stand alone"),
+        ({"teacher_cache": "c"}, "TEACHER_CACHE None"),
+        ({"align": "chunks"}, "ALIGN must be 'auto'"),
+        ({"router_mode": "auto"}, "ROUTER_MODE 'native'"),
+        ({"shard": True}, "SHARD False"),
+    ],
+)
+def test_settings_that_do_not_go_with_several(changes, said):
+    with pytest.raises(SettingsError, match=said):
+        LanguageSettings(**{"teacher_model": "a,b", **changes})
+
+
+def test_several_are_not_verified_at_once(settings, two):
+    with pytest.raises(SettingsError, match="2 teachers: verify them one by one"):
+        verify(settings(teacher_model=two))
