@@ -95,6 +95,15 @@ TEMPERATURE = 1.0
 ALPHA_KD = 0.5
 # Weight of the cross-entropy with the text, from 0.
 ALPHA_CE = 0.5
+# Weight of the distance between hidden states of student and teacher, layer by layer, from 0; 0:
+# not compared. For a live teacher with the student's tokenizer.
+ALPHA_HIDDEN = 0.0
+# Weight of the divergence between attention's relations (MiniLMv2: queries, keys and values) of
+# student and teacher, from 0; 0: not compared.
+ALPHA_ATTENTION = 0.0
+# Which layers ALPHA_HIDDEN and ALPHA_ATTENTION compare: last | uniform (all of the student's, at
+# equal shares of the teacher's) | STUDENT:TEACHER,... (from 0, as in "0:1,1:3").
+LAYER_MAP = "last"
 # The clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0" (logits, and a
 # window for the losses); None: no clamp. float32 arithmetic needs none.
 LEGACY_CLAMP = None

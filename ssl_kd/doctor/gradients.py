@@ -66,6 +66,8 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
         teacher_cache=None,
         alpha_ce=1.0,
         alpha_kd=0.0,
+        alpha_hidden=0.0,
+        alpha_attention=0.0,
         align="auto",
         router_mode="native",
         legacy_clamp=None,

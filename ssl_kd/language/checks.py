@@ -52,6 +52,7 @@ def check_language(settings: LanguageSettings) -> None:
         _check_served(settings, settings.teacher_url)
     if len(settings.teacher_names) > 1 or settings.teacher_weights is not None:
         _check_several(settings)
+    _check_features(settings)
     if settings.legacy_clamp is not None:
         _check_clamp(settings, settings.legacy_clamp)
     *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)
@@ -116,6 +117,29 @@ def _check_several(settings: LanguageSettings) -> None:
             "Several teachers are asked as they came, on the student's tokens: ALIGN must be"
             " 'auto', ROUTER_MODE 'native', ROUTER_WEIGHTS and TEACHER_CACHE None, SHARD False."
         )
+
+
+def _check_features(settings: LanguageSettings) -> None:
+    """What compares layers needs the teacher itself, at the student's tokens."""
+    weights = {"ALPHA_HIDDEN": settings.alpha_hidden, "ALPHA_ATTENTION": settings.alpha_attention}
+    asked = " and ".join(name for name, weight in weights.items() if weight)
+    if not asked:
+        return
+    none, routed = settings.teacher_model == "none", settings.router_mode not in ("native", "auto")
+    for unfit, why, way in (
+        (none, "TEACHER_MODEL is 'none'", "name a teacher"),
+        (settings.teacher_url, "the teacher is on a server (TEACHER_URL)", "name its folder"),
+        (len(settings.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
+        (settings.teacher_cache, "TEACHER_CACHE holds distributions alone", "set it to None"),
+        (settings.align != "auto", f"ALIGN is {settings.align!r}", "set it to 'auto'"),
+        (routed, f"ROUTER_MODE is {settings.router_mode!r}", "set it to 'native'"),
+        (settings.router_weights, "ROUTER_WEIGHTS is another router's", "set it to None"),
+    ):
+        if unfit:
+            raise SettingsError(
+                f"{asked} compares layers of the student with those of a live teacher that reads"
+                f" the same tokens, as it came, but {why}: {way}, or {asked} to 0."
+            )
 
 
 def _check_clamp(settings: LanguageSettings, clamp: str) -> None:

@@ -303,7 +303,9 @@ def train_alone(
     tell: Progress,
 ) -> None:
     """The same student by cross-entropy alone: the same batches, steps and learning rates."""
-    alone = settings.replace(alpha_ce=1.0, alpha_kd=0.0, legacy_clamp=None)
+    alone = settings.replace(
+        alpha_ce=1.0, alpha_kd=0.0, alpha_hidden=0.0, alpha_attention=0.0, legacy_clamp=None
+    )
     distiller = Distiller(student, alone, task.precision)
 
     def on_step(step: int, result: StudentStep) -> None:

@@ -200,6 +200,27 @@ presets; a name or value that cannot be is refused.
         0.5, "weight of the divergence; it is multiplied by the temperature squared", low=0
     )
     alpha_ce: float = setting(0.5, "weight of the cross-entropy with the text", low=0)
+    alpha_hidden: float = setting(
+        0.0,
+        "weight of the distance between hidden states of student and teacher, layer by layer; 0:"
+        " not compared",
+        "For a live teacher with the student's tokenizer.",
+        low=0,
+    )
+    alpha_attention: float = setting(
+        0.0,
+        "weight of the divergence between attention's relations (MiniLMv2: queries, keys and"
+        " values) of student and teacher; 0: not compared",
+        low=0,
+    )
+    layer_map: str = setting(
+        "last",
+        "which layers ALPHA_HIDDEN and ALPHA_ATTENTION compare: last | uniform (all of the"
+        " student's, at equal shares of the teacher's) | STUDENT:TEACHER,... (from 0, as in"
+        ' "0:1,1:3")',
+        choices=("last", "uniform"),
+        forms=(("STUDENT:TEACHER,...", r"\d+:\d+(,\d+:\d+)*"),),
+    )
     legacy_clamp: str | None = setting(
         None,
         'the clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0"'

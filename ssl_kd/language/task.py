@@ -16,6 +16,7 @@ from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
 from ssl_kd.language.family import check_family, check_ids_are_known, check_rows
+from ssl_kd.language.features import feature_terms
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
@@ -31,6 +32,7 @@ from ssl_kd.language.teacher import (
     router_id,
     trained_teacher,
 )
+from ssl_kd.language.terms import Term
 from ssl_kd.language.texts import lay_out, texts_of
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.ranks import Ranks
@@ -339,7 +341,10 @@ def make_distiller(
         words = settings.legacy_clamp, lowest
         logger.warning("LEGACY_CLAMP %s: perplexity can never be below %.4g", *words)
     source = aligned = None
-    if settings.alpha_kd and frozen is not None:
+    others: list[Term] = []
+    if frozen is not None:
+        others = feature_terms(settings, student, frozen.model)
+    if frozen is not None and (settings.alpha_kd or others):
         scale = task.precision.teacher == torch.float16
         source = (
             Routed(frozen, settings, scale_loss=scale)
@@ -355,10 +360,12 @@ def make_distiller(
     elif settings.alpha_kd and task.caches:
         source = Plain(*task.caches)
     if folder is None:
-        return Distiller(student, settings, task.precision, source, aligned=aligned)
+        return Distiller(student, settings, task.precision, source, aligned=aligned, others=others)
     writes = not isinstance(folder, FollowedFolder) and not settings.shard
     recorder = FlightRecorder(folder.path / "faults") if writes else None
     events = folder.events
-    distiller = Distiller(student, settings, task.precision, source, events, aligned, recorder)
+    distiller = Distiller(
+        student, settings, task.precision, source, events, aligned, recorder, others
+    )
     distiller.witness.about = {"learns_from": task.digest}
     return distiller

@@ -122,6 +122,8 @@ def trained_teacher(
         epochs=None,
         alpha_ce=1.0,
         alpha_kd=0.0,
+        alpha_hidden=0.0,
+        alpha_attention=0.0,
         learning_rate=TEACHER_LR,
         clip_grad=1.0,
         lora_rank=0,

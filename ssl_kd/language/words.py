@@ -116,6 +116,8 @@ def first_forward(settings: LanguageSettings, task: Task) -> str:
     return (
         f"logits: {logits}; temperature {settings.temperature:g}; weights: "
         f"ce {settings.alpha_ce:g}, kd {settings.alpha_kd:g}"
+        + (f", hidden {settings.alpha_hidden:g}" if settings.alpha_hidden else "")
+        + (f", attention {settings.alpha_attention:g}" if settings.alpha_attention else "")
     )
 
 

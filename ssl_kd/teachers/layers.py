@@ -1,0 +1,41 @@
+"""The decoder layers of a causal language model, and what is inside them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ssl_kd.errors import InputError
+from ssl_kd.teachers.causal import without_adapters
+
+__all__ = ["attention_projections", "decoder_layers", "stack_of"]
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def stack_of(model: Any) -> str:
+    """The name of the list of a causal model's decoder layers, as in `model.layers`.
+
+    Raises:
+        ValueError: there is none with as many entries as the configuration says.
+    """
+    causal = without_adapters(model)
+    depth = causal.config.get_text_config().num_hidden_layers
+    for name, module in causal.named_modules():  # the outermost comes first
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return name
+    raise InputError(f"{type(causal).__name__} has no list of its {depth} layers")
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The decoder layers of a causal model of transformers, with or without PEFT's wrapping."""
+    return [*without_adapters(model).get_submodule(stack_of(model))]
+
+
+def attention_projections(layer: nn.Module) -> tuple[nn.Module, ...] | None:
+    """A layer's projections to queries, keys and values; None where these are not apart."""
+    for module in layer.modules():
+        if all(hasattr(module, name) for name in PROJECTIONS):
+            return tuple(getattr(module, name) for name in PROJECTIONS)
+    return None
