@@ -13,8 +13,10 @@ presets; a name or value that cannot be is refused.
 TEACHER_MODEL = "train"
 # Weights of several teachers in that mean, such as "0.7,0.3", made to sum to 1; None: all alike.
 TEACHER_WEIGHTS = None
-# Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
-# weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
+# Folder, or name on the Hub | layers:N (cut from the teacher's layers) |
+# prune:LAYERS[xMLP[xDIM[xKV]]] (so many of the teacher's layers, MLP channels, embedding channels
+# and key-value heads, those that matter most on the text) | fresh:LAYERSxDIM (new weights of the
+# teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
 STUDENT_MODEL = "fresh:2x128"
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
@@ -149,7 +151,7 @@ EPOCHS = None
 BATCH_SIZE = 8
 # Forward passes per step, from 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
-# Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for layers cut from a
+# Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for what is cut from a
 # teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
 LEARNING_RATE = None
 # Fraction of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.

@@ -79,7 +79,7 @@ def _check_served(settings: LanguageSettings, url: str) -> None:
             f"TEMPERATURE is {settings.temperature:g}, and a server gives the likeliest tokens at"
             " temperature 1, from which those of another one do not follow: set it to 1."
         )
-    if settings.student_model.startswith("layers:"):
+    if settings.student_model.startswith(("layers:", "prune:")):
         raise SettingsError(
             f"STUDENT_MODEL {settings.student_model!r} is cut from the teacher, whose weights are"
             " on a server (TEACHER_URL): name a folder, or new weights as llama:LAYERSxDIM."

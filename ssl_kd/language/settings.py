@@ -57,7 +57,9 @@ presets; a name or value that cannot be is refused.
     )
     student_model: str = setting(
         "fresh:2x128",
-        "folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM"
+        "folder, or name on the Hub | layers:N (cut from the teacher's layers) |"
+        " prune:LAYERS[xMLP[xDIM[xKV]]] (so many of the teacher's layers, MLP channels, embedding"
+        " channels and key-value heads, those that matter most on the text) | fresh:LAYERSxDIM"
         " (new weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the"
         " teacher is)",
     )
@@ -294,7 +296,7 @@ presets; a name or value that cannot be is refused.
     )
     learning_rate: float | None = setting(
         None,
-        "peak learning rate of AdamW; None: 3e-3 for new weights, 5e-4 for layers cut from a"
+        "peak learning rate of AdamW; None: 3e-3 for new weights, 5e-4 for what is cut from a"
         " teacher, 2e-4 for adapters, 2e-5 for a pretrained model",
         low=0,
         high=100,
@@ -417,7 +419,9 @@ presets; a name or value that cannot be is refused.
     def usual_lr(self) -> float:
         """What LEARNING_RATE is where it is None: a rate that is sane for this kind of student."""
         kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
-        return {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}.get(kind, 2e-5)
+        return {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "prune": 5e-4, "lora": 2e-4}.get(
+            kind, 2e-5
+        )
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
