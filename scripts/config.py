@@ -106,6 +106,9 @@ ALPHA_ATTENTION = 0.0
 # Which layers ALPHA_HIDDEN and ALPHA_ATTENTION compare: last | uniform (all of the student's, at
 # equal shares of the teacher's) | STUDENT:TEACHER,... (from 0, as in "0:1,1:3").
 LAYER_MAP = "last"
+# What of TEMPERATURE and the ALPHAs moves over the run, each from its own value to NAME:END or
+# NAME:END:cosine, as in "temperature:1, alpha_hidden:0.1:cosine"; None: nothing.
+SCHEDULE = None
 # The clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0" (logits, and a
 # window for the losses); None: no clamp. float32 arithmetic needs none.
 LEGACY_CLAMP = None
@@ -200,6 +203,9 @@ EVAL_EVERY = 100
 # Maximum held-out rows of each of two parts: one to choose the best student by, and one, which no
 # choice is made on, for the table, from 1.
 EVAL_ROWS = 200
+# Evaluations in a row without a better held-out score that end the training, from 1; None: it runs
+# to its last step. The learning rate still falls as if it went on to MAX_STEPS.
+PATIENCE = None
 # Also train the same student by cross-entropy alone, on an equal budget, to see whether distilling
 # pays.
 BASELINE = False

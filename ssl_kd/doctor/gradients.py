@@ -68,6 +68,7 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
         alpha_kd=0.0,
         alpha_hidden=0.0,
         alpha_attention=0.0,
+        schedule=None,
         align="auto",
         router_mode="native",
         legacy_clamp=None,

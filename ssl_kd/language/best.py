@@ -18,8 +18,15 @@ class Best:
 
     def __init__(self, distiller: Distiller, name: str = "student") -> None:
         self._student, self._name, self._trainee = distiller.student, name, distiller.trainee
+        self._settings = distiller.settings
         self._holds = distiller.team.rank == 0
         self.step, self.nll, self._weights = 0, float("inf"), {}
+
+    def is_final(self, done: int) -> bool:
+        """Whether the last PATIENCE evaluations, up to `done` steps, were all no better."""
+        settings = self._settings
+        patience = settings.patience
+        return patience is not None and done - self.step >= patience * settings.eval_every
 
     def offer(self, step: int, scores: TokenScores) -> None:
         """Keep the weights as they are now if they are better than those that were kept."""

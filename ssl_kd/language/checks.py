@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.errors import InputError
+from ssl_kd.language.schedules import check_schedule
 from ssl_kd.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def check_language(settings: LanguageSettings) -> None:
     if len(settings.teacher_names) > 1 or settings.teacher_weights is not None:
         _check_several(settings)
     _check_features(settings)
+    check_schedule(settings)
     if settings.legacy_clamp is not None:
         _check_clamp(settings, settings.legacy_clamp)
     *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)

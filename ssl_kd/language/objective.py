@@ -16,6 +16,7 @@ from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.aligned import Aligned, unfit_for_hidden
+from ssl_kd.language.schedules import at_step, moves_of
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Source
 from ssl_kd.language.terms import Term
@@ -48,6 +49,8 @@ class Objective:
     Attributes:
         weights: of the loss terms that are asked for, those above 0.
         beside: what is trained with the student, by the name of what it belongs to.
+        settings: as they are in this step.
+        moves: the names of those that SCHEDULE moves.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Objective:
         weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
         weights |= {term.name: term.weight for term in others}
         self.weights = {name: weight for name, weight in weights.items() if weight}
+        self._began, self.moves = settings, [move.name for move in moves_of(settings)]
 
     @property
     def head(self) -> LinearHead | None:
@@ -94,6 +98,24 @@ class Objective:
     def has_teacher(self) -> bool:
         """Whether there is more to learn from than the text."""
         return self.source is not None or self.aligned is not None
+
+    def follow(self, step: int, steps: int) -> None:
+        """Take the temperature and the weights that SCHEDULE has for a step.
+
+        Args:
+            step: from 0.
+            steps: of the run.
+        """
+        if not self.moves:
+            return
+        self.settings = now = at_step(self._began, step, steps)
+        if self.aligned is not None:
+            self.aligned.settings = now
+        self.weights |= {
+            name: getattr(now, f"alpha_{name}")
+            for name in self.weights
+            if f"alpha_{name}" in self.moves
+        }
 
     def weighted_terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
         """The `terms` of a batch times their weights."""

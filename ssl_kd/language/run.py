@@ -117,7 +117,10 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         task = task.without_teacher()
         with clock("train"), signals.between_steps():
             best = _train(settings, folder, task, distiller, steps, signals, judge, tell)
-        say_what_was_learned(distiller, best, steps)
+        if (done := distiller.guard.steps) < steps:
+            words = "stopped at step %d of %d: %d evaluations were no better than that of step %d"
+            logger.info(words, done, steps, settings.patience, best.step)
+        say_what_was_learned(distiller, best, done)
         with clock("judge"):
             best.put_back()
             row, generations["after"] = inside(judge.row, "student", student)
@@ -133,11 +136,11 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
             "metrics.json",
             table=table,
             best_step=best.step,
-            steps=steps,
+            steps=done,
             events=folder.count_events(),
             generations=judge.side_by_side(generations),
             seconds=clock.seconds,
-            **facts(task, distiller, steps),
+            **facts(task, distiller, done),
         )
     return folder.path
 
@@ -286,7 +289,10 @@ def _train(
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
-                should_stop=lambda: team.told_to_stop(signals, "before a step"),
+                should_stop=lambda: (
+                    team.told_to_stop(signals, "before a step")
+                    or best.is_final(distiller.guard.steps)
+                ),
             )
             team.told_to_stop(signals, "after the last step")
         except TooFewHealthyParts as error:
@@ -304,7 +310,12 @@ def train_alone(
 ) -> None:
     """The same student by cross-entropy alone: the same batches, steps and learning rates."""
     alone = settings.replace(
-        alpha_ce=1.0, alpha_kd=0.0, alpha_hidden=0.0, alpha_attention=0.0, legacy_clamp=None
+        alpha_ce=1.0,
+        alpha_kd=0.0,
+        alpha_hidden=0.0,
+        alpha_attention=0.0,
+        schedule=None,
+        legacy_clamp=None,
     )
     distiller = Distiller(student, alone, task.precision)
 
@@ -317,7 +328,14 @@ def train_alone(
         best.offer(done, _by_first(task.ranks, distiller, judge.validation, student))
 
     on_eval(0)
-    train(distiller, task.blocks, steps, on_step=on_step, on_eval=on_eval)
+    train(
+        distiller,
+        task.blocks,
+        steps,
+        on_step=on_step,
+        on_eval=on_eval,
+        should_stop=lambda: best.is_final(distiller.guard.steps),
+    )
     best.put_back()
 
 

@@ -223,6 +223,12 @@ presets; a name or value that cannot be is refused.
         choices=("last", "uniform"),
         forms=(("STUDENT:TEACHER,...", r"\d+:\d+(,\d+:\d+)*"),),
     )
+    schedule: str | None = setting(
+        None,
+        "what of TEMPERATURE and the ALPHAs moves over the run, each from its own value to"
+        ' NAME:END or NAME:END:cosine, as in "temperature:1, alpha_hidden:0.1:cosine"; None:'
+        " nothing",
+    )
     legacy_clamp: str | None = setting(
         None,
         'the clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0"'
@@ -368,6 +374,13 @@ presets; a name or value that cannot be is refused.
         200,
         "maximum held-out rows of each of two parts: one to choose the best student by, and one,"
         " which no choice is made on, for the table",
+        low=1,
+    )
+    patience: int | None = setting(
+        None,
+        "evaluations in a row without a better held-out score that end the training; None: it runs"
+        " to its last step",
+        "The learning rate still falls as if it went on to MAX_STEPS.",
         low=1,
     )
     baseline: bool = setting(

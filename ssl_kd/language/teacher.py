@@ -124,6 +124,7 @@ def trained_teacher(
         alpha_kd=0.0,
         alpha_hidden=0.0,
         alpha_attention=0.0,
+        schedule=None,
         learning_rate=TEACHER_LR,
         clip_grad=1.0,
         lora_rank=0,

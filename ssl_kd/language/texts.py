@@ -38,7 +38,7 @@ def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
 def sample_of(settings: LanguageSettings, texts: TextDataset, teacher: CausalLM) -> Blocks:
     """A few rows from all over the text, in the teacher's tokens."""
     some = texts.examples[:: -(-len(texts) // SAMPLE)]
-    few = replace(texts, examples=some)
+    few = replace(texts, examples=some, digest=f"{texts.digest}, a sample")
     blocks = make_blocks(few, teacher.tokenizer, settings.block_size, packing=False)
     return blocks.part(slice(None, None, -(-len(blocks) // SAMPLE)))
 

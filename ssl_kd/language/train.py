@@ -108,6 +108,7 @@ class _Student:
         size, batches = settings.batch_size, settings.gradient_accumulation_steps
         rows = rows_of_step(step, size * batches, len(self.blocks), settings.seed)
         peak, warmup = settings.peak_lr, settings.warmup_fraction
+        distiller.follow(step, self.steps)
         self._learning_rate = rate = learning_rate_at(step, self.steps, peak, warmup)
         gpus = [self._device] if self._device.type == "cuda" else []
         key = (step,) if team.rank == 0 else (step, team.rank)
@@ -139,6 +140,7 @@ class _Student:
             **self._terms(),
             "grad_norm": _mean([result.grad_norm for result in results]),
             "learning_rate": self._learning_rate,
+            **{name: getattr(self.distiller.settings, name) for name in self.distiller.moves},
             "success_rate": updated / len(results),
             **self._success_of_terms(),
             "consecutive_nans": int(self.distiller.guard.health.streak[0]),

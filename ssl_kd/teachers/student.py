@@ -104,7 +104,8 @@ def build_student(
         config = _changed(teacher.model.config, cut.layers, cut.changes)
         model = _make(spec, config, seed, cut.state)
         model.generation_config = copy.deepcopy(teacher.model.generation_config)
-        return CausalLM.of(model.to(dtype), teacher.tokenizer, spec)
+        cast_weights(model, dtype or torch.float32)
+        return CausalLM.of(model, teacher.tokenizer, spec)
     if kind not in ("layers", "fresh", "llama"):
         return load_causal_lm(spec, dtype=dtype, remote_code=remote_code)
     form = r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)"

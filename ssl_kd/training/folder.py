@@ -416,6 +416,7 @@ def _check_same(path: Path, settings: RunSettings) -> None:
             f"{path / 'config.json'} cannot be read ({error}): put it back, or start a new run "
             "without --resume"
         ) from error
+    saved = type(settings)().to_dict() | saved  # what it did not know yet was as it is by default
     renamed = {old.upper(): new.upper() for old, new in settings.aliases.items()}
     saved = {renamed.get(name, name): value for name, value in saved.items()}
     now = settings.to_dict()
