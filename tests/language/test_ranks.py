@@ -84,6 +84,12 @@ KINDS = {
     "accumulation": {"batch_size": 3, "gradient_accumulation_steps": 2},
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
     "hidden": {"teacher_model": "foreign", "align": "hidden", "student_model": "student"},
+    "features": {
+        "alpha_hidden": 0.3,
+        "alpha_attention": 0.2,
+        "layer_map": "uniform",
+        "schedule": "temperature:1, alpha_hidden:0.1:cosine",
+    },
     "router": {"teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
     "joint router": {
         "teacher_model": "mixture",
@@ -224,7 +230,9 @@ def test_each_rank_holds_its_pieces_alone(settings):
     assert run_joined(held, 2, settings(run_name="b", max_steps=1)) == [[1.0, 1.0]] * 2
 
 
-@pytest.mark.parametrize("kind", ["checkpointing", "accumulation", "hidden", "adapters"])
+@pytest.mark.parametrize(
+    "kind", ["checkpointing", "accumulation", "features", "hidden", "adapters"]
+)
 def test_a_student_in_pieces_learns_what_a_whole_one_learns(of_kind, kind):
     one = by(1, of_kind(kind, run_name="one"))
     pieces = by(2, of_kind(kind, run_name="pieces", shard=True))
