@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ssl_kd.files import load_tensors, save_tensors
+from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
-
-try:
-    from transformers import (
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
-except ImportError as error:
-    raise ImportError(
-        "ssl_kd.hf_trainer needs transformers and accelerate: pip install 'ssl_kd[llm]'"
-    ) from error
+from ssl_kd.training.together import Team
 
 logger = logging.getLogger(__name__)
+
+STATE = "guard.pt"
+"""The file in a checkpoint's folder that holds the guard's state."""
+
+
+class Stateful(Protocol):
+    """Something that is kept in checkpoints beside the guard: a teacher whose router learns."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs of it."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave."""
+        ...
 
 
 class _TakenOver(float):
@@ -65,7 +73,12 @@ class GuardCallback(TrainerCallback):
     clipping; `max_grad_norm` reads as it was, and a Trainer without a guard clips by it, whatever
     ended the training. Events are logged, and kept in
     `trainer.state.log_history` under `guard`; every log line has `guard_updates` and
-    `guard_skipped`. A resumed Trainer begins with a new guard.
+    `guard_skipped`. Of losses that were handed to `guard.backward` by name (`DistillationTrainer`
+    does), one that is cut out of `thresholds.stop_after` steps in a row stops the run, too.
+
+    A checkpoint holds the guard's state in `guard.pt`, with the last good state as large as weights
+    and optimizer state once more, and a Trainer that is resumed from it goes on with that; in
+    another `output_dir`, or where the file is not there, with a new guard, and a warning says so.
 
     Args:
         thresholds: when the guard acts.
@@ -75,6 +88,8 @@ class GuardCallback(TrainerCallback):
 
     Attributes:
         guard: the `Guard` of the latest run, from its beginning on.
+        resumed_from: the checkpoint's folder, where it is not in `output_dir`.
+        beside: what is kept in checkpoints with the guard.
     """
 
     guard: Guard
@@ -91,6 +106,8 @@ class GuardCallback(TrainerCallback):
             "snapshot_every": snapshot_every,
             "events": events,
         }
+        self.resumed_from: Path | None = None
+        self.beside: Stateful | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -103,7 +120,7 @@ class GuardCallback(TrainerCallback):
         """
         if args.deepspeed or args.fsdp:
             raise ValueError("GuardCallback sees no whole gradients under DeepSpeed or FSDP")
-        _promote(kwargs["model"], args.fp16)
+        promote(kwargs["model"], args.fp16)
         _restore_clipping(args)  # an interrupted run did not
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
         # The Trainer scales the loss itself, and shows the gradients unscaled.
@@ -113,8 +130,36 @@ class GuardCallback(TrainerCallback):
         if clip:  # it stays above 0: under fp16 some versions unscale gradients only to clip them
             args.max_grad_norm = _TakenOver(clip)
         self.guard.steps = state.global_step
+        if state.global_step:
+            self._resume(args, state, self.guard)
         self._logged = 0
         self._stopped: TooFewHealthyParts | None = None
+
+    def _resume(self, args: TrainingArguments, state: TrainerState, guard: Guard) -> None:
+        """Take over the state in the checkpoint, if every rank finds it there."""
+        folder = self.resumed_from or _checkpoint(args, state)
+        kept = load_tensors(folder / STATE) if (folder / STATE).is_file() else None
+        found = kept is not None and kept["of"] == _identity(state)
+        team = Team(args.device)
+        if kept is None or not all(team.of_all("whether the guard's state is there", found)):
+            words = "a new guard from step %d on: there is none of this training in %s"
+            logger.warning(words, state.global_step, folder / STATE)
+            return
+        guard.load_state_dict(kept["guard"])
+        if self.beside is not None:
+            self.beside.load(kept["beside"])
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put the guard's state into the checkpoint."""
+        folder = _checkpoint(args, state)
+        if args.save_only_model or not args.should_save:
+            return
+        if folder.is_dir():  # a search over hyperparameters has other folders, and resumes none
+            beside = {} if self.beside is None else self.beside.state()
+            kept = {"of": _identity(state), "guard": self.guard.state_dict(), "beside": beside}
+            save_tensors(folder / STATE, kept)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -128,6 +173,7 @@ class GuardCallback(TrainerCallback):
         """Record the step, and restore or stop where too many were sick."""
         try:
             self.guard.after_step()
+            _stop_without_a_term(self.guard)
         except TooFewHealthyParts as stop:
             self._stopped = stop
             control.should_training_stop = True
@@ -146,13 +192,16 @@ class GuardCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Add the counters to the Trainer's log line."""
-        counters = {
-            "guard_updates": int(self.guard.updates[0]),
-            "guard_skipped": int(self.guard.health.skipped[0]),
-        }
         for line in (kwargs.get("logs"), state.log_history[-1] if state.log_history else None):
             if line is not None:
-                line.update(counters)
+                line.update(self.counters())
+
+    def counters(self) -> dict[str, int]:
+        """Steps that were done and skipped so far; empty before a training."""
+        if not hasattr(self, "guard"):
+            return {}
+        done, skipped = int(self.guard.updates[0]), int(self.guard.health.skipped[0])
+        return {"guard_updates": done, "guard_skipped": skipped}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -173,8 +222,35 @@ def _restore_clipping(args: TrainingArguments) -> None:
         args.max_grad_norm = args.max_grad_norm + 0.0
 
 
-def _promote(model: nn.Module, autocast: bool) -> None:
-    """float32 in place of float16 for what is trained, if the forward pass is under autocast."""
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+
+
+def _identity(state: TrainerState) -> str:
+    """Of a training up to its step: what it has logged, which is in its checkpoint, too."""
+    logged = json.dumps([state.global_step, state.log_history], sort_keys=True)
+    return hashlib.sha256(logged.encode()).hexdigest()
+
+
+def _stop_without_a_term(guard: Guard) -> None:
+    """Raise TooFewHealthyParts where a term was cut out for as long as a sick model may be."""
+    patience = guard.thresholds.stop_after or 2 * guard.thresholds.restore_after
+    lost = [name for name, term in guard.terms.items() if int(term.streak) >= patience]
+    if not lost:
+        return
+    for name in lost:  # a run that is resumed once the cause is found begins to count again
+        guard.terms[name].streak.zero_()
+    why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps"
+    guard.events.extend([Event(guard.steps - 1, "run", "escalation", why, "stopped")])
+    raise TooFewHealthyParts(f"step {guard.steps - 1}: {why}.\n{guard.diagnosis()}".rstrip())
+
+
+def promote(model: nn.Module, autocast: bool) -> None:
+    """float32 in place of float16 for what is trained, if the forward pass is under autocast.
+
+    Raises:
+        ValueError: it is not.
+    """
     halves = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.float16]
     if halves and not autocast:
         raise ValueError(

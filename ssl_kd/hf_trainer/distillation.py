@@ -1,0 +1,481 @@
+"""A Hugging Face Trainer that distils: its loop, our losses, teachers and guard by loss term."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from ssl_kd.datasets.aligned import AlignedBatch, AlignedBlocks
+from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.errors import InputError
+from ssl_kd.guard.precision import Precision
+from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate
+from ssl_kd.hf_trainer.guarding import GuardCallback, promote
+from ssl_kd.language.aligned import Aligned
+from ssl_kd.language.objective import Objective
+from ssl_kd.language.routed import Routed, fixed
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Answer, Plain, Source
+from ssl_kd.store.teacher_cache import TeacherCache
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id, without_adapters
+from ssl_kd.teachers.frozen import FrozenTeacher
+
+Teacher: TypeAlias = str | os.PathLike[str] | PreTrainedModel | CausalLM | Answer | Source
+"""One teacher: a folder or a name on the Hub, a model, or whatever answers a batch."""
+
+_BATCH = "batch"  # of ours, among the inputs of a step
+
+
+class DistillationTrainer(Trainer):
+    """A `transformers.Trainer` whose student learns from its text and from a teacher.
+
+    The loss is `alpha_ce * ce + alpha_kd * T^2 * divergence`, both means over all tokens of the
+    step, however many batches and processes it is made of. It is computed from hidden states, a
+    chunk of tokens at a time: no logits of a whole batch exist, neither the student's nor the
+    teacher's.
+
+    The two terms fail alone. A NaN in one leaves a step that is to the bit that of the other; one
+    in both is skipped; see `GuardCallback`, which is there by itself. Log lines have `ce` and `kd`,
+    nats a token; `evaluate` gives `eval_loss` (cross-entropy), `eval_perplexity` and, but for a
+    cache, `eval_kd`.
+
+    Everything else is the Trainer's: datasets, collators, schedules, optimizers, PEFT, mixed
+    precision (`bf16`, `fp16`), accumulation, DDP by `torchrun` or `accelerate launch`, resuming,
+    `report_to`. `torch_compile` compiles the student's backbone; the loss stays as it is.
+
+    Args:
+        model: the student, a causal language model of transformers, with or without PEFT's
+            adapters; trainable weights become float32. Or give `model_init`.
+        teacher: a folder or a name on the Hub (loaded in the dtype that suits the device), a model
+            (frozen in place, in its own dtype), `TeacherCache.open(folder)`, any `Answer` or
+            `Source`, a `Routed` mixture of experts; or several, whose divergences count as their
+            mean. Its tokenizer is the student's, but for `align`. None: cross-entropy alone.
+        args: as of a Trainer.
+        divergence: a name in `ssl_kd.divergences.DIVERGENCES`.
+        temperature: of both softmaxes in the divergence, in [0.05, 100].
+        alpha_kd: weight of the divergence, at least 0.
+        alpha_ce: weight of the cross-entropy, at least 0.
+        align: for a teacher with another tokenizer: `chunks` or `uld`, with `aligned_blocks(...)`
+            as datasets. A dictionary of token ids alone cannot be aligned: it holds no text.
+        train_dataset: samples with `input_ids`, and perhaps `labels` (-100 where there is no loss;
+            not shifted), `attention_mask` and `position_ids` (which restart from 0 where a row
+            holds several documents); or `make_blocks(...)`, which a cache needs.
+        eval_dataset: the same, or several by name.
+        processing_class: the tokenizer; compared with that of a teacher loaded by name.
+        data_collator: by default samples of different lengths are padded at the end.
+        callbacks: a `GuardCallback` among them takes the place of the default one.
+        **options: as of a Trainer.
+
+    Raises:
+        InputError: student, teacher, datasets and arguments do not fit.
+        SettingsError: a number is out of range.
+
+    Attributes:
+        guarding: the `GuardCallback`.
+        objective: the student's loss terms.
+
+    References:
+        Hinton et al., Distilling the Knowledge in a Neural Network, 2015.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | None = None,
+        teacher: Teacher | Sequence[Teacher] | None = None,
+        args: TrainingArguments | None = None,
+        *,
+        divergence: str = "forward_kl",
+        temperature: float = 1.0,
+        alpha_kd: float = 0.5,
+        alpha_ce: float = 0.5,
+        align: str = "auto",
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        **options: Any,
+    ) -> None:
+        self._settings = LanguageSettings(
+            divergence=divergence,
+            temperature=temperature,
+            alpha_kd=alpha_kd,
+            alpha_ce=alpha_ce,
+            align=align,
+        )
+        if options.get("compute_loss_func") is not None:
+            raise InputError("compute_loss_func: this Trainer has losses of its own; leave it out")
+        if teacher is None and alpha_kd:
+            raise InputError(
+                f"alpha_kd is {alpha_kd} and teacher is None: name a teacher, or set alpha_kd to 0"
+            )
+        given = [c for c in callbacks or [] if isinstance(c, GuardCallback)]
+        self.guarding = given[0] if given else GuardCallback()
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or collate,
+            train_dataset=_samples(train_dataset),
+            eval_dataset=(
+                {name: _samples(data) for name, data in eval_dataset.items()}
+                if isinstance(eval_dataset, dict)
+                else _samples(eval_dataset)
+            ),
+            processing_class=processing_class,
+            callbacks=[*(callbacks or []), *([] if given else [self.guarding])],
+            **options,
+        )
+        _check(self.args, self.accelerator)
+        self._sources = self._asked(teacher, train_dataset)
+        self._begin_logging()
+        self.objective = self._objective()
+
+    # -- what is learned from ---------------------------------------------------------------------
+
+    def _asked(self, teacher: Any, dataset: Any) -> tuple[Source | None, Aligned | None]:
+        """The teacher as the objective asks it: token by token, or aligned."""
+        aligned = isinstance(dataset, AlignedBlocks)
+        if aligned != (self._settings.align != "auto"):
+            raise InputError(
+                f"align is {self._settings.align!r}, and train_dataset a {type(dataset).__name__}: "
+                "'chunks' and 'uld' go with aligned_blocks(...), which keeps the text of both "
+                "tokenizers, and nothing else does"
+            )
+        if teacher is None:
+            return None, None
+        many = list(teacher) if isinstance(teacher, list | tuple) else [teacher]
+        answers = [self._answer(one, check=not aligned) for one in many]
+        for answer in answers:
+            if isinstance(answer, TeacherCache):
+                _check_cache(answer, dataset, self._settings)
+        if aligned:
+            if len(answers) > 1 or self._settings.align == "hidden":
+                raise InputError(
+                    "align takes one teacher, and 'chunks' or 'uld': 'hidden' trains a projection "
+                    "beside the student, which `ssl_kd distill --align hidden` does"
+                )
+            own = answers[0].answer if isinstance(answers[0], Routed) else answers[0]
+            return None, Aligned(own, self._settings, 0, 0)
+        if len(answers) == 1 and _knows_student(answers[0]):
+            if isinstance(answers[0], Routed):
+                self.guarding.beside = answers[0]
+            return answers[0], None
+        if any(map(_knows_student, answers)):
+            raise InputError("of several teachers each answers alone: no Source such as Routed")
+        return Plain(*answers), None
+
+    def _answer(self, teacher: Any, check: bool) -> Any:
+        """One teacher as something that answers a batch."""
+        if isinstance(teacher, str | os.PathLike):
+            dtype = Precision.for_device(self.args.device).teacher
+            teacher = load_causal_lm(teacher, dtype=dtype)
+        if isinstance(teacher, CausalLM):
+            if check and self.processing_class is not None:
+                _check_tokenizers(teacher, self.processing_class)
+            teacher = teacher.model
+        if isinstance(teacher, nn.Module) and hasattr(teacher, "get_output_embeddings"):
+            return FrozenTeacher(teacher, device=self.args.device)
+        if not callable(teacher):
+            raise InputError(
+                f"teacher is a {type(teacher).__name__}: expected a folder or a name on the Hub, a "
+                "causal language model, or something that answers (batch, rows)"
+            )
+        return teacher
+
+    def _objective(self) -> Objective:
+        """The losses of the student as it is now; a search over hyperparameters makes new ones."""
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        student = half.get(self.accelerator.mixed_precision, torch.float32)
+        assert self.model is not None
+        promote(self.model, student != torch.float32)
+        precision = Precision(
+            self.args.device, student, student, student == torch.float16, "as the Trainer says"
+        )
+        source, aligned = self._sources
+        objective = Objective(self.model, self._settings, precision, source, aligned)
+        plugin = getattr(self.accelerator.state, "dynamo_plugin", None)
+        if self.args.torch_compile and plugin is not None:
+            options = plugin.to_kwargs()
+            without_adapters(self.model).base_model.compile(**options)
+        return objective
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As of a Trainer; trained weights are float32 before."""
+        if self.objective.student is not self.model:
+            self.objective = self._objective()
+        return super().create_optimizer(*args, **kwargs)
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = [*dict.fromkeys([*self._signature_columns, "rows"])]
+
+    def _batch(self, inputs: Mapping[str, Any], dataset: Any) -> Batch | AlignedBatch:
+        if isinstance(dataset, BlockRows) and isinstance(dataset.blocks, AlignedBlocks):
+            return dataset.blocks.batch(inputs["rows"].cpu(), self.args.device)
+        return batch_of(inputs, self.args.device)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The batches of a step, and over how many tokens of all processes its loss is a mean."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = [self._batch(inputs, self.train_dataset) for inputs in samples]
+        if not batches:
+            return samples, None
+        here = self.objective.counts(batches)
+        counts = torch.tensor([list(here.values())], device=device)
+        gathered: Any = self.accelerator.gather(counts)
+        whole = gathered.sum(0).tolist()
+        world = self.accelerator.num_processes  # gradients are averaged over them
+        self._sizes = {name: max(n, 1) / world for name, n in zip(here, whole, strict=True)}
+        self._begin_step(batches)
+        return [{**s, _BATCH: b} for s, b in zip(samples, batches, strict=True)], whole[0]
+
+    def _begin_step(self, batches: list[Batch | AlignedBatch]) -> None:
+        """Let a teacher's router move once by all batches of a step."""
+        self._step, self._left = contextlib.ExitStack(), len(batches)
+        source, objective = self.objective.source, self.objective
+        alone = len(batches) == self.accelerator.num_processes == 1
+        if isinstance(source, Routed) and not alone:
+            objective.student.train()
+            autocast = objective.precision.autocast
+            moved: Any = source.moved_once(batches, objective.answer, autocast)  # pyright: ignore
+            self._step.enter_context(moved)
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Forward and backward pass of one batch, by terms; `num_items_in_batch` is known.
+
+        Returns:
+            What the batch adds to the loss of the step, of the terms that are finite; NaN of none.
+        """
+        model.train()
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()  # a schedule-free optimizer
+        batch = inputs[_BATCH]
+        sums = self._terms(model, batch)
+        terms = self.objective.weighted({n: x / self._sizes[n] for n, x in sums.items()})
+        self._remember(sums, self.objective.counts([batch]))
+        found = torch.stack([term.detach() for term in terms.values()])
+        scaler = self.accelerator.scaler
+        if scaler is not None:
+            terms = {name: scaler.scale(term) for name, term in terms.items()}
+        self.guarding.guard.backward(terms)
+        self._left -= 1
+        if not self._left:
+            self._step.close()
+            self._fetch_router_events()
+        finite = found.isfinite()
+        return torch.where(finite.any(), found.where(finite, 0.0).sum(), torch.nan)
+
+    def _terms(self, model: nn.Module, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
+        """The terms, in the forward pass of whatever the Trainer has around the student."""
+        student, work = self.objective.student, self.objective.terms
+        own = vars(student).get("forward")  # accelerate puts one there, for autocast
+
+        def restore() -> None:
+            vars(student).pop("forward", None)
+            if own is not None:
+                vars(student)["forward"] = own
+
+        @torch.compiler.disable
+        def forward() -> dict[str, Tensor]:
+            restore()
+            return work(batch)
+
+        vars(student)["forward"] = forward
+        try:
+            return model()
+        finally:
+            restore()
+
+    def _fetch_router_events(self) -> None:
+        source, guard = self.objective.source, self.guarding.guard
+        if isinstance(source, Routed):
+            events, source.events = source.events, []
+            guard.events.extend([replace(event, step=guard.steps) for event in events])
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.guarding.resumed_from = None if checkpoint is None else Path(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    # -- log lines --------------------------------------------------------------------------------
+
+    def _begin_logging(self) -> None:
+        self._seen: dict[str, Tensor] = {}
+
+    def _remember(self, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> None:
+        """Add what is finite of a batch to the sums and counts of each term, `[2]`."""
+        for name, value in sums.items():
+            value = value.detach()
+            pair = torch.stack([value, torch.full_like(value, counts[name])])
+            pair = pair.where(value.isfinite(), 0.0).double()
+            self._seen[name] = self._seen[name] + pair if name in self._seen else pair
+
+    def _means(self) -> dict[str, float]:
+        """Nats a token of each term since the last call, of all processes."""
+        names, pairs = [*self._seen], [*self._seen.values()]
+        self._begin_logging()
+        if not names:
+            return {}
+        whole: Any = self.accelerator.reduce(torch.stack(pairs), "sum")
+        return {
+            name: total / n if n else math.nan
+            for name, (total, n) in zip(names, whole.tolist(), strict=True)
+        }
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As of a Trainer, with `ce`, `kd`, the guard's counters and what a router did."""
+        if "loss" in logs:
+            logs |= self._means()
+            source = self.objective.source
+            if isinstance(source, Routed) and (seen := source.record) is not None:
+                logs |= {"router": seen.loss, "router_drift": seen.drift}
+        super().log({**logs, **self.guarding.counters()}, *args, **kwargs)
+
+    # -- evaluation -------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As of a Trainer; losses are means over tokens, not over batches."""
+        before, self._seen = self._seen, {}
+        try:
+            options = prediction_loss_only, ignore_keys, metric_key_prefix
+            output = super().evaluation_loop(dataloader, description, *options)
+            means = self._means()
+        finally:
+            self._seen = before
+        metrics: Any = output.metrics
+        if "ce" in means:
+            metrics[f"{metric_key_prefix}_loss"] = ce = means["ce"]
+            perplexity = math.exp(ce) if not ce > 700 else math.inf
+            metrics[f"{metric_key_prefix}_perplexity"] = perplexity
+        if "kd" in means:
+            metrics[f"{metric_key_prefix}_kd"] = means["kd"]
+        return output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As of a Trainer: the cross-entropy, and logits where somebody asks for them."""
+        dataset = getattr(self.callback_handler.eval_dataloader, "dataset", None)
+        batch = self._batch(inputs, dataset)
+        if isinstance(batch, Batch):
+            batch = self._without_repeated(batch)
+        with torch.no_grad(), fixed(self.objective.source), self._without_cache():
+            sums = self._terms(model, batch)
+        counts = self.objective.counts([batch])
+        self._remember(sums, counts)
+        loss = sums["ce"] / max(counts["ce"], 1)
+        if prediction_loss_only:
+            return loss, None, None
+        own = {name: value for name, value in inputs.items() if name != "rows"}
+        _, logits, labels = super().prediction_step(model, own, False, ignore_keys)
+        return loss, logits, labels
+
+    @contextlib.contextmanager
+    def _without_cache(self) -> Iterator[None]:
+        """A cache knows the rows of the training alone: no `kd` of others."""
+        source = self.objective.source
+        if any(isinstance(answer, TeacherCache) for answer in getattr(source, "answers", ())):
+            self.objective.source = None
+        try:
+            yield
+        finally:
+            self.objective.source = source
+
+    def _without_repeated(self, batch: Batch) -> Batch:
+        """Let rows not count that processes get once more, so that all have equally many."""
+        state, n = self.accelerator.gradient_state, len(batch.counts)
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader:
+            return batch
+        if state.remainder <= 0:
+            return batch
+        kept = min(max(state.remainder - self.accelerator.process_index * n, 0), n)
+        counts = batch.counts.clone()
+        counts[kept:] = False
+        return replace(batch, counts=counts)
+
+
+def _samples(data: Any) -> Any:
+    return BlockRows(data) if isinstance(data, Blocks | AlignedBlocks) else data
+
+
+def _check(args: TrainingArguments, accelerator: Any) -> None:
+    """Refuse arguments of a Trainer that this one cannot do.
+
+    Raises:
+        InputError: names the argument, and the way out.
+    """
+    world = accelerator.num_processes
+    mesh = getattr(accelerator, "parallelism_config", None)
+    split = [name for name in ("tp", "cp", "sp") if getattr(mesh, f"{name}_enabled", False)]
+    refused = {
+        "deepspeed": (args.deepspeed, "start plain processes by torchrun"),
+        "fsdp": (args.fsdp, "`ssl_kd distill --shard` trains by FSDP2"),
+        "label_smoothing_factor": (args.label_smoothing_factor, "set it to 0"),
+        "parallelism_config": (split, "start plain processes by torchrun"),
+        "average_tokens_across_devices=False": (
+            world > 1 and not args.average_tokens_across_devices,
+            "the loss is a mean over the tokens of all processes",
+        ),
+        "several GPUs in one process": (args.n_gpu > 1, "torchrun --nproc_per_node N"),
+        "fp8": (accelerator.mixed_precision == "fp8", "set bf16=True"),
+    }
+    for name, (asked, way) in refused.items():
+        if asked:
+            raise InputError(f"DistillationTrainer does not take {name}: {way}")
+
+
+def _check_tokenizers(teacher: CausalLM, tokenizer: Any) -> None:
+    if tokenizer_id(teacher.tokenizer) != tokenizer_id(tokenizer):
+        raise InputError(
+            f"the teacher {teacher.name} has another tokenizer than processing_class "
+            f"({len(teacher.tokenizer)} and {len(tokenizer)} tokens): take a teacher of the same "
+            "family, or align='chunks' with aligned_blocks(...) as train_dataset"
+        )
+
+
+def _check_cache(cache: TeacherCache, dataset: Any, settings: LanguageSettings) -> None:
+    fits = isinstance(dataset, Blocks) and dataset.digest == cache.fingerprint.blocks
+    if not fits or len(dataset) != cache.n:  # a part of some blocks has the digest of all
+        raise InputError(
+            f"{cache.folder} holds answers to other rows than train_dataset, a "
+            f"{type(dataset).__name__}: give the make_blocks(...) that it was written from, whole"
+        )
+    if cache.fingerprint.temperature != settings.temperature:
+        raise InputError(
+            f"{cache.folder} was written at temperature {cache.fingerprint.temperature:g}, and "
+            f"temperature is {settings.temperature:g}: set it to that"
+        )
+
+
+def _knows_student(answer: Any) -> bool:
+    """Whether it is a `Source`, which also gets the student's own answer."""
+    asked = inspect.signature(answer).parameters.values()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in asked) > 2

@@ -1,0 +1,543 @@
+"""The Trainer that distils: its losses, its guard by term, ranks, checkpoints and teachers."""
+
+import json
+import math
+import os
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ssl_kd.datasets.aligned import aligned_blocks
+from ssl_kd.errors import InputError
+from ssl_kd.guard.faults import Thresholds
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.language.routed import Routed
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
+from ssl_kd.settings import SettingsError
+from ssl_kd.teachers.frozen import FrozenTeacher
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from ssl_kd.hf_trainer import DistillationTrainer, GuardCallback  # noqa: E402
+from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate  # noqa: E402
+from tests.bits import same  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+from tests.tiny import Tiny  # noqa: E402
+
+TINY = Tiny()
+
+
+def samples(n=8, seed=0, low=3):
+    """Rows of different lengths; some labels carry no loss."""
+    g = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(n):
+        ids = torch.randint(3, len(TINY.tokenizer), (low + i % 5,), generator=g)
+        labels = ids.clone()
+        labels[: i % 3] = -100
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return rows
+
+
+def arguments(folder, **options):
+    settings = {
+        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+        "disable_tqdm": True, "save_strategy": "no", "dataloader_pin_memory": False,
+    } | options  # fmt: skip
+    return transformers.TrainingArguments(**settings)
+
+
+def teacher_model():
+    return TINY.model(seed=2, spread=0.3)
+
+
+class Moods:
+    """A live teacher whose answers to some calls are spoiled."""
+
+    def __init__(self, model, bad=(), value=math.nan):
+        self.frozen, self.bad, self.value, self.calls = FrozenTeacher(model), bad, value, 0
+
+    def __call__(self, batch, rows):
+        answer = self.frozen(batch, rows)
+        self.calls += 1
+        if self.calls - 1 in self.bad:
+            return LinearTeacher(answer.hidden * self.value, answer.weight, answer.bias)
+        return answer
+
+
+class Witness(transformers.TrainerCallback):
+    """Weights and moments after each step."""
+
+    def __init__(self):
+        self.bits, self.logs = [], []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        state = kwargs["optimizer"].state
+        weights = [p.detach().clone() for p in kwargs["model"].parameters()]
+        moments = [
+            v.clone() for p in kwargs["model"].parameters() for v in state.get(p, {}).values()
+        ]
+        self.bits.append(weights + moments)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs or {}))
+
+
+def trained(folder, teacher=None, student=None, callbacks=(), resume=None, data=None, **options):
+    """A trainer after its training, what it held after each step, and what stopped it."""
+    own = ("alpha_kd", "alpha_ce", "temperature", "divergence", "align", "eval_dataset")
+    given = {name: options.pop(name) for name in own if name in options}
+    witness = Witness()
+    trainer = DistillationTrainer(
+        model=student or TINY.model(seed=1),
+        teacher=teacher,
+        args=arguments(folder, **options),
+        train_dataset=data or samples(32),
+        callbacks=[witness, *callbacks],
+        **given,
+    )
+    stop = None
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except TooFewHealthyParts as error:
+        stop = error
+    return trainer, witness, stop
+
+
+def oracle(student, teacher, rows, temperature=2.0, alpha_kd=0.5, alpha_ce=0.5, without_kd=()):
+    """The gradient of the loss of some rows, from whole logits of one row at a time, in float64."""
+    student, teacher = student.double(), teacher.double()
+    n = sum(label != -100 for row in rows for label in row["labels"][1:])
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, row in enumerate(rows):
+        ids = torch.tensor([row["input_ids"]])
+        labels = torch.tensor(row["labels"])[1:]
+        z = student(input_ids=ids).logits[0, :-1][labels != -100]
+        loss = loss + alpha_ce * F.cross_entropy(z, labels[labels != -100], reduction="sum") / n
+        if i not in without_kd:
+            t = teacher(input_ids=ids).logits[0, :-1][labels != -100].detach()
+            p, q = (F.log_softmax(x / temperature, -1) for x in (t, z))
+            kl = F.kl_div(q, p, reduction="sum", log_target=True)
+            loss = loss + alpha_kd * temperature**2 * kl / n
+    return float(loss.detach()), torch.autograd.grad(loss, list(student.parameters()))
+
+
+def one_step(folder, teacher, rows, batch, accumulation, collator=None, **options):
+    """How a step of plain gradient descent at learning rate 1 moves the weights; the loss."""
+    student = TINY.model(seed=1)
+    before = [p.detach().clone() for p in student.parameters()]
+    args = arguments(
+        folder, max_steps=1, per_device_train_batch_size=batch, max_grad_norm=0.0,
+        gradient_accumulation_steps=accumulation, **options,
+    )  # fmt: skip
+    sgd = torch.optim.SGD(student.parameters(), lr=1.0)
+    flat = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
+    trainer = InOrder(
+        student, teacher, args, temperature=2.0, train_dataset=rows, data_collator=collator,
+        optimizers=(sgd, flat),
+    )  # fmt: skip
+    trainer.train()
+    moved = [b - p.detach() for b, p in zip(before, student.parameters(), strict=True)]
+    return moved, next(row["loss"] for row in trainer.state.log_history if "loss" in row)
+
+
+class InOrder(DistillationTrainer):
+    """Takes the samples as they come."""
+
+    def _get_train_sampler(self, *args, **kwargs):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def left(rows):
+    """A collator that pads on the left."""
+    width = max(len(row["input_ids"]) for row in rows)
+    padded = {"input_ids": [], "labels": [], "attention_mask": []}
+    for row in rows:
+        n = width - len(row["input_ids"])
+        padded["input_ids"].append([2] * n + row["input_ids"])
+        padded["labels"].append([-100] * n + row["labels"])
+        padded["attention_mask"].append([0] * n + [1] * len(row["input_ids"]))
+    return {name: torch.tensor(column) for name, column in padded.items()}
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collator", [None, left])
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (2, 4)])
+def test_a_step_is_the_gradient_of_the_mean_over_all_its_tokens(
+    tmp_path, collator, batch, accumulation
+):
+    rows = samples()
+    moved, loss = one_step(tmp_path, teacher_model(), rows, batch, accumulation, collator)
+    expected, gradient = oracle(TINY.model(seed=1), teacher_model(), rows)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for found, exact in zip(moved, gradient, strict=True):
+        assert torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_whose_kd_is_nan_adds_its_cross_entropy_to_the_step(tmp_path):
+    rows = samples()
+    teacher = Moods(teacher_model(), bad={1})
+    moved, _ = one_step(tmp_path, teacher, rows, 4, 2)
+    _, gradient = oracle(TINY.model(seed=1), teacher_model(), rows, without_kd={4, 5, 6, 7})
+    for found, exact in zip(moved, gradient, strict=True):
+        assert torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_nan_in_kd_leaves_a_step_of_cross_entropy_alone_to_the_bit(tmp_path, accumulation, bf16):
+    options = {"gradient_accumulation_steps": accumulation, "bf16": bf16}
+    sick, one, _ = trained(tmp_path, Moods(teacher_model(), bad=range(99)), **options)
+    _, other, _ = trained(tmp_path, None, alpha_kd=0.0, **options)
+    assert len(one.bits) == 4 and same(one.bits, other.bits)
+    events = [row["guard"] for row in sick.state.log_history if "guard" in row]
+    assert [(e["step"], e["part"], e["action"]) for e in events] == [
+        (step, "kd", "cut out") for step in range(4)
+    ]
+    line = sick.state.log_history[-1]
+    assert line["guard_updates"] == 4 and line["guard_skipped"] == 0
+    assert all(math.isfinite(row["loss"]) for row in sick.state.log_history if "loss" in row)
+
+
+def test_a_nan_in_kd_of_one_step_changes_that_step_alone(tmp_path):
+    _, well, _ = trained(tmp_path, Moods(teacher_model()))
+    _, sick, _ = trained(tmp_path, Moods(teacher_model(), bad={2}))
+    assert same(well.bits[:2], sick.bits[:2]) and not same(well.bits[2], sick.bits[2])
+    assert not same(sick.bits[2], sick.bits[1])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_nan_in_both_skips_the_step(tmp_path, accumulation):
+    student = TINY.model(seed=1)
+    passes = []
+
+    def spoil(module, arguments, output):
+        if torch.is_grad_enabled():  # not where the head is probed
+            passes.append(1)
+        if len(passes) == 2 * accumulation:  # the last batch of the second step
+            output.last_hidden_state = output.last_hidden_state * math.nan
+
+    options = {"gradient_accumulation_steps": accumulation}
+    trainer, plain, _ = trained(tmp_path, teacher_model(), **options)
+    handle = student.base_model.register_forward_hook(spoil)
+    trainer, witness, stop = trained(tmp_path, teacher_model(), student, **options)
+    handle.remove()
+    same_as_before = [i for i in range(1, 4) if same(witness.bits[i - 1], witness.bits[i])]
+    assert same_as_before == [1] and stop is None and same(plain.bits[0], witness.bits[0])
+    assert trainer.state.log_history[-1]["guard_skipped"] == 1
+    assert all(torch.isfinite(p).all() for p in student.parameters())
+
+
+def test_a_kd_that_stays_nan_ends_the_run(tmp_path):
+    guard = GuardCallback(thresholds=Thresholds(stop_after=3), events=tmp_path / "events.jsonl")
+    sick = Moods(teacher_model(), bad=range(99))
+    trainer, _, stop = trained(tmp_path, sick, callbacks=[guard], max_steps=9)
+    assert trainer.state.global_step == 3 and trainer.guarding is guard
+    assert "kd was cut out of each of the last 3 steps" in str(stop)
+    assert "kd was cut out" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_under_a_grad_scaler_a_nan_in_kd_is_cut_out_and_the_scale_stays(tmp_path):
+    """What fp16=True does on a GPU: accelerate scales the loss, and shows gradients unscaled."""
+
+    class Scaled(DistillationTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            self.accelerator.native_amp = True
+            self.accelerator.state._mixed_precision = "fp16"
+
+    def run(teacher, alpha_kd):
+        student, witness = TINY.model(seed=1), Witness()
+        trainer = Scaled(
+            student, teacher, arguments(tmp_path), alpha_kd=alpha_kd, train_dataset=samples(32),
+            callbacks=[witness],
+        )  # fmt: skip
+        assert trainer.objective.precision.student == torch.float16
+        trainer.train()
+        return trainer, witness
+
+    try:
+        sick, one = run(Moods(teacher_model(), bad=range(99)), 0.5)
+        _, other = run(None, 0.0)
+    finally:
+        sick.accelerator.state._reset_state(reset_partial_state=False)
+    assert same(one.bits, other.bits) and sick.accelerator.scaler.get_scale() == 256.0
+    assert not same(one.bits[0], one.bits[3])
+
+
+# --- around it ------------------------------------------------------------------------------------
+
+
+def test_log_lines_and_evaluation(tmp_path):
+    rows = samples(7, seed=3)
+    trainer, witness, _ = trained(tmp_path, teacher_model(), eval_dataset=rows, temperature=2.0)
+    found = trainer.evaluate()
+    ce, _ = oracle(trainer.model, teacher_model(), rows, alpha_kd=0.0, alpha_ce=1.0)
+    kd, _ = oracle(trainer.model, teacher_model(), rows, alpha_kd=1.0, alpha_ce=0.0)
+    assert found["eval_loss"] == pytest.approx(ce, rel=1e-5)
+    assert found["eval_kd"] == pytest.approx(kd, rel=1e-5)
+    assert found["eval_perplexity"] == pytest.approx(math.exp(ce), rel=1e-5)
+    # Reporters come before other callbacks, and see what `log` was given.
+    lines = [line for line in witness.logs if "loss" in line]
+    assert len(lines) == 4 and all(line["guard_updates"] for line in lines)
+    for line in lines:
+        assert line["loss"] == pytest.approx(0.5 * line["ce"] + 0.5 * line["kd"], rel=1e-4)
+    assert "forward" not in vars(trainer.model)
+
+
+def test_logits_for_metrics_of_ones_own(tmp_path):
+    trainer = DistillationTrainer(
+        TINY.model(seed=1), teacher_model(), arguments(tmp_path), eval_dataset=samples(4, low=5),
+        compute_metrics=lambda seen: {"shape": list(seen.predictions.shape)},
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    assert metrics["eval_shape"] == [4, 8, len(TINY.tokenizer)] and metrics["eval_kd"] > 0
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_resumed_is_bit_for_bit_uninterrupted_and_the_guard_remembers(tmp_path, kind):
+    def student():
+        extra = {"resid_pdrop": 0.1} if kind == "GPT2" else {}
+        return TINY.model(kind, seed=1, **extra)
+
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
+    sick = {1, 6}
+    whole, one, _ = trained(tmp_path / "a", Moods(teacher_model(), bad=sick), student(), **options)
+    saved = str(tmp_path / "a" / "checkpoint-3")
+    again = Moods(teacher_model(), bad={step - 3 for step in sick})
+    rest, two, _ = trained(tmp_path / "b", again, student(), resume=saved, **options)
+    assert same(one.bits[3:], two.bits)
+    states = [json.dumps(t.guarding.guard.state_dict(), default=repr) for t in (whole, rest)]
+    assert states[0] == states[1] and rest.guarding.guard.terms["kd"].skipped == 2
+    assert rest.guarding.guard.updates.tolist() == [8]
+
+
+def test_a_foreign_guard_state_is_not_taken_over(tmp_path, caplog):
+    options = {"save_strategy": "steps", "save_steps": 2}
+    trained(tmp_path, teacher_model(), **options)
+    saved = tmp_path / "checkpoint-2"
+    kept = torch.load(saved / "guard.pt")
+    torch.save({**kept, "of": "another training"}, saved / "guard.pt")
+    rest, _, _ = trained(tmp_path, teacher_model(), resume=str(saved))
+    assert rest.guarding.guard.updates.tolist() == [2] and "a new guard from step 2" in caplog.text
+
+
+def test_the_backbone_is_compiled_and_the_loss_is_not(tmp_path):
+    rows = samples()
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    plain, _ = one_step(tmp_path, teacher_model(), rows, 4, 2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    moved, _ = one_step(tmp_path, teacher_model(), rows, 4, 2, **compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    for found, exact in zip(moved, plain, strict=True):
+        assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_learn_and_their_base_stays(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        with warnings.catch_warnings():  # peft asks transformers by names that are deprecated
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.manual_seed(0)
+            return peft.get_peft_model(TINY.model(seed=1), config)
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    student = adapted()
+    base = {n: p.detach().clone() for n, p in student.named_parameters() if not p.requires_grad}
+    options = {"save_strategy": "steps", "save_steps": 2}
+    trainer, witness, _ = trained(tmp_path, teacher_model(), student, **options)
+    assert all(torch.equal(p, base[n]) for n, p in student.named_parameters() if n in base)
+    assert not same(witness.bits[0], witness.bits[3])
+    resumed = str(tmp_path / "checkpoint-2")
+    _, rest, _ = trained(tmp_path, teacher_model(), adapted(), resume=resumed)
+    assert same(witness.bits[2:], rest.bits)
+
+
+# --- teachers -------------------------------------------------------------------------------------
+
+
+def test_blocks_are_samples_that_come_back_as_they_were():
+    for packing in (False, True):
+        blocks = TINY.blocks(12, packing)
+        rows = BlockRows(blocks)
+        found = batch_of(collate([rows[i] for i in (3, 0, 2)]), torch.device("cpu"))
+        expected = blocks.batch([3, 0, 2])
+        assert found.packed == expected.packed and same(found.rows, expected.rows)
+        assert same(found.counts, expected.counts) and same(found.documents, expected.documents)
+        real = expected.documents > 0
+        assert same(found.input_ids[real], expected.input_ids[real])
+        assert same(found.position_ids[real], expected.position_ids[real])
+
+
+def test_a_cache_is_a_teacher_of_its_own_rows_alone(tmp_path):
+    from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write
+
+    blocks = TINY.blocks(24)
+    whose = identity("a", "b", TINY.tokenizer, TINY.texts(24), blocks)
+    of = TeacherFingerprint(**whose, dtype="float32", method="topk", k=300, temperature=1.0)
+    cache = write(FrozenTeacher(teacher_model()), blocks, tmp_path / "cache", of)
+    live, one, _ = trained(tmp_path, teacher_model(), data=blocks)
+    cached, two, _ = trained(tmp_path, cache, data=blocks, eval_dataset=samples(4))
+    for a, b in zip(one.logs[:4], two.logs[:4], strict=True):
+        assert a["kd"] == pytest.approx(b["kd"], rel=2e-3)
+    assert "eval_kd" not in cached.evaluate()
+    for data, said in ((samples(4), "a list"), (blocks.part(slice(4, 20)), "whole")):
+        with pytest.raises(InputError, match=said):
+            trained(tmp_path, cache, data=data)
+    with pytest.raises(InputError, match="temperature is 2: set it to that"):
+        trained(tmp_path, cache, data=blocks, temperature=2.0)
+
+
+def test_several_teachers_count_as_the_mean_of_their_divergences(tmp_path):
+    def means(*teachers):
+        _, witness, _ = trained(tmp_path, list(teachers), max_steps=1)
+        return witness.logs[0]["kd"]
+
+    first, second = teacher_model(), TINY.model(seed=5, spread=0.3)
+    both = means(first, FrozenTeacher(second))
+    assert both == pytest.approx((means(first) + means(second)) / 2, rel=1e-5)
+
+
+def test_a_folder_is_a_teacher_and_its_tokenizer_is_compared(tmp_path):
+    folder = TINY.folder(tmp_path / "teacher", seed=2)
+    given = {"args": arguments(tmp_path), "train_dataset": samples()}
+    student = TINY.model(seed=1)
+    trainer = DistillationTrainer(student, folder, processing_class=TINY.tokenizer, **given)
+    trainer.train()
+    assert trainer.state.log_history[0]["kd"] > 0
+    with pytest.raises(InputError, match="another tokenizer than processing_class"):
+        DistillationTrainer(student, folder, processing_class=TINY.other_tokenizer, **given)
+
+
+def test_given_logits_are_an_answer(tmp_path):
+    def uniform(batch, rows):
+        return LogitsTeacher(torch.zeros(len(rows), len(TINY.tokenizer)))
+
+    trainer, _, _ = trained(tmp_path, uniform)
+    assert trainer.state.log_history[0]["kd"] > 0
+
+
+@pytest.mark.parametrize("mode", ["all", "ka", "sar"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_mixture_answers_as_its_router_is_asked_to(tmp_path, mode, accumulation):
+    def routed():
+        settings = TINY.settings(router_mode=mode, router_lr=1e-2)
+        return Routed(FrozenTeacher(TINY.model("Mixtral", seed=2, spread=0.3)), settings)
+
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": None}
+    options |= {"gradient_accumulation_steps": accumulation, "divergence": "reverse_kl"}
+    whole, one, _ = trained(tmp_path, routed(), **options)
+    rest, two, _ = trained(tmp_path, routed(), resume=str(tmp_path / "checkpoint-2"), **options)
+    if mode == "sar":
+        assert whole.state.log_history[0]["router_drift"] >= 0
+        router, frozen = (r.mixture.router_parameters() for r in (whole.objective.source, routed()))
+        assert not same(dict(router), dict(frozen))
+        assert same(whole.objective.source.state(), rest.objective.source.state())
+    assert same(one.bits[2:], two.bits)
+
+
+@pytest.mark.parametrize("align", ["chunks", "uld"])
+def test_a_teacher_with_another_tokenizer(tmp_path, align):
+    blocks = aligned_blocks(TINY.texts(16), TINY.tokenizer, TINY.other_tokenizer, 48)
+    teacher = TINY.model(seed=2, tokenizer=TINY.other_tokenizer, spread=0.3)
+    options = {"align": align, "data": blocks, "eval_dataset": blocks}
+    accumulated = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    large, one, _ = trained(tmp_path, teacher, per_device_train_batch_size=4, **options)
+    _, two, _ = trained(tmp_path, teacher, **accumulated, **options)
+    for a, b in zip(one.bits[-1], two.bits[-1], strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
+    assert large.evaluate()["eval_kd"] > 0
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"input_ids": [[1, 2]], "pixel_values": [[0.0, 0.0]]}, "the batch has pixel_values"),
+        ({"labels": [[1, 2]]}, "expected input_ids"),
+        ({"input_ids": [[1, 2]], "labels": [[1]]}, r"labels \(1, 1\) does not fit"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, "zeros between ones"),
+        ({"input_ids": [[1, 2, 3]], "labels": [[1, 3, 2]]}, "other tokens than input_ids"),
+        ({"input_ids": [[1, 2, 3]], "position_ids": [[4, 5, 6]]}, "do not count from 0"),
+    ],
+)
+def test_batches_that_cannot_be(inputs, said):
+    with pytest.raises(InputError, match=said):
+        batch_of({k: torch.tensor(v) for k, v in inputs.items()}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"alpha_kd": 0.5, "teacher": None}, "teacher is None: name a teacher"),
+        ({"teacher": 7}, "teacher is a int"),
+        ({"align": "chunks"}, "go with aligned_blocks"),
+        ({"divergence": "kl"}, "DIVERGENCE"),
+        ({"temperature": 0.0}, "TEMPERATURE"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: set it to 0"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path, options, said):
+    given = {"teacher": teacher_model()} | options
+    with pytest.raises((InputError, SettingsError), match=said):
+        trained(tmp_path, **given)
+
+
+def test_float16_weights_without_autocast_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="load the model in float32"):
+        trained(tmp_path, teacher_model(), TINY.model(seed=1).half())
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def train_on(rank, folder, world, bad, accumulation):
+    """A rank of a training, as torchrun starts it; or all of it in one process."""
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+    options = {"ddp_backend": "gloo"} if world > 1 else {}
+    options |= {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+    }  # AdamW makes rounding of what is near 0 large
+    options |= {"per_device_train_batch_size": 4 // world, "max_grad_norm": 0.1}
+    options |= {"gradient_accumulation_steps": accumulation, "per_device_eval_batch_size": 2}
+    teacher = Moods(teacher_model(), bad=bad[rank])
+    trainer, witness, stop = trained(folder, teacher, eval_dataset=samples(7, seed=3), **options)
+    trainer.objective.source.answers[0].bad = ()
+    metrics = trainer.evaluate()
+    wrapper = type(trainer.model_wrapped).__name__
+    events = [event.line() for event in trainer.guarding.guard.events.events]
+    bits = [x.tolist() for x in witness.bits[-1]]
+    lines = [line["kd"] for line in witness.logs if "kd" in line]
+    return wrapper, bits, [metrics["eval_loss"], metrics["eval_kd"], *lines], events, str(stop)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_processes_are_one_to_rounding(tmp_path, accumulation):
+    told = run_ranks(train_on, 2, tmp_path, 2, [(), ()], accumulation)
+    assert told[0] == told[1] and told[0][0] == "DistributedDataParallel", told
+    _, alone, numbers, _, _ = train_on(0, tmp_path, 1, [()], accumulation)
+    for a, b in zip(told[0][1], alone, strict=True):
+        assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
+    assert told[0][2] == pytest.approx(numbers, rel=1e-5)
+
+
+def test_a_nan_in_kd_of_one_process_is_cut_out_on_both(tmp_path):
+    told = run_ranks(train_on, 2, tmp_path, 2, [(), {2}], 2)
+    assert told[0] == told[1], told
+    line, again = told[0][3]
+    assert "on rank 1 of 2" in line and '"kd"' in line and told[0][4] == "None"
+    assert "healthy again" in again
