@@ -88,7 +88,9 @@ PACKING = True
 # --- Loss -----------------------------------------------------------------------------------------
 
 # Divergence between teacher and student: forward_kl | reverse_kl | js | skew_kl | skew_reverse_kl |
-# tvd | auto (forward_kl, or reverse_kl where ROUTER_MODE is all, ka or sar, as in the paper).
+# tvd | js:BETA (GKD's, BETA between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text,
+# skew_reverse_kl on what the student writes after the same prompts) | auto (forward_kl, or
+# reverse_kl where ROUTER_MODE is all, ka or sar, as in the paper).
 DIVERGENCE = "auto"
 # Temperature of teacher and student in the divergence, 0.05 to 100. Higher: more weight on unlikely
 # tokens.
@@ -112,6 +114,24 @@ SCHEDULE = None
 # The clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0" (logits, and a
 # window for the losses); None: no clamp. float32 arithmetic needs none.
 LEGACY_CLAMP = None
+
+# --- On-policy ------------------------------------------------------------------------------------
+
+# Share of the rows whose continuation the student writes itself, anew in each step, and the teacher
+# judges token by token, 0 to 1; 0: none. With it, and with TEACHER_TEXT, a row holds one document.
+ON_POLICY = 0.0
+# Share of the rows whose continuation the teacher writes, once, in the place of the text
+# (sequence-level distillation), 0 to 1; 0: none.
+TEACHER_TEXT = 0.0
+# Tokens of a plain text that are the prompt, its start token included, from 1; of other text the
+# prompt is what carries no loss.
+PROMPT_TOKENS = 16
+# Maximum tokens of a continuation, its end included, from 1; BLOCK_SIZE holds the prompt, too.
+ROLLOUT_TOKENS = 128
+# Temperature that a continuation is sampled at, 0 to 100; 0: the likeliest tokens.
+ROLLOUT_TEMPERATURE = 1.0
+# Sample from the likeliest tokens alone that have this much probability, above 0 to 1; 1: from all.
+ROLLOUT_TOP_P = 1.0
 
 # --- Experts, routers and other tokenizers --------------------------------------------------------
 

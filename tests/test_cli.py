@@ -554,7 +554,7 @@ def other_than_default(cls, name):
         return 1
     if value is None and cls.rules()[name][0] is int:
         return 7
-    return "elsewhere" if isinstance(value, str) else 0.25 if value is None else value / 2
+    return "elsewhere" if isinstance(value, str) else 0.25 if not value else value / 2
 
 
 @pytest.mark.parametrize(("cls", "old", "new"), ALIASES)

@@ -41,6 +41,8 @@ class Batch:
         rows: int64 `[B]` on the CPU, which rows these are.
         characters: how many characters of text the targets that count stand for.
         packed: some row holds more than one document.
+        written: how many of the rows, the last ones, the student wrote itself: they are no text to
+            learn from, but one that a teacher judges.
     """
 
     input_ids: Tensor
@@ -50,6 +52,12 @@ class Batch:
     rows: Tensor
     characters: int
     packed: bool
+    written: int = 0
+
+    @property
+    def text_tokens(self) -> int:
+        """How many targets are of text: the first ones, row by row."""
+        return int(self.counts[: len(self.counts) - self.written].sum())
 
     def model_inputs(self) -> dict[str, Tensor]:
         """What a causal model of transformers gets, with `use_cache=False`.

@@ -14,12 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 class Best:
-    """The trained weights with the best held-out likelihood so far, on the first rank's CPU."""
+    """The trained weights with the best held-out likelihood so far, on the first rank's CPU.
+
+    The latest, where the student learns from no text but what it writes itself: what the likelihood
+    of other text measures is not what it is asked to learn.
+    """
 
     def __init__(self, distiller: Distiller, name: str = "student") -> None:
         self._student, self._name, self._trainee = distiller.student, name, distiller.trainee
         self._settings = distiller.settings
         self._holds = distiller.team.rank == 0
+        self._latest = not distiller.settings.learns_text
         self.step, self.nll, self._weights = 0, float("inf"), {}
 
     def is_final(self, done: int) -> bool:
@@ -31,7 +36,7 @@ class Best:
     def offer(self, step: int, scores: TokenScores) -> None:
         """Keep the weights as they are now if they are better than those that were kept."""
         nll = scores.nll
-        better = not self._weights or (nll is not None and nll < self.nll)
+        better = not self._weights or (nll is not None and (self._latest or nll < self.nll))
         if better := better and self._trainee.is_finite():
             self.step, self.nll = step, float("inf") if nll is None else nll
             trained = [(n, p) for n, p in self._student.named_parameters() if p.requires_grad]
@@ -41,7 +46,8 @@ class Best:
             else:
                 self._weights = dict.fromkeys(weights, torch.empty(0))
         known = "unknown" if scores.perplexity is None else f"{scores.perplexity:.4g}"
-        words = "; the best so far" if better and step else ""
+        kept = "kept" if self._latest else "the best so far"
+        words = f"; {kept}" if better and step else ""
         logger.info("%s: held-out perplexity %s at step %d%s", self._name, known, step, words)
 
     @torch.no_grad()

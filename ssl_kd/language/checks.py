@@ -55,6 +55,7 @@ def check_language(settings: LanguageSettings) -> None:
         _check_several(settings)
     _check_features(settings)
     check_schedule(settings)
+    _check_on_policy(settings)
     if settings.legacy_clamp is not None:
         _check_clamp(settings, settings.legacy_clamp)
     *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)
@@ -142,6 +143,33 @@ def _check_features(settings: LanguageSettings) -> None:
                 f"{asked} compares layers of the student with those of a live teacher that reads"
                 f" the same tokens, as it came, but {why}: {way}, or {asked} to 0."
             )
+
+
+def _check_on_policy(settings: LanguageSettings) -> None:
+    if settings.is_contrastive and not settings.on_policy:
+        raise SettingsError(
+            "DIVERGENCE 'distillm2' contrasts text with what the student writes: set ON_POLICY"
+            " above 0, 1 for a pair of each row."
+        )
+    names = [name for name in ("on_policy", "teacher_text") if getattr(settings, name)]
+    if not names:
+        return
+    who = " and ".join(map(str.upper, names))
+    if settings.teacher_model == "none" or (settings.on_policy and settings.alpha_kd == 0):
+        raise SettingsError(
+            f"{who} needs a teacher (TEACHER_MODEL), and ON_POLICY an ALPHA_KD above 0: the student"
+            " learns from its own text by the teacher's judgement alone."
+        )
+    if settings.teacher_cache is not None or settings.align != "auto" or settings.shard:
+        raise SettingsError(
+            f"{who} needs a teacher at work, with the student's tokenizer, and whole models: set"
+            " TEACHER_CACHE to None, ALIGN to 'auto' and SHARD to False."
+        )
+    if settings.teacher_text and settings.teacher_url is not None:
+        raise SettingsError(
+            "TEACHER_TEXT is written by a teacher that is here, and TEACHER_URL names a server: set"
+            " one of them to its default."
+        )
 
 
 def _check_clamp(settings: LanguageSettings, clamp: str) -> None:

@@ -10,6 +10,7 @@ from ssl_kd.settings import RunSettings
 ALIASES: Mapping[str, str] = {
     **RunSettings.aliases,
     "eval_steps": "eval_every",
+    "lmbda": "on_policy",
     "max_length": "block_size",
     "max_seq_length": "block_size",
     "per_device_batch_size": "batch_size",
@@ -46,6 +47,9 @@ INSTEAD: Mapping[str, str] = {
         ("model", "model_name", "model_name_or_path"),
         "Use --student_model, and --teacher_model for the teacher.",
     ),
+    "beta": "Use --divergence js:BETA; forward_kl and reverse_kl are what 0 and 1 stand for.",
+    "max_completion_length": "Use --rollout_tokens.",
+    "seq_kd": "Use --teacher_text 1.",
     "alpha": "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.",
     "load_best_model_at_end": "The student of the best evaluation is saved anyway.",
     "torch_empty_cache_steps": "Use --clear_cache_every_step.",

@@ -22,7 +22,7 @@ from ssl_kd.language.sources import Source
 from ssl_kd.language.terms import Term
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, rows_of
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
@@ -34,6 +34,7 @@ class Objective:
     """A student's loss terms: `ce` with its text, `kd` with its teacher, and others by name.
 
     The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`, and each other term times its weight.
+    What the student wrote itself has no `ce`: it is no data.
 
     Args:
         student: a causal LM; its trainable weights become float32.
@@ -80,7 +81,8 @@ class Objective:
         if aligned is not None and aligned.projection is not None and not self._linear:
             raise unfit_for_hidden("student", student)
         self.clamp = LegacyClamp.parse(settings.legacy_clamp) if settings.legacy_clamp else None
-        weights = {"ce": settings.alpha_ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
+        ce = settings.alpha_ce if settings.learns_text else 0.0
+        weights = {"ce": ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
         weights |= {term.name: term.weight for term in others}
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self._began, self.moves = settings, [move.name for move in moves_of(settings)]
@@ -130,7 +132,6 @@ class Objective:
         rows, targets = next_token_targets(text.input_ids, text.counts)
         options: dict[str, Any] = {
             "temperature": self.settings.temperature,
-            "divergence": self.settings.kind_of_divergence,
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
             "teacher_weights": getattr(self.source, "weights", None),
@@ -146,7 +147,7 @@ class Objective:
                 teachers: Sequence[TeacherOutput] = ()
                 if self.source is not None:
                     teachers = self.source(text, rows, student.as_teacher())
-                sums = student.distil(targets, teachers, **options)
+                sums = self._sums(student, targets, teachers, text.text_tokens, options)
                 terms = {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
             return terms | {term.name: term(text, rows) for term in self.others}
 
@@ -157,6 +158,33 @@ class Objective:
             for term in self.others:
                 stack.enter_context(term.listening())
             yield
+
+    def _sums(
+        self,
+        student: _Outputs,
+        targets: Tensor,
+        teachers: Sequence[TeacherOutput],
+        text: int,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """`[2]`: both terms of the first `text` tokens, of the others the divergence alone."""
+        n, kind = len(targets), self.settings.kind_of_divergence
+        if text == n:
+            return student.distil(targets, teachers, divergence=kind, **options)
+        parts = [(0, text, targets[:text], kind)] if text else []
+        sums = [
+            student.at(slice(start, stop)).distil(
+                own,
+                [rows_of(teacher, start, stop) for teacher in teachers],
+                divergence=divergence,
+                **options,
+            )
+            for start, stop, own, divergence in [
+                *parts,
+                (text, n, None, self.settings.kind_on_policy),
+            ]
+        ]
+        return torch.stack(sums).sum(0)
 
     def _forward(self, batch: Batch) -> _Outputs:
         """The student's outputs at every position."""
@@ -198,7 +226,7 @@ class _Outputs:
     given: Tensor | None  # logits, of a model that caps or scales them
     head: LinearHead | None
 
-    def at(self, rows: Tensor) -> _Outputs:
+    def at(self, rows: Tensor | slice) -> _Outputs:
         """At some positions."""
         hidden, given = (None if x is None else x[rows] for x in (self.hidden, self.given))
         return _Outputs(hidden, given, self.head)

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssl_kd.datasets.aligned import AlignedBatch
+from ssl_kd.datasets.blocks import Batch
 from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
 from ssl_kd.guard.replay import DTYPES, Replay, damaged
+from ssl_kd.language.rollouts import writer
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import named_rows
 from ssl_kd.language.step import Distiller
-from ssl_kd.language.task import make_distiller, prepare
+from ssl_kd.language.task import Task, make_distiller, prepare
 from ssl_kd.language.witness import examine, set_rng_state, trained
 from ssl_kd.settings import SettingsError
 
@@ -59,7 +62,7 @@ def replay(path: str | Path) -> Replay:
         raise damaged(path, f"indices are not rows of the text, which has {len(task.blocks)}")
     distiller = make_distiller(settings, task)
     _load(path, bundle, distiller)
-    batch = task.blocks.batch(rows, _CPU)
+    batch = _batch(distiller, task, bundle)
     with torch.random.fork_rng(devices=[]):
         set_rng_state({"cpu": bundle.tensors["rng cpu"]}, _CPU)
         found = examine(distiller, batch, bundle.event.part)
@@ -67,6 +70,16 @@ def replay(path: str | Path) -> Replay:
         return Replay(bundle, False, None, None)
     sample = f"{named_rows(rows)} of the text"
     return Replay(bundle, True, *found, sample=sample)
+
+
+def _batch(distiller: Distiller, task: Task, bundle: Bundle) -> Batch | AlignedBatch:
+    """The rows of the step; those that the student wrote, it writes again."""
+    rows = bundle.indices
+    written = writer(distiller, task.blocks, task.student.tokenizer)
+    if written is None:
+        return task.blocks.batch(rows, _CPU)
+    once = torch.tensor([*dict.fromkeys(rows.tolist())])  # twice: its text, and what it wrote
+    return written.batches(bundle.event.step, [once], _CPU)[0][0]
 
 
 def _settings(path: str | Path, bundle: Bundle) -> tuple[LanguageSettings, dict[str, Any]]:

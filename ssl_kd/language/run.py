@@ -21,6 +21,7 @@ from ssl_kd.language.best import Best
 from ssl_kd.language.caching import without_router
 from ssl_kd.language.judging import judged_others, judged_student, judged_teacher, make_judge
 from ssl_kd.language.parallel import check_ranks
+from ssl_kd.language.rollouts import writer
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
@@ -285,6 +286,7 @@ def _train(
                 task.blocks,
                 steps,
                 start=start,
+                written=writer(distiller, task.blocks, task.student.tokenizer),
                 on_step=partial(say_step, settings),
                 on_log=on_log,
                 on_eval=on_eval,
@@ -316,6 +318,8 @@ def train_alone(
         alpha_attention=0.0,
         schedule=None,
         legacy_clamp=None,
+        on_policy=0.0,
+        divergence="auto",
     )
     distiller = Distiller(student, alone, task.precision)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.divergences import DIVERGENCES, JS_BETA
 from ssl_kd.language.checks import check_language
 from ssl_kd.language.names import ALIASES, INSTEAD
 from ssl_kd.settings import RunSettings, setting
@@ -186,10 +186,13 @@ presets; a name or value that cannot be is refused.
 
     divergence: str = setting(
         "auto",
-        f"divergence between teacher and student: {' | '.join(DIVERGENCES)} | auto (forward_kl, or"
-        " reverse_kl where ROUTER_MODE is all, ka or sar, as in the paper)",
+        f"divergence between teacher and student: {' | '.join(DIVERGENCES)} | js:BETA (GKD's, BETA"
+        " between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text, skew_reverse_kl on what"
+        " the student writes after the same prompts) | auto (forward_kl, or reverse_kl where"
+        " ROUTER_MODE is all, ka or sar, as in the paper)",
         section="Loss",
-        choices=("auto", *DIVERGENCES),
+        choices=("auto", *DIVERGENCES, "distillm2"),
+        forms=(("js:BETA", JS_BETA),),
     )
     temperature: float = setting(
         1.0,
@@ -234,6 +237,46 @@ presets; a name or value that cannot be is refused.
         'the clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0"'
         " (logits, and a window for the losses); None: no clamp",
         "float32 arithmetic needs none.",
+    )
+
+    on_policy: float = setting(
+        0.0,
+        "share of the rows whose continuation the student writes itself, anew in each step, and the"
+        " teacher judges token by token; 0: none",
+        "With it, and with TEACHER_TEXT, a row holds one document.",
+        section="On-policy",
+        low=0,
+        high=1,
+    )
+    teacher_text: float = setting(
+        0.0,
+        "share of the rows whose continuation the teacher writes, once, in the place of the text"
+        " (sequence-level distillation); 0: none",
+        low=0,
+        high=1,
+    )
+    prompt_tokens: int = setting(
+        16,
+        "tokens of a plain text that are the prompt, its start token included; of other text the"
+        " prompt is what carries no loss",
+        low=1,
+    )
+    rollout_tokens: int = setting(
+        128,
+        "maximum tokens of a continuation, its end included; BLOCK_SIZE holds the prompt, too",
+        low=1,
+    )
+    rollout_temperature: float = setting(
+        1.0,
+        "temperature that a continuation is sampled at; 0: the likeliest tokens",
+        low=0,
+        high=100,
+    )
+    rollout_top_p: float = setting(
+        1.0,
+        "sample from the likeliest tokens alone that have this much probability; 1: from all",
+        above=0,
+        high=1,
     )
 
     align: str = setting(
@@ -453,10 +496,25 @@ presets; a name or value that cannot be is refused.
 
     @property
     def kind_of_divergence(self) -> Any:
-        """DIVERGENCE, decided where it is `auto`."""
+        """DIVERGENCE of text, decided where it is `auto`."""
         if self.divergence != "auto":
-            return self.divergence
+            return "skew_kl" if self.is_contrastive else self.divergence
         return "forward_kl" if self.router_mode == "native" else "reverse_kl"
+
+    @property
+    def kind_on_policy(self) -> Any:
+        """DIVERGENCE of what the student writes."""
+        return "skew_reverse_kl" if self.is_contrastive else self.kind_of_divergence
+
+    @property
+    def is_contrastive(self) -> bool:
+        """Whether rows that the student continues are learned from as text, too, for a contrast."""
+        return self.divergence == "distillm2"
+
+    @property
+    def learns_text(self) -> bool:
+        """Whether there are rows that the student does not write."""
+        return self.on_policy < 1 or self.is_contrastive
 
     def check_together(self) -> None:
         """Raise SettingsError where settings that are fine alone do not fit together."""

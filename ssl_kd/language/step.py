@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
-from ssl_kd.language.objective import Objective
+from ssl_kd.language.objective import Objective, student_side
 from ssl_kd.language.parallel import Trainee
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
@@ -64,14 +64,15 @@ class StudentStep:
 
     Attributes:
         terms: the loss terms by name, NaN where one was not finite: `ce`, cross-entropy with the
-            text, nats a token; with a teacher `kd`, the divergence times temperature squared, nats
-            a token, or with another tokenizer what ALIGN measures, a mean over what `Aligned.count`
-            counts; and others, each a mean over what it counts.
+            text, nats a token of it, where the step had text; with a teacher `kd`, the divergence
+            times temperature squared, nats a token, or with another tokenizer what ALIGN measures,
+            a mean over what `Aligned.count` counts; and others, each a mean over what it counts.
         router: what the teacher's router did, by name; empty where none learns.
         loss: the weighted sum of those that the guard let through.
         grad_norm: before clipping.
         updated: whether the student moved.
         tokens: real tokens.
+        rollouts: what the student wrote to learn from, by name; empty where it wrote nothing.
     """
 
     terms: dict[str, float]
@@ -80,6 +81,7 @@ class StudentStep:
     updated: bool
     tokens: int
     router: dict[str, float | None]
+    rollouts: dict[str, float | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> StudentStep:
@@ -90,9 +92,9 @@ class StudentStep:
         return cls(**{"terms": terms, **fields})
 
     @property
-    def ce(self) -> float:
-        """Cross-entropy with the text, nats a token."""
-        return self.terms["ce"]
+    def ce(self) -> float | None:
+        """Cross-entropy with the text, nats a token of it; None where the step had no text."""
+        return self.terms.get("ce")
 
     @property
     def kd(self) -> float | None:
@@ -108,10 +110,11 @@ class Distiller(Objective):
     """A student's objective with its optimizer and guard.
 
     Its terms are means over the real tokens of the whole step (`kd` of a teacher with another
-    tokenizer over its groups), however many batches it is made of. Each term fails alone: a NaN in
-    one leaves the others training on that step; without any of those that have a weight, the step
-    is skipped. A term that is cut out of STOP_AFTER steps in a row ends the run, as a student does
-    that is sick for so long.
+    tokenizer over its groups), however many batches it is made of; `ce`, too, where some of these
+    the student wrote itself, so that each token has its weight whoever wrote the others. Each term
+    fails alone: a NaN in one leaves the others training on that step; without any of those that
+    have a weight, and without a token, the step is skipped. A term that is cut out of STOP_AFTER
+    steps in a row ends the run, as a student does that is sick for so long.
 
     Where `torch.distributed` has several ranks, a step is of the batches of all of them, and so are
     its means; every rank makes a distiller and calls it equally often.
@@ -190,10 +193,14 @@ class Distiller(Objective):
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens, sizes = self._sizes(batches)
+        tokens, text, sizes = self._sizes(batches)
         sums = dict.fromkeys(sizes, torch.zeros((), device=self.precision.device))
+        rng = rng_state(self.precision.device)
+        if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
+            event = Event(self.guard.steps, "batch", "input", "no token to learn from", "skipped")
+            self.guard.events.extend([event])
+            batches = []
         with self._router_moves_once(batches):
-            rng = rng_state(self.precision.device)
             for i, batch in enumerate(batches):
                 with self.trainee.averaged(last=i == len(batches) - 1):
                     terms = self.trainee.forward(self.terms, batch)
@@ -214,9 +221,13 @@ class Distiller(Objective):
             self.optimizer.zero_grad()
         what = f"step {self.guard.steps - 1}, the losses"
         means = self.team.means(what, *sent.tolist())
-        found: dict[str, float] = dict(zip(sums, means, strict=True))
-        weighted = [weight * found[name] for name, weight in self.weights.items()]
+        found = dict(zip(sums, means, strict=True)) if tokens else {}
+        weighted = [weight * found[name] for name, weight in self.weights.items() if name in found]
         finite = [value for value in weighted if math.isfinite(value)]
+        if not text:
+            found.pop("ce", None)
+        elif tokens != text:
+            found["ce"] *= tokens / text
         done = StudentStep(
             terms=found,
             loss=sum(finite) if finite else float("nan"),
@@ -245,17 +256,19 @@ class Distiller(Objective):
         self.guard.events.extend([Event(step, "run", "escalation", why, "stopped")])
         raise TooFewHealthyParts(f"step {step}: {why}")
 
-    def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> tuple[int, dict[str, float]]:
-        """Real tokens of all ranks, and what each term is a mean over, a rank's share of it.
+    def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> tuple[int, int, dict[str, float]]:
+        """Real tokens of all ranks, those of text, and each term's divisor, a rank's share of it.
 
         See `counts`. Gradients are averaged over ranks:
         sums over a rank's share become means over all.
         """
         what = f"step {self.guard.steps}, the tokens"
         here = self.counts(batches)
-        of_all = map(int, self.team.sums(what, *here.values()))
+        text = sum(student_side(batch).text_tokens for batch in batches)
+        of_text, *of_all = map(int, self.team.sums(what, text, *here.values()))
         sizes = dict(zip(here, of_all, strict=True))
-        return sizes["ce"], {name: max(n, 1) / self.team.world for name, n in sizes.items()}
+        shares = {name: max(n, 1) / self.team.world for name, n in sizes.items()}
+        return sizes["ce"], of_text, shares
 
     def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
         alone = len(batches) == self.team.world == 1

@@ -32,6 +32,7 @@ from ssl_kd.language.teacher import (
     router_id,
     trained_teacher,
 )
+from ssl_kd.language.teacher_text import with_teacher_text
 from ssl_kd.language.terms import Term
 from ssl_kd.language.texts import lay_out, sample_of, texts_of
 from ssl_kd.losses.legacy_clamp import LegacyClamp
@@ -151,9 +152,10 @@ def prepare(
     aligned = teacher is not None and settings.align != "auto"
     more = [load_teacher(settings, n, precision.teacher) for n in settings.teacher_names[1:]]
     _attend(settings.attn_implementation, precision.device, *more)
-    blocks, eval_blocks = (
-        lay_out(settings, texts, student, teacher, aligned, more) for texts in (train_set, eval_set)
-    )
+    prompted = settings.on_policy or settings.teacher_text
+    layout = settings.replace(packing=False) if prompted else settings  # a prompt a row
+    blocks = lay_out(layout, train_set, student, teacher, aligned, more)
+    eval_blocks = lay_out(settings, eval_set, student, teacher, aligned, more)
     own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
     if teacher is not None and isinstance(eval_blocks, Blocks):
         check_ids_are_known(student, teacher, own, eval_blocks)
@@ -168,6 +170,9 @@ def prepare(
         logger.info(words, 100 * found["coverage"], found["characters_per_group"])
 
     frozen, caches = _answers(settings, precision, teacher, train_set, blocks, ranks)
+    if settings.teacher_text and frozen is not None and teacher is not None:
+        assert isinstance(blocks, Blocks)  # LanguageSettings.check_together
+        blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, tell)
     served = None
     if teacher is not None and settings.teacher_url is not None and not caches:
         served = ServedTeacher.of(settings, teacher.tokenizer, precision.device)

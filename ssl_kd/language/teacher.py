@@ -130,6 +130,9 @@ def trained_teacher(
         lora_rank=0,
         legacy_clamp=None,
         shard=False,
+        on_policy=0.0,
+        teacher_text=0.0,
+        divergence="auto",
     )
     decides = ("block_size", "packing", "batch_size", "gradient_accumulation_steps")
     decides += ("teacher_size", "teacher_steps", "teacher_experts", "vocabulary", "seed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.language.rollouts import Written
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.seeds import seed_of, seeded
 from ssl_kd.training.loop import Pace, run_loop
@@ -42,6 +44,7 @@ def train(
     steps: int,
     *,
     start: int = 0,
+    written: Written | None = None,
     on_step: Callable[[int, StudentStep], object] = lambda step, result: None,
     on_log: Callable[[Row], object] = lambda row: None,
     on_eval: Callable[[int], object] = lambda step: None,
@@ -55,6 +58,7 @@ def train(
         blocks: the text, aligned where the teacher has another tokenizer.
         steps: last step, exclusive.
         start: first step, the number of steps already done.
+        written: who makes its batches where ON_POLICY is above 0, see `rollouts.writer`.
         on_step: gets each step's number, from 0, and result.
         on_log: gets a row every LOG_EVERY steps, and at the end.
         on_eval: called with the steps done every EVAL_EVERY, and at the end.
@@ -67,10 +71,13 @@ def train(
     Raises:
         TooFewHealthyParts: training cannot continue, or is over without a step that was learned
             from; the last good state was saved before.
+        ValueError: ON_POLICY is above 0 and there is no `written`, or the other way round.
     """
     settings = distiller.settings
+    if bool(settings.on_policy) != (written is not None):
+        raise ValueError(f"on_policy is {settings.on_policy}, and written is {written}")
     done = run_loop(
-        _Student(distiller, blocks, steps, on_step),
+        _Student(distiller, blocks, steps, on_step, written),
         start=start,
         log_every=settings.log_every,
         checkpoint_every=settings.checkpoint_every,
@@ -95,8 +102,10 @@ class _Student:
         blocks: Blocks | AlignedBlocks,
         steps: int,
         on_step: Callable[[int, StudentStep], object],
+        written: Written | None,
     ) -> None:
         self.distiller, self.blocks, self.steps, self.on_step = distiller, blocks, steps, on_step
+        self.written = written
         self.pace = Pace()
         self._device = distiller.precision.device
         self._learning_rate = 0.0
@@ -113,14 +122,31 @@ class _Student:
         gpus = [self._device] if self._device.type == "cuda" else []
         key = (step,) if team.rank == 0 else (step, team.rank)
         with seeded(seed_of(settings.seed, *key), gpus):  # of dropout
-            shares = map(team.share, rows.split(size))
-            batches = [self.blocks.batch(some, self._device) for some in shares]
-            result = distiller.step(batches, rate)
+            shares = [*map(team.share, rows.split(size))]
+            if self.written is None:
+                result = distiller.step([self.blocks.batch(s, self._device) for s in shares], rate)
+            else:
+                result = self._learn_from_its_own(self.written, step, shares, rate)
         if settings.clear_cache_every_step and gpus:
             torch.cuda.empty_cache()
         distiller.recent.append(result)
         self.pace.add(result.tokens)
         self.on_step(step, result)
+
+    def _learn_from_its_own(
+        self, written: Written, step: int, shares: list[Tensor], rate: float
+    ) -> StudentStep:
+        """A step on rows of which the student writes some."""
+        batches, here = written.batches(step, shares, self._device)
+        sums = self.distiller.team.sums(f"step {step}, what was written", *here.values())
+        found = dict(zip(here, sums, strict=True))
+        texts = found["written"]
+        seen = {
+            "rollout_share": texts / found["rows"],
+            "rollout_tokens": found["tokens"] / texts if texts else None,
+            "rollout_ended": found["ended"] / texts if texts else None,
+        }
+        return replace(self.distiller.step(batches, rate), rollouts=seen)
 
     def look(self, done: int, *, at_once: bool = False) -> None:
         """The guard of modules has looked in the step itself."""
@@ -147,8 +173,9 @@ class _Student:
             "gpu_memory_gb": self._peak_memory(),
             "tokens_per_second": self.pace.per_second(),
         }
-        for name in results[-1].router:
-            row[name] = _mean([result.router.get(name) for result in results])
+        for seen in ("router", "rollouts"):
+            for name in getattr(results[-1], seen):
+                row[name] = _mean([getattr(result, seen).get(name) for result in results])
         results.clear()
         return row
 

@@ -77,7 +77,7 @@ def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> Non
     estimate = estimate_memory(
         task.student.model,
         task.frozen,
-        batch_size=batch_size,
+        batch_size=batch_size * (1 + settings.is_contrastive),
         block_size=settings.block_size,
         dtype=task.precision.student,
         accumulation_steps=settings.gradient_accumulation_steps,

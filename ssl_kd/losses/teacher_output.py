@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch.nn.functional as F
@@ -74,5 +74,7 @@ def logits_of(teacher: LinearTeacher | LogitsTeacher, rows: slice = slice(None))
 
 
 def rows_of(teacher: TeacherOutput, start: int, stop: int) -> TeacherOutput:
-    """Rows `start` to `stop` of a teacher that is given row by row: any but a `LinearTeacher`."""
+    """Rows `start` to `stop` of a teacher."""
+    if isinstance(teacher, LinearTeacher):
+        return replace(teacher, hidden=teacher.hidden[start:stop])
     return type(teacher)(*(x[start:stop] for x in vars(teacher).values()))

@@ -100,6 +100,7 @@ KINDS = {
     "experts": {"teacher_model": "mixture", "router_mode": "all"},
     "draws": {"teacher_model": "mixture", "router_mode": "ka", "cache_method": "topk"},
     "adapters": {"student_model": "student", "lora_rank": 2},
+    "on-policy": {"on_policy": 0.5, "rollout_tokens": 6, "prompt_tokens": 4},
 }
 
 
@@ -120,7 +121,8 @@ def of_kind(settings, models):
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"checkpointing", "draws"}))
 def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
     one, two = by(1, of_kind(kind, run_name="one")), by(2, of_kind(kind, run_name="two"))
-    assert_near(one, two)
+    # Left padding is as wide as the longest prompt of a rank.
+    assert_near(one, two, 1e-5 if kind == "on-policy" else NEAR)
 
 
 @pytest.mark.parametrize("method", ["sample", "hidden"])

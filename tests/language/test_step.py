@@ -159,15 +159,15 @@ def test_four_small_batches_are_one_large_one(tiny, teacher, with_teacher):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-7)
 
 
-def test_a_batch_without_any_target_moves_nothing_by_its_loss(tiny, teacher):
+def test_a_batch_without_any_target_is_a_step_that_is_skipped_and_said(tiny, teacher):
     blocks = tiny.blocks()
     blocks.counts[:] = False
-    distiller = tiny.distiller(teacher, weight_decay=0.0)
+    distiller = tiny.distiller(teacher)
     before = copy.deepcopy(distiller.student.state_dict())
     result = distiller.step([blocks.batch([0, 1])], 1e-2)
-    assert (result.ce, result.kd, result.grad_norm, result.tokens) == (0, 0, 0, 0)
-    assert same(before, distiller.student.state_dict())
-    assert len(distiller.guard.events) == 0
+    assert (result.ce, result.kd, result.grad_norm, result.tokens) == (None, None, 0, 0)
+    assert not result.updated and same(before, distiller.student.state_dict())
+    assert events(distiller, "reason", "action") == [("no token to learn from", "skipped")]
 
 
 def test_gradient_checkpointing_changes_no_bit(tiny, teacher):

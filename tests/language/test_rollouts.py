@@ -1,0 +1,568 @@
+"""What a student writes to learn from: what is drawn, what of it counts, and what may go wrong."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from ssl_kd.datasets.blocks import Blocks  # noqa: E402
+from ssl_kd.errors import InputError  # noqa: E402
+from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
+from ssl_kd.language import rollouts as rollouts_module  # noqa: E402
+from ssl_kd.language.replay import replay  # noqa: E402
+from ssl_kd.language.rollouts import Generated, prompt_length, writer  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.step import precision_of  # noqa: E402
+from ssl_kd.language.task import prepare  # noqa: E402
+from ssl_kd.language.train import train  # noqa: E402
+from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
+from tests.bits import same  # noqa: E402
+from tests.oracles import token_objectives as oracle  # noqa: E402
+
+CPU = torch.device("cpu")
+END = 1
+
+
+@pytest.fixture
+def model(tiny):
+    """A model whose next token is far from certain, and depends on the prompt."""
+    return tiny.model(spread=0.3)
+
+
+@pytest.fixture
+def make(tiny):
+    """A distiller with a live teacher, and who writes its batches."""
+
+    def get(student=None, **changes):
+        options = {"on_policy": 0.5, "rollout_tokens": 6, "prompt_tokens": 4, **changes}
+        teacher = FrozenTeacher(tiny.model(spread=0.3))
+        distiller = tiny.distiller(teacher, student, **options)
+        return distiller, writer(distiller, tiny.blocks(), tiny.tokenizer)
+
+    return get
+
+
+class Said:
+    """Rollouts that were said before, in the order of the prompts."""
+
+    def __init__(self, *texts):
+        self.texts = texts
+
+    def __call__(self, prompts, rooms, seeds):
+        return [list(text)[:room] for text, room in zip(self.texts, rooms, strict=False)]
+
+
+class Silent:
+    """Rollouts of no token at all."""
+
+    def __call__(self, prompts, rooms, seeds):
+        return [[] for _ in prompts]
+
+
+# --- what is drawn --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.5)])
+def test_tokens_come_as_often_as_the_model_says(model, temperature, top_p):
+    n, prompt = 2000, [5, 9, 14]
+    draw = Generated(model, [END], temperature=temperature, top_p=top_p, batch_size=500)
+    found = torch.tensor([row[0] for row in draw([prompt] * n, [1] * n, list(range(n)))])
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1].double()
+    p = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        order = p.argsort(descending=True)
+        nucleus = order[: int((p[order].cumsum(0) < top_p).sum()) + 1]
+        assert set(found.tolist()) <= set(nucleus.tolist())
+        p = torch.zeros_like(p).index_copy(0, nucleus, p[nucleus])
+        p = p / p.sum()
+    seen = torch.bincount(found, minlength=len(p)) / n
+    error = (p * (1 - p) / n).sqrt()
+    assert p.max() < 0.9 and bool(((seen - p).abs() <= 5 * error + 1 / n).all())
+
+
+def test_temperature_0_takes_the_likeliest(model):
+    prompts = [[5, 9, 14], [7], [3, 3]]
+    found = Generated(model, [END], temperature=0)(prompts, [5, 5, 2], [1, 2, 3])
+    for prompt, new in zip(prompts, found, strict=True):
+        ids = list(prompt)
+        for token in new:
+            with torch.no_grad():
+                assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+    assert len(found[2]) <= 2
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_a_row_is_the_same_in_any_company(tiny, kind):
+    """Padded on the left, with absolute positions, and beside rows of another room."""
+    model = tiny.model(kind, seed=2, spread=0.2)
+    prompts = [[5, 9, 14, 20, 31], [7], list(range(3, 120)), [40, 41]]
+    rooms, seeds = [10, 12, 11, 3], [11, 12, 13, 14]
+    together = Generated(model, [END], batch_size=4)(prompts, rooms, seeds)
+    alone = Generated(model, [END], batch_size=1)
+    for i, new in enumerate(together):
+        assert alone([prompts[i]], [rooms[i]], [seeds[i]]) == [new]
+        assert 1 <= len(new) <= rooms[i] and END not in new[:-1]
+    assert Generated(model, [END])(prompts, rooms, [s + 100 for s in seeds]) != together
+
+
+def test_it_ends_with_its_end_token_at_once_where_the_model_says_so(model):
+    bias = torch.zeros(model.config.vocab_size)
+    bias[END] = 100.0
+    model.lm_head = _Biased(model.lm_head, bias)
+    assert Generated(model, [END])([[5], [6, 7]], [9, 9], [0, 1]) == [[END], [END]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_of_the_vocabulary_is_never_drawn(tiny, make, temperature):
+    """A student of another padding than its teacher must not say what that cannot read."""
+    student = tiny.model(seed=1, vocab_size=400)
+    bias = torch.zeros(400)
+    bias[320:] = 50.0
+    student.lm_head = _Biased(student.lm_head, bias)
+    distiller, written = make(student, on_policy=1.0, rollout_temperature=temperature)
+    batches, sums = written.batches(0, [torch.arange(4)], CPU)
+    assert int(batches[0].input_ids.max()) < 320 and sums["tokens"] >= 4
+    assert math.isfinite(distiller.step(batches, 1e-3).kd)
+
+
+class _Biased(nn.Module):
+    def __init__(self, head, bias):
+        super().__init__()
+        self.head, self.bias, self.weight = head, bias, head.weight
+
+    def forward(self, x):
+        return self.head(x) + self.bias
+
+
+def test_neither_the_models_own_settings_nor_anybodys_random_numbers_take_part(model):
+    plain = Generated(model, [END])([[5, 9]], [8], [3])
+    config = model.generation_config
+    config.repetition_penalty, config.top_k, config.do_sample = 9.0, 1, True
+    model.train()
+    dice = torch.get_rng_state()
+    assert Generated(model, [END])([[5, 9]], [8], [3]) == plain
+    assert torch.equal(dice, torch.get_rng_state())
+    assert model.generation_config is config and model.training
+
+
+# --- which rows, and what of them counts ----------------------------------------------------------
+
+
+def test_the_prompt_is_what_carries_no_loss_or_the_beginning_of_a_text(tiny):
+    blocks = tiny.blocks()
+    length = int((blocks.documents[0] > 0).sum())
+    assert prompt_length(blocks, 0, 4) == 4
+    assert prompt_length(blocks, 0, 1000) == length - 1
+    counts = blocks.counts.clone()
+    counts[0, :7] = False
+    assert prompt_length(replace(blocks, counts=counts), 0, 4) == 7
+
+
+def test_a_batch_is_text_first_and_of_the_rest_the_continuations_alone_count(make, tiny):
+    distiller, written = make()
+    rows = torch.arange(16)
+    (batch,), sums = written.batches(3, [rows], CPU)
+    mine = [row for row in range(16) if written.chosen(3, row)]
+    text = [row for row in range(16) if row not in mine]
+    assert 0 < len(mine) == batch.written < 16 and batch.rows.tolist() == text + mine
+    plain = tiny.blocks().batch(text)
+    width = plain.input_ids.shape[1]
+    assert torch.equal(batch.input_ids[: len(text), :width], plain.input_ids)
+    assert torch.equal(batch.counts[: len(text), :width], plain.counts)
+    assert not batch.counts[: len(text), width:].any()
+    new = batch.counts[len(text) :]
+    assert not new[:, :4].any() and bool(new[:, 4].all()) and int(new.sum()) == sums["tokens"]
+    assert int(new.sum(1).max()) <= 6
+    prompts = tiny.blocks().ids[mine, :4]
+    assert torch.equal(batch.input_ids[len(text) :, :4], prompts)
+    assert sums["rows"] == 16 and sums["written"] == len(mine) and sums["ended"] <= len(mine)
+
+
+def test_the_share_is_of_the_rows_and_another_in_each_step(make):
+    _, written = make(on_policy=0.3)
+    chosen = torch.tensor(
+        [[written.chosen(step, row) for row in range(40)] for step in range(50)]
+    ).double()
+    assert abs(float(chosen.mean()) - 0.3) < 0.05
+    assert float(chosen.mean(0).std()) < 0.15 and not torch.equal(chosen[0], chosen[1])
+    for share in (0.0, 1.0):
+        written.settings = written.settings.replace(on_policy=share)
+        assert {written.chosen(0, row) for row in range(20)} == {bool(share)}
+
+
+def test_what_a_row_says_depends_on_step_and_row_and_not_on_how_rows_are_dealt(make):
+    _, written = make(on_policy=1.0)
+    (whole,), _ = written.batches(2, [torch.arange(6)], CPU)
+    dealt, _ = written.batches(2, [torch.tensor([4, 1]), torch.tensor([3])], CPU)
+    for batch in dealt:
+        for i, row in enumerate(batch.rows.tolist()):
+            n = int((batch.documents[i] > 0).sum())
+            assert torch.equal(batch.input_ids[i, :n], whole.input_ids[row, :n])
+    (later,), _ = written.batches(3, [torch.arange(6)], CPU)
+    assert not torch.equal(later.input_ids, whole.input_ids)
+
+
+def test_too_long_a_rollout_is_refused(make):
+    _, written = make(on_policy=1.0)
+    written.rollouts = lambda prompts, rooms, seeds: [[5] * (room + 1) for room in rooms]
+    with pytest.raises(InputError, match="a rollout of row 3 has 7 tokens, expected 6 at most"):
+        written.batches(0, [torch.tensor([3])], CPU)
+
+
+# --- the numbers of a step ------------------------------------------------------------------------
+
+
+def by_hand(distiller, batch, text):
+    """The loss of a step in float64, token by token: ce, kd, and the gradient by name."""
+    settings = distiller.settings
+    student = copy.deepcopy(distiller.student).double()
+    teacher = copy.deepcopy(distiller.source.model).double()
+    own, theirs = (m(**batch.model_inputs(), use_cache=False).logits for m in (student, teacher))
+    ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
+    for row in range(len(batch.input_ids)):
+        name = settings.kind_of_divergence if row < text else settings.kind_on_policy
+        for place in range(1, batch.input_ids.shape[1]):
+            if not batch.counts[row, place]:
+                continue
+            z, t = own[row, place - 1], settings.temperature
+            if row < text:
+                ce = ce - z.log_softmax(-1)[batch.input_ids[row, place]]
+            log_p, log_q = (x.log_softmax(-1) for x in (theirs[row, place - 1].detach() / t, z / t))
+            kd = kd + t**2 * oracle.divergence(name, log_p, log_q)
+            n += 1
+    ((settings.alpha_ce * ce + settings.alpha_kd * kd) / n).backward()
+    gradients = {name: p.grad for name, p in student.named_parameters()}
+    return ce.item(), kd.item() / n, gradients, n
+
+
+@pytest.mark.parametrize("changes", [
+    {"divergence": "reverse_kl"},
+    {"divergence": "js:0.2"},
+    {"divergence": "distillm2"},
+    {"divergence": "distillm2", "on_policy": 1.0},
+    {"divergence": "reverse_kl", "on_policy": 1.0, "alpha_kd": 0.7},
+], ids=str)  # fmt: skip
+def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
+    distiller, written = make(temperature=1.5, clip_grad=None, **changes)
+    (batch,), _ = written.batches(1, [torch.arange(4, 9)], CPU)
+    text = len(batch.rows) - batch.written
+    both = changes["divergence"] == "distillm2"
+    assert batch.written and (text or changes.get("on_policy") == 1.0)
+    assert len(batch.rows) == 5 + (batch.written if both else 0)
+    ce, kd, gradients, n = by_hand(distiller, batch, text)
+
+    terms = distiller.terms(batch)
+    divisor = distiller.counts([batch])["kd"]
+    loss = sum(distiller.weighted(terms).values()) / divisor
+    loss.backward()
+    assert divisor == n and terms["kd"].item() / n == pytest.approx(kd, rel=1e-4)
+    assert terms["ce"].item() == pytest.approx(ce, rel=1e-5)
+    for name, p in distiller.student.named_parameters():
+        torch.testing.assert_close(
+            p.grad.double(), gradients[name], rtol=1e-3, atol=2e-6, msg=lambda m, n=name: f"{n} {m}"
+        )
+    distiller.optimizer.zero_grad()
+    result = distiller.step([batch], 1e-3)
+    assert result.updated and result.tokens == n
+    if text:
+        assert result.ce == pytest.approx(ce / batch.text_tokens, rel=1e-4)
+    else:
+        assert result.ce is None and "ce" not in distiller.weights
+    assert result.kd == pytest.approx(kd, rel=1e-4)
+
+
+def test_accumulated_batches_count_as_one(make):
+    one, written = make()
+    two, _ = make()
+    rows = torch.arange(6)
+    whole, _ = written.batches(0, [rows], CPU)
+    parts, _ = written.batches(0, [rows[:2], rows[2:]], CPU)
+    a, b = one.step(whole, 1e-3), two.step(parts, 1e-3)
+    assert a.ce == pytest.approx(b.ce, rel=1e-5) and a.kd == pytest.approx(b.kd, rel=1e-5)
+    assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4) and a.tokens == b.tokens
+
+
+def test_a_nan_divergence_leaves_the_text_to_train_alone(make):
+    """To the bit as cross-entropy alone, weighted by the tokens of the whole step."""
+    sick, written = make()
+    alone, _ = make()
+    batches, _ = written.batches(1, [torch.arange(4, 9)], CPU)
+    assert 0 < batches[0].written < 5
+    answer = sick.source.answers[0]
+
+    def poisoned(batch, rows):
+        said = answer(batch, rows)
+        said.hidden[-1] = math.nan  # at a token that the student wrote
+        return said
+
+    sick.source.answers = (poisoned,)
+    result = sick.step(batches, 1e-3)
+    alone.weights = {"ce": alone.weights["ce"]}
+    alone.step(batches, 1e-3)
+    assert result.updated and math.isnan(result.kd) and math.isfinite(result.ce)
+    pairs = zip(sick.student.parameters(), alone.student.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
+# --- nothing, and what is sick --------------------------------------------------------------------
+
+
+def test_a_row_that_ends_at_once_teaches_its_end(make):
+    distiller, written = make(on_policy=1.0)
+    written.rollouts = Said([END], [END])
+    batches, sums = written.batches(0, [torch.tensor([0, 1])], CPU)
+    assert sums["tokens"] == sums["ended"] == 2
+    result = distiller.step(batches, 1e-3)
+    assert result.updated and result.tokens == 2 and math.isfinite(result.kd) and result.kd > 0
+
+
+def test_a_rollout_of_no_token_counts_for_nothing_beside_others(make):
+    distiller, written = make(on_policy=1.0)
+    one, _ = make(on_policy=1.0)
+    written.rollouts = Said([5, 6, END], [])
+    batches, _ = written.batches(0, [torch.tensor([0, 1])], CPU)
+    result = distiller.step(batches, 1e-3)
+    written.rollouts = Said([5, 6, END])
+    batches, _ = written.batches(0, [torch.tensor([0])], CPU)
+    other = one.step(batches, 1e-3)
+    assert result.updated and result.tokens == 3
+    assert result.kd == pytest.approx(other.kd, rel=1e-6)
+    assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+
+
+def test_a_step_without_a_token_is_skipped_and_said(make):
+    distiller, written = make(on_policy=1.0)
+    distiller.step(written.batches(0, [torch.arange(4)], CPU)[0], 1e-2)  # there are moments now
+    before = copy.deepcopy((distiller.student.state_dict(), distiller.optimizer.state_dict()))
+    written.rollouts = Silent()
+    result = distiller.step(written.batches(1, [torch.arange(4)], CPU)[0], 1e-2)
+    assert not result.updated and result.tokens == 0 and result.ce is None and result.kd is None
+    after = distiller.student.state_dict(), distiller.optimizer.state_dict()
+    before[1]["param_groups"] = after[1]["param_groups"]
+    assert same(before[0], dict(after[0])) and same(before[1]["state"], after[1]["state"])
+    (event,) = distiller.guard.events.events
+    assert (event.step, event.reason, event.action) == (1, "no token to learn from", "skipped")
+    assert distiller.guard.steps == 2 and distiller.learned == {"kd": 1}
+
+
+def test_a_run_whose_rollouts_are_all_empty_does_not_end_as_if_it_had_learned(make, tiny):
+    distiller, written = make(on_policy=1.0)
+    written.rollouts, rows = Silent(), []
+    with pytest.raises(TooFewHealthyParts, match="none of the 3 steps could be learned from"):
+        train(distiller, tiny.blocks(), 3, written=written, on_log=rows.append)
+    assert [row["kd"] for row in rows] == [None] * 3
+    assert all(json.dumps(row, allow_nan=False) for row in rows)
+    assert [row["rollout_tokens"] for row in rows] == [0.0] * 3
+
+
+def test_a_student_of_nan_logits_is_found_by_the_guard_and_stops_the_run(make, tiny):
+    distiller, written = make(on_policy=1.0, stop_after=3, student=tiny.model(seed=1))
+    distiller.student.model.norm.register_forward_hook(lambda m, args, out: out * math.nan)
+    with pytest.raises(TooFewHealthyParts):
+        train(distiller, tiny.blocks(), 9, written=written)
+    events = distiller.guard.events.events
+    assert distiller.guard.steps == 3 and not any(distiller.learned.values())
+    assert written.rollouts.sick == 3 * distiller.settings.batch_size
+    assert any(event.part == "kd" and event.stage == "loss" for event in events), events
+    told = next(event for event in events if event.action == "explained")
+    assert "student" in told.reason or "norm" in told.reason, told
+
+
+def test_one_sick_row_of_the_student_is_named(make, tiny):
+    """Where one token of the vocabulary makes it NaN; the text does not hold that token."""
+    distiller, written = make(student=tiny.model(seed=1))
+    with torch.no_grad():
+        distiller.student.model.embed_tokens.weight[300] = math.nan
+    rows = torch.arange(8)
+    mine = [row for row in range(8) if written.chosen(0, row)]
+    written.rollouts = lambda prompts, rooms, seeds: [[5, 300, 7]] + [[5, 6]] * (len(prompts) - 1)
+    assert len(mine) > 1
+    before = copy.deepcopy(distiller.student.state_dict())
+    result = distiller.step(written.batches(0, [rows], CPU)[0], 1e-2)
+    assert math.isnan(result.kd)
+    reasons = " ".join(event.reason for event in distiller.guard.events.events)
+    assert f"rows {', '.join(map(str, [r for r in range(8) if r not in mine] + mine))}" in reasons
+    after = distiller.student.state_dict()
+    finite = {k: v for k, v in after.items() if "embed" not in k and "lm_head" not in k}
+    assert all(v.isfinite().all() for v in finite.values()) and before.keys() == after.keys()
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+OWN = {"on_policy": 0.5, "rollout_tokens": 6, "prompt_tokens": 4}
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_stopped_anywhere_it_goes_on_with_the_same_numbers(make, tiny, stop):
+    blocks, steps, rows = tiny.blocks(), {"whole": [], "part": []}, {"whole": [], "part": []}
+
+    def student():
+        return tiny.model("GPT2", seed=1, resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1)
+
+    def calls(name):
+        return {
+            "on_step": lambda step, result: steps[name].append((step, result)),
+            "on_log": lambda row: rows[name].append({**row, "tokens_per_second": 0}),
+        }
+
+    one, written = make(student(), log_every=3)
+    train(one, blocks, 6, written=written, **calls("whole"))
+    two, written = make(student(), log_every=3)
+    stops = {"should_stop": lambda: len(steps["part"]) == stop, **calls("part")}
+    train(two, blocks, 6, written=written, **stops)
+    three, written = make(student(), log_every=3)
+    three.load(copy.deepcopy(two.state()))
+    torch.manual_seed(99)
+    train(three, blocks, 6, start=stop, written=written, **calls("part"))
+    assert same(one.student.state_dict(), three.student.state_dict())
+    assert steps["part"] == steps["whole"] and rows["part"] == rows["whole"]
+    assert 0 < rows["whole"][0]["rollout_share"] < 1
+    assert 1 <= rows["whole"][0]["rollout_tokens"] <= 6
+
+
+def lines(path, name):
+    return [json.loads(line) for line in (path / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("changes", [
+    {"lora_rank": 2, "student_model": "layers:1", "gradient_accumulation_steps": 2},
+    {"divergence": "distillm2", "on_policy": 1.0, "teacher_text": 1.0, "baseline": True},
+    {"on_policy": 1.0, "gradient_checkpointing": True, "rollout_top_p": 0.9},
+    {"on_policy": 0.0, "teacher_text": 0.5, "rollout_temperature": 0.0},
+    {"model_dtype": "float16", "emulate_fp16": True},
+    {"on_policy": 1.0, "teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
+], ids=lambda changes: " ".join(changes))  # fmt: skip
+def test_a_run_learns_from_what_was_written(settings, models, tmp_path, monkeypatch, changes):
+    monkeypatch.chdir(tmp_path)
+    if "teacher_model" in changes:
+        changes = changes | {"teacher_model": models(changes["teacher_model"])}
+    path = run(settings(**{**OWN, **changes}))
+    metrics = json.loads((path / "metrics.json").read_text())
+    assert metrics["success_rate"] == 1.0 and not lines(path, "events.jsonl")
+    own = changes.get("on_policy", 0.5)
+    for row in lines(path, "metrics.jsonl"):
+        if "eval" not in row:
+            assert math.isfinite(row["kd"]) and ("rollout_share" in row) == bool(own)
+            assert (row["ce"] is None) == (own == 1.0 and "teacher_text" not in changes)
+    if own == 1.0 and "teacher_text" not in changes:  # the last, whatever the text says
+        assert metrics["best_step"] == 6
+    students = [row for row in metrics["table"] if row["name"] == "student"]
+    assert math.isfinite(students[0]["perplexity"])
+
+
+def test_the_teachers_text_is_written_once_found_again_and_no_further_than_needed(
+    settings, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ssl_kd.language.teacher_text.PART", 16)
+    changes = {**OWN, "on_policy": 0.0, "teacher_text": 0.5}
+    first = run(settings(**changes, max_steps=2))  # 8 of 115 rows, about 4 of these the teacher's
+    texts = tmp_path / "data" / "teacher_text"
+    files = {path: path.read_bytes() for path in texts.rglob("*.pt")}
+    assert len(files) == 1
+
+    written = []
+    generate = rollouts_module.Generated._generate
+
+    def and_note(self, prompts, *rest):
+        written.extend(prompts)
+        return generate(self, prompts, *rest)
+
+    monkeypatch.setattr(rollouts_module.Generated, "_generate", and_note)
+    again = run(settings(**changes, max_steps=2, run_name="again"))
+    rows = [lines(path, "metrics.jsonl")[-1] for path in (first, again)]
+    assert not written and rows[0] == rows[1]
+    run(settings(**changes, max_steps=12, run_name="longer"))  # 48 rows
+    parts = sorted(texts.rglob("*.pt"))
+    assert len(parts) == 2 and len(written) == 16
+    parts[0].unlink()
+    run(settings(**changes, max_steps=2, run_name="mended"))
+    assert len(written) == 32 and parts[0].read_bytes() == files[parts[0]]
+
+
+def test_what_the_teacher_wrote_stands_in_the_place_of_the_text(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {**OWN, "on_policy": 0.0, "rollout_temperature": 0.0}
+    own = settings(**options, teacher_text=0.5)
+    plain, task = (prepare(s, precision_of(s), _silent) for s in (settings(packing=False), own))
+    before, after = plain.blocks, task.blocks
+    assert isinstance(before, Blocks) and isinstance(after, Blocks)
+    changed = (before.counts != after.counts).any(1).nonzero().flatten().tolist()
+    assert len(changed) == round(0.5 * len(after)) and task.digest != plain.digest
+    row = changed[0]
+    prompt, new = after.ids[row, :4], after.ids[row][after.counts[row]]
+    assert torch.equal(prompt, before.ids[row, :4]) and 1 <= len(new) <= 6
+    with torch.no_grad():
+        said = task.frozen.model(torch.cat([prompt, new])[None]).logits[0, 3:-1].argmax(-1)
+    assert torch.equal(said, new)
+
+
+def _silent(stage, done, total, info):
+    pass
+
+
+def test_a_teacher_that_writes_nan_is_refused_before_anything_is_kept(
+    settings, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rollouts_module._Draw, "likeliest", _not_finite)
+    changes = {**OWN, "on_policy": 0.0, "teacher_text": 1.0, "rollout_temperature": 0.0}
+    with pytest.raises(
+        InputError, match=r"logits that are not finite where it writes \(115 of 115"
+    ):
+        run(settings(**changes))
+    assert not [*(tmp_path / "data").rglob("*.pt")]
+
+
+def _not_finite(self, input_ids, scores):
+    return self._only(input_ids, scores * math.nan, scores.argmax(-1, keepdim=True))
+
+
+def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
+    settings, models, tiny, tmp_path
+):
+    """The teacher's embeddings of tokens that no text holds are NaN."""
+    from transformers import AutoModelForCausalLM
+
+    own = settings(**OWN, teacher_model=str(tmp_path / "teacher"))
+    texts = [*tiny.texts(48).examples, *tiny.texts(12, 1000).examples]
+    used = {t for example in texts for t in tiny.tokenizer(example.text).input_ids} | {0, 1, 2}
+    model = AutoModelForCausalLM.from_pretrained(models("teacher"))
+    with torch.no_grad():
+        for token in range(320):
+            if token not in used:
+                model.model.embed_tokens.weight[token] = math.nan
+    model.save_pretrained(own.teacher_model)
+    tiny.tokenizer.save_pretrained(own.teacher_model)
+    path = run(own)
+    metrics = json.loads((path / "metrics.json").read_text())
+    assert metrics["learned_from"]["kd"] < 6 == metrics["learned_from"]["ce"]
+    (bundle,) = (path / "faults").glob("kd-*.pt")
+    found = replay(bundle)
+    assert found.fault is not None and "embed_tokens" in str(found), found
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"divergence": "distillm2"}, "DIVERGENCE 'distillm2' contrasts text with what the student"),
+    ({"on_policy": 1.5}, "ON_POLICY is 1.5, but must be a finite number, at least 0, at most 1"),
+    ({"on_policy": 0.5, "teacher_model": "none"}, "ON_POLICY needs a teacher"),
+    ({"on_policy": 0.5, "alpha_kd": 0.0}, "ON_POLICY needs a teacher (TEACHER_MODEL), and"),
+    ({"teacher_text": 1.0, "teacher_cache": "c"}, "TEACHER_TEXT needs a teacher at work"),
+    ({"on_policy": 0.5, "align": "chunks"}, "set TEACHER_CACHE to None, ALIGN to 'auto' and"),
+    ({"on_policy": 0.5, "teacher_text": 0.1, "shard": True}, "ON_POLICY and TEACHER_TEXT needs"),
+    ({"rollout_top_p": 0.0}, "ROLLOUT_TOP_P is 0.0"),
+    ({"divergence": "js:1.0"}, "DIVERGENCE is 'js:1.0'"),
+], ids=str)  # fmt: skip
+def test_what_does_not_fit_together_is_refused(settings, changes, message):
+    with pytest.raises(SettingsError) as refused:
+        settings(**changes)
+    assert message in str(refused.value)
