@@ -3,24 +3,30 @@
 import json
 import math
 import os
+import textwrap
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ssl_kd.datasets.aligned import aligned_blocks
+from ssl_kd.datasets.blocks import make_blocks
 from ssl_kd.errors import InputError
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.routed import Routed
+from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
+from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from ssl_kd import hf_trainer  # noqa: E402
 from ssl_kd.hf_trainer import DistillationTrainer, GuardCallback  # noqa: E402
 from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate  # noqa: E402
 from tests.bits import same  # noqa: E402
@@ -364,16 +370,40 @@ def test_adapters_learn_and_their_base_stays(tmp_path):
     assert same(witness.bits[2:], rest.bits)
 
 
+def test_the_documented_compute_loss_trains_as_the_trainer_does(tmp_path):
+    (_, code) = (hf_trainer.__doc__ or "").split("step):\n\n")
+    code = textwrap.dedent(code.split("\n\nIt is for")[0])
+    names: dict[str, Any] = {
+        "torch": torch,
+        "Trainer": transformers.Trainer,
+        "teacher": teacher_model(),
+    }
+    names |= {"linear_distillation": linear_distillation, "LinearTeacher": LinearTeacher}
+    names |= {"next_token_targets": next_token_targets}
+    exec(code, names)
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "optim": "sgd"}
+    witness = Witness()
+    trainer: Any = names["Distilling"](
+        TINY.model(seed=1), arguments(tmp_path, **options), data_collator=collate,
+        train_dataset=samples(32), callbacks=[witness],
+    )  # fmt: skip
+    trainer.train()
+    _, ours, _ = trained(tmp_path, teacher_model(), temperature=2.0, **options)
+    for a, b in zip(witness.bits[-1], ours.bits[-1], strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-6)
+    assert not same(ours.bits[0], ours.bits[-1])
+
+
 # --- teachers -------------------------------------------------------------------------------------
 
 
 def test_blocks_are_samples_that_come_back_as_they_were():
     for packing in (False, True):
-        blocks = TINY.blocks(12, packing)
+        blocks = make_blocks(TINY.texts(12), TINY.tokenizer, 96, packing=packing)
         rows = BlockRows(blocks)
         found = batch_of(collate([rows[i] for i in (3, 0, 2)]), torch.device("cpu"))
         expected = blocks.batch([3, 0, 2])
-        assert found.packed == expected.packed and same(found.rows, expected.rows)
+        assert found.packed == expected.packed == packing and same(found.rows, expected.rows)
         assert same(found.counts, expected.counts) and same(found.documents, expected.documents)
         real = expected.documents > 0
         assert same(found.input_ids[real], expected.input_ids[real])
@@ -462,6 +492,16 @@ def test_a_teacher_with_another_tokenizer(tmp_path, align):
     for a, b in zip(one.bits[-1], two.bits[-1], strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
     assert large.evaluate()["eval_kd"] > 0
+
+
+def test_packed_rows_need_models_that_keep_documents_apart(tmp_path, monkeypatch):
+    blocks = make_blocks(TINY.texts(24), TINY.tokenizer, 96, packing=True)
+    trainer, _, _ = trained(tmp_path, teacher_model(), data=blocks)
+    assert trainer.state.log_history[-1]["guard_updates"] == 4
+    where = "ssl_kd.hf_trainer.distillation.isolates_documents"
+    monkeypatch.setattr(where, lambda model: False)
+    with pytest.raises(InputError, match="does not keep apart"):
+        trained(tmp_path, teacher_model(), data=blocks)
 
 
 # --- what cannot be -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from ssl_kd.datasets.aligned import AlignedBatch, AlignedBlocks
-from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents
 from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate
@@ -137,6 +137,7 @@ class DistillationTrainer(Trainer):
         )
         _check(self.args, self.accelerator)
         self._sources = self._asked(teacher, train_dataset)
+        self._packs = False  # that it may was not asked yet
         self._begin_logging()
         self.objective = self._objective()
 
@@ -240,8 +241,21 @@ class DistillationTrainer(Trainer):
         whole = gathered.sum(0).tolist()
         world = self.accelerator.num_processes  # gradients are averaged over them
         self._sizes = {name: max(n, 1) / world for name, n in zip(here, whole, strict=True)}
+        if any(b.packed for b in batches if isinstance(b, Batch)) and not self._packs:
+            self._check_packing()
         self._begin_step(batches)
         return [{**s, _BATCH: b} for s, b in zip(samples, batches, strict=True)], whole[0]
+
+    def _check_packing(self) -> None:
+        """Refuse rows of several documents where a model would let them see each other."""
+        live = [self.model, getattr(self.objective.source, "model", None)]
+        for model in live:
+            if model is not None and not isolates_documents(model):
+                raise InputError(
+                    f"a row holds several documents, which {type(model).__name__} does not keep "
+                    "apart by position_ids: put one document in a row (packing=False)"
+                )
+        self._packs = True
 
     def _begin_step(self, batches: list[Batch | AlignedBatch]) -> None:
         """Let a teacher's router move once by all batches of a step."""

@@ -2,7 +2,8 @@
 
 transformers' Trainer is not used: there a step is one loss and one clip before any callback can
 check it, so a sick term would only be seen once it is summed into the gradient of the weights that
-all terms share. If you use a Trainer, there is `ssl_kd.hf_trainer.GuardCallback`.
+all terms share. If you use a Trainer, `ssl_kd.hf_trainer.DistillationTrainer` is one whose step is
+another.
 """
 
 from __future__ import annotations
