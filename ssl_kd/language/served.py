@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class ServedTeacher:
         self.server, self.k, self.vocabulary = server, min(k, vocabulary), vocabulary
         self.device, self._rounded = torch.device(device), rounded
         self._pool = ThreadPoolExecutor(IN_FLIGHT, "teacher")
+        self._ahead: dict[tuple[int, ...], Future[PromptTopK]] = {}
 
     @classmethod
     def of(
@@ -102,20 +103,30 @@ class ServedTeacher:
 
     def said(self, batch: Batch, rows: Tensor) -> PromptTopK:
         """What the server says at some positions of a batch, `[n, k]`, on the CPU."""
-        asked = list(_prompts(batch, rows.cpu()))
-        answers = self._pool.map(self._ask, (prompt for prompt, *_ in asked), asked)
-        parts = [
-            [column[wanted] for column in answer]
-            for answer, (_, wanted, *_) in zip(answers, asked, strict=True)
+        answers = [
+            (self._ahead.pop(tuple(prompt), None) or self._sent(prompt, row, first), wanted)
+            for wanted, prompt, row, first in _prompts(batch, rows.cpu())
         ]
+        parts = [[column[wanted] for column in found.result()] for found, wanted in answers]
         if not parts:
             tokens = torch.zeros(0, self.k, dtype=torch.int64)
             return PromptTopK(tokens, tokens.double(), tokens[:, 0].double())
         return PromptTopK(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
-    def _ask(self, prompt: list[int], about: tuple[Any, ...]) -> PromptTopK:
-        _, _, row, first = about
-        return self.server.top_k(prompt, self.k, self.vocabulary, f"row {row} of the text", first)
+    def ask_ahead(self, batches: Sequence[Batch]) -> None:
+        """Have the server answer about batches that will be wanted, while something else is done.
+
+        What goes wrong is raised when they are wanted.
+        """
+        for batch in batches:
+            rows, _ = next_token_targets(batch.input_ids, batch.counts)
+            for _, prompt, row, first in _prompts(batch, rows.cpu()):
+                if tuple(prompt) not in self._ahead:
+                    self._ahead[tuple(prompt)] = self._sent(prompt, row, first)
+
+    def _sent(self, prompt: list[int], row: int, first: int) -> Future[PromptTopK]:
+        where = f"row {row} of the text"
+        return self._pool.submit(self.server.top_k, prompt, self.k, self.vocabulary, where, first)
 
     def scores(self, blocks: Blocks, batch_size: int) -> TokenScores:
         """How well the teacher predicts the targets of blocks, as `judge_tokens` says of others."""
@@ -131,8 +142,8 @@ class ServedTeacher:
         return scores
 
 
-def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[list[int], Tensor, int, int]]:
-    """Each document that is asked about: its ids, which of their answers, its row and its place.
+def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[Tensor, list[int], int, int]]:
+    """Each document that is asked about: which answers are wanted, its ids, its row and place.
 
     Answer i of a prompt is after its token i; the ids end with what the last position predicts.
     """
@@ -145,8 +156,8 @@ def _prompts(batch: Batch, rows: Tensor) -> Iterator[tuple[list[int], Tensor, in
         at, columns = int(row[begin]), column[begin:end]
         same = documents[at] == documents[at, columns[0]]
         first = int(same.nonzero()[0])
-        prompt: Sequence[int] = ids[at, first : int(columns[-1]) + 2].tolist()
-        yield list(prompt), columns - first, int(batch.rows[at]), first
+        prompt = ids[at, first : int(columns[-1]) + 2].tolist()
+        yield columns - first, prompt, int(batch.rows[at]), first
 
 
 def _with_tail(tokens: Tensor, log_probs: Tensor, vocabulary: int) -> TopKTeacher:

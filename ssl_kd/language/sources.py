@@ -43,6 +43,7 @@ class Plain:
     Attributes:
         model: the live teacher's, of several the first's; None for a cache.
         models: of all live teachers, by `teacher NAME`, or `teacher` where there is one.
+        ask_ahead: has a server answer about batches before they are wanted; None where none is.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Plain:
     ) -> None:
         self.answers, self.weights = answers, weights
         self.model: Any = getattr(answers[0], "model", None)
+        self.ask_ahead: Any = getattr(answers[0], "ask_ahead", None)
         called = [f"teacher {name}" for name in names] or ["teacher"]
         models = [getattr(answer, "model", None) for answer in answers]
         self.models = {n: m for n, m in zip(called, models, strict=False) if m is not None}

@@ -115,30 +115,29 @@ class _Student:
         """One guarded step on some rows of the text."""
         distiller, settings = self.distiller, self.distiller.settings
         team = distiller.team
-        size, batches = settings.batch_size, settings.gradient_accumulation_steps
-        rows = rows_of_step(step, size * batches, len(self.blocks), settings.seed)
         peak, warmup = settings.peak_lr, settings.warmup_fraction
         distiller.follow(step, self.steps)
         self._learning_rate = rate = learning_rate_at(step, self.steps, peak, warmup)
         gpus = [self._device] if self._device.type == "cuda" else []
         key = (step,) if team.rank == 0 else (step, team.rank)
         with seeded(seed_of(settings.seed, *key), gpus):  # of dropout
-            shares = [*map(team.share, rows.split(size))]
-            if self.written is None:
-                result = distiller.step([self.blocks.batch(s, self._device) for s in shares], rate)
+            if self.written is not None:
+                result = self._learn_from_its_own(self.written, step, rate)
             else:
-                result = self._learn_from_its_own(self.written, step, shares, rate)
+                batches = self._batches(step)
+                if (ask_ahead := getattr(distiller.source, "ask_ahead", None)) is not None:
+                    following = self._batches(step + 1) if step + 1 < self.steps else []
+                    ask_ahead([*batches, *following])
+                result = distiller.step(batches, rate)
         if settings.clear_cache_every_step and gpus:
             torch.cuda.empty_cache()
         distiller.recent.append(result)
         self.pace.add(result.tokens)
         self.on_step(step, result)
 
-    def _learn_from_its_own(
-        self, written: Written, step: int, shares: list[Tensor], rate: float
-    ) -> StudentStep:
+    def _learn_from_its_own(self, written: Written, step: int, rate: float) -> StudentStep:
         """A step on rows of which the student writes some."""
-        batches, here = written.batches(step, shares, self._device)
+        batches, here = written.batches(step, self._shares(step), self._device)
         sums = self.distiller.team.sums(f"step {step}, what was written", *here.values())
         found = dict(zip(here, sums, strict=True))
         texts = found["written"]
@@ -148,6 +147,17 @@ class _Student:
             "rollout_ended": found["ended"] / texts if texts else None,
         }
         return replace(self.distiller.step(batches, rate), rollouts=seen)
+
+    def _shares(self, step: int) -> list[Tensor]:
+        """This rank's share of a step's rows, for each batch."""
+        settings = self.distiller.settings
+        size, n = settings.batch_size, settings.gradient_accumulation_steps
+        rows = rows_of_step(step, size * n, len(self.blocks), settings.seed)
+        return [*map(self.distiller.team.share, rows.split(size))]
+
+    def _batches(self, step: int) -> list[Any]:
+        """The batches of a step."""
+        return [self.blocks.batch(some, self._device) for some in self._shares(step)]
 
     def look(self, done: int, *, at_once: bool = False) -> None:
         """The guard of modules has looked in the step itself."""

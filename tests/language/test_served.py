@@ -12,6 +12,7 @@ from ssl_kd.language import caching  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.served import ServedTeacher  # noqa: E402
+from ssl_kd.language.step import Distiller  # noqa: E402
 from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
@@ -164,6 +165,38 @@ def test_what_a_cache_loses_is_at_most_what_it_says(tiny, server, tmp_path):
         facts.append(cache.facts())
     assert facts[0]["tail_mass"] == pytest.approx(facts[1]["tail_mass"], rel=1e-4)
     assert facts[1]["fidelity_kl"] <= facts[0]["fidelity_kl"] < 10 * facts[1]["fidelity_kl"]
+
+
+def test_what_is_asked_ahead_is_asked_once_and_its_faults_come_when_it_is_wanted(tiny, server):
+    blocks = tiny.blocks(packing=True)
+    first, second = blocks.batch(range(4)), blocks.batch(range(2, 6))
+    teacher = teacher_at(server, tiny)
+    expected = [teacher(batch, positions(batch)) for batch in (first, second)]
+    alone, n = len(server.asked), len(server.asked) // 2
+    server.asked.clear()
+    teacher.ask_ahead([first, second])
+    found = [teacher(batch, positions(batch)) for batch in (first, second)]
+    for a, b in zip(expected, found, strict=True):
+        assert same(vars(a), vars(b))
+    assert n < len(server.asked) <= alone and not teacher._ahead
+    server.fault = lambda handler, asked, number: handler.answer(b"<html>") or True
+    teacher.ask_ahead([first])
+    with pytest.raises(ServerFailed, match="not JSON"):
+        teacher(first, positions(first))
+
+
+def test_a_step_is_asked_about_while_the_one_before_is_learned_from(served, server, monkeypatch):
+    whole = weights(run(served(run_name="whole")))
+    ahead, step = [], Distiller.step
+
+    def seen(self, batches, rate):
+        ahead.append({tuple(ids) for ids in self.source.answers[0]._ahead})
+        return step(self, batches, rate)
+
+    monkeypatch.setattr(Distiller, "step", seen)
+    assert weights(run(served())) == whole
+    assert len(ahead) == 6 and all(a & b for a, b in zip(ahead, ahead[1:], strict=False))
+    assert len(ahead[-1]) < len(ahead[0])  # nothing follows the last step
 
 
 # --- runs -----------------------------------------------------------------------------------------
