@@ -118,10 +118,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         task = task.without_teacher()
         with clock("train"), signals.between_steps():
             best = _train(settings, folder, task, distiller, steps, signals, judge, tell)
-        if (done := distiller.guard.steps) < steps:
-            words = "stopped at step %d of %d: %d evaluations were no better than that of step %d"
-            logger.info(words, done, steps, settings.patience, best.step)
-        say_what_was_learned(distiller, best, done)
+        done = say_what_was_learned(distiller, best, steps)
         with clock("judge"):
             best.put_back()
             row, generations["after"] = inside(judge.row, "student", student)
@@ -291,10 +288,7 @@ def _train(
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
-                should_stop=lambda: (
-                    team.told_to_stop(signals, "before a step")
-                    or best.is_final(distiller.guard.steps)
-                ),
+                should_stop=lambda: team.told_to_stop(signals, "before a step") or best.is_final(),
             )
             team.told_to_stop(signals, "after the last step")
         except TooFewHealthyParts as error:
@@ -338,7 +332,7 @@ def train_alone(
         steps,
         on_step=on_step,
         on_eval=on_eval,
-        should_stop=lambda: best.is_final(distiller.guard.steps),
+        should_stop=best.is_final,
     )
     best.put_back()
 

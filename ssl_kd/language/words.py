@@ -128,16 +128,25 @@ def say_step(settings: LanguageSettings, step: int, result: StudentStep) -> None
         logger.info("step %d: %s, gradient norm %.3g", step + 1, terms, result.grad_norm)
 
 
-def say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> None:
-    """Warn of a training that did not help, and of loss terms that took no part in every step."""
+def say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> int:
+    """Warn of a training that did not help, and of loss terms that took no part in every step.
+
+    Returns:
+        The steps that were done; fewer than `steps` where PATIENCE ended the run.
+    """
+    done, patience = distiller.guard.steps, distiller.settings.patience
+    if done < steps:
+        words = "stopped at step %d of %d: %d evaluations were no better than that of step %d"
+        logger.info(words, done, steps, patience, best.step)
     if best.step == 0:
         logger.warning(
             "training did not improve the held-out score: the student is saved as it was before "
             "step 0"
         )
     for name, learned in distiller.learned.items():
-        if learned < steps:
-            logger.warning("%s learned from %d of %d steps", name, learned, steps)
+        if learned < done:
+            logger.warning("%s learned from %d of %d steps", name, learned, done)
+    return done
 
 
 def why(error: TooFewHealthyParts, settings: LanguageSettings, distiller: Distiller) -> str:

@@ -98,14 +98,7 @@ def build_student(
     """
     kind, _, size = spec.partition(":")
     if kind == "prune":
-        if teacher is None or sample is None:
-            raise InputError(f"student {spec!r} is cut out of a teacher: name one, and a text")
-        cut = prune(spec, teacher.model, sample)
-        config = _changed(teacher.model.config, cut.layers, cut.changes)
-        model = _make(spec, config, seed, cut.state)
-        model.generation_config = copy.deepcopy(teacher.model.generation_config)
-        cast_weights(model, dtype or torch.float32)
-        return CausalLM.of(model, teacher.tokenizer, spec)
+        return _pruned(spec, teacher, sample, seed, dtype or torch.float32)
     if kind not in ("layers", "fresh", "llama"):
         return load_causal_lm(spec, dtype=dtype, remote_code=remote_code)
     form = r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)"
@@ -273,6 +266,19 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
     model = _make(spec, _changed(config, kept, {}), seed, state)
     model.generation_config = copy.deepcopy(teacher.model.generation_config)
     return model
+
+
+def _pruned(
+    spec: str, teacher: CausalLM | None, sample: Blocks | None, seed: int, dtype: torch.dtype
+) -> CausalLM:
+    if teacher is None or sample is None:
+        raise InputError(f"student {spec!r} is cut out of a teacher: name one, and a text")
+    cut = prune(spec, teacher.model, sample)
+    config = _changed(teacher.model.config, cut.layers, cut.changes)
+    model = _make(spec, config, seed, cut.state)
+    model.generation_config = copy.deepcopy(teacher.model.generation_config)
+    cast_weights(model, dtype)
+    return CausalLM.of(model, teacher.tokenizer, spec)
 
 
 def _fresh(
