@@ -136,7 +136,7 @@ ROLLOUT_TOP_P = 1.0
 # --- Experts, routers and other tokenizers --------------------------------------------------------
 
 # How a teacher with another tokenizer is aligned: auto (the tokenizers are the same) | hidden
-# (states, by overlap) | uld (sorted probabilities) | chunks (of text).
+# (states, at common boundaries) | uld (sorted probabilities) | chunks (of text).
 ALIGN = "auto"
 # Experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some sampled)
 # | sar (all, with a router that learns from the student) | auto (sar for a mixture, native for a

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks, Frame, framed
 from ssl_kd.datasets.packing import digest_of, padded
-from ssl_kd.datasets.segmentation import TextReader, align, overlaps
+from ssl_kd.datasets.segmentation import TextReader, align
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.datasets.vocabulary import SharedVocabulary, shared_vocabulary
 from ssl_kd.errors import InputError
@@ -63,7 +63,7 @@ class AlignedBatch:
         return student, teacher
 
     def groups(self) -> Groups:
-        """The groups that count, for `uld` and `chunk_matching`.
+        """The groups that count, for every ALIGN.
 
         Every student token of such a group counts, and on both sides a token stands before its
         first one, to predict it.
@@ -102,19 +102,6 @@ class AlignedBatch:
             torch.from_numpy(one_to_one).to(device),
             torch.from_numpy(np.diff(aligned.ends, prepend=0)[kept]).to(device),
         )
-
-    def overlap(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For `hidden_matching`: pairs of tokens that share characters, and their weights.
-
-        Returns:
-            `[pair]` each: rows of the flattened hidden states of the student and of the teacher,
-            int64, and weights, float32. Of student tokens those that count.
-        """
-        device = self.student.input_ids.device
-        pairs = overlaps(*self._joined())
-        counted = self.counts.ravel()[pairs.student]
-        student, teacher, weight = (torch.from_numpy(array[counted]).to(device) for array in pairs)
-        return student, teacher, weight.float()
 
 
 @dataclass(frozen=True)

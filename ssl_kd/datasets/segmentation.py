@@ -16,7 +16,7 @@ from ssl_kd.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Alignment", "Overlap", "TextReader", "align", "check_fast", "overlaps", "partition"]
+__all__ = ["Alignment", "TextReader", "align", "check_fast", "partition"]
 
 _SPACES = np.array([c for c in range(0x3001) if chr(c).isspace()])
 
@@ -96,56 +96,6 @@ def align(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Alignment:
         for ends in (student_ends, teacher_ends)
     )
     return Alignment(common, student, teacher)
-
-
-class Overlap(NamedTuple):
-    """Pairs of tokens that share characters.
-
-    Attributes:
-        student: `[pair]`, index of the student's token.
-        teacher: `[pair]`, index of the teacher's token.
-        weight: `[pair]`, share of the student token's characters; sums to one per student token.
-    """
-
-    student: np.ndarray
-    teacher: np.ndarray
-    weight: np.ndarray
-
-
-def overlaps(student_ends: np.ndarray, teacher_ends: np.ndarray) -> Overlap:
-    """Which teacher tokens each student token shares characters with, and how many.
-
-    Tokens of one stretch (the bytes of a character) have all its characters; as a teacher's they
-    share them in equal parts.
-
-    Args:
-        student_ends: as in `align`.
-        teacher_ends: as in `align`.
-
-    >>> overlaps(np.array([2, 3]), np.array([1, 3])).weight  # "ab", "c" and "a", "bc"
-    array([0.5, 0.5, 1. ])
-    """
-    if not (student_ends.any() and teacher_ends.any()):
-        empty = np.zeros(0, dtype=np.int64)
-        return Overlap(empty, empty, empty.astype(np.float64))
-    every = np.union1d(student_ends, teacher_ends)
-    every = every[every > 0]
-    length = np.diff(every, prepend=0)
-    sides = []
-    for ends in (student_ends, teacher_ends):
-        tokens = np.flatnonzero(ends)
-        stretches, first, count = np.unique(ends[tokens], return_index=True, return_counts=True)
-        holds = np.searchsorted(stretches, every)  # the stretch that holds each piece
-        sides.append((tokens, first[holds], count[holds], np.diff(stretches, prepend=0)[holds]))
-    (s_tokens, s_first, s_count, s_length), (t_tokens, t_first, t_count, _) = sides
-    pairs = s_count * t_count
-    piece = np.repeat(np.arange(len(every)), pairs)
-    number = np.arange(len(piece)) - (np.cumsum(pairs) - pairs)[piece]
-    return Overlap(
-        s_tokens[s_first[piece] + number // t_count[piece]],
-        t_tokens[t_first[piece] + number % t_count[piece]],
-        (length / (s_length * t_count))[piece],
-    )
 
 
 def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -28,19 +28,19 @@ def unfit_for_hidden(who: str, model: Any) -> SettingsError:
 class HiddenProjection(torch.nn.Linear):
     """A linear map without bias, in float32 also under autocast.
 
-    It is trained with the student and discarded afterwards. Hidden states of some teachers hold
-    values in the thousands, whose products overflow in float16.
+    It is trained with the student and discarded afterwards. Some hidden states hold values in the
+    thousands, whose products overflow in float16.
 
     Args:
-        teacher_dim: hidden size of the teacher.
         student_dim: hidden size of the student.
+        teacher_dim: hidden size of the teacher.
     """
 
-    def __init__(self, teacher_dim: int, student_dim: int) -> None:
-        super().__init__(teacher_dim, student_dim, bias=False)
+    def __init__(self, student_dim: int, teacher_dim: int) -> None:
+        super().__init__(student_dim, teacher_dim, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., teacher_dim]` in any floating dtype to `[..., student_dim]` in that of the map."""
+        """`[..., student_dim]` in any floating dtype to `[..., teacher_dim]` in that of the map."""
         with torch.autocast(input.device.type, enabled=False):
             return super().forward(input.to(self.weight.dtype))
 
@@ -72,7 +72,7 @@ class Aligned(torch.nn.Module):
             if not getattr(answer, "linear", True):
                 raise unfit_for_hidden("teacher", self.model)
             with seeded(settings.seed):
-                self.projection = HiddenProjection(teacher_dim, student_dim)
+                self.projection = HiddenProjection(student_dim, teacher_dim)
 
     @property
     def model(self) -> Any:
@@ -80,10 +80,8 @@ class Aligned(torch.nn.Module):
         return getattr(self.answer, "__self__", self.answer).model
 
     def count(self, batch: AlignedBatch) -> int:
-        """How many there are to average over: groups of tokens, or the student's in `hidden`."""
-        if self.projection is None:
-            return len(batch.groups())
-        return len(batch.overlap()[0].unique())
+        """How many groups of tokens there are to average over."""
+        return len(batch.groups())
 
     def forward(
         self, batch: AlignedBatch, hidden: Tensor | None, logits: Callable[[Tensor], Tensor]
@@ -109,15 +107,13 @@ class Aligned(torch.nn.Module):
     def _hidden(
         self, projection: HiddenProjection, batch: AlignedBatch, hidden: Tensor
     ) -> tuple[Callable[[Any], Tensor], Tensor]:
-        student, teacher, weights = batch.overlap()
-        # The rows that count alone: the teacher's answer elsewhere may hold anything.
-        rows, teacher = teacher.unique(return_inverse=True)
+        groups = batch.groups()
+        student = projection(hidden[groups.student.rows[groups.student.first]])
 
         def distance(answer: Any) -> Tensor:
-            projected = projection(answer.hidden.float())
-            return hidden_matching(hidden, projected, student, teacher, weights, reduction="sum")
+            return hidden_matching(student, answer.hidden, reduction="sum")
 
-        return distance, rows
+        return distance, groups.teacher.rows[groups.teacher.first]
 
     def _uld(
         self, batch: AlignedBatch, logits: Callable[[Tensor], Tensor]

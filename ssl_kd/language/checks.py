@@ -36,8 +36,8 @@ def check_language(settings: LanguageSettings) -> None:
         )
     if settings.align == "hidden" and settings.alpha_ce == 0:
         raise SettingsError(
-            "ALIGN 'hidden' matches hidden states alone, which leaves the output head untrained"
-            " and can collapse: set ALPHA_CE above 0."
+            "ALIGN 'hidden' matches hidden states alone, which leaves the output head untrained:"
+            " set ALPHA_CE above 0."
         )
     if settings.shard and (settings.baseline or settings.teacher_offload):
         raise SettingsError(

@@ -282,7 +282,7 @@ presets; a name or value that cannot be is refused.
     align: str = setting(
         "auto",
         "how a teacher with another tokenizer is aligned: auto (the tokenizers are the same) |"
-        " hidden (states, by overlap) | uld (sorted probabilities) | chunks (of text)",
+        " hidden (states, at common boundaries) | uld (sorted probabilities) | chunks (of text)",
         section="Experts, routers and other tokenizers",
         choices=("auto", "hidden", "uld", "chunks"),
     )

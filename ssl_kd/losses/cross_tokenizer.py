@@ -280,48 +280,45 @@ def _likelihood_of(logits: Tensor, side: Positions, chosen: Tensor, groups: int)
 
 
 def hidden_matching(
-    student_hidden: Tensor,
-    projected_teacher: Tensor,
-    student_index: Tensor,
-    teacher_index: Tensor,
-    weights: Tensor,
-    *,
-    reduction: Reduction = "mean",
+    projected_student: Tensor, teacher_hidden: Tensor, *, reduction: Reduction = "mean"
 ) -> Tensor:
-    r"""Mean squared distance of hidden states, the teacher's averaged by overlap of characters.
+    r"""Mean squared distance of hidden states that stand before the same character of the text.
 
-    $\frac{1}{H} \| h_i - \sum_j w_{ij} \, W g_j \|^2$ for student token i, where $w_{ij}$ is the
-    share of its characters that teacher token j covers. Gradients flow to both arguments: the
-    projection $W$ learns too, the teacher before it is frozen by its owner. A teacher token that
-    reaches beyond the student's has already read more text than the student may know.
+    $\frac{1}{H} \| W h_i - g_i / \mathrm{rms}(g_i) \|^2$ for boundary i of the text, H wide. The
+    student is projected and the teacher is not: it is what stays fixed, so that no projection can
+    come to meet the student. At unit root mean square the value begins near 1, whatever the size of
+    the teacher's states. Only common boundaries are compared: between them one side has read text
+    that the other has not.
 
     Args:
-        student_hidden: `[token, H]`.
-        projected_teacher: `[token', H]`, the teacher's hidden states through the projection.
-        student_index: `[overlap]` int64, student token of each overlapping pair.
-        teacher_index: `[overlap]` int64, teacher token of each overlapping pair.
-        weights: `[overlap]`, summing to one per student token; a student token that has none does
-            not count.
-        reduction: `mean` or `sum` over the student tokens that count, or `none`.
+        projected_student: `[group, H]`, the student's hidden states through the projection.
+        teacher_hidden: `[group, H]`, the teacher's at the same boundaries; no gradient.
+        reduction: `mean` or `sum` over groups, or `none`.
 
     Returns:
-        A scalar, or `[token]` with 0 where a token does not count.
+        A scalar, or `[group]`.
 
     Raises:
-        ValueError: the hidden sizes differ.
+        ValueError: the numbers of groups or the widths differ.
+
+    References:
+        Romero et al., FitNets: Hints for Thin Deep Nets, 2015, equation 3, a linear map in place of
+        the regressor.
+
+    >>> hidden_matching(torch.tensor([[1.0, 0.0]]), torch.tensor([[30.0, -30.0]]))
+    tensor(0.5000)
     """
-    if student_hidden.shape[-1] != projected_teacher.shape[-1]:
+    _check_rows(projected_student, teacher_hidden, "aligned positions")
+    if projected_student.shape[-1] != teacher_hidden.shape[-1]:
         raise ValueError(
-            f"hidden size {student_hidden.shape[-1]} of the student and "
-            f"{projected_teacher.shape[-1]} of the projected teacher: "
-            "the projection must map to the student's size"
+            f"hidden size {projected_student.shape[-1]} of the projected student and "
+            f"{teacher_hidden.shape[-1]} of the teacher: the projection must map to the teacher's "
+            "size"
         )
-    dtype = compute_dtype(student_hidden)
-    contributions = weights.to(dtype).unsqueeze(1) * projected_teacher.to(dtype)[teacher_index]
-    tokens, rows = torch.unique(student_index, return_inverse=True)
-    student = student_hidden.to(dtype)[tokens]
-    target = torch.zeros_like(student).index_add(0, rows, contributions)
-    values = (student - target).square().mean(-1)
-    if reduction == "none":
-        return values.new_zeros(len(student_hidden)).index_copy(0, tokens, values)
-    return _reduce(values, reduction)
+    dtype = compute_dtype(projected_student)
+    tiny = torch.finfo(dtype).tiny
+    target = teacher_hidden.detach().to(dtype)
+    # By the largest first: the squares of bfloat16's largest states overflow.
+    target = target / target.abs().amax(-1, keepdim=True).clamp(min=tiny)
+    target = target * target.square().mean(-1, keepdim=True).clamp(min=tiny).rsqrt()
+    return _reduce((projected_student.to(dtype) - target).square().mean(-1), reduction)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 from ssl_kd.datasets import aligned as alignment  # noqa: E402
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
-from ssl_kd.datasets.segmentation import TextReader, align, overlaps, partition  # noqa: E402
+from ssl_kd.datasets.segmentation import TextReader, align, partition  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.datasets.vocabulary import shared_vocabulary, token_texts  # noqa: E402
 from ssl_kd.language.aligned import HiddenProjection  # noqa: E402
@@ -166,9 +166,6 @@ def check_pair(text, student, teacher, with_special):
     assert np.array_equal(one_sided.teacher, aligned.teacher)
     assert np.array_equal(one_sided.student[with_special > 0], aligned.student)
     assert (one_sided.student[with_special == 0] == -1).all()
-    pairs = overlaps(student, teacher)
-    np.testing.assert_allclose(np.bincount(pairs.student, pairs.weight), 1)
-    assert np.array_equal(aligned.student[pairs.student], aligned.teacher[pairs.teacher])
 
 
 def check(text, readers):
@@ -238,16 +235,6 @@ def test_characters_dropped_in_silence_do_not_shift_what_follows(trained):
         assert said == (f" {kept}" if i == 0 else kept)
 
 
-def test_weights_are_shares_of_characters():
-    pairs = overlaps(np.array([0, 2, 6, 6]), np.array([1, 3, 6]))
-    dense = np.zeros((4, 3))
-    np.add.at(dense, (pairs.student, pairs.teacher), pairs.weight)
-    expected = [[0, 0, 0], [1 / 2, 1 / 2, 0], [0, 1 / 4, 3 / 4], [0, 1 / 4, 3 / 4]]
-    np.testing.assert_allclose(dense, expected)
-    split = overlaps(np.array([1]), np.array([1, 1, 1]))  # a character of three bytes
-    np.testing.assert_allclose(split.weight, 1 / 3)
-
-
 def test_statistics_look_at_some_rows_at_a_time_and_are_logged(trained, monkeypatch, caplog):
     stories = dataset(*(STORY[: 20 + i] for i in range(120)))
     with caplog.at_level("INFO", "ssl_kd"):
@@ -287,8 +274,6 @@ def test_one_tokenizer_on_both_sides_is_one_to_one(trained):
         logits[groups.student.rows], batch.student.input_ids.flatten()[1 : n + 1], reduction="none"
     )
     torch.testing.assert_close(-likely, plain)
-    student, teacher, weight = batch.overlap()
-    assert torch.equal(student, teacher) and (weight == 1).all()
     every = blocks.statistics()
     assert every["coverage"] == 1 and 0.9 < every["one_to_one"] == every["matched"] < 1  # the emoji
 
@@ -340,12 +325,6 @@ def test_every_row_of_logits_stands_before_its_token(trained):
     assert torch.equal(groups.characters, torch.cat([g.characters for g in alone]))
     assert torch.equal(groups.student.targets, torch.cat([g.student.targets for g in alone]))
     assert torch.equal(groups.teacher.targets, torch.cat([g.teacher.targets for g in alone]))
-    pairs = batch.overlap()
-    assert len(pairs[0]) == sum(len(blocks.batch([row]).overlap()[0]) for row in (3, 0, 1))
-    assert batch.student.counts.flatten()[pairs[0]].all()
-    torch.testing.assert_close(
-        torch.bincount(pairs[0], pairs[2])[pairs[0].unique()], torch.ones(len(pairs[0].unique()))
-    )
 
 
 def test_only_what_the_student_learns_and_both_predict_counts(trained):

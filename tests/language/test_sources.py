@@ -499,7 +499,7 @@ def test_the_projection_is_trained_and_goes_into_the_state(tiny, tmp_path):
     steps = [[blocks.batch(range(4 * k, 4 * k + 4))] for k in range(4)]
     expected = [whole.step(step, 1e-2) for step in steps]
     assert not same(start, weights(whole.aligned))
-    assert next(iter(start.values())).shape == (32, 48)
+    assert next(iter(start.values())).shape == (48, 32)
     for step in steps[:2]:
         first.step(step, 1e-2)
     torch.save(first.state(), tmp_path / "state.pt")

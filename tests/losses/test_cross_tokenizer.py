@@ -210,10 +210,9 @@ def test_gradients_of_the_others():
         lambda x: likelihood_matching(x, likely, temperature=3.0),
         (-logits(4).abs() - 0.1).requires_grad_(),
     )
-    pairs = torch.tensor([0, 0, 1, 3]), torch.tensor([0, 1, 1, 2]), torch.tensor([0.25, 0.75, 1, 1])
+    states = logits(4, 3, seed=1)
     assert torch.autograd.gradcheck(
-        lambda s, t: hidden_matching(s, t, *pairs),
-        (logits(4, 3).requires_grad_(), logits(3, 3, seed=1).requires_grad_()),
+        lambda s: hidden_matching(s, states), logits(4, 3).requires_grad_()
     )
 
 
@@ -274,22 +273,35 @@ def test_logits_that_overflowed_can_be_unlearned(value):
         assert student_logits.grad[0, 3] < 0 and student_logits.grad[1, 0] < 0
 
 
-def test_hidden_states_are_compared_with_the_weighted_mean():
-    student, teacher = logits(5, 4), logits(4, 4, seed=1)
-    weights = torch.tensor(
-        [[1, 0, 0, 0], [0.25, 0.75, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0, 1]]
-    )
-    pairs = weights.nonzero().T
-    target = weights.double() @ teacher
-    each = (student - target).square().mean(-1)
-    counts = torch.tensor([0, 1, 3, 4])
-    ours = hidden_matching(student, teacher, pairs[0], pairs[1], weights[tuple(pairs)])
-    torch.testing.assert_close(ours, each[counts].mean())
-    named = hidden_matching(
-        student, teacher, pairs[0], pairs[1], weights[tuple(pairs)], reduction="none"
-    )
-    each[2] = 0  # overlaps nothing: does not count
-    torch.testing.assert_close(named, each)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_hidden_states_are_compared_at_the_size_of_one(scale):
+    student, teacher = logits(5, 4), logits(5, 4, seed=1) * scale
+    teacher.requires_grad_()
+    size = teacher.detach().square().mean(-1, keepdim=True).sqrt()
+    each = (student - teacher.detach() / size).square().mean(-1)
+    torch.testing.assert_close(hidden_matching(student, teacher, reduction="none"), each)
+    ours = hidden_matching(student.requires_grad_(), teacher)
+    torch.testing.assert_close(ours, each.mean(), check_dtype=False)
+    ours.backward()
+    assert teacher.grad is None and student.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_and_the_smallest_hidden_states_are_finite(dtype):
+    info = torch.finfo(dtype)
+    teacher = torch.tensor([[info.max, -info.max], [info.tiny, 0], [0, 0]], dtype=dtype)
+    student = torch.zeros(3, 2, dtype=dtype, requires_grad=True)
+    values = hidden_matching(student, teacher, reduction="none")
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values, torch.tensor([1.0, 1.0, 0.0]))
+    values.sum().backward()
+    assert student.grad.isfinite().all()
+    teacher[0, 1] = torch.nan
+    assert hidden_matching(student, teacher, reduction="none").isnan().tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_nothing_to_compare_is_zero_and_part_of_the_graph():
@@ -297,7 +309,7 @@ def test_nothing_to_compare_is_zero_and_part_of_the_graph():
     side = Positions(none, none, none, none)
     same = VocabularyMap(torch.arange(5), 5)
     nothing = chunk_matching(empty, empty, side, side, none.bool(), same, same)
-    for loss in (nothing, uld(empty, empty), hidden_matching(empty, empty, none, none, none)):
+    for loss in (nothing, uld(empty, empty), hidden_matching(empty, empty)):
         assert loss == 0 and loss.requires_grad
         loss.backward()
 
@@ -319,8 +331,10 @@ def test_bad_arguments_are_named():
     other = (matched, student_map, VocabularyMap(teacher_map.classes, 9))
     with pytest.raises(ValueError, match="3 classes of the student and 9"):
         chunk_matching(student_logits, teacher_logits, student, teacher, *other)
-    with pytest.raises(ValueError, match="hidden size 6 of the student and 8"):
-        hidden_matching(student_logits, teacher_logits, *[torch.zeros(0, dtype=torch.int64)] * 3)
+    with pytest.raises(ValueError, match="hidden size 6 of the projected student and 8"):
+        hidden_matching(student_logits, teacher_logits[:7])
+    with pytest.raises(ValueError, match="7 aligned positions of the student and 8"):
+        hidden_matching(student_logits, teacher_logits)
 
 
 def test_finite_logits_beyond_half_precision_count_as_its_largest():
