@@ -3,11 +3,13 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import torch
 
 
 class Handler(BaseHTTPRequestHandler):
+    server: Any
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):

@@ -41,7 +41,7 @@ def test_python_of_the_guide_runs(code, tiny, tmp_path, monkeypatch):
 def commands():
     """The words of every command of ours that takes the settings."""
     for block in blocks("sh"):
-        for line in block.values[0].replace("\\\n", " ").splitlines():
+        for line in str(block.values[0]).replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             program = 1 if words[:1] in (["python"], ["ssl_kd"]) else 0
             if words[:1] == ["torchrun"]:

@@ -29,7 +29,7 @@ def _step(tiny, batches, with_teacher=True, **changes):
         precision = Precision.for_device(GPU, True)
         frozen = FrozenTeacher(teacher, device="cuda", dtype=precision.teacher)
         distiller = Distiller(student, settings, precision, Plain(frozen) if with_teacher else None)
-        loop = _Student(distiller, blocks, 100, lambda step, result: None)
+        loop = _Student(distiller, blocks, 100, lambda step, result: None, None)
         for step in range(2):
             device.clear()
             loop.learn(step)

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from ssl_kd.datasets.blocks import Blocks  # noqa: E402
 from ssl_kd.doctor.verify import verify  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.language import texts  # noqa: E402
@@ -158,6 +159,7 @@ def test_a_second_teacher_that_mixes_documents_gets_them_one_by_one(settings, tw
     def packed():
         asked = settings(teacher_model=two)
         task = prepare(asked, precision_of(asked), lambda stage, done, total, info: None)
+        assert isinstance(task.blocks, Blocks)
         return bool((task.blocks.documents > 1).any())
 
     assert packed()

@@ -420,8 +420,8 @@ def test_a_weighted_js_is_js_at_a_half_and_tends_to_the_two_kls():
     ):
         value, slope = _ours(student, teacher, divergence=near)
         expected, wanted = _ours(student, teacher, divergence=name)
-        torch.testing.assert_close(value / share, expected, rtol=1e-4, atol=0)
-        torch.testing.assert_close(slope / share, wanted, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(value.div(share), expected, rtol=1e-4, atol=0)
+        torch.testing.assert_close(slope.div(share), wanted, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["js:0", "js:1", "js:0.0", "js:1.0", "js:-0.1", "js:", "js:nan"])
