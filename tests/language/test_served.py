@@ -23,6 +23,7 @@ from ssl_kd.teachers.causal import n_ids  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.server import CompletionServer, ServerFailed  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.language.test_ranks import assert_near, by  # noqa: E402
 from tests.language.test_run import config, log_lines, table, weights  # noqa: E402
 from tests.served import Server  # noqa: E402
 
@@ -286,6 +287,11 @@ def test_a_run_may_go_on_with_the_server_at_another_address(served, server, tiny
     with Server(server.model) as other:
         again = served(teacher_url=other.url, teacher_patience=1.0, resume=True)
         assert weights(run(again)) == weights(whole) and other.asked
+
+
+def test_two_processes_are_as_one(served, server):
+    one, two = (by(world, served(run_name=f"of_{world}", eval_every=6)) for world in (1, 2))
+    assert_near(one, two)
 
 
 def test_another_model_or_none_is_refused_before_the_first_step(served, server, tiny):
