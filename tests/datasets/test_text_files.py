@@ -10,6 +10,7 @@ import pytest
 from pyarrow import ipc, parquet
 
 from ssl_kd.datasets import Example, open_text
+from tests.faults.matrix import row as fault  # noqa: E402
 
 TEXTS = ["once", 'he said "no",\nand left', "drei Bären 🐻"]
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -94,6 +95,7 @@ def test_a_table_of_chats_has_no_fields_that_only_others_have(tmp_path):
         ("a.csv", lambda raw: b"text\n\xff\n", "a.csv:2: not UTF-8"),
     ],
 )
+@fault(124)
 def test_a_damaged_file_is_named(tmp_path, name, damage, complaint):
     path = write(tmp_path / name)
     path.write_bytes(damage(path.read_bytes()))

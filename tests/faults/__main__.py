@@ -18,6 +18,7 @@ import pytest
 
 from tests.faults.matrix import GROUPS, KINDS, ROWS
 
+FOLDER, IMPORT = Path(__file__).parent, "faults.matrix import row"
 HEADER = """\
 # The fault matrix
 
@@ -45,7 +46,8 @@ class Results:
         self._rows: dict[str, set[int]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note which test is of which row."""
+        """Note which test is of which row; of other folders these alone are run."""
+        items[:] = [i for i in items if i.path.parent == FOLDER or i.get_closest_marker("fault")]
         for item in items:
             marks = item.iter_markers("fault")
             self._rows[item.nodeid] = {number for mark in marks for number in mark.args}
@@ -113,17 +115,24 @@ def kinds() -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
+def marked_elsewhere() -> list[Path]:
+    """Files of other folders with tests of rows."""
+    files = sorted(FOLDER.parent.rglob("test_*.py"))
+    return [f for f in files if f.parent != FOLDER and IMPORT in f.read_text(encoding="utf-8")]
+
+
 def main(words: list[str]) -> int:
-    """Run the tests of this folder with further words for pytest; the exit code."""
+    """Run the tests of the rows with further words for pytest; the exit code."""
     markdown = "--markdown" in words
     words = [word for word in words if word != "--markdown"]
     results = Results()
     # With --markdown the table alone is on stdout, to be kept by `>`.
     screen = sys.stderr if markdown else sys.stdout
     with contextlib.redirect_stdout(screen):
-        folder = str(Path(__file__).parent)
         options = ["-q", "--no-header", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
-        code = pytest.main([folder, *options, *words], plugins=[results])
+        code = pytest.main(
+            [str(FOLDER), *map(str, marked_elsewhere()), *options, *words], plugins=[results]
+        )
     print("\n".join(lines(results, markdown)))
     if markdown:
         print("", *kinds(), sep="\n")

@@ -48,6 +48,7 @@ GROUPS = {
     86: "what is read",
     96: "commands and folders",
     101: "several processes",
+    112: "teachers elsewhere, and the student's own text",
 }
 """First row of each group -> its name."""
 
@@ -505,5 +506,70 @@ ROWS = {
     111: Row(
         "two tasks compute the same shard; a task is of another teacher or data set",
         "the first to store it counts; the other is refused and mixes nothing",
+    ),
+    112: Row(
+        "a teacher's server is gone, dies in the middle of a run, or breaks off an answer",
+        "asked again for TEACHER_PATIENCE seconds, then one line; a resumed run ends with"
+        " the same bits, a cache asks for the missing files alone",
+    ),
+    113: Row(
+        "a teacher's server is slow or busy (429, 5xx)",
+        "asked again, as late as it says; given up in one line",
+    ),
+    114: Row(
+        "a teacher's server answers garbage, or numbers that cannot be: NaN, above 0, "
+        "unsorted, too many, shifted",
+        "refused at once in one line, with row and token; nothing of it is learned or kept",
+    ),
+    115: Row(
+        "a teacher's server has another model or another tokenizer",
+        "refused before the first step",
+    ),
+    116: Row(
+        "a teacher's vocabulary is padded, or has tokens that the student's lacks",
+        "padding takes no part; text with a token that one of them lacks is refused, the "
+        "token named",
+    ),
+    117: Row(
+        "a student writes nothing to learn from: it ends at once, or a whole step is empty",
+        "the end is learned; a step without a token is skipped to the bit, with an event;"
+        " a run of them stops",
+    ),
+    118: Row(
+        "NaN while a student writes, or in the teacher's answer to that alone",
+        "found at that position, cut out and explained; the text trains on; replayed",
+    ),
+    119: Row(
+        "the disk is full while a teacher's cache grows",
+        "named with the file; complete files stay, and a new start computes the missing "
+        "ones to the same bytes",
+    ),
+    120: Row(
+        "a cached output head is damaged, missing or another's",
+        "named when the cache is opened; written again, alone",
+    ),
+    121: Row(
+        "one of several teachers is NaN",
+        "refused by name before step 0; in a step `kd` is cut out, the teacher named",
+    ),
+    122: Row(
+        "a term of hidden states or attention is NaN",
+        "that term alone is cut out and explained; the step is as without it, to the bit",
+    ),
+    123: Row(
+        "a NaN in the teacher's answer inside a transformers Trainer, on one process or two",
+        "the step is that of cross-entropy alone, to the bit; for good: stopped",
+    ),
+    124: Row(
+        "a table or packed file of text is cut off",
+        "what stands before is used, the damage is named",
+    ),
+    125: Row(
+        "the teacher's weights are gone, its cache is there",
+        "trained from the cache alone, and said",
+    ),
+    126: Row(
+        "a model brings Python code of its own",
+        "not run; says what to set",
     ),
 }

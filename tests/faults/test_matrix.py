@@ -5,7 +5,7 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.__main__ import Results, kinds, lines
+from tests.faults.__main__ import Results, kinds, lines, marked_elsewhere
 from tests.faults.matrix import GROUPS, KINDS, ROWS
 
 FILES = sorted(Path(__file__).parent.glob("test_*.py"))
@@ -14,8 +14,9 @@ FILES = sorted(Path(__file__).parent.glob("test_*.py"))
 def _tested():
     """Row -> the tests that carry it, read from the modules and not from this session's choice."""
     found = {}
-    for file in FILES:
-        for name, test in vars(importlib.import_module(f"tests.faults.{file.stem}")).items():
+    for file in [*FILES, *marked_elsewhere()]:
+        name = ".".join(file.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
+        for name, test in vars(importlib.import_module(name)).items():
             for mark in getattr(test, "pytestmark", []) if name.startswith("test_") else []:
                 for number in mark.args if mark.name == "fault" else []:
                     found.setdefault(number, []).append(name)

@@ -12,6 +12,7 @@ from ssl_kd.language.run import run
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import FingerprintMismatch
+from tests.faults.matrix import row as fault
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("left", ["nothing", "tokenizer"])
+@fault(125)
 def test_a_run_goes_on_from_the_cache_alone(cached, caplog, left):
     there = run(cached)
     teacher = Path(cached.teacher_model)

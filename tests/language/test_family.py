@@ -10,6 +10,7 @@ import torch
 from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.run import run
 from ssl_kd.settings import SettingsError
+from tests.faults.matrix import row as fault
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +63,7 @@ def test_its_cache_does_too_where_the_student_has_rows_for_its_tokens(
         run(own.replace(student_model=plain, run_name="narrow"))
 
 
+@fault(116)
 def test_a_token_that_the_teacher_lacks_is_refused_where_it_is_read(
     settings, folders, tmp_path, caplog
 ):
@@ -84,6 +86,7 @@ def test_other_ids_are_another_family(settings, tiny, more_tokens, tmp_path):
         run(settings(teacher_model=foreign, student_model=plain))
 
 
+@fault(116)
 def test_a_padded_vocabulary_is_the_same_vocabulary(settings, tiny, tmp_path):
     """As Qwen's 151936 rows against 152064 for one tokenizer."""
     wide = tiny.folder(tmp_path / "wide", vocab_size=384)

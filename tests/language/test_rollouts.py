@@ -24,6 +24,7 @@ from ssl_kd.language.train import train  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.faults.matrix import row as fault  # noqa: E402
 from tests.oracles import token_objectives as oracle  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -316,6 +317,7 @@ def test_a_nan_divergence_leaves_the_text_to_train_alone(make):
 # --- nothing, and what is sick --------------------------------------------------------------------
 
 
+@fault(117)
 def test_a_row_that_ends_at_once_teaches_its_end(make):
     distiller, written = make(on_policy=1.0)
     written.rollouts = Said([END], [END])
@@ -339,6 +341,7 @@ def test_a_rollout_of_no_token_counts_for_nothing_beside_others(make):
     assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
 
 
+@fault(117)
 def test_a_step_without_a_token_is_skipped_and_said(make):
     distiller, written = make(on_policy=1.0)
     distiller.step(written.batches(0, [torch.arange(4)], CPU)[0], 1e-2)  # there are moments now
@@ -354,6 +357,7 @@ def test_a_step_without_a_token_is_skipped_and_said(make):
     assert distiller.guard.steps == 2 and distiller.learned == {"kd": 1}
 
 
+@fault(117)
 def test_a_run_whose_rollouts_are_all_empty_does_not_end_as_if_it_had_learned(make, tiny):
     distiller, written = make(on_policy=1.0)
     written.rollouts, rows = Silent(), []
@@ -364,6 +368,7 @@ def test_a_run_whose_rollouts_are_all_empty_does_not_end_as_if_it_had_learned(ma
     assert [row["rollout_tokens"] for row in rows] == [0.0] * 3
 
 
+@fault(118)
 def test_a_student_of_nan_logits_is_found_by_the_guard_and_stops_the_run(make, tiny):
     distiller, written = make(on_policy=1.0, stop_after=3, student=tiny.model(seed=1))
     distiller.student.model.norm.register_forward_hook(lambda m, args, out: out * math.nan)
@@ -510,6 +515,7 @@ def _silent(stage, done, total, info):
     pass
 
 
+@fault(118)
 def test_a_teacher_that_writes_nan_is_refused_before_anything_is_kept(
     settings, tmp_path, monkeypatch
 ):
@@ -527,6 +533,7 @@ def _not_finite(self, input_ids, scores):
     return self._only(input_ids, scores * math.nan, scores.argmax(-1, keepdim=True))
 
 
+@fault(118)
 def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
     settings, models, tiny, tmp_path
 ):

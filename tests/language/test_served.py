@@ -23,6 +23,7 @@ from ssl_kd.teachers.causal import n_ids  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.server import CompletionServer, ServerFailed  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.test_ranks import assert_near, by  # noqa: E402
 from tests.language.test_run import config, log_lines, table, weights  # noqa: E402
 from tests.served import Server  # noqa: E402
@@ -112,6 +113,7 @@ def test_a_tail_that_rounding_ate_is_not_0(tiny, server):
     torch.testing.assert_close(answer.log_tail.exp(), rest.exp().float(), atol=1e-6, rtol=1e-4)
 
 
+@fault(116)
 def test_a_teacher_whose_vocabulary_was_padded(tiny, server):
     batch = tiny.blocks().batch(range(4))
     rows, teacher = positions(batch), teacher_at(server, tiny)
@@ -230,6 +232,7 @@ def test_its_cache_stands_in_when_it_is_gone(served, server, tmp_path):
         run(cached.replace(teacher_served_as="other", run_name="of_another"))
 
 
+@fault(112)
 def test_a_cache_that_was_killed_asks_for_what_is_missing_alone(
     served, server, tmp_path, monkeypatch
 ):
@@ -268,6 +271,7 @@ def dies(server, work):
     return done
 
 
+@fault(112)
 def test_a_server_that_dies_stops_the_run_and_a_resume_ends_with_the_same_bits(served, server):
     whole = dies(server, lambda: run(served(run_name="whole")))
     with pytest.raises(ServerFailed, match=f"^the teacher's server {server.url} answers 503") as at:
@@ -294,6 +298,7 @@ def test_two_processes_are_as_one(served, server):
     assert_near(one, two)
 
 
+@fault(115)
 def test_another_model_or_none_is_refused_before_the_first_step(served, server, tiny):
     with pytest.raises(ServerFailed, match="does not have the model 'b', but 'teacher'"):
         run(served(teacher_served_as="b"))
@@ -303,6 +308,7 @@ def test_another_model_or_none_is_refused_before_the_first_step(served, server, 
     assert not server.asked
 
 
+@fault(115)
 def test_another_tokenizer_is_found_by_its_ids(served, server, tiny):
     server.model = tiny.model(spread=0.3, vocab_size=400)
     with pytest.raises(ServerFailed, match="the tokenizer has 320: another tokenizer, or a padded"):

@@ -25,6 +25,7 @@ from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.test_run import config, log_lines, table, weights  # noqa: E402
 
 
@@ -77,6 +78,7 @@ def test_weights_alike_are_none_and_one_teacher_twice_is_one(tiny, teachers):
         assert a.kd == pytest.approx(b.kd, rel=1e-5)
 
 
+@fault(121)
 def test_a_sick_teacher_costs_the_term_alone_and_is_named(tiny, teachers):
     """The step is to the bit the one by cross-entropy; the event says which teacher and weight."""
     batch = tiny.blocks().batch(range(4))
@@ -137,6 +139,7 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, two, monke
     assert weights(run(asked.replace(resume=True))) == weights(whole)
 
 
+@fault(121)
 def test_a_second_teacher_that_is_not_finite_is_refused_by_name(settings, models, tmp_path):
     sick = tmp_path / "sick"
     shutil.copytree(models("student"), sick)

@@ -22,6 +22,7 @@ from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import FingerprintMismatch
 from ssl_kd.store.kept import distribution
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, write
+from tests.faults.matrix import row as fault  # noqa: E402
 
 N, T, V, DIM = 11, 9, 40, 6
 METHODS = ["topk", "sample", "hidden"]
@@ -353,6 +354,7 @@ def test_a_teacher_without_a_linear_head_has_no_hidden_states_to_keep(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut", "missing", "another"])
+@fault(120)
 def test_a_damaged_head_is_named_and_written_again(tmp_path, damage):
     make(tmp_path, method="hidden")
     whole = content(tmp_path)
@@ -517,6 +519,7 @@ def test_a_damaged_shard_is_named_and_asked_for_again_alone(tmp_path, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@fault(119)
 def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_rest_kept(tmp_path, method):
     make(tmp_path / "whole", method=method)
     teacher, room = Teacher(), [2]

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.teachers import server as module  # noqa: E402
 from ssl_kd.teachers.server import CompletionServer, ServerFailed  # noqa: E402
+from tests.faults.matrix import row as fault  # noqa: E402
 from tests.served import Server  # noqa: E402
 
 PROMPT = [0, 17, 5, 8, 40, 3, 99]
@@ -153,6 +154,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("change", "said"), FAULTS, ids=[said[:30] for _, said in FAULTS])
+@fault(114)
 def test_an_answer_that_cannot_be_is_refused_at_once(server, change, said):
     server.fault = spoilt(change)(server)
     with pytest.raises(ServerFailed, match=rf"^the teacher's server {server.url} .*{said}"):
@@ -169,6 +171,7 @@ def test_an_answer_that_cannot_be_is_refused_at_once(server, change, said):
         (b'{"object": "error"}', "no completion"),
     ],
 )
+@fault(114)
 def test_garbage_is_refused_in_one_line(server, content, said):
     server.fault = lambda handler, asked, number: handler.answer(content) or True
     with pytest.raises(ServerFailed, match=said) as caught:
@@ -176,6 +179,7 @@ def test_garbage_is_refused_in_one_line(server, content, said):
     assert str(caught.value).isprintable()
 
 
+@fault(115)
 def test_an_answer_for_another_model_is_refused(server):
     def fault(handler, asked, number):
         handler.answer(server.completion(asked) | {"model": "other"})
@@ -187,6 +191,7 @@ def test_an_answer_for_another_model_is_refused(server):
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
+@fault(113)
 def test_what_may_pass_is_asked_again(server, status, caplog):
     expected = ask(server)
 
@@ -202,6 +207,7 @@ def test_what_may_pass_is_asked_again(server, status, caplog):
     assert f"answers {status}" in warning.message and "busy" in warning.message
 
 
+@fault(113)
 def test_retry_after_is_kept_to(server, monkeypatch):
     slept = []
     monkeypatch.setattr(module.time, "sleep", slept.append)
@@ -219,6 +225,7 @@ def test_retry_after_is_kept_to(server, monkeypatch):
         ask(server, patience=5)  # would not wait for so long
 
 
+@fault(112)
 def test_an_answer_that_breaks_off_is_asked_for_again(server):
     def fault(handler, asked, number):
         if number == 0:
@@ -234,6 +241,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(server):
     assert len(ask(server).own) == 6 and len(server.asked) == 2
 
 
+@fault(113)
 def test_a_slow_server_is_asked_again_and_given_up(server):
     server.fault = lambda handler, asked, number: time.sleep(0.5)
     with pytest.raises(ServerFailed, match=r"nothing came for 0\.1 s, TEACHER_TIMEOUT"):
@@ -241,6 +249,7 @@ def test_a_slow_server_is_asked_again_and_given_up(server):
     assert len(server.asked) > 1
 
 
+@fault(112)
 def test_a_server_that_is_gone_is_given_up_in_one_line(server):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
