@@ -15,8 +15,8 @@ def _tested():
     """Row -> the tests that carry it, read from the modules and not from this session's choice."""
     found = {}
     for file in [*FILES, *marked_elsewhere()]:
-        name = ".".join(file.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
-        for name, test in vars(importlib.import_module(name)).items():
+        module = ".".join(file.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
+        for name, test in vars(importlib.import_module(module)).items():
             for mark in getattr(test, "pytestmark", []) if name.startswith("test_") else []:
                 for number in mark.args if mark.name == "fault" else []:
                     found.setdefault(number, []).append(name)

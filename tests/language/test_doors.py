@@ -71,9 +71,9 @@ def test_attention_is_computed_as_it_is_asked_for(settings, monkeypatch):
     seen = []
     real = task.lay_out
 
-    def look(settings, texts, student, teacher, aligned):
+    def look(settings, texts, student, teacher, aligned, more):
         seen.extend(lm.model.config._attn_implementation for lm in (student, teacher))
-        return real(settings, texts, student, teacher, aligned)
+        return real(settings, texts, student, teacher, aligned, more)
 
     monkeypatch.setattr(task, "lay_out", look)
     run(settings(attn_implementation="eager", max_steps=1))
