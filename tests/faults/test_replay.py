@@ -27,7 +27,9 @@ def as_before_models_were_judged(monkeypatch):
     run = "ssl_kd.language.run"
     unheard = ({"name": "teacher"}, ["unheard"])
     monkeypatch.setattr(f"{run}.judged_teacher", lambda settings, task: (task, *unheard))
-    monkeypatch.setattr(f"{run}.judged_student", lambda *args: ({"name": "student before"}, ["unheard"]))
+    monkeypatch.setattr(
+        f"{run}.judged_student", lambda *args: ({"name": "student before"}, ["unheard"])
+    )
 
 
 def recorded(world, **changes):
