@@ -1,4 +1,4 @@
-"""Names of settings that are not ours: older ones, and those of other trainers."""
+"""Names of settings: older ones, those of other trainers, and those that may change."""
 
 from __future__ import annotations
 
@@ -54,3 +54,26 @@ INSTEAD: Mapping[str, str] = {
     "load_best_model_at_end": "The student of the best evaluation is saved anyway.",
     "torch_empty_cache_steps": "Use --clear_cache_every_step.",
 }
+
+FREE_ON_RESUME = RunSettings.free_on_resume | {
+    "checkpoint_every",
+    "clear_cache_every_step",
+    "force_recompute",
+    "log_every",
+    "shard",
+    "teacher_offload",
+    "teacher_patience",
+    "teacher_timeout",
+    "teacher_url",
+    "report_to",
+    "tensorboard",
+}
+"""Those that may differ between a run and its continuation."""
+
+HEADING = """\
+The settings of `python scripts/distill.py`: plain literals, read and never executed.
+
+A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
+`--learning-rate 1e-5`. `python scripts/distill.py --help` says what each may be and lists the
+presets; a name or value that cannot be is refused.
+"""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ssl_kd.divergences import DIVERGENCES, JS_BETA
 from ssl_kd.language.checks import check_language
-from ssl_kd.language.names import ALIASES, INSTEAD
+from ssl_kd.language.names import ALIASES, FREE_ON_RESUME, HEADING, INSTEAD
 from ssl_kd.settings import RunSettings, setting
 
 
@@ -17,31 +17,11 @@ from ssl_kd.settings import RunSettings, setting
 class LanguageSettings(RunSettings):
     """Every setting of `scripts/distill.py`; `scripts/config.py` holds them in UPPER_CASE."""
 
-    free_on_resume: ClassVar[frozenset[str]] = RunSettings.free_on_resume | {
-        "checkpoint_every",
-        "clear_cache_every_step",
-        "force_recompute",
-        "log_every",
-        "shard",
-        "teacher_offload",
-        "teacher_patience",
-        "teacher_timeout",
-        "teacher_url",
-        "report_to",
-        "tensorboard",
-    }
-
+    free_on_resume: ClassVar[frozenset[str]] = FREE_ON_RESUME
     extended_by: ClassVar[str | None] = "max_steps"
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     instead: ClassVar[Mapping[str, str]] = INSTEAD
-
-    file_heading: ClassVar[str] = """\
-The settings of `python scripts/distill.py`: plain literals, read and never executed.
-
-A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
-`--learning-rate 1e-5`. `python scripts/distill.py --help` says what each may be and lists the
-presets; a name or value that cannot be is refused.
-"""
+    file_heading: ClassVar[str] = HEADING
 
     teacher_model: str = setting(
         "train",
@@ -475,9 +455,8 @@ presets; a name or value that cannot be is refused.
     def usual_lr(self) -> float:
         """What LEARNING_RATE is where it is None: a rate that is sane for this kind of student."""
         kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
-        return {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "prune": 5e-4, "lora": 2e-4}.get(
-            kind, 2e-5
-        )
+        rates = {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "prune": 5e-4, "lora": 2e-4}
+        return rates.get(kind, 2e-5)
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
@@ -490,9 +469,8 @@ presets; a name or value that cannot be is refused.
     @property
     def teacher_shares(self) -> tuple[float, ...] | None:
         """TEACHER_WEIGHTS as numbers; None where they are all alike."""
-        if self.teacher_weights is None:
-            return None
-        return tuple(float(part) for part in self.teacher_weights.split(","))
+        given = self.teacher_weights
+        return None if given is None else tuple(map(float, given.split(",")))
 
     @property
     def kind_of_divergence(self) -> Any:
