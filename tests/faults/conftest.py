@@ -9,10 +9,6 @@ from ssl_kd.vision.settings import VisionSettings
 from tests.faults.inject import FAST, words
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fault(row, ...): injects these rows of the fault matrix")
-
-
 @pytest.fixture(scope="session")
 def digits():
     """96 real digits, uint8 [96, 8, 8], and their labels."""
