@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, n_ids, tokenizer_id, without_adapters
 
@@ -94,4 +95,14 @@ def check_rows(student: CausalLM, teacher: CausalLM) -> None:
             f"TEACHER_CACHE may hold {tokens} tokens, and the student {student.name} has {rows} "
             "rows in its vocabulary: set TEACHER_CACHE to None, for the teacher itself, or take a "
             "student with the teacher's tokens"
+        )
+
+
+def check_room(settings: LanguageSettings, lm: CausalLM) -> None:
+    """Raise SettingsError where a row is longer than a model has positions."""
+    room = getattr(lm.model.config, "max_position_embeddings", None)
+    if room and settings.block_size > room:
+        raise SettingsError(
+            f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
+            f"to {room} or less"
         )

@@ -6,6 +6,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+# Cross-entropy alone, whatever a run learns from beside it.
+TEXT_ALONE: Mapping[str, Any] = MappingProxyType(
+    {
+        "alpha_ce": 1.0,
+        "alpha_kd": 0.0,
+        "alpha_hidden": 0.0,
+        "alpha_attention": 0.0,
+        "schedule": None,
+        "legacy_clamp": None,
+        "on_policy": 0.0,
+        "divergence": "auto",
+    }
+)
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Small steps, little of the teacher: what the older scripts called stable.

@@ -21,6 +21,7 @@ from ssl_kd.language.best import Best
 from ssl_kd.language.caching import without_router
 from ssl_kd.language.judging import judged_others, judged_student, judged_teacher, make_judge
 from ssl_kd.language.parallel import check_ranks
+from ssl_kd.language.presets import TEXT_ALONE
 from ssl_kd.language.rollouts import writer
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
@@ -305,16 +306,7 @@ def train_alone(
     tell: Progress,
 ) -> None:
     """The same student by cross-entropy alone: the same batches, steps and learning rates."""
-    alone = settings.replace(
-        alpha_ce=1.0,
-        alpha_kd=0.0,
-        alpha_hidden=0.0,
-        alpha_attention=0.0,
-        schedule=None,
-        legacy_clamp=None,
-        on_policy=0.0,
-        divergence="auto",
-    )
+    alone = settings.replace(**TEXT_ALONE)
     distiller = Distiller(student, alone, task.precision)
 
     def on_step(step: int, result: StudentStep) -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.guard.precision import Precision
-from ssl_kd.language.family import check_family, check_ids_are_known
+from ssl_kd.language.family import check_family, check_ids_are_known, check_room
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teacher import at_work
 from ssl_kd.ranks import Ranks
-from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.frozen import FrozenTeacher
 
@@ -49,11 +48,6 @@ def others_of(
     for lm in loaded:
         check_family(student, lm)
         check_ids_are_known(student, lm, blocks, eval_blocks)
-        room = getattr(lm.model.config, "max_position_embeddings", None)
-        if room and settings.block_size > room:
-            raise SettingsError(
-                f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
-                f"to {room} or less"
-            )
+        check_room(settings, lm)
         found.append(Beside(lm, at_work(settings, precision, lm, ranks)))
     return tuple(found)

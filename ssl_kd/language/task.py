@@ -15,7 +15,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
-from ssl_kd.language.family import check_family, check_ids_are_known, check_rows
+from ssl_kd.language.family import check_family, check_ids_are_known, check_room, check_rows
 from ssl_kd.language.features import feature_terms
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
@@ -250,12 +250,8 @@ def _models(
     if teacher is not None and teacher.tokenizer is None:  # its cache knows whether it is this one
         teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
     for lm in (student, here):
-        room = lm and getattr(lm.model.config, "max_position_embeddings", None)
-        if lm and room and settings.block_size > room:
-            raise SettingsError(
-                f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
-                f"to {room} or less"
-            )
+        if lm is not None:
+            check_room(settings, lm)
     _attend(settings.attn_implementation, precision.device, student, teacher)
     if teacher is not None and settings.align == "auto":
         check_family(student, teacher)

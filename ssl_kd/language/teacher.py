@@ -15,6 +15,7 @@ from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.parallel import check_ranks, shard_teacher
+from ssl_kd.language.presets import TEXT_ALONE
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.train import train
@@ -120,19 +121,12 @@ def trained_teacher(
         student_model=f"fresh:{settings.teacher_size}",
         max_steps=settings.teacher_steps,
         epochs=None,
-        alpha_ce=1.0,
-        alpha_kd=0.0,
-        alpha_hidden=0.0,
-        alpha_attention=0.0,
-        schedule=None,
+        **TEXT_ALONE,
         learning_rate=TEACHER_LR,
         clip_grad=1.0,
         lora_rank=0,
-        legacy_clamp=None,
         shard=False,
-        on_policy=0.0,
         teacher_text=0.0,
-        divergence="auto",
     )
     decides = ("block_size", "packing", "batch_size", "gradient_accumulation_steps")
     decides += ("teacher_size", "teacher_steps", "teacher_experts", "vocabulary", "seed")
