@@ -24,7 +24,7 @@ from ssl_kd.store.kept import LastHidden
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
-from ssl_kd.training.clock import Progress
+from ssl_kd.training.clock import Progress, untold
 
 __all__ = ["Agreement", "agreement_table", "verify"]
 
@@ -72,7 +72,7 @@ class Agreement:
         return max(self.ce_off, self.kd_off) <= value and self.gradient_off <= gradient
 
 
-def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> list[Agreement]:
+def verify(settings: LanguageSettings, *, progress: Progress = untold) -> list[Agreement]:
     """Compute the loss of a few rows in every way that a run may, and compare.
 
     The plain way takes the models' own whole logits, `token_kd` and PyTorch's cross-entropy. The
@@ -117,7 +117,7 @@ def verify(settings: LanguageSettings, *, progress: Progress | None = None) -> l
         teacher_cache=settings.teacher_cache if settings.teacher_url is None else None,
     )
     precision = precision_of(settings)
-    task = prepare(settings, precision, progress or (lambda stage, done, total, info: None))
+    task = prepare(settings, precision, progress)
     assert isinstance(task.blocks, Blocks) and task.teacher is not None
     frozen = task.frozen or FrozenTeacher(  # with a cache it is not loaded for work
         task.teacher.model, device=precision.device, dtype=precision.teacher

@@ -18,10 +18,12 @@ from ssl_kd.evaluate.texts import distinct, rouge_l
 from ssl_kd.guard.precision import undisturbed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.task import Progress, test_and_validation, texts_of
+from ssl_kd.language.task import test_and_validation
 from ssl_kd.language.teacher import load_teacher
+from ssl_kd.language.texts import texts_of
 from ssl_kd.teachers.causal import CausalLM, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.training.clock import Progress, untold
 
 __all__ = ["judge"]
 
@@ -38,7 +40,7 @@ def judge(
     drafted: int = 5,
     tasks: Tasks | None = None,
     limit: int | None = None,
-    progress: Progress = lambda stage, done, total, info: None,
+    progress: Progress = untold,
 ) -> dict[str, Any]:
     """Judge a finished student, beside its teacher where there is one.
 
