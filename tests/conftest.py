@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.photos import photo_run
 from tests.tiny import text_file, tiny
 
-__all__ = ["text_file", "tiny"]  # fixtures of every language test
+__all__ = ["photo_run", "text_file", "tiny"]  # fixtures of many folders
 
 # Tensors in tests are small: more threads than two only wait for each other.
 torch.set_num_threads(min(2, torch.get_num_threads()))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ssl_kd.datasets import ImageDataset, open_dataset
+from ssl_kd.finished import Samples
 from ssl_kd.report.assignments import Assignments
 from ssl_kd.report.results import RunResults
 
@@ -36,16 +36,10 @@ def run_images(run_dir: Path) -> Images | None:
         return None
 
     def images(rows: list[int]) -> list[Image.Image]:
-        settings = run.config["settings"]
-        name = run.metrics.get("extended", {}).get("dataset", settings["DATASET"])
-        dataset = open_dataset(name, "train", root=settings["DATA_DIR"])
-        assert isinstance(dataset, ImageDataset)
-        number = {name: i for i, name in enumerate(dataset.ids)}
-        files = [row["file"] for row in run.assignments.rows(rows)]
-        for file in files:
-            if file not in number:
-                raise FileNotFoundError(f"{file} is no longer in {name}")
-        return [dataset.image(number[file]) for file in files]
+        samples = Samples(run_dir)
+        first = samples.splits[run.split].start
+        found = [samples.image(first + row) for row in rows]
+        return [image for image in found if image is not None]
 
     return images
 

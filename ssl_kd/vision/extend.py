@@ -7,7 +7,6 @@ the same command goes on with them.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -20,7 +19,6 @@ import numpy as np
 
 from ssl_kd import evaluate
 from ssl_kd.datasets import open_dataset
-from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.imports import path_of_file
@@ -33,7 +31,7 @@ from ssl_kd.training.clock import Clock
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of
 from ssl_kd.vision.extract import fingerprint
-from ssl_kd.vision.model import ClusterModel, read_config
+from ssl_kd.vision.model import ClusterModel, read_config, read_metrics
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import (
     Dataset,
@@ -93,7 +91,7 @@ class _Parent:
             raise RunFolderError(
                 f"{found} was trained by a version that did not note its samples: train it again"
             )
-        return cls(path, config, _read_metrics(path))
+        return cls(path, config, read_metrics(path))
 
     @property
     def known(self) -> list[str]:
@@ -107,13 +105,6 @@ class _Parent:
 
 
 _FILES = ("metrics.json", "model.safetensors")
-
-
-def _read_metrics(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((path / "metrics.json").read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise CorruptFileError(f"{path / 'metrics.json'} is damaged ({error}): copy it") from error
 
 
 def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:

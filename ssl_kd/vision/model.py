@@ -343,6 +343,20 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def read_metrics(folder: str | Path) -> dict[str, Any]:
+    """The `metrics.json` of a finished run.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        CorruptFileError: it is not JSON, or not an object.
+    """
+    path = Path(folder) / "metrics.json"
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CorruptFileError(f"{path} is damaged ({error}): copy it") from error
+
+
 def _finite(model: ClusterModel, file: Path) -> ClusterModel:
     """The model, which would say cluster 0 to whatever comes if it held a NaN.
 

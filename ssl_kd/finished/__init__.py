@@ -1,0 +1,5 @@
+"""A finished clustering run, opened again: its samples, and what people decided about them."""
+
+from ssl_kd.finished.samples import Samples
+
+__all__ = ["Samples"]

@@ -1,0 +1,255 @@
+"""The samples of a finished run: who is where, and what it was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pyarrow import csv, parquet
+from torch import Tensor
+
+from ssl_kd.datasets import FolderDataset, ImageDataset, open_dataset
+from ssl_kd.errors import InputError
+from ssl_kd.files import CorruptFileError
+from ssl_kd.store import EmbeddingStore, find_neighbours
+from ssl_kd.training.folder import RunFolderError
+from ssl_kd.vision.assigned import assignments_of
+from ssl_kd.vision.model import read_config, read_metrics
+
+NEEDED = ("file", "cluster", "confidence", "split")
+
+
+class Samples:
+    """Every sample of a finished clustering run, of all its splits, numbered from 0.
+
+    Opening it reads `config.json`, `metrics.json` and the file of assignments; embeddings, images
+    and neighbours are looked for when they are asked for, where the run found them.
+
+    Args:
+        path: a run's folder.
+
+    Attributes:
+        path: the folder.
+        config: `config.json`, with the settings of the run.
+        metrics: `metrics.json`.
+        table: a row for each sample; the columns of the file of assignments: `file`, `cluster`,
+            `confidence`, `split`, perhaps `label`, `outlier`, `second` ... and `level_5` ...
+
+    Raises:
+        RunFolderError: no run, one that is not finished, or one of language models.
+        CorruptFileError: a file of it is damaged, or was edited so that rows or columns are gone.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        if not (self.path / "config.json").is_file():
+            raise RunFolderError(
+                f"{self.path} is not a run's folder (no config.json): give one, as runs/latest"
+            )
+        self.config = read_config(self.path)
+        if "language" in (self.config.get("mode"), self.settings.get("MODE")):
+            raise RunFolderError(f"{self.path} is a run of language models: it has no clusters")
+        file = assignments_of(self.path)
+        for name in ("metrics.json", file.name):
+            if not (self.path / name).is_file():
+                raise RunFolderError(
+                    f"{self.path} has no {name}, so it is not a finished run: finish it by "
+                    f"--resume --run_name {self.path.resolve().name}"
+                )
+        self.metrics = read_metrics(self.path)
+        self.table = _read_table(file)
+        self._pictures: dict[str, tuple[ImageDataset | None, dict[str, int]]] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the run, by their UPPER_CASE names."""
+        return self.config.get("settings", {})
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    @cached_property
+    def splits(self) -> dict[str, range]:
+        """The numbers of the samples of each split: `train`, perhaps `test`, `extend1`, ...
+
+        Raises:
+            CorruptFileError: the rows of one do not lie side by side.
+        """
+        names = self.table.column("split").combine_chunks()
+        found: dict[str, range] = {}
+        for run in _runs(names):
+            name = str(names[run.start])
+            if name in found:
+                raise CorruptFileError(
+                    f"{assignments_of(self.path)} was sorted or edited: the rows of split {name} "
+                    "do not lie side by side. Take another copy, or run again"
+                )
+            found[name] = run
+        return found
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One column of the table: numbers as they are, text as objects.
+
+        Raises:
+            InputError: there is none of that name.
+        """
+        if name not in self.table.column_names:
+            raise InputError(
+                f"{self.path} has no column {name!r}, only {', '.join(self.table.column_names)}"
+            )
+        return self.table.column(name).to_numpy()
+
+    @property
+    def levels(self) -> list[str]:
+        """The columns of the tree, coarsest first, with `cluster` among them where it belongs."""
+        levels = [name for name in self.table.column_names if name.startswith("level_")]
+        if not levels:
+            return ["cluster"]
+        sizes = {name: int(name.removeprefix("level_")) for name in levels}
+        return sorted([*levels, "cluster"], key=lambda n: sizes.get(n, self.n_clusters))
+
+    @property
+    def n_clusters(self) -> int:
+        """K, with those that an extension offered."""
+        return int(self.metrics["dataset"]["n_clusters"])
+
+    # --- What it was computed from ---------------------------------------------------------------
+
+    def store(self, split: str = "train") -> EmbeddingStore:
+        """The embeddings of one split, in the order of its samples.
+
+        Raises:
+            InputError: no such split; RunFolderError: the cache holds other samples by now.
+            FileNotFoundError: the cache is gone; the message says where it was.
+        """
+        if split not in self.splits:
+            raise InputError(f"{self.path} has no split {split!r}, only {', '.join(self.splits)}")
+        folder, name = self._cache_of(split)
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(
+                f"the embeddings of {self.path} ({split}) were in {Path(folder).absolute()}, and "
+                "are not there: stand where the run was started, or put them back"
+            )
+        store = EmbeddingStore.open(folder, name, verify=False)
+        digest = self._digest_of(split)
+        if store.n != len(self.splits[split]) or digest not in (None, store.fingerprint.digest):
+            raise RunFolderError(
+                f"{folder} holds other samples ({store.n}) than {self.path} clustered "
+                f"({len(self.splits[split])}): give every run an --embeddings_dir of its own"
+            )
+        return store
+
+    def embeddings(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Tensor:
+        """Of some samples, float32 `[row, dim]`, as the teacher gave them."""
+        wanted = torch.as_tensor(np.asarray(rows), dtype=torch.int64)
+        found: Tensor | None = None
+        for split, run in self.splits.items():
+            own = (wanted >= run.start) & (wanted < run.stop)
+            if own.any():
+                x = self.store(split).gather(wanted[own] - run.start)
+                found = torch.empty(len(wanted), x.shape[1]) if found is None else found
+                found[own] = x
+        return torch.empty(0, 0) if found is None else found
+
+    def neighbours(self, k: int, split: str = "train") -> NDArray[np.int64]:
+        """The k nearest others in the same split `[n, k]`, numbers of samples, nearest first.
+
+        Those that the run left beside its embeddings, found anew where it left fewer.
+        """
+        found, _ = find_neighbours(self.store(split), k, search="auto")
+        return found.numpy() + self.splits[split].start
+
+    def image(self, row: int) -> Image.Image | None:
+        """The picture of one sample; None where the run learned from features.
+
+        Raises:
+            FileNotFoundError: it is no longer where the run found it.
+        """
+        dataset, number = self._picture(row)
+        return None if dataset is None else dataset.image(number)
+
+    def image_file(self, row: int) -> Path | None:
+        """Where a sample's picture lies on the disk; None where it is not a file of its own."""
+        dataset, number = self._picture(row)
+        return dataset.root / dataset.paths[number] if isinstance(dataset, FolderDataset) else None
+
+    def _picture(self, row: int) -> tuple[ImageDataset | None, int]:
+        """The data set that a sample's picture is in, and its number there."""
+        split = next(name for name, run in self.splits.items() if row in run)
+        if split not in self._pictures:
+            self._pictures[split] = self._open_pictures(split)
+        dataset, numbers = self._pictures[split]
+        if dataset is None:
+            return None, -1
+        name = str(self.table.column("file")[row])
+        if name not in numbers:
+            raise FileNotFoundError(f"{name} is no longer in {dataset.name}")
+        return dataset, numbers[name]
+
+    def _open_pictures(self, split: str) -> tuple[ImageDataset | None, dict[str, int]]:
+        if self.metrics.get("teacher", {}).get("name") == "features":
+            return None, {}
+        added, other = self._extension(split), self.settings.get("DATASET_TEST")
+        name, alone = self.settings["DATASET"], False
+        if added is not None:
+            name = added["dataset"]
+        elif split == "test" and other is not None:
+            name, alone = other, True
+        kind = "test" if split == "test" else "train"
+        dataset = open_dataset(name, kind, root=self.settings["DATA_DIR"], whole=alone)
+        assert isinstance(dataset, ImageDataset)
+        return dataset, {name: number for number, name in enumerate(dataset.ids)}
+
+    def _cache_of(self, split: str) -> tuple[str, str]:
+        if (added := self._extension(split)) is not None:
+            return added["embeddings"], "extend"
+        return self.settings["EMBEDDINGS_DIR"], split
+
+    def _digest_of(self, split: str) -> str | None:
+        if (added := self._extension(split)) is not None:
+            return added["digest"]
+        return self.config.get("learns_from") if split == "train" else None
+
+    def _extension(self, split: str) -> dict[str, Any] | None:
+        """What was added as this split; None of the run's own."""
+        if not split.startswith("extend"):
+            return None
+        return self.config["extensions"][int(split.removeprefix("extend")) - 1]
+
+
+def _runs(names: arrow.Array) -> list[range]:
+    """The stretches of equal names."""
+    codes = names.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    ends = np.flatnonzero(np.diff(codes)) + 1
+    places = [0, *ends.tolist(), len(codes)]
+    return [range(a, b) for a, b in zip(places, places[1:], strict=False) if b > a]
+
+
+def _read_table(path: Path) -> arrow.Table:
+    try:
+        if path.suffix == ".parquet":
+            table = parquet.read_table(path)
+            decoded = [_plain(column) for column in table.columns]
+            table = arrow.table(dict(zip(table.column_names, decoded, strict=True)))
+        else:
+            kinds = {name: arrow.string() for name in ("file", "split", "label")}
+            table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=kinds))
+    except arrow.ArrowInvalid as error:
+        raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
+    if missing := [name for name in NEEDED if name not in table.column_names]:
+        raise CorruptFileError(
+            f"{path} has no column {missing[0]}: it was edited, or written by an older version. "
+            "Take another copy, or run again"
+        )
+    return table
+
+
+def _plain(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
+    return column.cast(arrow.string()) if arrow.types.is_dictionary(column.type) else column

@@ -1,0 +1,61 @@
+"""A finished run on a folder of real pictures, which tests read and never change."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from ssl_kd.report import write_report
+from ssl_kd.vision.run import run
+from ssl_kd.vision.settings import VisionSettings
+
+QUICK = {
+    "n_heads": 4,
+    "hidden_dim": 16,
+    "bottleneck_dim": 8,
+    "batch_size": 32,
+    "neighbours": 8,
+    "max_steps": 60,
+    "tensorboard": False,
+    "probe": False,
+    "baselines": False,
+}
+
+
+def save_digits(folder: Path, split: str, wanted: slice, classes: tuple[int, ...]) -> None:
+    """Scikit-learn's digits as `folder/split/<class>/<number>.png`."""
+    data = load_digits()
+    images, labels = data.images, data.target  # pyright: ignore[reportAttributeAccessIssue]
+    for number in range(len(labels))[wanted]:
+        image, label = images[number], labels[number]
+        if label in classes:
+            place = folder / split / f"digit {label}"
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((image * 15).astype(np.uint8)).save(place / f"{number:04}.png")
+
+
+def photo_settings(root: Path, **changes: object) -> VisionSettings:
+    """Settings of a quick run on the pictures in `root/photos`."""
+    given: dict[str, Any] = {
+        **QUICK,
+        "teacher": "pixels",
+        "dataset": str(root / "photos"),
+        "embeddings_dir": str(root / "embeddings"),
+        "runs_dir": str(root / "runs"),
+        "run_name": "photos",
+    }
+    return VisionSettings(**(given | changes))
+
+
+@pytest.fixture(scope="session")
+def photo_run(tmp_path_factory) -> Path:
+    """The folder of a finished run: digits 0, 1 and 4 as files, `train` and `test`, with report."""
+    root = tmp_path_factory.mktemp("photo_run")
+    save_digits(root / "photos", "train", slice(0, 600), (0, 1, 4))
+    save_digits(root / "photos", "test", slice(600, 750), (0, 1, 4))
+    done = run(photo_settings(root))
+    write_report(done.path, images=done.images)
+    return done.path
