@@ -1,5 +1,6 @@
 """A finished clustering run, opened again: its samples, and what people decided about them."""
 
+from ssl_kd.finished.curation import Curation, Decision
 from ssl_kd.finished.samples import Samples
 
-__all__ = ["Samples"]
+__all__ = ["Curation", "Decision", "Samples"]

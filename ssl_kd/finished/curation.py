@@ -1,0 +1,414 @@
+"""What people decided about a run's clusters: `curation.jsonl` in its folder, a line a decision.
+
+Nothing is ever rewritten: to undo a decision is a line, too. The run's own files stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssl_kd.errors import InputError, printable
+from ssl_kd.files import CorruptFileError, atomic_write_bytes
+from ssl_kd.finished.decided import Clusters
+from ssl_kd.finished.samples import Samples
+from ssl_kd.lock import Lock
+
+FILE, LOCK, WAIT = "curation.jsonl", ".curation.lock", 10.0
+MADE_FROM = 1000
+_ABOUT = ("id", "time", "samples", "digest", "do")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A line of the file.
+
+    Attributes:
+        id: its own, 12 hexadecimal digits.
+        time: when it was made, UTC, as `2026-01-31T12:00:00Z`.
+        do: `rename`, `merge`, `split`, `move`, `exclude` or `undo`.
+        what: what it says: `cluster`, `name`, `rows`, `into` ...
+        line: its number in the file, from 1.
+        undone: whether a later line undoes it.
+    """
+
+    id: str
+    time: str
+    do: str
+    what: dict[str, Any]
+    line: int
+    undone: bool = False
+
+
+class Curation:
+    """The decisions about one run, and its clusters as they are after them.
+
+    A cluster that people make has a number of its own, from the next full thousand above K on: so
+    it never is one that an extension of the run offers. A merged cluster has the lowest number of
+    its parts, so that it stays one of the run's own where any of them is. No number is ever used
+    twice, whatever is undone.
+
+    Several programs may decide at once: each decision is checked against, and added to, the file as
+    it is by then.
+
+    Args:
+        samples: the run.
+
+    Attributes:
+        samples: the run.
+        path: the file; it is there from the first decision on.
+
+    Raises:
+        CorruptFileError: a line is damaged, is about another run, or names a cluster that is gone;
+            the message has its number.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.path = samples, samples.path / FILE
+        self._digests: dict[int, str] = {}
+        self._bytes, self._lines = b"", list[dict[str, Any]]()
+        self._state = Clusters(samples)
+        self._refresh()
+
+    @classmethod
+    def open(cls, path: str | Path | Samples) -> Curation:
+        """That of a run's folder; raises what `Samples` raises."""
+        return cls(path if isinstance(path, Samples) else Samples(path))
+
+    # --- What holds now ---------------------------------------------------------------------------
+
+    @property
+    def clusters(self) -> NDArray[np.int64]:
+        """Each sample's cluster `[n]`; -1 in none."""
+        return self._state.clusters.copy()
+
+    @property
+    def excluded(self) -> NDArray[np.bool_]:
+        """Whether people took a sample out `[n]`."""
+        return self._state.excluded.copy()
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of those clusters that have one, by number."""
+        return dict(sorted(self._state.names.items()))
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The samples in each cluster that has any, by number."""
+        return self._state.sizes()
+
+    @property
+    def history(self) -> list[Decision]:
+        """Every line of the file, the oldest first."""
+        live = _live(self._lines)
+        return [_decision(line, n, n not in live) for n, line in enumerate(self._lines, 1)]
+
+    # --- Decisions --------------------------------------------------------------------------------
+
+    def rename(self, cluster: int, name: str) -> Decision:
+        """Give a cluster a name; an empty one takes it away.
+
+        Raises:
+            InputError: there is no such cluster, or the name is too long or not one line of text.
+        """
+        return self._add([{"do": "rename", "cluster": int(cluster), "name": name}])[0]
+
+    def rename_all(self, names: Mapping[int, str]) -> list[Decision]:
+        """Give many clusters their names: all of them, or none. Raises what `rename` raises."""
+        return self._add(
+            [{"do": "rename", "cluster": int(k), "name": name} for k, name in names.items()]
+        )
+
+    def merge(self, clusters: Iterable[int], name: str | None = None) -> Decision:
+        """Make several clusters one, with the lowest of their numbers.
+
+        Args:
+            clusters: at least two.
+            name: the name; None: that of the lowest number that has one.
+
+        Raises:
+            InputError: fewer than two, or one of them is not there.
+        """
+        wanted = sorted({int(cluster) for cluster in clusters})
+        said: dict[str, Any] = {"do": "merge", "clusters": wanted}
+        return self._add([said if name is None else said | {"name": name}])[0]
+
+    def split(
+        self, cluster: int, rows: Sequence[int] | NDArray[Any] | None = None, name: str = ""
+    ) -> Decision:
+        """Part a cluster in two, or as the tree does.
+
+        Args:
+            cluster: its number; what is left of it keeps number and name.
+            rows: the samples that leave it for a cluster of their own, numbers or a mask `[n]`;
+                None: the coarsest level of the tree that parts it says which, its largest part
+                stays, and each other part becomes a cluster.
+            name: of the new cluster, where `rows` says which.
+
+        Raises:
+            InputError: no such cluster, samples that are not in it, all of it, or nothing that
+                parts it.
+        """
+        if rows is None:
+            self._refresh()
+            level, parts = self._state.parts(int(cluster))
+            said = {"do": "split", "cluster": int(cluster), "level": level, "parts": parts}
+            return self._add([said])[0]
+        said = {"do": "split", "cluster": int(cluster), "rows": self._rows(rows), "new": None}
+        return self._add([said | ({"name": name} if name else {})])[0]
+
+    def move(
+        self, rows: Sequence[int] | NDArray[Any], cluster: int | None = None, name: str = ""
+    ) -> Decision:
+        """Put samples, wherever they are, excluded ones too, into a cluster or one of their own.
+
+        Args:
+            rows: numbers of samples, or a mask `[n]`.
+            cluster: where to; None: a new cluster.
+            name: of the new cluster.
+
+        Raises:
+            InputError: no such cluster or sample, or a name where the cluster has one.
+        """
+        where = {"new": None} if cluster is None else {"into": int(cluster)}
+        said = {"do": "move", "rows": self._rows(rows), **where}
+        return self._add([said | ({"name": name} if name else {})])[0]
+
+    def exclude(self, rows: Sequence[int] | NDArray[Any]) -> Decision:
+        """Take samples out: they are in no cluster, and `excluded` says so.
+
+        Raises:
+            InputError: no such sample.
+        """
+        return self._add([{"do": "exclude", "rows": self._rows(rows)}])[0]
+
+    def undo(self, id: str | None = None) -> Decision:
+        """Undo a decision, by a line that says so; what is undone may be an `undo` itself.
+
+        Args:
+            id: which; None: the last that holds.
+
+        Raises:
+            InputError: nothing is left to undo, no line has this id, it is undone already, or a
+                later decision stands on it.
+        """
+        self._refresh()
+        if id is None:
+            holds = [line for line in self.history if not line.undone and line.do != "undo"]
+            if not holds:
+                raise InputError(f"{self.path} has no decision that could be undone")
+            id = holds[-1].id
+        return self._add([{"do": "undo", "of": id}])[0]
+
+    def redo(self) -> Decision:
+        """Undo the last `undo` that holds.
+
+        Raises:
+            InputError: there is none.
+        """
+        self._refresh()
+        holds = [line for line in self.history if not line.undone and line.do == "undo"]
+        if not holds:
+            raise InputError(f"{self.path} has no undo that could be taken back")
+        return self.undo(holds[-1].id)
+
+    def apply(self, path: str | Path) -> list[Decision]:
+        """Add the decisions of another file: all of them, or none.
+
+        Args:
+            path: lines as those of `curation.jsonl`: of a copy, or from a static page.
+
+        Returns:
+            Those that were added; what is here already (the same id) is passed over.
+
+        Raises:
+            CorruptFileError: a line is damaged, about another run, or cannot be followed here.
+        """
+        path = Path(path).expanduser()
+        return self._add(_parse(path, path.read_bytes()), path)
+
+    # --- The file ---------------------------------------------------------------------------------
+
+    def _add(self, said: list[dict[str, Any]], source: Path | None = None) -> list[Decision]:
+        """Check decisions one after the other, and append them with one write."""
+        with Lock(self.path.parent / LOCK, wait=WAIT):
+            self._refresh()
+            lines, state = list(self._lines), self._state.copy()
+            known = {line["id"]: line for line in lines}
+            for number, what in enumerate(said, 1):
+                try:
+                    line = self._stamped(what, lines) if source is None else what
+                    if known.get(line["id"]) == line:
+                        continue
+                    state = self._followed(state, lines, line)
+                except InputError as error:
+                    if source is None:
+                        raise
+                    raise CorruptFileError(_at(source, number, error)) from error
+                known[line["id"]] = line
+            text = "".join(json.dumps(line) + "\n" for line in lines[len(self._lines) :])
+            if text:
+                written = self._bytes + text.encode()
+                atomic_write_bytes(self.path, written)
+                first, self._bytes, self._lines = len(self._lines) + 1, written, lines
+                self._state = state
+                return [_decision(lines[n - 1], n) for n in range(first, len(lines) + 1)]
+        return []
+
+    def _refresh(self) -> None:
+        """Read the file again where somebody wrote it."""
+        try:
+            found = self.path.read_bytes()
+        except FileNotFoundError:
+            found = b""
+        if found == self._bytes:
+            return
+        lines: list[dict[str, Any]] = []
+        state = Clusters(self.samples)
+        for number, line in enumerate(_parse(self.path, found), 1):
+            try:
+                state = self._followed(state, lines, line)
+            except InputError as error:
+                raise CorruptFileError(_at(self.path, number, error)) from error
+        self._bytes, self._lines, self._state = found, lines, state
+
+    def _followed(
+        self, state: Clusters, lines: list[dict[str, Any]], line: dict[str, Any]
+    ) -> Clusters:
+        """What comes of one more line, which is added to `lines`."""
+        if any(before["id"] == line["id"] for before in lines):
+            raise InputError(f"the id {line['id']} is that of an earlier line")
+        if line["digest"] != self._digest(line["samples"]):
+            raise InputError(
+                f"it is about another run than {self.samples.path}, or its assignments were edited"
+            )
+        if line["do"] != "undo":
+            state.follow(line)
+            lines.append(line)
+            return state
+        live, numbers = _live(lines), {before["id"]: n for n, before in enumerate(lines, 1)}
+        of = line.get("of")
+        if not isinstance(of, str) or of not in numbers:
+            raise InputError(f"no decision before it has the id {of!r}")
+        if numbers[of] not in live:
+            raise InputError(f"the decision {of} is undone already")
+        lines.append(line)
+        try:
+            return self._replay(lines)
+        except InputError:
+            lines.pop()
+            raise
+
+    def _replay(self, lines: list[dict[str, Any]]) -> Clusters:
+        state, live = Clusters(self.samples), _live(lines)
+        for number, line in enumerate(lines, 1):
+            if number in live and line["do"] != "undo":
+                try:
+                    state.follow(line)
+                except InputError as error:
+                    raise InputError(
+                        f"{line['do']} in line {number} (id {line['id']}) stands on it, and could "
+                        f"not hold without it ({error}): undo that one first"
+                    ) from error
+        return state
+
+    def _stamped(self, said: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """A decision as a line: with an id, the time, the run, and numbers for what it makes."""
+        n = len(self.samples)
+        new = self._next_number(lines)
+        if "new" in said:
+            said = said | {"new": new}
+        if "parts" in said:
+            said = said | {"parts": [[part, new + k] for k, part in enumerate(said["parts"])]}
+        time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        about = {"id": secrets.token_hex(6), "time": time, "samples": n, "digest": self._digest(n)}
+        return about | said
+
+    def _next_number(self, lines: list[dict[str, Any]]) -> int:
+        """A number that no cluster has or ever had."""
+        first = -(-self.samples.n_clusters // MADE_FROM) * MADE_FROM
+        given = [number for line in lines for number in _made(line)]
+        return max([first - 1, *given]) + 1
+
+    def _digest(self, n: int) -> str:
+        """Which samples are meant: file and cluster of the first n; more come by an extension."""
+        if n > len(self.samples):
+            return ""
+        if n not in self._digests:
+            clusters = self.samples.column("cluster")[:n].astype("<i8")
+            digest = hashlib.sha256(clusters.tobytes())
+            for file in self.samples.table.column("file")[:n].to_pylist():
+                digest.update(str(file).encode() + b"\0")
+            self._digests[n] = digest.hexdigest()[:16]
+        return self._digests[n]
+
+    def _rows(self, rows: Sequence[int] | NDArray[Any]) -> list[int]:
+        found, n = np.asarray(rows), len(self.samples)
+        if found.dtype == bool and found.shape == (n,):
+            found = np.flatnonzero(found)
+        if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer) or not len(found):
+            raise InputError(
+                f"rows are {found.dtype} {list(found.shape)}; expected numbers of samples, at "
+                f"least one, or a mask [{n}]"
+            )
+        return np.unique(found).tolist()
+
+
+def _parse(path: Path, data: bytes) -> list[dict[str, Any]]:
+    """The lines of a file, each with what every decision has."""
+    *whole, last = data.split(b"\n")
+    lines = []
+    for number, text in enumerate([*whole, last] if last else whole, 1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict) or any(key not in line for key in _ABOUT):
+                raise ValueError(f"expected an object with {', '.join(_ABOUT)}")
+            if not isinstance(line["samples"], int) or not isinstance(line["id"], str):
+                raise ValueError("samples is no number, or id no text")
+        except ValueError as error:
+            cut = "cut off" if number == len(whole) + 1 else "damaged"
+            raise CorruptFileError(_at(path, number, f"it is {cut} ({error})")) from error
+        lines.append(line)
+    if last:  # whole, but for its end
+        raise CorruptFileError(_at(path, len(lines), "it is cut off (no end of line)"))
+    return lines
+
+
+def _at(path: Path, number: int, error: object) -> str:
+    return (
+        f"{path}, line {number}: {printable(str(error))}. Delete that line, or take another copy "
+        "of the file; nothing was changed"
+    )
+
+
+def _live(lines: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The numbers of the lines that no later one undoes, unless it is undone itself."""
+    live, undone = set(), set()
+    for number in range(len(lines), 0, -1):
+        line = lines[number - 1]
+        if line["id"] not in undone:
+            live.add(number)
+            if line["do"] == "undo":
+                undone.add(line["of"])
+    return live
+
+
+def _made(line: Mapping[str, Any]) -> list[int]:
+    """The numbers of clusters that a line made."""
+    return [number for _, number in line.get("parts", [])] + (
+        [line["new"]] if "new" in line else []
+    )
+
+
+def _decision(line: Mapping[str, Any], number: int, undone: bool = False) -> Decision:
+    what = {key: value for key, value in line.items() if key not in _ABOUT}
+    return Decision(line["id"], line["time"], line["do"], what, number, undone)

@@ -1,0 +1,245 @@
+"""Decisions about clusters: each a line of a file that is read, undone and applied again."""
+
+import json
+import multiprocessing
+import shutil
+
+import numpy as np
+import pytest
+
+from ssl_kd.errors import InputError
+from ssl_kd.files import CorruptFileError
+from ssl_kd.finished import Curation, Samples
+from ssl_kd.lock import LockHeld
+
+
+@pytest.fixture
+def run(photo_run, tmp_path):
+    """A copy of the run's folder, for decisions of its own."""
+    return shutil.copytree(photo_run, tmp_path / "copy")
+
+
+def members(curation, cluster):
+    return np.flatnonzero(curation.clusters == cluster)
+
+
+def test_without_a_decision_it_is_the_run(run):
+    samples = Samples(run)
+    curation = Curation.open(samples)
+    assert np.array_equal(curation.clusters, samples.column("cluster"))
+    assert curation.names == {} and curation.history == [] and not curation.excluded.any()
+    assert sum(curation.sizes.values()) == len(samples)
+    assert not (run / "curation.jsonl").exists()
+
+
+def test_rename_merge_split_move_exclude_and_read_again(run):
+    curation = Curation.open(run)
+    curation.rename(0, "zeros")
+    curation.merge([2, 1])
+    rows = members(curation, 1)[:5]
+    curation.split(1, rows, name="odd ones")
+    curation.move(rows[:2], 0)
+    curation.exclude(members(curation, 0)[-1:])
+    assert curation.names == {0: "zeros", 1000: "odd ones"}
+    assert set(curation.sizes) == {0, 1, 1000} and curation.sizes[1000] == 3
+    assert (curation.clusters[rows] == [0, 0, 1000, 1000, 1000]).all()
+    assert curation.excluded.sum() == 1 and (curation.clusters[curation.excluded] == -1).all()
+    again = Curation.open(run)
+    assert np.array_equal(again.clusters, curation.clusters) and again.names == curation.names
+    assert [line.do for line in again.history] == ["rename", "merge", "split", "move", "exclude"]
+    assert again.history[2].what["rows"] == rows.tolist() and again.history[2].line == 3
+    lines = (run / "curation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [line.id for line in again.history]
+
+
+def test_a_merged_cluster_keeps_the_first_name_or_gets_one(run):
+    curation = Curation.open(run)
+    curation.rename_all({1: "ones", 2: "fours"})
+    curation.merge([0, 2])
+    assert curation.names == {0: "fours", 1: "ones"}
+    curation.merge([0, 1], name="digits")
+    assert curation.names == {0: "digits"} and set(curation.sizes) == {0}
+
+
+def test_undo_and_redo_are_lines_too(run):
+    curation = Curation.open(run)
+    first = curation.rename(0, "zeros")
+    before = curation.clusters
+    curation.merge([0, 1, 2])
+    undone = curation.undo()
+    assert np.array_equal(curation.clusters, before) and curation.names == {0: "zeros"}
+    assert [line.undone for line in curation.history] == [False, True, False]
+    curation.undo(first.id)
+    assert curation.names == {}
+    with pytest.raises(InputError, match="no decision that could be undone"):
+        curation.undo()
+    curation.redo()
+    assert curation.names == {0: "zeros"}
+    with pytest.raises(InputError, match="undone already"):
+        curation.undo(undone.what["of"])
+    with pytest.raises(InputError, match="no decision before it has the id 'x'"):
+        curation.undo("x")
+    assert len((run / "curation.jsonl").read_text().splitlines()) == len(curation.history) == 5
+
+
+def test_a_number_is_never_used_twice_and_what_others_stand_on_stays(run):
+    curation = Curation.open(run)
+    split = curation.split(0, members(curation, 0)[:3])
+    curation.undo()
+    assert curation.split(0, members(curation, 0)[:3]).what["new"] == 1001
+    again = curation.history[-1]
+    renamed = curation.rename(1001, "three")
+    with pytest.raises(InputError, match=rf"rename in line 4 \(id {renamed.id}\) stands on it"):
+        curation.undo(again.id)
+    assert curation.names == {1001: "three"} and split.what["new"] == 1000
+
+
+def test_a_cluster_is_split_as_the_tree_does(run):
+    samples = Samples(run)
+    curation = Curation.open(samples)
+    decision = curation.split(1)
+    level = samples.column(decision.what["level"])
+    mine = samples.column("cluster") == 1
+    assert len(np.unique(level[mine])) == len(decision.what["parts"]) + 1 > 1
+    for part, new in decision.what["parts"]:
+        assert np.array_equal(curation.clusters == new, mine & (level == part))
+    sizes = curation.sizes
+    assert sizes[1] >= max(sizes[new] for _, new in decision.what["parts"])
+    curation.split(1, members(curation, 1)[1:])
+    with pytest.raises(InputError, match="no level of the tree parts cluster 1: select"):
+        curation.split(1)
+
+
+@pytest.mark.parametrize(
+    ("decide", "said"),
+    [
+        (lambda c: c.rename(7, "x"), r"there is no cluster 7 \(any more\), only 0, 1, 2"),
+        (lambda c: c.rename(0, "a\nb"), "expected one line of at most 200"),
+        (lambda c: c.rename_all({0: "fine", 9: "x"}), "there is no cluster 9"),
+        (lambda c: c.merge([1, 1]), "expected two or more to merge"),
+        (lambda c: c.split(0, members(c, 1)[:2]), r"sample \d+ is not in cluster 0"),
+        (lambda c: c.split(0, members(c, 0)), "all of cluster 0"),
+        (lambda c: c.split(0, [0.5]), r"rows are float64 \[1\]; expected numbers"),
+        (lambda c: c.split(0, []), "at least one"),
+        (lambda c: c.move([10**6]), "there is no sample 1000000; expected 0 to"),
+        (lambda c: c.move([-1]), "there is no sample -1"),
+        (lambda c: c.move([0], 55), "there is no cluster 55"),
+        (lambda c: c.move([0], 0, "zeros"), "rename it to call it 'zeros'"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_written(run, decide, said):
+    curation = Curation.open(run)
+    with pytest.raises(InputError, match=said):
+        decide(curation)
+    assert curation.history == [] and not (run / "curation.jsonl").exists()
+
+
+def _changed(line, **changes):
+    return json.dumps(json.loads(line) | changes)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda a, b: [a, b[:-20]], r"line 2: it is cut off"),
+        (lambda a, b: [a[:-20], b, ""], r"line 1: it is damaged"),
+        (lambda a, b: ["[1]", ""], r"line 1: it is damaged \(expected an object"),
+        (lambda a, b: [a, b], "line 2: it is cut off .no end of line"),
+        (lambda a, b: [a, b, a, ""], r"line 3: the id \w+ is that of an earlier line"),
+        (lambda a, b: [_changed(a, digest="0"), ""], "line 1: it is about another run"),
+        (lambda a, b: [_changed(a, samples=10**9), ""], "line 1: it is about another run"),
+        (lambda a, b: [_changed(a, cluster=44), ""], "line 1: there is no cluster 44"),
+        (lambda a, b: [_changed(a, do="dance"), ""], "line 1: 'dance' is no decision"),
+        (lambda a, b: [_changed(a, name=None), ""], "line 1: the name None cannot be"),
+        (lambda a, b: [_changed(b, rows=["x"]), ""], "line 1: rows: expected numbers"),
+        (lambda a, b: [_changed(b, new=1), ""], "line 1: a new cluster cannot have the number 1"),
+        (lambda a, b: [_changed(b, new=10**12), ""], "cannot have the number 1000000000000"),
+        (lambda a, b: [_changed(a, do="undo", of=[]), ""], r"line 1: no decision before it has"),
+        (lambda a, b: [_changed(a, do="merge"), ""], r"line 1: merge does not say what it should"),
+        (lambda a, b: [_changed(a, do="split", level="file", parts=[]), ""], "no level 'file'"),
+    ],
+)
+def test_an_edited_file_is_refused_by_its_line(run, edit, said):
+    curation = Curation.open(run)
+    curation.rename(0, "zeros")
+    curation.split(0, members(curation, 0)[:3])
+    file = run / "curation.jsonl"
+    file.write_text("\n".join(edit(*file.read_text().splitlines())))
+    damaged = file.read_bytes()
+    with pytest.raises(CorruptFileError, match=said) as error:
+        Curation.open(run)
+    assert "curation.jsonl, line" in str(error.value) and "Delete that line" in str(error.value)
+    with pytest.raises(CorruptFileError):
+        curation.rename(1, "x")
+    assert file.read_bytes() == damaged
+
+
+def test_decisions_of_another_file_are_added_once(run, photo_run, tmp_path):
+    other = Curation.open(shutil.copytree(photo_run, tmp_path / "other"))
+    other.rename(0, "zeros")
+    other.merge([1, 2])
+    curation = Curation.open(run)
+    assert [line.do for line in curation.apply(other.path)] == ["rename", "merge"]
+    assert curation.apply(other.path) == [] and curation.names == {0: "zeros"}
+    assert curation.path.read_bytes() == other.path.read_bytes()
+    other.rename(0, "nought")
+    curation.merge([0, 1])
+    curation.move(members(curation, 0)[:1])
+    other.split(1, members(other, 1)[:1])  # of the number that curation gave by now
+    before = curation.path.read_bytes()
+    with pytest.raises(CorruptFileError, match=r"other/curation.jsonl, line 4: there is no clus"):
+        curation.apply(other.path)
+    assert curation.path.read_bytes() == before and curation.names == {0: "zeros"}
+
+
+def test_decisions_outlive_an_extension(run):
+    curation = Curation.open(run)
+    curation.split(0, members(curation, 0)[:3], name="three")
+    file = run / "assignments.csv"
+    more = [line.replace(",test,", ",extend1,") for line in file.read_text().splitlines()[-5:]]
+    file.write_text(file.read_text() + "\n".join(more) + "\n")
+    again = Curation.open(run)
+    assert len(again.clusters) == len(curation.clusters) + 5 and again.sizes[1000] == 3
+    lines = file.read_text().splitlines()
+    lines[1] = lines[1].replace("0000.png", "elsewhere.png")
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(CorruptFileError, match="about another run than .* or its assignments were"):
+        Curation.open(run)
+
+
+def test_two_programs_decide_at_once_and_see_each_other(run):
+    one, two = Curation.open(run), Curation.open(run)
+    one.rename(0, "zeros")
+    two.rename(1, "ones")
+    assert two.names == {0: "zeros", 1: "ones"}
+    assert one.undo().what == {"of": two.history[-1].id} and one.names == {0: "zeros"}
+
+
+def _rename_often(run, cluster):
+    curation = Curation.open(run)
+    for number in range(5):
+        curation.rename(cluster, f"name {number}")
+
+
+def test_processes_lose_no_line(run):
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=_rename_often, args=(run, k)) for k in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        if worker.is_alive():
+            worker.kill()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert len(Curation.open(run).history) == 10
+
+
+def test_a_file_that_another_holds_is_waited_for(run, monkeypatch):
+    from ssl_kd.finished import curation as module
+    from ssl_kd.lock import Lock
+
+    monkeypatch.setattr(module, "WAIT", 0.1)
+    curation = Curation.open(run)
+    with Lock(run / ".curation.lock"), pytest.raises(LockHeld):
+        curation.rename(0, "zeros")
+    assert curation.rename(0, "zeros").line == 1
