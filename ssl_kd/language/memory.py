@@ -39,6 +39,7 @@ LOWERED_BY = {
         "MODEL_DTYPE",
     ),
     "loss": ("BATCH_SIZE", "BLOCK_SIZE", "LORA_RANK"),
+    "features": ("LAYER_MAP", "BATCH_SIZE", "BLOCK_SIZE"),
 }
 ALIGNED_BYTES = 20  # of a token's logit in `uld` and `chunks`, with what is made of it
 _FP32 = 4  # bytes
@@ -53,8 +54,8 @@ class MemoryEstimate:
         parts: MiB of `teacher`, its `cache` (answers to a batch, and an output head), `student`
             (weights, with copies in half precision), `optimizer` (gradients and AdamW's two
             moments), `guard` (the last good state, on the CPU: a GPU's is in the host's memory),
-            `router` (what a router that learns keeps of the teacher's activations), `activations`
-            and `loss`.
+            `router` (what a router that learns keeps of the teacher's activations), `activations`,
+            `loss` and `features` (hidden states and attention).
         lowered_by: the settings that lower each part.
     """
 
@@ -112,6 +113,7 @@ def estimate_memory(
     device: str | torch.device = "cpu",
     align: str = "auto",
     cached: int = 0,
+    features: int = 0,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a training step.
 
@@ -150,6 +152,7 @@ def estimate_memory(
         align: ALIGN.
         cached: bytes that the answers of the teacher's cache take on the device, its output head
             included (`TeacherCache.on_device`).
+        features: bytes that the terms of ALPHA_HIDDEN and ALPHA_ATTENTION hold (their `held`).
     """
     on_cpu = torch.device(device).type == "cpu"
     n, e = batch_size * block_size, dtype.itemsize
@@ -180,6 +183,7 @@ def estimate_memory(
         "router": router,
         "activations": activations,
         "loss": loss,
+        "features": features,
     }
     used = set()
     if gradient_checkpointing:

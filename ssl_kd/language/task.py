@@ -351,7 +351,7 @@ def make_distiller(
     source = aligned = None
     others: list[Term] = []
     if frozen is not None:
-        others = feature_terms(settings, student, frozen.model)
+        others = [*feature_terms(settings, student, frozen.model)]
     if frozen is not None and (settings.alpha_kd or others):
         scale = task.precision.teacher == torch.float16
         source = (

@@ -13,6 +13,7 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.best import Best
+from ssl_kd.language.features import feature_terms
 from ssl_kd.language.memory import MIB, estimate_memory, refused
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
@@ -74,9 +75,13 @@ def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> Non
     """Log what the run will need at its peak on each device, and note it for the report."""
     batch_size = -(-settings.batch_size // task.ranks.world)
     tokens = batch_size * settings.block_size
+    frozen, itemsize = task.frozen, task.precision.student.itemsize
+    terms = []
+    if frozen is not None:
+        terms = feature_terms(settings, task.student.model, frozen.model)
     estimate = estimate_memory(
         task.student.model,
-        task.frozen,
+        frozen,
         batch_size=batch_size * (1 + settings.is_contrastive),
         block_size=settings.block_size,
         dtype=task.precision.student,
@@ -85,6 +90,7 @@ def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> Non
         device=task.precision.device,
         align=settings.align,
         cached=sum(cache.on_device(tokens) for cache in task.caches),
+        features=sum(term.held(batch_size, settings.block_size, itemsize) for term in terms),
     )
     for other in task.others:
         size = sum(p.numel() * p.element_size() for p in other.lm.model.parameters())

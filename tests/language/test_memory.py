@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+from ssl_kd.language.features import feature_terms  # noqa: E402
 from ssl_kd.language.memory import LOWERED_BY, estimate_memory, refused  # noqa: E402
 from ssl_kd.language.objective import _checkpoint_activations  # noqa: E402
 from ssl_kd.language.routed import Routed  # noqa: E402
@@ -65,6 +66,12 @@ class Batch:
 
     def model_inputs(self):
         return {"input_ids": self.input_ids}
+
+
+@dataclass
+class Read(Batch):
+    counts: torch.Tensor
+    documents: torch.Tensor
 
 
 def weights_of(*models):
@@ -269,3 +276,33 @@ def test_a_run_with_another_tokenizer_is_not_sent_to_a_cache(tiny, tmp_path, tex
     run(LanguageSettings(**few, teacher_model=teacher, student_model=student))
     (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("teacher  "))
     assert "TEACHER_CACHE" not in line
+
+
+@pytest.mark.parametrize("weights", [{"alpha_hidden": 1.0}, {"alpha_attention": 1.0}])
+def test_what_terms_look_at_inside_is_counted(weights, tiny):
+    settings = tiny.settings(layer_map="uniform", **weights)
+    student, teacher = make(), make(hidden_size=192)
+    (term,) = feature_terms(settings, student, teacher)
+    ids = torch.randint(3, VOCAB, (ROWS, BLOCK))
+    some = torch.ones(ROWS, BLOCK, dtype=torch.int64)
+    batch, rows = Read(ids, some, some), torch.arange(ROWS * BLOCK).view(ROWS, -1)[:, :-1].flatten()
+    with term.listening():
+        for model in (student, teacher):
+            model(input_ids=ids, use_cache=False)
+        heard = {key: x.detach() for key, x in term._heard.items()}
+        for (_, side), x in heard.items():
+            x.requires_grad_(side == 0)
+        own = [x for (_, side), x in heard.items() if side == 0]
+
+        def step():
+            term._heard = heard
+            term(batch, rows).backward()
+            for x in own:
+                x.grad = None
+
+        step()
+        measured = peak_of(step) - sum(x.nbytes for x in own) / 2**20  # their gradients
+    measured += sum(x.nbytes for (_, side), x in heard.items() if side) / 2**20
+    assert 0.7 < term.held(ROWS, BLOCK, 4) / 2**20 / measured < 1.6
+    more = parts(features=term.held(ROWS, BLOCK, 4))["features"] - parts()["features"]
+    assert more == term.held(ROWS, BLOCK, 4) / 2**20
