@@ -13,14 +13,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if TYPE_CHECKING:
     from ssl_kd.distillation import Distillation
     from ssl_kd.estimator import MultiHeadClusterer
+    from ssl_kd.run import Run
 
-__all__ = ["Distillation", "MultiHeadClusterer", "__version__"]
+__all__ = ["Distillation", "MultiHeadClusterer", "Run", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
     # Late, so that `ssl_kd --help` need not wait seconds for torch and scikit-learn.
-    homes = {"Distillation": "ssl_kd.distillation", "MultiHeadClusterer": "ssl_kd.estimator"}
+    homes = {
+        "Distillation": "ssl_kd.distillation",
+        "MultiHeadClusterer": "ssl_kd.estimator",
+        "Run": "ssl_kd.run",
+    }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,7 +78,7 @@ def gallery(
     outlying = extreme_rows(run.assignments, "outlier", -1)
     rows = [row for k in shown for row in picked[k]] + doubtful + outlying
     try:
-        pictures = dict(zip(rows, map(_thumbnail, images(rows)), strict=True))
+        pictures = dict(zip(rows, map(thumbnail, images(rows)), strict=True))
     except Exception as error:  # the images may be gone by now; the rest of the page still stands
         logger.warning("the report has no pictures: %s", error)
         return nothing | {"missing": f"There are no pictures: {type(error).__name__}: {error}"}
@@ -135,7 +135,7 @@ def extreme_rows(assignments: Assignments, column: str, sign: int = 1) -> list[i
     return [int(r) for r in np.argsort(values, kind="stable")[:EXTREME]]
 
 
-def _thumbnail(image: Image.Image) -> dict[str, str]:
+def thumbnail(image: Image.Image) -> dict[str, str]:
     """The picture as a data URI of a few kilobytes."""
     tiny = max(image.size) <= 32
     small = image.convert("L" if image.mode in ("L", "1") else "RGB")
