@@ -10,8 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Unpack
+
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
+from ssl_kd.language.keywords import Keywords
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
@@ -68,7 +71,7 @@ class Distillation:
         *,
         eval_texts: Texts | None = None,
         preset: str | None = None,
-        **settings: Any,
+        **settings: Unpack[Keywords],
     ) -> None:
         values = LanguageSettings.canonical(settings)
         for name in ("teacher_model", "student_model", "data_path", "eval_path"):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
+from tests.language import keywords
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -147,3 +149,8 @@ def test_the_divergences_to_choose_from_are_known_without_torch():
     code = "import sys, ssl_kd.language.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert set(DIVERGENCES) < set(LanguageSettings.rules()["divergence"][2].choices)
+
+
+def test_an_editor_knows_every_setting_that_distillation_takes():
+    file = Path(sys.modules[LanguageSettings.__module__].__file__).with_name("keywords.py")
+    assert file.read_text() == keywords.text(), keywords.__doc__
