@@ -1,0 +1,140 @@
+"""How near the nearest others of each row are: distances of kept neighbours, and what is chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ssl_kd.errors import InputError
+from ssl_kd.store import EmbeddingStore
+
+BLOCK_BYTES = 32 << 20  # of neighbours' embeddings that are compared at once
+# Of the distances to the last neighbours: where a row has nothing but copies around it, its own
+# says nothing of how far apart different samples are.
+DENSEST_SHARE = 0.05
+SAME = 1e-6  # rounding of directions of equal rows, and more
+Progress = Callable[[int, int], None]
+Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
+
+
+def units(x: Tensor) -> Tensor:
+    """Rows `[b, d]` at length 1, float64; a row of zeros stays one."""
+    x, tiny = x.double(), torch.finfo(torch.float64).tiny
+    x = x / x.abs().amax(1, keepdim=True).clamp(min=tiny)
+    return x / x.norm(dim=1, keepdim=True).clamp(min=tiny)
+
+
+def neighbour_distances(
+    store: EmbeddingStore,
+    neighbours: Tensor,
+    rows: NDArray[np.int64] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[Block]:
+    """Go through rows and the distances to their neighbours, nearest first.
+
+    Args:
+        store: n embeddings.
+        neighbours: `[n, k]` rows of it, as `find_neighbours` gives them; `[m, k]` for some.
+        rows: `[m]`, those that the neighbours are of; None: all.
+        block_bytes: memory that one block may take.
+
+    The difference is taken before its length, so that small distances are no rounding errors.
+
+    Yields:
+        rows `[b]`, their neighbours `[b, k]`, and the length of the difference of their directions
+        `[b, k]`, 0 ... 2: `sqrt(2 - 2 cos)`.
+
+    Raises:
+        InputError: a row is not finite.
+    """
+    k = neighbours.shape[1]
+    size = max(1, block_bytes // (4 * store.dim * (k + 1)))
+    wanted = np.arange(store.n) if rows is None else rows
+    for start in range(0, len(wanted), size):
+        own = torch.from_numpy(wanted[start : start + size])
+        others = neighbours[start : start + size].long()
+        needed, places = torch.cat([own.unsqueeze(1), others], 1).unique(return_inverse=True)
+        x = units(store.gather(needed)).float()
+        if not (finite := x.isfinite().all(1)).all():
+            row = int(needed[~finite][0])
+            raise InputError(f"row {row} of {store.folder} ({store.split}) is not finite")
+        distance = (x[places[:, 1:]] - x[places[:, :1]]).norm(dim=2).double()
+        distance, order = distance.sort(dim=1, stable=True)
+        yield own.numpy(), others.gather(1, order).numpy(), distance.numpy()
+
+
+def similarity(distance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The cosine of two directions whose difference has this length."""
+    return 1 - np.square(distance) / 2
+
+
+class Spacing:
+    """How the rows of a store lie among each other, in 16 bytes of each.
+
+    Args:
+        store: n embeddings.
+        neighbours: `[n, k]`, as `find_neighbours` gives them.
+        block_bytes: memory that one block of embeddings may take.
+        progress: called with (rows done, n).
+
+    Attributes:
+        nearest: `[n]`, distance of the nearest other row.
+        scale: `[n]`, distance of the k-th, from below at its 5 % quantile.
+        k: neighbours that were looked at.
+        dimension: how many dimensions the rows fill locally, estimated from the further half of
+            the neighbours: a few copies of a row are among the nearer.
+
+    References:
+        Levina and Bickel, Maximum likelihood estimation of intrinsic dimension, NeurIPS 2004; and
+        MacKay and Ghahramani's comment on it, 2005 (the mean of the inverse).
+    """
+
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        neighbours: Tensor,
+        block_bytes: int = BLOCK_BYTES,
+        progress: Progress | None = None,
+    ) -> None:
+        n, self.k = neighbours.shape
+        self.nearest, self.scale, inverse = np.empty(n), np.empty(n), np.zeros(n)
+        places = np.arange(self.k // 2, self.k - 1)
+        # Where the density is even: E log(r_k / r_j) = (H_{k-1} - H_{j-1}) / dimension.
+        sums = np.concatenate([[0], np.cumsum(1 / np.arange(1, self.k + 1))])
+        expected = sums[self.k - 1] - sums[places].mean() if len(places) else 1.0
+        for rows, _, distance in neighbour_distances(store, neighbours, None, block_bytes):
+            self.nearest[rows], self.scale[rows] = distance[:, 0], distance[:, -1]
+            if len(places):
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    ratios = np.log(distance[:, -1:] / distance[:, places])
+                inverse[rows] = ratios.mean(1) / expected
+            if progress is not None:
+                progress(int(rows[-1]) + 1, n)
+        known = inverse[np.isfinite(inverse) & (inverse > 0)]
+        self.dimension = 1 / float(known.mean()) if len(known) else 1.0
+        if (apart := self.scale > SAME).any():
+            self.scale = np.maximum(self.scale, np.quantile(self.scale[apart], DENSEST_SHARE))
+
+    def closeness(
+        self,
+        first: NDArray[np.int64],
+        second: NDArray[np.int64],
+        distance: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Distances in units of the smaller `scale` of the two; 0 of equal rows, however dense."""
+        scale = np.minimum(self.scale[first], self.scale[second])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(distance > 0, distance / scale, 0.0)
+
+    def chance(self, closeness: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The share of rows that would have another one that close if none were a copy.
+
+        Each of the k - 1 others within the k-th neighbour is one with probability
+        `closeness^dimension`, where they are spread evenly over `dimension` dimensions.
+        """
+        within = np.minimum(closeness, 1 - 1e-12) ** self.dimension
+        return -np.expm1((self.k - 1) * np.log1p(-within))
