@@ -77,7 +77,8 @@ class ProgressBars:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.stop()
+        if self._screen.is_terminal:  # rich before 14.2 ends bars that it never drew, by a line
+            self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int, info: dict[str, Any]) -> None:
         """Show that `done` of `total` units of a stage are done."""

@@ -72,8 +72,12 @@ def versions() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     unfit = set()
-    homes = importlib.metadata.packages_distributions()
-    for name in {home for package in (*_NEEDED, "ssl_kd") for home in homes.get(package, ())}:
+    homes = importlib.metadata.packages_distributions()  # in Python 3.10 not of all packages
+    names = {home for package in (*_NEEDED, "ssl_kd") for home in homes.get(package, ())}
+    if "ssl_kd" in names:
+        ours = (Requirement(line) for line in importlib.metadata.requires("ssl_kd") or ())
+        names |= {need.name for need in ours if need.marker is None}
+    for name in names:
         for line in importlib.metadata.requires(name) or ():
             need = Requirement(line)
             if need.marker is not None and not need.marker.evaluate({"extra": ""}):

@@ -31,8 +31,6 @@ class _UnitAndNorm(torch.autograd.Function):
     being outputs, it can be differentiated again.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         # Dividing by the largest entry first: squares of 1e20 overflow, squares of 1e-25 vanish.
@@ -58,6 +56,12 @@ class _UnitAndNorm(torch.autograd.Function):
             across = torch.addcmul(of_unit, unit, along, value=-1).div_(norm)
             gradient = across if gradient is None else across + gradient
         return gradient, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, dim: int) -> Any:
+        # One that torch generates cannot do without either gradient before torch 2.7.
+        batched = x.movedim(in_dims[0], 0)
+        return _UnitAndNorm.apply(batched, dim if dim < 0 else dim + 1), (0, 0)
 
 
 def safe_normalize(x: Tensor, dim: int = -1) -> Tensor:

@@ -40,7 +40,8 @@ def undisturbed() -> Iterator[None]:
         for device in ("cpu", "cuda", "mps"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        if torch.get_default_device().type != "cpu":  # every call in such a context costs a little
+        # Every call in such a context costs a little; torch 2.6 does not name another's.
+        if torch.empty(0).device.type != "cpu":
             stack.enter_context(torch.device("cpu"))
         if dtype != torch.float32:
             stack.callback(torch.set_default_dtype, dtype)

@@ -8,9 +8,7 @@ tensors, not Python branches.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +30,7 @@ def keep_unless_(healthy: Tensor, old: Tensor, new: Tensor) -> None:
     torch.where(_column(healthy, old), new, old, out=old)
 
 
-@contextlib.contextmanager
-def only_healthy(healthy: Tensor, *tensors: Tensor) -> Iterator[None]:
+class only_healthy:
     """Whatever happens to `tensors` inside, rows that are not healthy keep every bit.
 
     On a CPU, where asking is free, a step in which all are healthy costs nothing; elsewhere nothing
@@ -43,17 +40,28 @@ def only_healthy(healthy: Tensor, *tensors: Tensor) -> Iterator[None]:
         healthy: boolean `[part]`.
         *tensors: `[part, ...]` each; changed in place inside, row by row.
     """
-    if healthy.device.type == "cpu" and not torch.compiler.is_compiling():
-        sick = (~healthy).nonzero().flatten()
-        kept = [tensor[sick] for tensor in tensors] if len(sick) else []
-        yield
-        for tensor, rows in zip(tensors, kept, strict=False):
-            tensor[sick] = rows
-    else:
-        before = [tensor.clone() for tensor in tensors]
-        yield
-        for tensor, old in zip(tensors, before, strict=True):
-            torch.where(_column(healthy, tensor), tensor, old, out=tensor)
+
+    # A class: torch.compile cannot read a generator's context before torch 2.7.
+    def __init__(self, healthy: Tensor, *tensors: Tensor) -> None:
+        self.healthy, self.tensors = healthy, tensors
+        self.sick: Tensor | None = None
+        self.kept: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        if self.healthy.device.type == "cpu" and not torch.compiler.is_compiling():
+            self.sick = (~self.healthy).nonzero().flatten()
+            self.kept = [tensor[self.sick] for tensor in self.tensors] if len(self.sick) else []
+        else:
+            self.kept = [tensor.clone() for tensor in self.tensors]
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is not None:
+            return
+        for tensor, old in zip(self.tensors, self.kept, strict=False):
+            if self.sick is None:
+                torch.where(_column(self.healthy, tensor), tensor, old, out=tensor)
+            else:
+                tensor[self.sick] = old
 
 
 def part_norms(gradients: Tensor) -> Tensor:

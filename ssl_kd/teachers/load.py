@@ -286,6 +286,10 @@ def _timm(
     is_path = ":" in model_name  # local-dir:... and hf-hub:... bring their own config
     if not is_path and not timm.is_model(model_name):
         raise InputError(_unknown("timm", model_name, timm.list_models()))
+    if is_path and not model_name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
+        raise InputError(
+            f"timm:{model_name}: expected a model's name, hf-hub:OWNER/NAME or local-dir:FOLDER"
+        )
     config: Any = None
     if not is_path:
         try:

@@ -53,7 +53,7 @@ softmax over all experts, and returns `(logits, weights, index)`, the last two `
 """
 
 _ROUNDING = 2**-7  # of a row: both sides may be bfloat16, after float16
-_LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoEGate)$")
+_LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoEGate|TopKGating)$")
 
 
 @dataclass(frozen=True)

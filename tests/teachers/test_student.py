@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -171,7 +172,7 @@ def test_half_precision_teachers_give_float32_students():
     half = CausalLM.of(teacher.model.half(), teacher.tokenizer, "half")
     student = build_student("layers:2", half, seed=0).model
     assert {p.dtype for p in student.parameters()} == {torch.float32}
-    assert student.config.dtype == torch.float32
+    assert student.config.dtype in (torch.float32, None)  # None in transformers 5.0
 
 
 @pytest.mark.parametrize(
@@ -377,10 +378,13 @@ def test_a_foreign_folder_is_left_alone(tmp_path):
 
 def test_a_tokenizer_that_would_load_as_another_is_said(tmp_path, caplog):
     # transformers takes Qwen's own class for a model of its architecture, whatever was saved.
-    for architecture, said in {"llama": False, "qwen2": True}.items():
+    for architecture in ("llama", "qwen2"):
         student = build_student("layers:1", make(architecture), seed=0)
         save_student(student.model, student.tokenizer, tmp_path / architecture, "")
-        assert ("as another class, which splits text differently" in caplog.text) == said
+        again = transformers.AutoTokenizer.from_pretrained(tmp_path / architecture)
+        said = "as another class, which splits text differently" in caplog.text
+        assert said == (type(again) is not type(student.tokenizer))
+    assert said or Version(transformers.__version__) < Version("5.1")
 
 
 def test_an_odd_generation_configuration_does_not_cost_the_student(tmp_path):

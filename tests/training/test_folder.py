@@ -59,7 +59,7 @@ def test_a_file_system_without_links_is_no_reason_to_stop(settings, monkeypatch,
     def refuse(*args, **kwargs):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(os, "symlink", refuse)
+    monkeypatch.setattr(Path, "symlink_to", refuse)
     with RunFolder(settings()) as folder:
         folder.become_latest()
     assert "does not point to this run" in caplog.text
