@@ -235,6 +235,17 @@ def _judge(argv: Sequence[str]) -> int:
     return guarded(work, memory=LANGUAGE_MEMORY)
 
 
+def _export(argv: Sequence[str]) -> int:
+    """Give a finished run to other programs: ssl_kd export RUN --to parquet, folders ..."""
+
+    def work() -> int:
+        from ssl_kd.export_command import export_run
+
+        return export_run(argv, "ssl_kd export")
+
+    return guarded(work)
+
+
 def _install_check(argv: Sequence[str]) -> int:
     """Check versions, device, precision and folders."""
     return _check("installation", argv)
@@ -322,6 +333,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "verify": _verify,
     "judge": _judge,
+    "export": _export,
     "install-check": _install_check,
     "replay": _replay,
     "config": _config,

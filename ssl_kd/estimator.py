@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import numbers
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -362,18 +364,44 @@ class MultiHeadClusterer(
             config["feature_names"] = list(self.feature_names_in_)
         self.model_.save_pretrained(folder, config=config)
 
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None
+    ) -> str:
+        """Put it on the Hugging Face hub with a card, where `from_pretrained(repo_id)` finds it.
+
+        Args:
+            repo_id: `user/name`; made where it is not there.
+            private: whether others may not see it; None: as the account says.
+            token: of the hub; None: the one that `hf auth login` kept.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            InputError: no such name can be; HubRefused: the hub took nothing.
+        """
+        check_is_fitted(self)
+        from ssl_kd.export.cards import plain_card
+        from ssl_kd.export.hub import push_folder
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            card = plain_card(repo_id, self.n_clusters_, self.n_features_in_)
+            card.save(Path(folder) / "README.md")
+            return push_folder(Path(folder), repo_id, private=private, token=token)
+
     @classmethod
     @undisturbed()
     def from_pretrained(
         cls, folder: str | Path, *, head: str | None = None, loss: str | None = None
     ) -> Self:
-        """Load what `save_pretrained` wrote, or a finished run folder; it predicts at once.
+        """Load what `save_pretrained` wrote, a finished run folder, or a model of the hub.
 
         Parameters are those of the training. A run folder's model takes embeddings of the run's
         teacher, not images.
 
         Args:
-            folder: where it is.
+            folder: where it is; a name as `user/name`, where no such folder is, is the hub's.
             head: import path of the head's class. Only this library's own head is imported because
                 the folder names it; any other has to be named here, for an import runs code.
             loss: import path of the objective's class, likewise: another `fit` would import it.
@@ -384,6 +412,10 @@ class MultiHeadClusterer(
             ValueError: it names a head or loss that is not this library's and was not named here.
         """
         folder = Path(folder)
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.exists():
+            from ssl_kd.export.hub import fetch_model
+
+            folder = fetch_model(str(folder))
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(

@@ -1,0 +1,157 @@
+"""FiftyOne: a folder that `fiftyone.Dataset.from_dir` reads, with the pictures where they are.
+
+Its form is `fiftyone.types.FiftyOneDataset`: `metadata.json`, the fields, and `samples.json`, the
+samples, both as MongoDB's extended JSON. It is of version 1.0; later ones bring it up to theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ssl_kd.export.content import Content
+from ssl_kd.export.place import new_folder
+
+VERSION = "1.0.0"
+ROWS = 4096
+_FIELDS, _LABEL = "fiftyone.core.fields.", "fiftyone.core.labels.Classification"
+
+
+def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -> Path:
+    """Classifications `cluster`, `label`, `level_5` ..., numbers as they are, the split as a tag.
+
+    Raises:
+        InputError: there is a folder, or pictures are gone.
+    """
+    content, files = content.with_pictures(skip_missing=skip_missing)
+    labels = [*content.samples.levels]
+    if "label" in content.samples.table.column_names:
+        labels.append("label")
+    first = next(content.batches(1)).to_pylist()[0]
+    others = [
+        name
+        for name, value in first.items()
+        if name not in (*labels, "confidence", "split", "file")
+        and not name.endswith("_name")
+        and isinstance(value, int | float | str)
+    ]
+    kinds = {int: "IntField", float: "FloatField", str: "StringField", bool: "BooleanField"}
+    fields = [*_DEFAULT, *(_field(n, "EmbeddedDocumentField", _LABEL, _CLASSES) for n in labels)]
+    fields += [_field(name, kinds[type(first[name])]) for name in others]
+    metadata = {
+        "name": content.title,
+        "version": VERSION,
+        "media_type": "image",
+        "sample_fields": fields,
+        "frame_fields": [],
+        "info": {"run": str(content.samples.path.resolve())},
+        "tags": [],
+        "classes": {"cluster": list(content.cluster_names().values())},
+        "default_classes": [],
+        "mask_targets": {},
+        "default_mask_targets": {},
+        "skeletons": {},
+        "saved_views": [],
+        "workspaces": [],
+        "annotation_runs": {},
+        "brain_methods": {},
+        "evaluations": {},
+        "runs": {},
+        "group_media_types": {},
+    }
+    with new_folder(out) as folder:
+        (folder / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
+        with open(folder / "samples.json", "w", encoding="utf-8") as file:
+            file.write('{"samples": [')
+            for number, sample in enumerate(_samples(content, files, labels, others)):
+                file.write(("," if number else "") + "\n" + json.dumps(sample, allow_nan=False))
+            file.write("\n]}\n")
+    return out
+
+
+def _samples(
+    content: Content, files: list[Path], labels: list[str], others: list[str]
+) -> Iterator[dict[str, Any]]:
+    run, at = str(content.samples.path.resolve()), 0
+    for batch in content.batches(ROWS):
+        for row in batch.to_pylist():
+            id = hashlib.sha256(f"{run}\0{content.rows[at]}".encode()).hexdigest()
+            sample: dict[str, Any] = {
+                "_id": {"$oid": id[:24]},
+                "filepath": str(files[at]),
+                "tags": [row["split"]],
+                "metadata": None,
+                "_media_type": "image",
+                "_rand": int(id[24:36], 16) / 16**12,
+            }
+            for place, name in enumerate(labels):
+                text = row["label"] if name == "label" else row[f"{name}_name"]
+                confidence = row["confidence"] if name == "cluster" else None
+                oid = hashlib.sha256(f"{id}{place}".encode()).hexdigest()[:24]
+                sample[name] = text and _classification(oid, text, confidence)
+            for name in others:
+                value = row[name]
+                odd = isinstance(value, float) and not math.isfinite(value)
+                sample[name] = None if odd else value
+            yield sample
+            at += 1
+
+
+def _classification(oid: str, label: str, confidence: float | None) -> dict[str, Any]:
+    found = {"_id": {"$oid": oid}, "_cls": "Classification", "tags": [], "label": label}
+    return found if confidence is None else {**found, "confidence": confidence}
+
+
+def _field(
+    name: str,
+    kind: str,
+    document: str | None = None,
+    fields: list[dict[str, Any]] | None = None,
+    *,
+    subfield: str | None = None,
+    stored: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ftype": _FIELDS + kind,
+        "embedded_doc_type": document,
+        "subfield": subfield and _FIELDS + subfield,
+        "fields": fields or [],
+        "db_field": stored or name,
+        "description": None,
+        "info": None,
+        "read_only": False,
+        "created_at": None,
+    }
+
+
+_CLASSES = [
+    _field("id", "ObjectIdField", stored="_id"),
+    _field("tags", "ListField", subfield="StringField"),
+    _field("label", "StringField"),
+    _field("confidence", "FloatField"),
+    _field("logits", "VectorField"),
+]
+_DEFAULT = [
+    _field("id", "ObjectIdField", stored="_id"),
+    _field("filepath", "StringField"),
+    _field("tags", "ListField", subfield="StringField"),
+    _field(
+        "metadata",
+        "EmbeddedDocumentField",
+        "fiftyone.core.metadata.ImageMetadata",
+        [
+            _field("size_bytes", "IntField"),
+            _field("mime_type", "StringField"),
+            _field("width", "IntField"),
+            _field("height", "IntField"),
+            _field("num_channels", "IntField"),
+        ],
+    ),
+    _field("created_at", "DateTimeField"),
+    _field("last_modified_at", "DateTimeField"),
+]

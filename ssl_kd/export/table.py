@@ -1,0 +1,43 @@
+"""Parquet: a row for each sample, with everything that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as arrow
+from pyarrow import parquet
+
+from ssl_kd.export.content import Content
+from ssl_kd.export.place import refuse_existing
+from ssl_kd.files import atomic_write
+
+ROWS_PER_GROUP = 131_072
+
+
+def write_parquet(content: Content, out: Path) -> Path:
+    """The columns of the run's assignments, names of every level, and what was given beside them.
+
+    `cluster` is what it is after people's decisions; where these changed any, `cluster_of_run` is
+    what it was. Written in groups of rows, and only whole.
+
+    Raises:
+        InputError: there is a file; OSError: it cannot be written, and nothing is left behind.
+    """
+    return stream(content.batches(ROWS_PER_GROUP), out)
+
+
+def stream(batches: Iterator[arrow.RecordBatch], out: Path) -> Path:
+    """Groups of rows as one Parquet file, never all of them in memory."""
+    refuse_existing(out)
+
+    def write(file: BinaryIO) -> None:
+        first = next(batches)
+        with parquet.ParquetWriter(file, first.schema, compression="zstd") as writer:
+            writer.write_batch(first)
+            for batch in batches:
+                writer.write_batch(batch.cast(first.schema))
+
+    atomic_write(out, write)
+    return out

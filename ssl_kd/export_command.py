@@ -1,0 +1,131 @@
+"""`ssl_kd export RUN --to FORMAT`: a finished run in another program's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ssl_kd.errors import OK, InputError
+from ssl_kd.flags import FlagParser
+
+_HELP = {
+    "to": "the format; see below",
+    "out": "file or folder to write, which is not there yet; default: export/ in the run's folder",
+    "split": "splits that go out, with commas between: train,test; default: all",
+    "clusters": "clusters that go out, with commas between: 3,7; default: all",
+    "names": "name the clusters and keep that in the run: files, or a table of captions (CSV, "
+    "TSV, JSON, JSONL, Parquet)",
+    "columns": "table (CSV, Parquet) with a row for each sample of the run, in its order: its "
+    "columns go out, too; x and y are a map",
+    "link": "of folders: symlink, hardlink or copy; default: symlink",
+    "boxes": "of coco: CSV with the columns file,x,y,width,height",
+    "url": "of label-studio: where the folder of pictures is served",
+    "model": "of vlm4cluster: what it calls the features, as laion400m__vit-b-32",
+    "push": "put the model on the Hugging Face hub under this name, user/name",
+}
+_SWITCHES = {
+    "skip_missing": "go on without pictures that are gone",
+    "private": "of --push: a repository that others do not see",
+}
+_OWN = ("link", "boxes", "url", "model")
+
+
+def export_run(argv: Sequence[str], prog: str) -> int:
+    """Do it; return the exit code.
+
+    Args:
+        argv: the run first, then flags.
+        prog: what `--help` calls the program.
+
+    Raises:
+        InputError: what was given cannot be.
+    """
+    if not argv or {"-h", "--help"} & set(argv):
+        print(_usage(prog))
+        return OK
+    if argv[0].startswith("-"):
+        raise InputError(
+            f"export takes the run first, and {argv[0]} came: {prog} runs/latest {argv[0]} ..."
+        )
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    for name in _HELP:
+        parser.add_argument(f"--{name}")
+    for name in _SWITCHES:
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+    given, rest = parser.parse_known_args(argv[1:])
+    if rest:
+        raise InputError(f"There is no flag {rest[0]}; {prog} --help lists all")
+    if given.to is None and given.names is None and given.push is None:
+        raise InputError(f"what shall it be? {prog} {argv[0]} --to parquet, for one")
+    return _export(argv[0], given, prog)
+
+
+def _export(word: str, given: Any, prog: str) -> int:
+    from ssl_kd.screen import open_screen
+
+    open_screen()
+    from ssl_kd.export import Content, export, push_run
+    from ssl_kd.export.registry import format_of
+    from ssl_kd.finished import Samples, name_samples
+
+    if given.to is not None:
+        format_of(given.to)
+    samples = Samples(word)
+    chosen = [_number(part) for part in _parts(given.clusters)]
+    columns = None if given.columns is None else _columns(Path(given.columns))
+    if given.names is not None:
+        captions = None if given.names == "files" else given.names
+        names = name_samples(samples, captions)
+        found = sum(len(of) for of in names.levels.values())
+        print(f"Names: {names.save(samples.path)} ({found} clusters of all levels have one)")
+    if given.to is not None:
+        splits = _parts(given.split)
+        content = Content.of(samples, splits=splits, clusters=chosen, columns=columns)
+        options: dict[str, Any] = {name: getattr(given, name) for name in _OWN}
+        options = {name: value for name, value in options.items() if value is not None}
+        if "boxes" in options:
+            options["boxes"] = Path(options["boxes"])
+        if given.skip_missing:
+            options["skip_missing"] = True
+        path = export(content, given.to, given.out, **options)
+        print(f"{given.to}: {path}")
+        if how := format_of(given.to).reads(content, path):
+            print(f"Read it by: {how}")
+    if given.push is not None:
+        print(f"Hub: {push_run(samples, given.push, private=given.private or None)}")
+    return OK
+
+
+def _usage(prog: str) -> str:
+    from ssl_kd.export import FORMATS
+
+    flags = [f"  --{name} {name.upper()}\n      {of}" for name, of in _HELP.items()]
+    flags += [f"  --{name}\n      {of}" for name, of in _SWITCHES.items()]
+    formats = "\n".join(f"  {name:<16} {of.what}" for name, of in FORMATS.items())
+    told = "\n".join(flags)
+    return f"usage: {prog} RUN --to FORMAT [flags]\n\n{told}\n\nFORMAT is one of\n{formats}"
+
+
+def _parts(word: str | None) -> list[str]:
+    return [part.strip() for part in (word or "").split(",") if part.strip()]
+
+
+def _number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise InputError(f"--clusters has {word!r}, expected numbers: --clusters 3,7") from None
+
+
+def _columns(path: Path) -> dict[str, Any]:
+    import pyarrow as arrow
+    from pyarrow import csv, parquet
+
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
+    except arrow.ArrowInvalid as error:
+        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    return {name: table.column(name).to_numpy() for name in table.column_names}
