@@ -21,6 +21,7 @@ _EXPS = {"exp", "exp2", "expm1", "sinh", "cosh"}
 _DIVISIONS = {"div", "reciprocal", "rsqrt", "true_divide"}
 _ELEMENTWISE = {"add", "sub", "rsub", "neg", "mul", "div", "clamp", "clamp_min", "clamp_max"}
 _ELEMENTWISE |= {"maximum", "minimum", "where", "masked_fill", "_to_copy"}
+_MEAN_LOSSES = {"nll_loss_forward", "nll_loss2d_forward"}
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
 
 HUGE = 1e10
@@ -161,6 +162,8 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
         return Cause.MASKED, "an infinity put in, for example by a mask, reached the result"
     if op in _SOFTMAXES and any(facts.infs for facts in fault.inputs):
         return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalise"
+    if op in _MEAN_LOSSES and any(facts.nans for facts in fault.outputs):
+        return Cause.MASKED, "every label is ignored: the loss is a mean over nothing"
     low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
     high = max((facts.high for facts in fault.inputs if facts.high is not None), default=0.0)
     if any(facts.nans for facts in fault.outputs) and not fault.backward:
@@ -196,6 +199,9 @@ def _division(fault: Fault, node: str) -> tuple[Cause, str]:
     by_norm = fault.made.op == "rsqrt" or _ancestor(fault.made, _NORMS)
     norm_node = re.match("(Sqrt|Rsqrt|Std|Norm|LinalgVectorNorm|Div|Cdist)Backward", node)
     zero_by_zero = sum(facts.zeros > 0 for facts in fault.inputs) > 1
+    alone = all(facts.size == 1 for facts in fault.inputs)
+    if zero_by_zero and alone and not node and not by_norm:
+        return Cause.MASKED, "0 / 0: a mean over nothing"
     if norm_node or (by_norm and not node) or (zero_by_zero and not node):
         what = "the slope of a norm or root is infinite at 0" if node else "a division by it"
         return Cause.ZERO_NORM, f"a vector's length is exactly 0: {what}"

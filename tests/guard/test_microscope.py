@@ -148,6 +148,20 @@ def test_an_infinity_that_was_written_is_a_mask_only_if_it_looks_like_one(step, 
         assert found.words == f"{fault.op} was given an infinity, which reached the result"
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda: F.cross_entropy(torch.randn(2, 3), torch.full((2,), -100)),
+        lambda: F.cross_entropy(torch.randn(2, 3, 4, 4), torch.full((2, 4, 4), -100)),
+        lambda: torch.ones(3).mul(torch.zeros(3)).sum() / torch.zeros(3).sum(),
+    ],
+)
+def test_a_mean_over_nothing_is_no_question_of_range(step):
+    fault, found = look(step)
+    assert found.cause == Cause.MASKED and "a mean over nothing" in found.words
+    assert not any(facts.nans for facts in fault.inputs)
+
+
 def test_in_place_and_foreach_operations_are_followed():
     x = torch.tensor([0.0, 2.0])
 
