@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train distill test lint bench doctor config wheel clean
+.PHONY: help train distill test lint docs bench doctor config wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,7 +37,11 @@ lint: $(VENV)/.installed-dev ## Check style, types and import floors
 	$(PY) -m pyright
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
-bench: $(VENV)/.installed ## Measure: digits over several seeds, as in the README
+docs: $(VENV)/.installed-site ## Build the site into site/; what is built loads nothing from the network
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "site/index.html is the first page; with its search: $(PY) -m http.server -d site"
+
+bench: $(VENV)/.installed ## Measure: digits over several seeds, as in docs/results.md
 	$(PY) -m benchmarks.quality --sets digits $(ARGS)
 
 doctor: $(VENV)/.installed ## Check the installation and the numerics
@@ -53,7 +57,7 @@ wheel: $(VENV)/.installed-dev ## Build the wheel into dist/
 	$(PY) -m build --wheel --outdir dist .
 
 clean: ## Remove .venv and build outputs; data and runs stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PY):
@@ -79,3 +83,8 @@ $(VENV)/.installed-dev: pyproject.toml | $(PY)
 	@echo "Installing ssl_kd, what it needs and the test tools into $(VENV): several GB, minutes, once."
 	$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-llm
+
+$(VENV)/.installed-site: pyproject.toml | $(PY)
+	@echo "Installing ssl_kd and what its site is built with into $(VENV): once."
+	$(PIP) -e '.[site]'
+	@touch $@ $(VENV)/.installed

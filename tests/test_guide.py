@@ -1,56 +1,137 @@
-"""What the guide of the language mode shows can be typed: its Python runs, its flags are known."""
+"""What README and the pages show can be typed: Python runs, commands and flags exist."""
 
 import json
 import re
-import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
+from benchmarks.__main__ import PAGE, page
+from ssl_kd import cli
+from ssl_kd.flags import read_settings
+from ssl_kd.guard import precision_table
+from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.vision.settings import VisionSettings
+from tests.documents import BLOCK, NOTEBOOKS, PAGES, ROOT, blocks, commands, run
+from tests.tiny import sentence
 
-from ssl_kd.flags import read_settings  # noqa: E402
-from ssl_kd.language.presets import PRESETS  # noqa: E402
-from ssl_kd.language.settings import LanguageSettings  # noqa: E402
-from tests.tiny import sentence  # noqa: E402
-
-ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-LANGUAGE = README[README.index("\n## Language models") : README.index("\n## Precision")]
-TAKES_SETTINGS = ("scripts/distill.py", "scripts/cache_teacher.py", "distill", "verify")
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
-
-
-def blocks(kind):
-    """Blocks of code of the guide and README, each named by its first line."""
-    found = [body for page in (GUIDE, LANGUAGE) for k, body in BLOCK.findall(page) if k == kind]
-    return [pytest.param(body, id=body.splitlines()[0][:50]) for body in found]
+VISION = {"train.py", "train"}
+LANGUAGE = {"scripts/distill.py", "scripts/train_sar_kd_stable.py", "scripts/cache_teacher.py"}
+LANGUAGE |= {"distill", "verify"}
+OF_A_SHELL = {"source", "cd", "ls", "open"}
+SETTINGS = {field.name for cls in (VisionSettings, LanguageSettings) for field in fields(cls)}
+FLAG = re.compile(r"--([a-z][\w-]*)")
+OWN_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_of_the_guide_runs(code, tiny, tmp_path, monkeypatch):
+def named(paths):
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
+
+
+WITH_PYTHON = [path for path in PAGES if blocks(path, "python")]
+WITH_COMMANDS = [path for path in PAGES if blocks(path, "sh")]
+
+
+@pytest.mark.parametrize("path", named(WITH_PYTHON))
+def test_python_of_a_page_runs_and_prints_what_it_says(path, request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tiny.folder("teacher")
-    tiny.folder("student", seed=4)
-    texts = [json.dumps({"text": sentence(i)}) for i in range(200)]
-    Path("texts.jsonl").write_text("\n".join(texts))
-    exec(compile(code, "docs/language.md", "exec"), {"__name__": "guide"})
+    if any(
+        "transformers" in block.body or "Distillation" in block.body
+        for block in blocks(path, "python")
+    ):
+        pytest.importorskip("transformers")
+    if path.stem == "language":
+        tiny = request.getfixturevalue("tiny")
+        tiny.folder("teacher")
+        tiny.folder("student", seed=4)
+        texts = [json.dumps({"text": sentence(i)}) for i in range(200)]
+        Path("texts.jsonl").write_text("\n".join(texts))
+    names = {"__name__": "guide"}
+    for block in blocks(path, "python"):
+        run(block, names)
 
 
-def commands():
-    """The words of every command of ours that takes the settings."""
-    for block in blocks("sh"):
-        for line in str(block.values[0]).replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            program = 1 if words[:1] in (["python"], ["ssl_kd"]) else 0
-            if words[:1] == ["torchrun"]:
-                program = 3
-            if words[program : program + 1] and words[program] in TAKES_SETTINGS:
-                yield pytest.param(words[program + 1 :], id=" ".join(words)[:60])
+@pytest.mark.parametrize("path", named(NOTEBOOKS))
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
+def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    names = {"__name__": "__main__"}
+    for block in blocks(path, "python"):
+        run(block, names)
 
 
-@pytest.mark.parametrize("words", [*commands()])
-def test_flags_of_the_guide_are_known(words):
-    flags = [word for word in words if word not in ("--help", "...")]
-    read_settings(LanguageSettings, flags, Path("none"), prog="guide", presets=PRESETS)
+@pytest.mark.parametrize("path", named(WITH_COMMANDS))
+def test_commands_of_a_page_exist_and_know_their_flags(path):
+    for words in commands(path):
+        check(words)
+
+
+def check(words: list[str]) -> None:
+    """Whether a line of shell could be typed: its program is there, and so is each flag."""
+    program, *rest = words
+    if program == "make":
+        assert f"\n{rest[0]}:" in (ROOT / "Makefile").read_text(), words
+    elif program == "pip":
+        extras = re.findall(r"\[([\w,]+)\]", " ".join(rest)) or re.findall(r"ssl_kd(\w+)", rest[-1])
+        project = (ROOT / "pyproject.toml").read_text()
+        assert all(f"\n{extra} = [" in project for extra in ",".join(extras).split(",") if extra), (
+            words
+        )
+    elif program in OF_A_SHELL:
+        pass
+    elif program == "bash":
+        assert (ROOT / rest[0]).is_file(), words
+    elif program in ("python", "torchrun", "ssl_kd"):
+        check_python(words)
+    else:
+        raise AssertionError(f"{words}: no program that this test knows")
+
+
+def check_python(words: list[str]) -> None:
+    rest = [word for word in words[1:] if word not in ("--help", "...")]
+    if words[0] == "torchrun":
+        rest = rest[rest.index("--nproc_per_node") + 2 :]
+    name, *flags = rest
+    if name in VISION and flags[:1] != ["extract"]:
+        read_settings(VisionSettings, flags, Path("none"), prog="guide")
+        return
+    if name in LANGUAGE:
+        read_settings(LanguageSettings, flags, Path("none"), prog="guide", presets=PRESETS)
+        return
+    source = "".join(file.read_text() for file in sources(name, flags))
+    for flag in FLAG.findall(" ".join(flags)):
+        plain = flag.replace("-", "_")
+        known = re.search(rf'["\s](--)?({flag}|{plain})["\s]', source)
+        assert known or plain in SETTINGS, f"{words}: --{flag}"
+
+
+def sources(name: str, flags: list[str]) -> list[Path]:
+    """The files that a command's flags are declared in."""
+    if name == "-c":
+        return []
+    if name == "-m":
+        package = flags[0].split(".")
+        here = ROOT.joinpath(*package)
+        assert here.with_suffix(".py").is_file() or (here / "__main__.py").is_file(), flags
+        return [*here.parent.glob("*.py"), *here.glob("*.py")]
+    if (ROOT / name).is_file():
+        return [ROOT / name]
+    assert name in cli._COMMANDS, f"ssl_kd {name}: no such command"
+    return [ROOT / "ssl_kd" / "cli.py", *(ROOT / "ssl_kd").glob("*_command.py")]
+
+
+@pytest.mark.parametrize("path", named([*PAGES, *NOTEBOOKS]))
+def test_links_of_a_page_lead_somewhere(path):
+    for link in OWN_LINK.findall(BLOCK.sub("", path.read_text(encoding="utf-8"))):
+        assert (path.parent / link).exists(), f"{path}: {link}"
+
+
+def test_the_table_of_benchmarks_is_that_of_their_docstrings():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m benchmarks --write"
+
+
+def test_the_table_of_precisions_is_that_of_the_policy():
+    assert precision_table() in (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
