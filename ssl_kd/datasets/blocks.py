@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_kd.datasets.packing import best_fit, digest_of, numbered, padded
+from ssl_kd.datasets.picture import Pictures
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import Rendered, render
 from ssl_kd.datasets.segmentation import check_fast
@@ -43,6 +44,7 @@ class Batch:
         packed: some row holds more than one document.
         written: how many of the rows, the last ones, the student wrote itself: they are no text to
             learn from, but one that a teacher judges.
+        pictures: the images of the rows; None where there are none.
     """
 
     input_ids: Tensor
@@ -53,6 +55,7 @@ class Batch:
     characters: int
     packed: bool
     written: int = 0
+    pictures: Pictures | None = None
 
     @property
     def text_tokens(self) -> int:
@@ -67,6 +70,8 @@ class Batch:
         where it gets neither a mask nor a cache; `isolates_documents` checks that a model does.
         """
         inputs = {"input_ids": self.input_ids}
+        if self.pictures is not None:
+            inputs |= self.pictures.inputs
         return inputs | {"position_ids": self.position_ids} if self.packed else inputs
 
 
@@ -186,7 +191,7 @@ def framed(
 
 
 @dataclass(frozen=True)
-class _Document:
+class Document:
     """The tokens of a document."""
 
     ids: np.ndarray
@@ -257,12 +262,12 @@ def make_blocks(
     for start in range(0, len(dataset), _BATCH):
         batch = dataset.examples[start : start + _BATCH]
         for example, document in _tokenize(batch, tokenizer, frame, left_out):
-            parts = _fit(document, block_size)
+            parts = fit(document, block_size)
             pieces += parts
             if not parts:
                 left_out.append(f"{example.where}: none of its tokens carries a loss")
             elif len(document.ids) > block_size:
-                cut.append(_describe_cut(document, parts, block_size, example.where))
+                cut.append(describe_cut(document, parts, block_size, example.where))
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = (
@@ -270,7 +275,7 @@ def make_blocks(
         if packing
         else [[i] for i in range(len(pieces))]
     )
-    return _lay_out(
+    return in_rows(
         [[pieces[i] for i in row] for row in rows],
         block_size,
         frame.end,
@@ -283,7 +288,7 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerFast,
     frame: Frame,
     left_out: list[str],
-) -> Iterator[tuple[Example, _Document]]:
+) -> Iterator[tuple[Example, Document]]:
     kept: list[tuple[Example, Rendered]] = []
     for example in examples:
         rendered = render(example, tokenizer)
@@ -306,10 +311,15 @@ def _tokenize(
         if not ids:
             left_out.append(f"{example.where}: the tokenizer gives no token for it")
             continue
-        yield example, _Document(*framed(frame.around(example), ids, *_count(offsets, rendered)))
+        yield (
+            example,
+            Document(*framed(frame.around(example), ids, *count_targets(offsets, rendered))),
+        )
 
 
-def _count(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
+def count_targets(
+    offsets: Sequence[tuple[int, int]], rendered: Rendered
+) -> tuple[np.ndarray, np.ndarray]:
     """Which tokens count, and how many characters each stands for; each span's sum is exact."""
     # A token stands for all up to its end: spaces that some tokenizers leave between offsets, too.
     ends = np.array(offsets, dtype=np.int64)[:, 1]
@@ -326,7 +336,7 @@ def _count(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> tuple[np.n
     return counts, characters
 
 
-def _fit(document: _Document, block_size: int) -> list[_Part]:
+def fit(document: Document, block_size: int) -> list[_Part]:
     """Cut a document to pieces of at most `block_size` that hold every target once."""
     length = len(document.ids)
     targets = np.flatnonzero(document.counts)
@@ -345,7 +355,7 @@ def _fit(document: _Document, block_size: int) -> list[_Part]:
     return pieces
 
 
-def _describe_cut(document: _Document, parts: Sequence[_Part], block_size: int, where: str) -> str:
+def describe_cut(document: Document, parts: Sequence[_Part], block_size: int, where: str) -> str:
     first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
     lost = f"the first {first} tokens of the prompt cut off" if first else ""
     split = f"split into {len(parts)} parts" if len(parts) > 1 else ""
@@ -353,7 +363,7 @@ def _describe_cut(document: _Document, parts: Sequence[_Part], block_size: int, 
     return f"{where}: {len(document.ids)} tokens for blocks of {block_size}, {what}"
 
 
-def _lay_out(
+def in_rows(
     rows: Sequence[Sequence[_Part]], block_size: int, padding: int, left_out: tuple[str, ...]
 ) -> Blocks:
     ids = padded([[p.ids for p in row] for row in rows], block_size, np.int64, padding)

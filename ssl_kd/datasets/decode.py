@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 
 import numpy as np
@@ -46,14 +47,14 @@ def _eight_bits(values: np.ndarray, full_scale: float | None) -> Image.Image:
     return Image.fromarray(grey)
 
 
-def decode(source: str | os.PathLike[str], id: str | None = None) -> Image.Image:
+def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -> Image.Image:
     """Read an image file as a person would see it.
 
     The first frame counts, EXIF rotation is applied, transparency is laid on white, sixteen bits
     become eight by scale (not by clipping), CMYK and palettes become RGB.
 
     Args:
-        source: the file.
+        source: the file, or its bytes.
         id: what to call it in errors; its path when left out.
 
     Returns:
@@ -71,7 +72,7 @@ def decode(source: str | os.PathLike[str], id: str | None = None) -> Image.Image
         raise
     except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and more
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        name = os.fsdecode(source)
+        name = "bytes" if isinstance(source, io.BytesIO) else os.fsdecode(source)
         raise UnreadableImage(id or name, reason.replace(f" {name!r}", "")[:300]) from error
 
 

@@ -22,10 +22,12 @@ class Rendered:
     spans: tuple[tuple[int, int, int], ...]
 
 
-def render(example: Example, tokenizer: PreTrainedTokenizerFast) -> Rendered | str:
-    """The text of an example, or why there is none."""
+def render(
+    example: Example, tokenizer: PreTrainedTokenizerFast, template: str | None = None
+) -> Rendered | str:
+    """The text of an example, or why there is none; `template`: one that is not the tokenizer's."""
     if example.messages is not None:
-        return _render_chat(example, example.messages, tokenizer)
+        return _render_chat(example, example.messages, tokenizer, template)
     if example.text is not None:
         return Rendered(example.text, ((0, len(example.text), len(example.text)),))
     prompt, completion = example.prompt or "", example.completion or ""
@@ -34,12 +36,16 @@ def render(example: Example, tokenizer: PreTrainedTokenizerFast) -> Rendered | s
 
 
 def _render_chat(
-    example: Example, messages: Sequence[Any], tokenizer: PreTrainedTokenizerFast
+    example: Example,
+    messages: Sequence[Any],
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | None,
 ) -> Rendered | str:
     from jinja2 import TemplateError
 
     where, tools = example.where, list(example.tools) if example.tools else None
-    if tokenizer.chat_template is None:
+    shown: Any = template or tokenizer.chat_template
+    if shown is None:
         raise InputError(
             f"{where}: messages need a chat template, and the tokenizer "
             f"{tokenizer.name_or_path!r} has none: take the tokenizer of a chat model, set "
@@ -49,7 +55,11 @@ def _render_chat(
     def render(upto: int, prompt: bool = False) -> str:
         return str(
             tokenizer.apply_chat_template(
-                list(messages[:upto]), tools=tools, tokenize=False, add_generation_prompt=prompt
+                list(messages[:upto]),
+                tools=tools,
+                chat_template=shown,
+                tokenize=False,
+                add_generation_prompt=prompt,
             )
         )
 
@@ -64,10 +74,17 @@ def _render_chat(
                     calls = [call["function"] for call in message.get("tool_calls", ())]
                     if any(call["name"] not in after[len(before) :] for call in calls):
                         return f"{where}: the chat template does not show the tool calls"
-                    said = len(message["content"]) + sum(len(json.dumps(call)) for call in calls)
+                    said = len(_written(message["content"])) + sum(
+                        len(json.dumps(call)) for call in calls
+                    )
                     spans.append((len(before), len(after), said))
     except TemplateError as error:
         return f"{where}: the chat template refuses the messages: {error}"
     if not spans:
         return f"{where}: the chat template shows no turn of the assistant as it was generated"
     return Rendered(whole, tuple(spans))
+
+
+def _written(content: Any) -> str:
+    """The text of a message's content, which may be in parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -267,7 +267,7 @@ def _examples(path: Path, field: str | None, must: bool) -> Iterator[Example | s
     usable, complaint = False, ""
     for item in read_file(path):
         if isinstance(item, Record):
-            item = as_example(item.content, item.where, field)
+            item = as_example(item.content, item.where, field, path.parent)
         if isinstance(item, str):
             complaint = complaint or item
         else:

@@ -29,12 +29,14 @@ from ssl_kd.teachers.weights import model_files, weights_id
 __all__ = [
     "CausalLM",
     "CausalLMUnavailable",
+    "auto_model",
     "files_id",
     "llm_module",
     "load_causal_lm",
     "load_tokenizer",
     "n_ids",
     "quiet",
+    "sees",
     "set_attention",
     "tokenizer_id",
     "without_adapters",
@@ -67,18 +69,20 @@ class CausalLM:
         tokenizer: a transformers tokenizer.
         name: path or name it came from, or what it was made as.
         weights_id: identity of configuration and weights, in hexadecimal.
+        processor: of a model of images and text, which prepares both; None without one.
     """
 
     model: Any
     tokenizer: Any
     name: str
     weights_id: str
+    processor: Any = None
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, name: str) -> CausalLM:
+    def of(cls, model: Any, tokenizer: Any, name: str, processor: Any = None) -> CausalLM:
         """A model that was made in memory; its identity is that of its tensors as they are now."""
         content = f"{model.config.to_json_string()}\n{weights_id(model)}"
-        return cls(model, tokenizer, name, _short_id(content))
+        return cls(model, tokenizer, name, _short_id(content), processor)
 
 
 def load_causal_lm(
@@ -88,6 +92,8 @@ def load_causal_lm(
     remote_code: bool = False,
 ) -> CausalLM:
     """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
+
+    A model of images and text comes with its processor, and is one of text as well.
 
     Each weight is read in the dtype that is asked for; there is no copy in another. A folder of
     LoRA adapters is loaded with its base in float32, merged into it, and then cast.
@@ -113,11 +119,26 @@ def load_causal_lm(
     with quiet(transformers):
         model = _weights(transformers, place, dtype, remote_code)
         tokenizer = load_tokenizer(place, remote_code=remote_code)
+        processor = _processor(transformers, place, remote_code) if sees(model) else None
     model.eval()
     if (code := type(model).__module__).startswith("transformers_modules."):
         logger.warning("%s runs code of its own, as TRUST_REMOTE_CODE allows: %s", name, code)
     _check_causal(model, name)
-    return CausalLM(model, tokenizer, name, files_id(place))
+    return CausalLM(model, tokenizer, name, files_id(place), processor)
+
+
+def sees(model: Any) -> bool:
+    """Whether a model reads images beside text."""
+    return getattr(without_adapters(model).config, "vision_config", None) is not None
+
+
+def auto_model(config: Any) -> Any:
+    """The class of transformers that makes a model of a configuration, of text or with images."""
+    transformers = llm_module("transformers")
+    both = all(getattr(config, f"{part}_config", None) for part in ("vision", "text"))
+    if both and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = False) -> Any:
@@ -256,7 +277,8 @@ def _local(name: str) -> Path | None:
 
 def _weights(transformers: Any, place: str, dtype: torch.dtype | None, remote_code: bool) -> Any:
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=remote_code)
+        model, info = auto_model(config).from_pretrained(
             place,
             dtype="auto" if dtype is None else dtype,
             trust_remote_code=remote_code,  # None would ask on the terminal
@@ -297,6 +319,17 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype | None, remote_co
     return model
 
 
+def _processor(transformers: Any, place: str, remote_code: bool) -> Any:
+    """The processor that lies beside a model of images and text; None, and a warning, without."""
+    try:
+        found = transformers.AutoProcessor.from_pretrained(place, trust_remote_code=remote_code)
+    except Exception as error:  # each kind of processor has exceptions of its own
+        _check_own_code(place, error)
+        logger.warning("%s reads text alone: its processor cannot be read (%s)", place, error)
+        return None
+    return found if hasattr(found, "image_processor") else None  # where there is none: a tokenizer
+
+
 def _check_own_code(place: str, error: Exception) -> None:
     """Raise an InputError where a model needs Python files of its own."""
     if "trust_remote_code" in str(error):
@@ -330,7 +363,7 @@ def _with_adapters(folder: Path, dtype: torch.dtype | None, remote_code: bool) -
     tokenizer = lm.tokenizer
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(folder, remote_code=remote_code)
-    return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder))
+    return CausalLM(model.eval(), tokenizer, str(folder), files_id(folder), lm.processor)
 
 
 def _base_of_adapters(folder: Path, above: tuple[Path, ...] = ()) -> str | None:

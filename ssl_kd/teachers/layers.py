@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ssl_kd.errors import InputError
-from ssl_kd.teachers.causal import without_adapters
+from ssl_kd.teachers.causal import sees, without_adapters
 
 __all__ = ["attention_projections", "decoder_layers", "stack_of"]
 
@@ -21,11 +21,19 @@ def stack_of(model: Any) -> str:
         ValueError: there is none with as many entries as the configuration says.
     """
     causal = without_adapters(model)
+    begin = f"{_inside(causal)}." if sees(causal) else ""  # a vision tower has layers of its own
     depth = causal.config.get_text_config().num_hidden_layers
     for name, module in causal.named_modules():  # the outermost comes first
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
+        fits = isinstance(module, nn.ModuleList) and len(module) == depth
+        if fits and name.startswith(begin):
             return name
     raise InputError(f"{type(causal).__name__} has no list of its {depth} layers")
+
+
+def _inside(causal: Any) -> str:
+    """The name of the part of a model of images and text that reads text."""
+    decoder = causal.get_decoder()
+    return next(name for name, module in causal.named_modules() if module is decoder)
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

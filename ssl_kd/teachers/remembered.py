@@ -47,8 +47,9 @@ class RememberedTeacher:
                 self._head = answer.weight.cpu(), bias
             else:
                 said = answer.logits
-            for key, of in zip(_keys(batch), said.unflatten(0, batch.input_ids.shape), strict=True):
-                self._said[key] = of[: len(key) // 8].to("cpu", copy=True)
+            lengths, said = _lengths(batch), said.unflatten(0, batch.input_ids.shape)
+            for key, n, of in zip(_keys(batch), lengths, said, strict=True):
+                self._said[key] = of[:n].to("cpu", copy=True)
         held = [*self._said.values(), *(x for x in self._head or () if x is not None)]
         self.bytes = sum(x.numel() * x.element_size() for x in held)
 
@@ -76,7 +77,12 @@ class RememberedTeacher:
 
 
 def _keys(batch: Batch) -> list[bytes]:
-    """The tokens of each row without its padding."""
-    lengths = (batch.documents > 0).sum(1).tolist()
-    ids = batch.input_ids.cpu()
-    return [row[:n].numpy().tobytes() for row, n in zip(ids, lengths, strict=True)]
+    """The tokens of each row without its padding, and its images."""
+    ids, lengths = batch.input_ids.cpu(), _lengths(batch)
+    of = [""] * len(ids) if batch.pictures is None else batch.pictures.of
+    rows = zip(ids, lengths, of, strict=True)
+    return [row[:n].numpy().tobytes() + images.encode() for row, n, images in rows]
+
+
+def _lengths(batch: Batch) -> list[int]:
+    return (batch.documents > 0).sum(1).tolist()

@@ -27,16 +27,20 @@ from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.seeds import seeded
 from ssl_kd.teachers.causal import (
     CausalLM,
+    auto_model,
     llm_module,
     load_causal_lm,
     n_ids,
     quiet,
+    sees,
     tokenizer_id,
     without_adapters,
 )
 from ssl_kd.teachers.dtypes import cast_weights
 from ssl_kd.teachers.finite import not_finite
+from ssl_kd.teachers.layers import stack_of
 from ssl_kd.teachers.pruning import prune
+from ssl_kd.teachers.tower import trained_linears
 
 __all__ = ["NotFinite", "add_lora", "build_student", "save_student"]
 
@@ -118,7 +122,8 @@ def build_student(
         like = teacher if kind == "fresh" else None
         model = _fresh(spec, like, tokenizer, numbers[0], numbers[1], seed, experts)
     cast_weights(model, dtype or torch.float32)
-    return CausalLM.of(model, tokenizer, spec)
+    processor = teacher.processor if kind == "layers" and teacher is not None else None
+    return CausalLM.of(model, tokenizer, spec, processor)
 
 
 def add_lora(
@@ -137,7 +142,7 @@ def add_lora(
         rank: of the adapters, at least 1.
         alpha: their scale, times 1 / rank.
         dropout: of their input, in [0, 1).
-        targets: names of layers, or `all-linear` for all but the head.
+        targets: names of layers, or `all-linear` for all but the head and what is frozen.
         seed: of their new weights, which are float32; the global random state is left alone.
 
     Returns:
@@ -147,6 +152,8 @@ def add_lora(
         ImportError: peft is not installed.
         ValueError: a rank, dropout or target that does not work.
     """
+    if targets == "all-linear" and sees(model):
+        targets = trained_linears(model)
     if rank < 1 or not 0 <= dropout < 1:
         raise InputError(
             f"adapters need a rank of at least 1 and a dropout in [0, 1), got {rank} and {dropout}"
@@ -175,8 +182,11 @@ def save_student(
     *,
     merge: bool = False,
     dtype: torch.dtype = torch.float32,
+    processor: Any = None,
 ) -> None:
     """Write a student that `AutoModelForCausalLM` loads, or adapters that peft loads.
+
+    One of images and text is for `AutoModelForImageTextToText`.
 
     Weights (safetensors), configuration, generation configuration, tokenizer and model card are
     written beside the folder and take its name when they are complete, in place of what was there.
@@ -189,6 +199,7 @@ def save_student(
         merge: write adapters and base as one plain model. Always so where the base was made in
             memory, for nobody could load the adapters. The model itself keeps its adapters.
         dtype: of the written weights; the model itself keeps its own.
+        processor: of a model of images and text, for `AutoProcessor`.
 
     Raises:
         NotFinite: a weight holds a NaN or an infinity, or would in `dtype`; nothing is written.
@@ -224,8 +235,9 @@ def save_student(
             config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": str(dtype)[6:]}
             file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         generation.save_pretrained(new)  # adapters come without
-        tokenizer.save_pretrained(new)
-        text = _card(folder.name, card, base, adapters)
+        (processor or tokenizer).save_pretrained(new)
+        kinds = {"adapters": adapters, "images": processor is not None}
+        text = _card(folder.name, card, base, **kinds)
         (new / "README.md").write_text(text, encoding="utf-8")
         again = transformers.AutoTokenizer.from_pretrained(new)
     if tokenizer_id(again) != tokenizer_id(tokenizer):
@@ -249,12 +261,7 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
             f"with N from 1 to {depth}"
         )
     kept = _evenly(layers, depth)
-    stacks = (
-        name
-        for name, module in teacher.model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    )
-    stack = f"{next(stacks, '')}."  # the outermost comes first
+    stack = f"{stack_of(teacher.model)}."
     state = {}
     for name, tensor in teacher.model.state_dict().items():
         if name.startswith(stack):
@@ -263,7 +270,10 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
                 state[f"{stack}{new}.{rest}"] = tensor
         else:
             state[name] = tensor
-    model = _make(spec, _changed(config, kept, {}), seed, state)
+    values = _changed(config, kept, {})
+    if sees(teacher.model):
+        values = {**teacher.model.config.to_dict(), "text_config": values}
+    model = _make(spec, values, seed, state)
     model.generation_config = copy.deepcopy(teacher.model.generation_config)
     return model
 
@@ -371,7 +381,7 @@ def _make(
             config = transformers.AutoConfig.for_model(**config)
         config.name_or_path = ""  # a copy has the teacher's
         with seeded(seed):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = auto_model(config).from_config(config, dtype=torch.float32)
         if state is not None:
             model.load_state_dict(state)
         model.eval()
@@ -456,12 +466,19 @@ def _generation(causal: Any) -> Iterator[Any]:
         causal.generation_config = before
 
 
-def _card(title: str, card: str | Sequence[Mapping[str, Any]], base: str, adapters: bool) -> str:
+def _card(
+    title: str,
+    card: str | Sequence[Mapping[str, Any]],
+    base: str,
+    *,
+    adapters: bool,
+    images: bool,
+) -> str:
     """A model card with the front matter that the Hub reads."""
     hub = llm_module("huggingface_hub")
     matter = hub.ModelCardData(
         library_name="peft" if adapters else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if images else "text-generation",
         tags=["distillation", "ssl_kd"],
         base_model=None if not base or Path(base).exists() else base,
     )

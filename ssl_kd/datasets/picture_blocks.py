@@ -1,0 +1,277 @@
+"""Rows of tokens with images among them: which tokens stand for an image, and what a model sees."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssl_kd.datasets.blocks import (
+    Batch,
+    Blocks,
+    Document,
+    Frame,
+    count_targets,
+    describe_cut,
+    fit,
+    framed,
+    in_rows,
+)
+from ssl_kd.datasets.decode import UnreadableImage
+from ssl_kd.datasets.picture import Picture, Pictures
+from ssl_kd.datasets.records import IMAGE, Example
+from ssl_kd.datasets.render import render
+from ssl_kd.datasets.segmentation import check_fast
+from ssl_kd.datasets.text import TextDataset, first_few
+from ssl_kd.errors import InputError
+from ssl_kd.guard.memory import sent
+
+__all__ = ["PictureBlocks", "image_tokens", "make_picture_blocks", "processor_state"]
+
+_OF_QWEN = ("<|vision_start|>", "<|vision_end|>")  # what its templates put around an image
+
+
+@dataclass(frozen=True)
+class PictureBlocks(Blocks):
+    """Rows of tokens, a document each, with the images that stand in them.
+
+    An image is decoded and prepared anew whenever a batch is made that holds it.
+
+    Attributes:
+        processor: of transformers, which prepares images for the model.
+        pictures: of each row.
+    """
+
+    processor: Any = None
+    pictures: tuple[tuple[Picture, ...], ...] = ()
+
+    def part(self, rows: slice) -> PictureBlocks:
+        """Some rows; the digest stays that of all."""
+        found = super().part(rows)
+        assert isinstance(found, PictureBlocks)
+        return replace(found, pictures=self.pictures[rows])
+
+    def batch(
+        self, rows: Sequence[int] | Tensor, device: torch.device | str | None = None
+    ) -> Batch:
+        """Gather rows and their images.
+
+        Raises:
+            UnreadableImage: the file of an image is no longer what it was.
+        """
+        batch = super().batch(rows, device)
+        held = [self.pictures[row] for row in batch.rows.tolist()]
+        of = tuple(" ".join(picture.digest for picture in some) for some in held)
+        if not any(held):
+            return batch
+        named = zip(batch.rows.tolist(), held, strict=True)
+        images = [p.image(f"an image of row {row}") for row, some in named for p in some]
+        inputs = _prepared(self.processor, images)
+        if _tells_kinds(self.processor):
+            ids = torch.tensor(image_tokens(self.processor), device=batch.input_ids.device)
+            inputs["mm_token_type_ids"] = torch.isin(batch.input_ids, ids).long()
+        inputs = {name: sent(value, device) for name, value in inputs.items()}
+        return replace(batch, pictures=Pictures(inputs, of))
+
+
+def image_tokens(of: Any) -> list[int]:
+    """The ids that stand for images and films.
+
+    Args:
+        of: a processor of transformers, or the configuration of a model.
+    """
+    names = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+    found = {getattr(of, name, None) for name in names}
+    return sorted(number for number in found if isinstance(number, int) and number >= 0)
+
+
+def processor_state(processor: Any) -> dict[str, Any]:
+    """What decides how a processor of transformers prepares images."""
+    state = processor.image_processor.to_dict()
+    kept = {k: v for k, v in state.items() if "processor" not in k and k != "_processor_class"}
+    return {**kept, "image_tokens": image_tokens(processor)}
+
+
+def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -> PictureBlocks:
+    """Turn documents with and without images into rows of tokens, as `make_blocks` does.
+
+    Each image stands in the text as so many tokens as the processor gives it. These are never
+    targets: neither cross-entropy nor divergence counts a position whose next token is one. A
+    document with images that is longer than a row is left out: nothing of an image is cut off.
+
+    Args:
+        dataset: the documents.
+        processor: of transformers, with an image processor, a fast tokenizer and a chat template.
+        block_size: tokens in a row, those of images included, at least 2.
+
+    Raises:
+        InputError: the processor cannot be used so; no target is left. It says why.
+    """
+    if block_size < 2:
+        raise ValueError(f"block_size must be at least 2, got {block_size}")
+    check_fast(processor.tokenizer)
+    reader = _Reader(processor)
+    left_out: list[str] = []
+    cut: list[str] = []
+    pieces, pictures = [], []
+    for example in dataset.examples:
+        document = reader.read(example)
+        if isinstance(document, str):
+            left_out.append(document)
+            continue
+        if example.images and len(document.ids) > block_size:
+            n = int(np.isin(document.ids, reader.images).sum())
+            left_out.append(
+                f"{example.where}: {len(document.ids)} tokens, {n} of them of "
+                f"{len(example.images)} images, for rows of {block_size}: raise --block_size"
+            )
+            continue
+        parts = fit(document, block_size)
+        pieces += parts
+        pictures += [example.images] * len(parts)
+        if not parts:
+            left_out.append(f"{example.where}: none of its tokens carries a loss")
+        elif len(document.ids) > block_size:
+            cut.append(describe_cut(document, parts, block_size, example.where))
+    if not pieces:
+        raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
+    rows = [[piece] for piece in pieces]
+    told = (*first_few(left_out), *first_few(cut, 5))
+    blocks = in_rows(rows, block_size, reader.frame.end, told)
+    of = [[picture.digest for picture in some] for some in pictures]
+    said = json.dumps([blocks.digest, of, processor_state(processor)], default=str, sort_keys=True)
+    fields = {**vars(blocks), "digest": hashlib.sha256(said.encode()).hexdigest()}
+    return PictureBlocks(**fields, processor=processor, pictures=tuple(pictures))
+
+
+class _Reader:
+    """Reads documents as a processor does."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.images = image_tokens(processor)
+        self.frame = Frame.of(self.tokenizer)
+        self.template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
+        self._in_parts: bool | None = None
+        self._tried = False
+        known = self.tokenizer.get_vocab()
+        token = str(getattr(processor, "image_token", IMAGE))
+        around = _OF_QWEN if all(mark in known for mark in _OF_QWEN) else ("", "")
+        self._place = token.join(around)
+
+    def read(self, example: Example) -> Document | str:
+        """The tokens of a document, or why it is left out."""
+        rendered = render(self._written_for(example), self.tokenizer, self.template)
+        if isinstance(rendered, str):
+            return rendered
+        encoded: Any = self.tokenizer(
+            rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ids = np.array(encoded["input_ids"], dtype=np.int64)
+        if not len(ids):
+            return f"{example.where}: the tokenizer gives no token for it"
+        counts, characters = count_targets(encoded["offset_mapping"], rendered)
+        places = int(np.isin(ids, self.images).sum())
+        if places != len(example.images):
+            return f"{example.where}: {len(example.images)} images, and {places} places in its text"
+        if example.images:
+            try:
+                images = [
+                    picture.image(f"{example.where}: image {n}")
+                    for n, picture in enumerate(example.images, 1)
+                ]
+            except UnreadableImage as error:
+                return str(error)
+            found = self._expanded(example, rendered.text, images)
+            text, of_text = ~np.isin(found, self.images), ~np.isin(ids, self.images)
+            if not np.array_equal(found[text], ids[of_text]):
+                raise self._unfit("puts other tokens around an image than its image token")
+            whole = np.zeros(len(found), dtype=bool), np.zeros(len(found), dtype=np.int64)
+            whole[0][text], whole[1][text] = counts[of_text], characters[of_text]
+            ids, (counts, characters) = found, whole
+        return Document(*framed(self.frame.around(example), ids, counts, characters))
+
+    def _written_for(self, example: Example) -> Example:
+        """The example as tokenizer and template take it."""
+        if example.messages is not None:
+            if not self._takes_parts():
+                return example
+            turns = tuple(
+                {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+                if isinstance(turn["content"], str)
+                else turn
+                for turn in example.messages
+            )
+            return replace(example, messages=turns)
+        if not example.images:
+            return example
+        strings = {"text": example.text, "prompt": example.prompt}
+        placed = {k: v and v.replace(IMAGE, self._place) for k, v in strings.items()}
+        return replace(example, **placed)
+
+    def _takes_parts(self) -> bool:
+        """Whether the chat template wants a message's content in parts; most of these do."""
+        if self._in_parts is None and self.template is not None:
+            asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+            try:
+                shown = self.tokenizer.apply_chat_template(
+                    asked, chat_template=self.template, tokenize=False
+                )
+            except Exception:  # each template has its own way to fail
+                shown = ""
+            self._in_parts = "x" in str(shown) and "'type'" not in str(shown)
+        return bool(self._in_parts)
+
+    def _expanded(self, example: Example, text: str, images: list[Any]) -> np.ndarray:
+        """The tokens with as many for each image as the processor gives it."""
+        try:
+            found: Any = self.processor(
+                images=images, text=[text], add_special_tokens=False, return_tensors="pt"
+            )
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"{example.where}: the processor refuses it: {reason}") from error
+        ids = found["input_ids"][0]
+        if not self._tried:
+            self._try(found, images)
+            self._tried = True
+        return ids.numpy()
+
+    def _try(self, found: Any, images: list[Any]) -> None:
+        """Refuse a processor whose images cannot be prepared apart from their text."""
+        of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
+        with_text = {name: value for name, value in found.items() if name not in of_text}
+        alone = _prepared(self.processor, images)
+        same = with_text.keys() == alone.keys() and all(
+            torch.equal(torch.as_tensor(with_text[name]), value) for name, value in alone.items()
+        )
+        if not same:
+            raise self._unfit("prepares images otherwise with their text than without")
+        kinds, ids = found.get("mm_token_type_ids"), found["input_ids"]
+        if kinds is not None and not torch.equal(
+            torch.as_tensor(kinds) > 0, torch.isin(ids, torch.tensor(self.images))
+        ):
+            raise self._unfit("counts other tokens among its images than its image token")
+
+    def _unfit(self, why: str) -> InputError:
+        name = type(self.processor).__name__
+        return InputError(
+            f"{name} {why}, which is not supported: take a model whose images are runs of one "
+            "token, such as Llava, Qwen2-VL, Qwen2.5-VL or Qwen3-VL"
+        )
+
+
+def _prepared(processor: Any, images: list[Any]) -> dict[str, Tensor]:
+    """What a model gets of images, of all rows together."""
+    return dict(processor.image_processor(images=images, return_tensors="pt"))
+
+
+def _tells_kinds(processor: Any) -> bool:
+    """Whether its model wants to be told which tokens are images."""
+    return "mm_token_type_ids" in processor.model_input_names
