@@ -53,6 +53,8 @@ TRUST_REMOTE_CODE = False
 # Attention of student and teacher, as transformers names it: eager | sdpa | flex_attention; None:
 # what transformers takes.
 ATTN_IMPLEMENTATION = None
+# Train a student's vision tower, too, beside its projector and language part.
+TRAIN_VISION = False
 # Dtype of the saved student's weights: float32 | bfloat16 | float16. It is trained in float32 in
 # any case.
 SAVE_DTYPE = "float32"
@@ -210,7 +212,7 @@ TEACHER_OFFLOAD = False
 # With torchrun: keep a piece of each weight of student and teacher on each GPU (FSDP2), for models
 # that are too large for one; off: all of them on each (DDP).
 SHARD = False
-# Recompute activations in the backward pass instead of keeping them: less memory, more time.
+# Recompute activations in the backward pass: less memory, more time.
 GRADIENT_CHECKPOINTING = False
 # Release the GPU's cached memory after every step: slower, less fragmented.
 CLEAR_CACHE_EVERY_STEP = False

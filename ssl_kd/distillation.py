@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -38,14 +39,15 @@ class Distillation:
 
     Args:
         teacher: folder or Hub name of a causal language model; a model of transformers with its
-            tokenizer, `(model, tokenizer)`; `train`, a small one is trained on the text first; or
-            `none`, for cross-entropy alone. A model in memory is moved to the run's device and
-            dtype.
+            tokenizer, `(model, tokenizer)`, or its processor where it reads images; `train`, a
+            small one is trained on the text first; or `none`, for cross-entropy alone. A model in
+            memory is moved to the run's device and dtype.
         student: the same, or what STUDENT_MODEL may be: `layers:N`, `fresh:LAYERSxDIM`,
             `llama:LAYERSxDIM`. A model in memory is trained in place.
         texts: what DATA_PATH may be; or texts in memory: strings, or records such as
             `{"prompt": ..., "completion": ...}` and `{"messages": [...]}`, as a list, a
-            `datasets.Dataset` or a data frame. These are kept in `data/texts`, by their content.
+            `datasets.Dataset` or a data frame. These are kept in `data/texts`, by their content;
+            images of PIL in them, beside them.
         eval_texts: held-out text, in the same forms; None: a part of `texts`.
         preset: one of `ssl_kd.language.presets.PRESETS`.
         **settings: the settings of `scripts/config.py` in lower case, with their meaning, range and
@@ -189,6 +191,11 @@ class DistilledRun:
         """The student's."""
         return self._saved.tokenizer
 
+    @property
+    def processor(self) -> Any:
+        """That of a student of images and text; None of others."""
+        return self._saved.processor
+
     @cached_property
     def _saved(self) -> CausalLM:
         return load_causal_lm(self.path / "student")
@@ -205,12 +212,14 @@ def _model(who: str, model: Model) -> tuple[str, CausalLM | None]:
     if isinstance(model, str | os.PathLike):
         return os.fspath(model), None
     lm, tokenizer = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    processor = tokenizer if hasattr(tokenizer, "image_processor") else None
+    tokenizer = tokenizer if processor is None else processor.tokenizer
     if not hasattr(lm, "get_output_embeddings") or not hasattr(tokenizer, "get_vocab"):
         raise InputError(
             f"{who} is {type(model).__name__}, expected a folder, a name on the Hub, or a model of "
             "transformers with its tokenizer: (model, tokenizer)"
         )
-    return GIVEN, CausalLM.of(lm, tokenizer, f"{type(lm).__name__} in memory")
+    return GIVEN, CausalLM.of(lm, tokenizer, f"{type(lm).__name__} in memory", processor)
 
 
 def _place(argument: str, texts: Texts) -> str:
@@ -243,6 +252,28 @@ def _line(argument: str, number: int, text: str | Mapping[str, Any]) -> bytes:
             '{"prompt": ..., "completion": ...}'
         )
     try:
-        return json.dumps(dict(record), ensure_ascii=False).encode() + b"\n"
+        return json.dumps(dict(record), ensure_ascii=False, default=_image).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise InputError(f"{argument}[{number}] cannot be written as JSON: {error}") from error
+
+
+def _image(value: Any) -> str:
+    """The path of an image of PIL, or of the bytes of one, that is written beside the texts.
+
+    Raises:
+        TypeError: it is none.
+    """
+    from PIL import Image
+
+    content, kind = value, "image"
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, kind := "png")
+        content = buffer.getvalue()
+    if not isinstance(content, bytes):
+        raise TypeError(f"{type(value).__name__} is neither JSON nor an image of PIL")
+    path = TEXTS / "images" / f"{hashlib.sha256(content).hexdigest()[:32]}.{kind}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(path, content)
+    return f"images/{path.name}"

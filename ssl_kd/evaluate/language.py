@@ -214,8 +214,11 @@ def _questions(examples: Iterable[Example], tokenizer: Any) -> Iterator[_Questio
 def _asked(example: Example, tokenizer: Any) -> _Question | None:
     """What any kind of example asks, with its own continuation.
 
-    None where the tokenizer's template refuses the messages, or none of them is the assistant's.
+    None where the tokenizer's template refuses the messages, none of them is the assistant's, or
+    there are images, which nothing is asked about.
     """
+    if example.images:
+        return None
     if example.messages is not None:
         messages = list(example.messages)
         while messages and messages[-1]["role"] != "assistant":

@@ -100,7 +100,7 @@ def check_rows(student: CausalLM, teacher: CausalLM) -> None:
 
 def check_room(settings: LanguageSettings, lm: CausalLM) -> None:
     """Raise SettingsError where a row is longer than a model has positions."""
-    room = getattr(lm.model.config, "max_position_embeddings", None)
+    room = getattr(lm.model.config.get_text_config(), "max_position_embeddings", None)
     if room and settings.block_size > room:
         raise SettingsError(
             f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "

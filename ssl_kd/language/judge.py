@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from ssl_kd.datasets.aligned import aligned_blocks
-from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
+from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.harness import Tasks
 from ssl_kd.evaluate.language import LanguageJudge, Reading, judge_tokens
@@ -20,7 +20,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.task import test_and_validation
 from ssl_kd.language.teacher import load_teacher
-from ssl_kd.language.texts import texts_of
+from ssl_kd.language.texts import lay_out, texts_of
 from ssl_kd.teachers.causal import CausalLM, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, untold
@@ -128,15 +128,17 @@ def _readings(
 ) -> list[Reading]:
     """The rows that a run of these settings would report, as student and teacher read them."""
     lms = [student] if teacher is None else [student, teacher]
-    rooms = [getattr(lm.model.config, "max_position_embeddings", None) for lm in lms]
+    rooms = [
+        getattr(lm.model.config.get_text_config(), "max_position_embeddings", None) for lm in lms
+    ]
     size = min([settings.block_size, *(room for room in rooms if room)])
     if size < settings.block_size:
         words = "BLOCK_SIZE is %d, and there are %d positions: rows have %d tokens"
         logger.warning(words, settings.block_size, size, size)
     if teacher is None or alike:
-        packing = settings.packing and all(isolates_documents(lm.model) for lm in lms)
-        sides: Sequence[Blocks] = [make_blocks(texts, student.tokenizer, size, packing=packing)]
-        sides = sides * len(lms)
+        blocks = lay_out(settings.replace(block_size=size), texts, student, teacher, False)
+        assert isinstance(blocks, Blocks)
+        sides: Sequence[Blocks] = [blocks] * len(lms)
     else:
         both = aligned_blocks(texts, student.tokenizer, teacher.tokenizer, size)
         sides = both.student, both.teacher

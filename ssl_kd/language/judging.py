@@ -124,7 +124,8 @@ def _served_row(settings: LanguageSettings, task: Task) -> Row:
 
 def _warn_of_a_guess(teacher: CausalLM, row: Row) -> None:
     """Warn of a teacher that predicts held-out text no better than equal probabilities would."""
-    uniform = math.log(teacher.model.config.vocab_size)
+    vocabulary = teacher.model.config.get_text_config().vocab_size
+    uniform = math.log(vocabulary)
     if row["nll"] is not None and row["nll"] > uniform - LITTLE:
         logger.warning(
             "the teacher %s knows nothing of the held-out text: its loss is %.4g nats a token, and "
@@ -132,7 +133,7 @@ def _warn_of_a_guess(teacher: CausalLM, row: Row) -> None:
             "it: check that these are trained weights",
             teacher.name,
             row["nll"],
-            teacher.model.config.vocab_size,
+            vocabulary,
             uniform,
         )
 

@@ -178,6 +178,7 @@ def _save(
             table,
             merge=settings.lora_merge,
             dtype=getattr(torch, settings.save_dtype),
+            processor=task.student.processor,
         )
         if isinstance(source, Routed) and source.router is not None:
             source.mixture.save_router(folder.path / "router.safetensors")

@@ -110,6 +110,9 @@ class LanguageSettings(RunSettings):
         " None: what transformers takes",
         choices=("eager", "sdpa", "flex_attention"),
     )
+    train_vision: bool = setting(
+        False, "train a student's vision tower, too, beside its projector and language part"
+    )
     save_dtype: str = setting(
         "float32",
         "dtype of the saved student's weights: float32 | bfloat16 | float16",
@@ -319,9 +322,7 @@ class LanguageSettings(RunSettings):
         low=1,
     )
     gradient_accumulation_steps: int = setting(
-        1,
-        "forward passes per step; the loss is the mean over all their tokens",
-        low=1,
+        1, "forward passes per step; the loss is the mean over all their tokens", low=1
     )
     learning_rate: float | None = setting(
         None,
@@ -378,9 +379,7 @@ class LanguageSettings(RunSettings):
         " models that are too large for one; off: all of them on each (DDP)",
     )
     gradient_checkpointing: bool = setting(
-        False,
-        "recompute activations in the backward pass instead of keeping them: less memory,"
-        " more time",
+        False, "recompute activations in the backward pass: less memory, more time"
     )
     clear_cache_every_step: bool = setting(
         False, "release the GPU's cached memory after every step: slower, less fragmented"

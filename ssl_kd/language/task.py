@@ -17,6 +17,7 @@ from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
 from ssl_kd.language.family import check_family, check_ids_are_known, check_room, check_rows
 from ssl_kd.language.features import feature_terms
+from ssl_kd.language.pictures import check_ranks_see, has_images
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
@@ -44,6 +45,7 @@ from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.remembered import RememberedTeacher
 from ssl_kd.teachers.student import add_lora, build_student
+from ssl_kd.teachers.tower import freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.together import FollowedFolder
@@ -156,6 +158,7 @@ def prepare(
     layout = settings.replace(packing=False) if prompted else settings  # a prompt a row
     blocks = lay_out(layout, train_set, student, teacher, aligned, more)
     eval_blocks = lay_out(settings, eval_set, student, teacher, aligned, more)
+    check_ranks_see(settings, blocks, ranks.world)
     own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
     if teacher is not None and isinstance(eval_blocks, Blocks):
         check_ids_are_known(student, teacher, own, eval_blocks)
@@ -255,6 +258,7 @@ def _models(
     _attend(settings.attn_implementation, precision.device, student, teacher)
     if teacher is not None and settings.align == "auto":
         check_family(student, teacher)
+    freeze_tower(student.model, train_tower=settings.train_vision, images=has_images(texts))
     if settings.lora_rank:
         size = settings.lora_rank, settings.lora_alpha
         adapted = add_lora(student.model, *size, seed=settings.seed)
@@ -361,7 +365,10 @@ def make_distiller(
         )
         if isinstance(task.blocks, AlignedBlocks):
             answer = source.answer if isinstance(source, Routed) else frozen
-            dims = [without_adapters(m).config.hidden_size for m in (student, frozen.model)]
+            dims = [
+                without_adapters(m).config.get_text_config().hidden_size
+                for m in (student, frozen.model)
+            ]
             source, aligned = None, Aligned(answer, settings, *dims)
     elif settings.alpha_kd and task.served is not None:
         source = Plain(task.served)

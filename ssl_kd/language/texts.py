@@ -9,7 +9,9 @@ from functools import partial
 
 from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
+from ssl_kd.datasets.picture_blocks import make_picture_blocks
 from ssl_kd.datasets.text import TextDataset, open_text
+from ssl_kd.language.pictures import check_models, check_settings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.teachers.causal import CausalLM
 
@@ -32,6 +34,7 @@ def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     if len(kept) < len(train_set):
         words = "%d of %d documents to learn from are held out, too, and left out of training"
         logger.warning(words, len(train_set) - len(kept), len(train_set))
+    check_settings(settings, kept, eval_set)
     return kept, eval_set
 
 
@@ -51,10 +54,18 @@ def lay_out(
     aligned: bool,
     others: Sequence[CausalLM] = (),
 ) -> Blocks | AlignedBlocks:
-    """The text in rows of tokens."""
+    """The text in rows of tokens, with its images.
+
+    Raises:
+        SettingsError: it holds images that one of the models does not see, or not as the others.
+    """
+    teachers = [lm for lm in (teacher, *others) if lm is not None]
+    check_models(texts, student, teachers)
     if aligned and teacher is not None:
         tokenizers = student.tokenizer, teacher.tokenizer
         return aligned_blocks(texts, *tokenizers, settings.block_size)
+    if student.processor is not None:  # a document a row: none is cut within an image
+        return make_picture_blocks(texts, student.processor, settings.block_size)
     models = [lm.model for lm in (student, teacher, *others) if lm and lm.model]
     packing = settings.packing and all(isolates_documents(model) for model in models)
     return make_blocks(texts, student.tokenizer, settings.block_size, packing=packing)

@@ -32,7 +32,7 @@ def about(task: Task) -> dict[str, Any]:
     def model(lm: CausalLM | None) -> dict[str, Any] | None:
         if lm is None or lm.model is None:
             return lm and {"name": lm.name}
-        config = lm.model.config
+        config = lm.model.config.get_text_config()
         return {
             "name": lm.name,
             "parameters": sum(p.numel() for p in lm.model.parameters()),

@@ -1,0 +1,458 @@
+"""Distilling models of images and text: what counts, what learns, and whole runs of them."""
+
+import copy
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
+
+from ssl_kd import Distillation  # noqa: E402
+from ssl_kd.datasets.picture_blocks import make_picture_blocks  # noqa: E402
+from ssl_kd.datasets.text import open_text  # noqa: E402
+from ssl_kd.files import load_tensors  # noqa: E402
+from ssl_kd.language.caching import cache_teacher  # noqa: E402
+from ssl_kd.language.objective import Objective  # noqa: E402
+from ssl_kd.language.replay import replay  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.settings import LanguageSettings  # noqa: E402
+from ssl_kd.language.sources import Plain  # noqa: E402
+from ssl_kd.language.step import Distiller  # noqa: E402
+from ssl_kd.losses.teacher_output import LinearTeacher  # noqa: E402
+from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.store import FingerprintMismatch  # noqa: E402
+from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
+from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
+from ssl_kd.teachers.student import add_lora, build_student  # noqa: E402
+from ssl_kd.teachers.tower import freeze_tower  # noqa: E402
+from tests.bits import same  # noqa: E402
+from tests.language.conftest import FAST  # noqa: E402
+from tests.oracles import token_objectives  # noqa: E402
+from tests.seeing import (  # noqa: E402
+    KINDS,
+    draw,
+    folder_of,
+    model_of,
+    processor_of,
+    records,
+    write_records,
+)
+
+TOWER = {"llava": "vision_tower", "qwen2_vl": "visual", "qwen2_5_vl": "visual"}
+PROJECTOR = {"llava": "multi_modal_projector", "qwen2_vl": "merger", "qwen2_5_vl": "merger"}
+ROWS = 6
+
+
+class Read:
+    """Records as a processor of one kind reads them, with a teacher and a student of this kind."""
+
+    def __init__(self, kind, folder):
+        self.kind, self.folder = kind, folder
+        self.processor, self.records = processor_of(kind), records(folder, ROWS)
+        texts = open_text(write_records(folder / "a.jsonl", self.records), "all")
+        self.blocks = make_picture_blocks(texts, self.processor, 96)
+
+    def model(self, seed=1, layers=2):
+        return model_of(self.kind, self.processor, seed, layers=layers)
+
+    def teacher(self):
+        return FrozenTeacher(self.model(seed=2, layers=3))
+
+    def objective(self, tiny, student, teacher, images=True, train_tower=False, **changes):
+        freeze_tower(student, train_tower=train_tower, images=images)
+        settings = tiny.settings(temperature=2.0, **changes)
+        source = None if teacher is None else Plain(teacher)
+        return Objective(student.eval(), settings, tiny.precision, source)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def read(request, tmp_path_factory):
+    return Read(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return Read("llava", tmp_path_factory.mktemp("one"))
+
+
+def is_tower(name, kind):
+    return TOWER[kind] in name.split(".") and PROJECTOR[kind] not in name
+
+
+def by_hand(read, student, teacher, temperature, kind):
+    """Sums of ce and kd, and their number, in float64: a row at a time, as the processor gives it.
+
+    The prompt is what the template makes without the answer; whatever comes after it is learned.
+    """
+    ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
+    for record in read.records:
+        said = record["messages"]
+        images = [
+            draw(read.folder / part["path"], int(part["path"][0]) + int(part["path"][2]))
+            for part in said[0]["content"]
+            if part["type"] == "image"
+        ]
+        texts = [
+            read.processor.tokenizer.apply_chat_template(
+                some, chat_template=read.processor.chat_template, tokenize=False, **options
+            )
+            for some, options in ((said[:1], {"add_generation_prompt": True}), (said, {}))
+        ]
+        asked, whole = (
+            read.processor(
+                text=[text], images=images or None, add_special_tokens=False, return_tensors="pt"
+            )
+            for text in texts
+        )
+        first, ids = asked["input_ids"].shape[1], whole["input_ids"][0]
+        own, theirs = (m(**whole, use_cache=False).logits[0] for m in (student, teacher))
+        for place in range(first, len(ids)):
+            z, t = own[place - 1], theirs[place - 1].detach()
+            ce = ce - z.log_softmax(-1)[ids[place]]
+            log_p, log_q = ((x / temperature).log_softmax(-1) for x in (t, z))
+            kd = kd + temperature**2 * token_objectives.divergence(kind, log_p, log_q)
+            n += 1
+    return ce, kd, n
+
+
+# --- the numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_losses_and_gradients_equal_those_by_hand_in_float64(read, tiny, divergence):
+    student, teacher = read.model(), read.teacher()
+    objective = read.objective(tiny, student, teacher, divergence=divergence, train_tower=True)
+    copies = (copy.deepcopy(student).double(), copy.deepcopy(teacher.model).double())
+    ce, kd, n = by_hand(read, *copies, 2.0, divergence)
+    batch = read.blocks.batch(range(ROWS))
+    terms = objective.terms(batch)
+    assert objective.counts([batch]) == {"ce": n, "kd": n}
+    assert terms["ce"].item() == pytest.approx(ce.item(), rel=1e-5)
+    assert terms["kd"].item() == pytest.approx(kd.item(), rel=1e-4)
+    (terms["ce"] + terms["kd"]).backward()
+    (ce + kd).backward()
+    wanted = {name: p.grad for name, p in copies[0].named_parameters()}
+    largest = max(g.abs().max() for g in wanted.values() if g is not None)
+    for name, p in student.named_parameters():
+        if wanted[name] is None:
+            assert p.grad is None or not p.grad.any(), name
+            continue
+        torch.testing.assert_close(
+            p.grad.double(), wanted[name], rtol=1e-3, atol=float(1e-5 * largest), msg=name
+        )
+
+
+def test_what_is_said_where_an_image_follows_changes_nothing(read, tiny):
+    """Hidden states before each image token, of student and teacher, are replaced by noise."""
+    student, teacher = read.model(), read.teacher()
+    objective = read.objective(tiny, student, teacher)
+    batch = read.blocks.batch(range(ROWS))
+    before = objective.terms(batch)
+    is_image = batch.input_ids == read.processor.image_token_id
+    assert is_image.any()
+    places = F.pad(is_image[:, 1:], (0, 1)), F.pad(batch.counts[:, 1:], (0, 1))
+
+    def spoil(where):
+        def hook(module, args, out):
+            out.last_hidden_state = out.last_hidden_state.masked_fill(where[..., None], 7.0)
+
+        return [m.base_model.register_forward_hook(hook) for m in (student, teacher.model)]
+
+    for where, changes in zip(places, (False, True), strict=True):
+        handles = spoil(where)
+        after = objective.terms(batch)
+        for handle in handles:
+            handle.remove()
+        for name in ("ce", "kd"):
+            assert torch.equal(before[name], after[name]) != changes
+
+
+def test_a_student_that_is_its_teacher_has_no_distance(read, tiny):
+    student = read.model(seed=2, layers=3)
+    objective = read.objective(tiny, student, read.teacher())
+    terms = objective.terms(read.blocks.batch(range(ROWS)))
+    assert abs(terms["kd"].item()) < 1e-4 < terms["ce"].item()
+
+
+@pytest.mark.parametrize("train_tower", [False, True])
+def test_the_projector_learns_and_the_tower_where_it_is_asked_to(read, tiny, train_tower):
+    student = read.model()
+    objective = read.objective(tiny, student, read.teacher(), train_tower=train_tower)
+    objective.terms(read.blocks.batch(range(ROWS)))["kd"].backward()
+    moved = {name for name, p in student.named_parameters() if p.grad is not None and p.grad.any()}
+    assert any(PROJECTOR[read.kind] in name for name in moved)
+    assert any("language_model" in name for name in moved) and any("lm_head" in n for n in moved)
+    assert any(is_tower(name, read.kind) for name in moved) == train_tower
+    blind = read.model()
+    freeze_tower(blind, train_tower=train_tower, images=False)
+    trained = [name for name, p in blind.named_parameters() if p.requires_grad]
+    assert trained and not any("language_model" not in n and "lm_head" not in n for n in trained)
+
+
+def test_rows_with_and_without_images_add_up(read, tiny):
+    objective = read.objective(tiny, read.model(), read.teacher())
+    whole = objective.terms(read.blocks.batch(range(ROWS)))
+    parts = [objective.terms(read.blocks.batch(rows)) for rows in ([0, 3], [1, 4], [2, 5])]
+    assert read.blocks.batch([0, 3]).pictures is None
+    for name in ("ce", "kd"):
+        total = sum(part[name].item() for part in parts)
+        assert whole[name].item() == pytest.approx(total, rel=1e-5)
+
+
+class Sick:
+    """A teacher whose answer holds a NaN."""
+
+    def __init__(self, teacher):
+        self.teacher = teacher
+
+    def __call__(self, batch, rows):
+        said = self.teacher(batch, rows)
+        hidden = said.hidden.clone()
+        hidden[3, 5] = math.nan
+        return LinearTeacher(hidden, said.weight, said.bias)
+
+
+def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(read, tiny):
+    def stepped(source, **changes):
+        student = read.model()
+        freeze_tower(student, train_tower=False, images=True)
+        distiller = Distiller(student, tiny.settings(**changes), tiny.precision, source)
+        batches = [read.blocks.batch(rows) for rows in ([0, 1, 2], [3, 4, 5])]
+        result = distiller.step(batches, 1e-2)
+        return result, [p.detach().clone() for p in student.parameters()]
+
+    sick, ours = stepped(Plain(Sick(read.teacher())))
+    alone, theirs = stepped(None, alpha_kd=0.0)
+    assert sick.updated and math.isnan(sick.kd) and same(ours, theirs)
+    assert not same(ours, [*read.model().parameters()]) and sick.ce == alone.ce
+
+
+# --- students -------------------------------------------------------------------------------------
+
+
+def test_a_student_of_layers_has_the_tower_and_projector_of_its_teacher(read, tmp_path):
+    teacher = load_causal_lm(folder_of(tmp_path / "teacher", read.kind))
+    student = build_student("layers:2", teacher, seed=0)
+    assert student.model.config.get_text_config().num_hidden_layers == 2
+    own, theirs = student.model.state_dict(), teacher.model.state_dict()
+    kept = {n: n.replace("layers.1.", "layers.2.") if "language_model" in n else n for n in own}
+    assert all(torch.equal(own[n], theirs[old]) for n, old in kept.items())
+    lost = theirs.keys() - {*kept.values()}
+    assert lost and all("language_model.layers.1." in name for name in lost)
+    assert student.processor is teacher.processor
+    with pytest.raises(ValueError, match="has 3 layers"):
+        build_student("layers:4", teacher, seed=0)
+
+
+def test_adapters_leave_the_tower_alone(read):
+    student = read.model()
+    freeze_tower(student, train_tower=False, images=True)
+    names = [n for n, p in add_lora(student, 2).named_parameters() if p.requires_grad]
+    assert any("language_model" in name for name in names)
+    assert any(PROJECTOR[read.kind] in name for name in names)
+    assert not any(is_tower(name, read.kind) or "lm_head" in name for name in names)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A teacher of each kind, and one that reads text alone, made when they are asked for."""
+    root = tmp_path_factory.mktemp("seeing")
+
+    def get(kind, **changes):
+        path = root / "-".join([kind, *map(str, changes.values())])
+        return str(path) if path.exists() else folder_of(path, kind, **changes)
+
+    return get
+
+
+@pytest.fixture
+def settings(tmp_path, folders):
+    records(tmp_path, 36)
+    data = write_records(tmp_path / "images.jsonl", records(tmp_path, 36))
+
+    def change(kind="llava", **changes):
+        own = {"data_path": data, "runs_dir": str(tmp_path / "runs"), "run_name": "a"}
+        own |= {"teacher_model": folders(kind), "student_model": "layers:1", "block_size": 96}
+        own |= {"answer_prompts": 2, "max_steps": 4, "eval_every": 2}
+        return LanguageSettings(**{**FAST, **own, **changes})
+
+    return change
+
+
+def metrics(path):
+    return json.loads((path / "metrics.json").read_text())
+
+
+def weights(path):
+    return load_file(path / "student" / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+def test_a_run_by_the_command_line_and_its_student_is_a_model_with_a_processor(
+    kind, tmp_path, folders, monkeypatch
+):
+    from ssl_kd.cli import main
+
+    write_records(tmp_path / "images.jsonl", records(tmp_path, 24))
+    monkeypatch.chdir(tmp_path)
+    flags = "distill --student_model layers:2 --data_path images.jsonl --block_size 96 --max_steps"
+    flags += " 4 --batch_size 4 --eval_every 2 --generations 1 --max_new_tokens 3 --run_name a"
+    assert main([*flags.split(), "--teacher_model", folders(kind)]) in (0, None)
+    path = tmp_path / "runs" / "a"
+    row = {r["name"]: r for r in metrics(path)["table"]}
+    assert row["student"]["kl"] is not None and metrics(path)["learned_from"] == {"ce": 4, "kd": 4}
+
+    student: Any = AutoModelForImageTextToText.from_pretrained(path / "student").eval()
+    processor = AutoProcessor.from_pretrained(path / "student")
+    said = records(tmp_path, 3)[2]["messages"][:1]
+    text = processor.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    images = [draw(tmp_path / f"2-{k}.png", 2 + k) for k in range(2)]
+    inputs = processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    out = student.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert out.shape[1] > inputs["input_ids"].shape[1]
+    assert "image-text-to-text" in (path / "student" / "README.md").read_text()
+    teacher, ours = load_file(Path(folders(kind)) / "model.safetensors"), weights(path)
+    for name, value in ours.items():
+        if is_tower(name, kind):
+            assert torch.equal(value, teacher[name]), name
+    assert any(PROJECTOR[kind] in n and not torch.equal(v, teacher[n]) for n, v in ours.items())
+
+
+def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings):
+    from ssl_kd.training.stop import Interrupted
+
+    def tell(stage, done, total, info):
+        if (stage, done) == ("train", 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    whole = run(settings(run_name="whole", log_every=1))
+    with pytest.raises(Interrupted):
+        run(settings(log_every=1), progress=tell)
+    path = run(settings(log_every=1, resume=True))
+    assert same(weights(path), weights(whole))
+    ours, theirs = (
+        load_tensors(max((p / "checkpoint").glob("step_*.pt")))["tensors"] for p in (path, whole)
+    )
+    assert same(ours, theirs) and metrics(path)["table"] == metrics(whole)["table"]
+
+
+def test_other_images_are_refused_on_a_resume(settings, tmp_path):
+    from ssl_kd.training.folder import RunFolderError
+
+    run(settings(max_steps=2))
+    draw(tmp_path / "1-0.png", 4)
+    with pytest.raises(RunFolderError):
+        run(settings(resume=True))
+
+
+def test_a_cache_stands_in_for_the_teacher_and_knows_its_images(settings, tmp_path):
+    cached = {"teacher_cache": str(tmp_path / "cache"), "cache_method": "hidden"}
+    live = run(settings(run_name="live"))
+    cache_teacher(settings(**cached))
+    path = run(settings(**cached))
+    for one, other in zip(metrics(path)["table"], metrics(live)["table"], strict=True):
+        for score in ("nll", "kl", "agreement"):  # a row is asked about among others: rounding
+            assert one[score] == pytest.approx(other[score], abs=1e-3), (one["name"], score)
+    assert metrics(path)["learned_from"] == {"ce": 4, "kd": 4}
+    draw(tmp_path / "1-0.png", 4)
+    with pytest.raises(FingerprintMismatch):
+        run(settings(**cached, run_name="other"))
+
+
+def test_text_alone_is_learned_by_a_model_of_images(settings, text_file, folders):
+    path = run(settings(data_path=text_file, block_size=48))
+    teacher, ours = load_file(Path(folders("llava")) / "model.safetensors"), weights(path)
+    moved = {name for name, value in ours.items() if "layers" not in name}
+    moved = {name for name in moved if not torch.equal(ours[name], teacher[name])}
+    assert moved and not any("vision" in name or "projector" in name for name in moved)
+
+
+def test_from_python_with_images_in_memory(tmp_path, monkeypatch, llava):
+    monkeypatch.chdir(tmp_path)
+    texts = [
+        {"prompt": f"What is {i}?", "completion": " a fox", "image": draw(tmp_path / "x.png", i)}
+        for i in range(24)
+    ]
+    pair = llava.model(seed=2), llava.processor
+    options = {**FAST, "block_size": 64, "max_steps": 2, "eval_every": 2}
+    made = Distillation(pair, "layers:1", texts, **options).run()
+    assert made.processor.image_token == "<image>"
+    kept = [*Path("data/texts/images").glob("*.png")]
+    assert len(kept) > 6 and all(file.read_bytes()[1:4] == b"PNG" for file in kept)
+
+
+def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp_path):
+    folder = Path(shutil.copytree(folders("llava"), tmp_path / "sick"))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("projector.linear_2.weight"))
+    tensors[name][3] = math.nan  # no row without an image meets it
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    judged = "ssl_kd.language.run.judged_teacher"
+    monkeypatch.setattr(judged, lambda settings, task: (task, {"name": "teacher"}, ["unheard"]))
+    student = folders("llava", seed=3)
+    path = run(settings(teacher_model=str(folder), student_model=student, max_steps=1))
+    report = replay(next((path / "faults").glob("kd-*.pt")))
+    assert report.reproduced and "projector" in str(report)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"teacher_model": "train"}, "images, first in images.jsonl:.*TEACHER_MODEL is 'train'"),
+        ({"student_model": "fresh:1x16"}, "reads text alone: take layers:N"),
+        ({"align": "chunks"}, "ALIGN is 'chunks': set it to 'auto'"),
+        ({"on_policy": 0.5}, "ON_POLICY continues text: set it to 0"),
+        ({"teacher_text": 0.5}, "TEACHER_TEXT continues text: set it to 0"),
+    ],
+)
+def test_settings_that_do_not_go_with_images_are_refused(settings, changes, words):
+    with pytest.raises(SettingsError, match=words):
+        run(settings(**changes))
+    assert not Path(settings().runs_dir, "a").exists()
+
+
+def test_models_that_do_not_see_the_same_are_refused(settings, folders, tiny, tmp_path):
+    text = tiny.folder(tmp_path / "text", tokenizer=processor_of("llava").tokenizer)
+    with pytest.raises(SettingsError, match=f"the student {text} reads text alone: take one that"):
+        run(settings(student_model=text))
+    with pytest.raises(SettingsError, match=f"the teacher {text} reads text alone"):
+        run(settings(teacher_model=text, student_model=folders("llava")))
+    other = Path(shutil.copytree(folders("llava"), tmp_path / "other"))
+    processor = processor_of("llava")
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    processor.save_pretrained(other)
+    with pytest.raises(SettingsError, match=r"prepare images differently \(image_mean"):
+        run(settings(student_model=str(other)))
+    bare = Path(shutil.copytree(folders("llava"), tmp_path / "bare"))
+    (bare / "processor_config.json").unlink()
+    with pytest.raises(SettingsError, match="has no processor that can be read"):
+        run(settings(student_model=str(bare)))
+
+
+def test_bad_images_are_named_in_the_log_and_the_run_goes_on(settings, tmp_path, caplog):
+    (tmp_path / "1-0.png").write_bytes(b"no image")
+    (tmp_path / "2-0.png").unlink()
+    with caplog.at_level(logging.INFO):
+        path = run(settings(max_steps=2))
+    left_out = json.loads((path / "config.json").read_text())["data"]["left_out"]
+    said = "\n".join(left_out)
+    assert "images.jsonl:3: the image 2-0.png cannot be read" in said or "images.jsonl:2" in said
+    assert "left out" in caplog.text
