@@ -92,6 +92,7 @@ class Keywords(TypedDict, total=False):
     temperature: float
     tensorboard: bool
     text_field: str | None
+    train_vision: bool
     trust_remote_code: bool
     verbose_steps: int
     vocabulary: int
