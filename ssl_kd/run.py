@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as arrow
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssl_kd.errors import InputError, MissingPackage
-from ssl_kd.finished import Samples
-from ssl_kd.finished.curation import Curation
+from ssl_kd.export import Content, export, push_run
+from ssl_kd.finished import Curation, Samples, name_samples
+from ssl_kd.naming import Names
 from ssl_kd.report.gallery import thumbnail
 
 __all__ = ["Cluster", "Run"]
@@ -119,13 +120,19 @@ class Run:
     @property
     def clusters(self) -> list[Cluster]:
         """All clusters that have a sample, by number."""
-        found, names = self.curation.clusters, self.curation.names
+        found, names = self.curation.clusters, self.names.levels.get("cluster", {})
         order = np.argsort(found, kind="stable")
         numbers, first = np.unique(found[order], return_index=True)
         parts = dict(zip(numbers.tolist(), np.split(order, first[1:]), strict=True))
         confidence = self.samples.column("confidence")
         return [
-            Cluster(self, number, names.get(number, ""), rows, float(confidence[rows].mean()))
+            Cluster(
+                self,
+                number,
+                names[number].text if number in names else "",
+                rows,
+                float(confidence[rows].mean()),
+            )
             for number, rows in parts.items()
             if number >= 0
         ]
@@ -134,15 +141,14 @@ class Run:
         """One cluster, by its number or its name.
 
         Raises:
-            InputError: there is none, or several have the name.
+            InputError: there is none.
         """
         clusters = self.clusters
-        found = [c for c in clusters if which == (c.name if isinstance(which, str) else c.number)]
-        if len(found) == 1:
-            return found[0]
+        for cluster in clusters:
+            if which in (cluster.number, cluster.name):
+                return cluster
         known = ", ".join(c.name or str(c.number) for c in clusters[:20])
-        how = "several clusters are" if found else "no cluster is"
-        raise InputError(f"{how} called {which!r}; there are {known}: give a number")
+        raise InputError(f"no cluster is called {which!r}; there are {known}")
 
     def typical(self, k: int = TYPICAL) -> dict[int, NDArray[np.int64]]:
         """The surest samples of each cluster, at most k."""
@@ -153,32 +159,87 @@ class Run:
         return self.samples.image(row)
 
     def frame(self, kind: Kind = "pandas") -> Any:
-        """A row for each sample, as a data frame.
+        """A row for each sample that is not excluded, as a data frame.
 
-        The columns of the file of assignments; `cluster` and `name` as they are after all
-        decisions, and the run's own answer as `found`.
+        `row` is its number; the columns of the file of assignments follow. `cluster` is as it is
+        after all decisions (`cluster_of_run` where that is another), and each level has the names
+        of its clusters beside it, as `cluster_name`.
 
         Args:
             kind: `pandas`, `polars` or `arrow`.
 
         Raises:
-            MissingPackage: it is not installed.
+            InputError: another kind; MissingPackage: it is not installed.
         """
-        table, found = self.samples.table, self.curation.clusters
-        names = np.array([self.curation.names.get(k, "") for k in range(int(found.max()) + 2)])
-        at = table.column_names.index("cluster")
-        table = table.append_column("found", table.column("cluster"))
-        table = table.set_column(at, "cluster", arrow.array(found))
-        table = table.add_column(at + 1, "name", arrow.array(names[found].tolist()))
+        if kind not in get_args(Kind):
+            raise InputError(f"kind is {kind!r}; expected one of {', '.join(get_args(Kind))}")
+        content = Content.of(self.samples)
+        table = arrow.Table.from_batches(content.batches(max(len(content), 1)))
+        table = table.add_column(0, "row", arrow.array(content.rows))
         if kind == "arrow":
             return table
-        if kind not in ("pandas", "polars"):
-            raise InputError(f"kind is {kind!r}; expected pandas, polars or arrow")
         try:
             package = importlib.import_module(kind)
         except ImportError as error:
             raise MissingPackage(f"a frame of {kind} needs it: pip install {kind}") from error
         return package.from_arrow(table) if kind == "polars" else table.to_pandas()
+
+    # --- Name, and take with you ------------------------------------------------------------------
+
+    @property
+    def names(self) -> Names:
+        """Of the clusters of every level; what people called one stands above what was found."""
+        return Names.load(self.path).edited({"cluster": self.curation.names})
+
+    def name(
+        self,
+        captions: str | Path | Sequence[str] | None = None,
+        *,
+        describe: Callable[[list[str]], str] | None = None,
+    ) -> Names:
+        """Name the clusters of every level, and keep that in `names.json` of the run.
+
+        Args:
+            captions: a table of captions, or a text of each sample; None: the words of file names.
+            describe: texts of a cluster -> its name, by a language model of yours.
+
+        Raises:
+            InputError, FileNotFoundError: as `ssl_kd.finished.name_samples`.
+        """
+        name_samples(self.samples, captions, describe=describe).save(self.path)
+        return self.names
+
+    def export(
+        self,
+        to: str = "parquet",
+        out: str | Path | None = None,
+        *,
+        splits: Sequence[str] = (),
+        clusters: Sequence[int] = (),
+        columns: Mapping[str, NDArray[Any]] | None = None,
+        **options: Any,
+    ) -> Path:
+        """Write the run, or a part of it, in another program's format; where it lies.
+
+        Args:
+            to: one of `ssl_kd.export.FORMATS`.
+            out: where; None: `export/` in the run's folder. Nothing is overwritten.
+            splits: those that go out; none named: all.
+            clusters: those that go out; none named: all.
+            columns: more of all samples, `[n]` each: `duplicate_group`; `x` and `y` are a map.
+            **options: of the format.
+
+        Raises:
+            InputError: no such format, option, split or cluster, or something is at `out`.
+        """
+        content = Content.of(self.samples, splits=splits, clusters=clusters, columns=columns)
+        return export(content, to, out, **options)
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None
+    ) -> str:
+        """Put the model with its card on the Hugging Face hub, as `ssl_kd.export.push_run`."""
+        return push_run(self.samples, repo_id, private=private, token=token)
 
 
 def _table(clusters: Sequence[Cluster]) -> str:

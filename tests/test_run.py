@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from ssl_kd import Run
@@ -37,23 +38,38 @@ def test_what_is_decided_is_what_is_seen(run):
     run.curation.exclude(largest.rows[:2])
     assert len(run.cluster("round ones")) == len(largest) - 2
     frame = Run.open(run.path).frame()
-    assert (frame["name"] == "round ones").sum() == len(largest) - 2
-    assert list(frame["cluster"][largest.rows[:2]]) == [-1, -1]
-    assert list(frame["name"][largest.rows[:2]]) == ["", ""]
-    assert np.array_equal(frame["found"], run.samples.column("cluster"))
+    assert (frame["cluster_name"] == "round ones").sum() == len(largest) - 2
+    assert len(frame) == len(run) - 2 and not set(largest.rows[:2]) & set(frame["row"])
+    found = run.samples.column("cluster")[frame["row"]]
+    assert np.array_equal(frame["cluster_of_run"], found)
     run.curation.undo()
     assert len(run.cluster("round ones")) == len(largest)
 
 
 def test_frames_of_each_kind(run, monkeypatch):
     table = run.frame("arrow")
-    assert isinstance(table, pyarrow.Table) and table.num_rows == len(run)
+    assert isinstance(table, pyarrow.Table) and table["row"].to_pylist() == [*range(len(run))]
     assert table.to_pandas().equals(run.frame())
-    with pytest.raises(InputError, match="kind is 'excel'; expected pandas, polars or arrow"):
+    with pytest.raises(InputError, match="kind is 'excel'; expected one of pandas, polars"):
         run.frame("excel")
     monkeypatch.setitem(sys.modules, "polars", None)
     with pytest.raises(MissingPackage, match="pip install polars"):
         run.frame("polars")
+
+
+def test_names_and_what_goes_out(run, tmp_path):
+    words = ["apple", "brick", "cloud"]
+    names = run.name([f"a {words[k]} seen" for k in run.samples.column("cluster")])
+    assert [cluster.name for cluster in run.clusters] == words
+    assert names.of("cluster", 1) == "brick"
+    run.curation.rename(0, "mine")
+    assert Run.open(run.path).cluster("mine").number == 0
+    path = run.export("parquet", tmp_path / "one.parquet", clusters=[0], splits=["train"])
+    table = pyarrow.parquet.read_table(path)
+    assert set(table["cluster_name"].to_pylist()) == {"mine"}
+    assert set(table["split"].to_pylist()) == {"train"}
+    with pytest.raises(InputError, match="something|is there|exists"):
+        run.export("parquet", path)
 
 
 def test_a_notebook_shows_pictures_and_no_name_is_taken_for_html(run):
@@ -70,8 +86,8 @@ def test_a_notebook_shows_pictures_and_no_name_is_taken_for_html(run):
 def test_a_cluster_that_is_not_there(run, tmp_path):
     with pytest.raises(InputError, match="no cluster is called 7; there are 0, 1, 2"):
         run.cluster(7)
-    run.curation.rename_all({0: "twin", 1: "twin"})
-    with pytest.raises(InputError, match="several clusters are called 'twin'"):
-        run.cluster("twin")
+    with pytest.raises(InputError, match="cluster 1 is called 'twin' already: merge the two"):
+        run.curation.rename_all({1: "twin", 0: "twin"})
+    assert run.curation.names == {}
     with pytest.raises(RunFolderError, match="not a run's folder"):
         Run.open(tmp_path)
