@@ -246,6 +246,17 @@ def _export(argv: Sequence[str]) -> int:
     return guarded(work)
 
 
+def _explore(argv: Sequence[str]) -> int:
+    """Look at a run's samples on a map, and name, merge, split its clusters: ssl_kd explore RUN."""
+
+    def work() -> int:
+        from ssl_kd.explore_command import explore
+
+        return explore(argv)
+
+    return guarded(work)
+
+
 def _install_check(argv: Sequence[str]) -> int:
     """Check versions, device, precision and folders."""
     return _check("installation", argv)
@@ -334,6 +345,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "verify": _verify,
     "judge": _judge,
     "export": _export,
+    "explore": _explore,
     "install-check": _install_check,
     "replay": _replay,
     "config": _config,

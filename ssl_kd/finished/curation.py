@@ -107,6 +107,17 @@ class Curation:
         return self._state.sizes()
 
     @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line of the file as it stands there, the oldest first."""
+        self._refresh()
+        return [dict(line) for line in self._lines]
+
+    @property
+    def digest(self) -> str:
+        """Of the samples and their clusters, as a new line has it."""
+        return self._digest(len(self.samples))
+
+    @property
     def history(self) -> list[Decision]:
         """Every line of the file, the oldest first."""
         live = _live(self._lines)

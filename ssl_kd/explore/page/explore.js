@@ -1,0 +1,626 @@
+// The page: the map, the panel beside it and the decisions. Data are the files in data/; where
+// `ssl_kd explore` serves it, images, neighbours and decisions are asked of it.
+
+import { Decisions, Refused } from "./decisions.js";
+import { Pictures } from "./pictures.js";
+import createScatterplot from "./vendor/regl-scatterplot.js";
+
+const TOKEN = document.querySelector('meta[name="token"]').content;
+const SHOWN_PICTURES = 60, SHOWN_CLUSTERS = 400, SHOWN_EXAMPLES = 40, GREY = "#8b949e";
+const PALETTE = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#1fa8a0", "#edc948",
+  "#9c755f", "#ff7fa5", "#6b8e23", "#7c6ee6", "#d4772f"];
+const RAMP = ["#3b4cc0", "#5b8dd6", "#86c5c2", "#d9d27a", "#f2a14a", "#c8362f"];
+const $ = (id) => document.getElementById(id);
+const number = (value) => value.toLocaleString("en");
+
+let meta, places, decisions, pictures, plot, files = null, index, ready = false;
+let colour = "cluster", chosen = [], ticked = new Set(), columns = new Map();
+
+// --- Data ---------------------------------------------------------------------------------------
+
+async function get(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error((await answer.text()).slice(0, 300) || `${path}: ${answer.status}`);
+  return answer;
+}
+
+async function column(name) {
+  if (!columns.has(name)) {
+    const bytes = await (await get(`data/${meta.columns[name].file}`)).arrayBuffer();
+    const kind = meta.columns[name].kind === "number" ? Float32Array : Int32Array;
+    columns.set(name, new kind(bytes));
+  }
+  return columns.get(name);
+}
+
+/** The file names; asked for once, when the first is needed. */
+let reading = null;
+function names() {
+  reading ??= get("data/files.txt").then((answer) => answer.text()).then((text) => {
+    files = text.split("\n");
+    return files;
+  });
+  return reading;
+}
+
+async function post(path, body, kind) {
+  const headers = { "X-Token": TOKEN, "Content-Type": kind };
+  const answer = await fetch(path, { method: "POST", headers, body });
+  const said = await answer.json();
+  if (!answer.ok) throw new Refused(said.error);
+  return said;
+}
+
+// --- Decisions ----------------------------------------------------------------------------------
+
+const stored = () => `ssl_kd curation ${meta.digest} ${meta.samples}`;
+
+async function startDecisions() {
+  const base = await column("cluster");
+  decisions = new Decisions(base, meta, (name) => columns.get(name));
+  let lines = meta.lines;
+  if (TOKEN) lines = (await (await get("api/curation")).json()).lines;
+  else {
+    const mine = JSON.parse(localStorage.getItem(stored()) ?? "[]");
+    const known = new Set(lines.map((line) => line.id));
+    lines = [...lines, ...mine.filter((line) => !known.has(line.id))];
+  }
+  await follow(lines);
+}
+
+async function follow(lines) {
+  for (const line of lines) if (line.level in meta.columns) await column(line.level);
+  decisions.replay(lines);
+}
+
+async function decide(said) {
+  try {
+    if (TOKEN) {
+      await follow((await post("api/curation", JSON.stringify(said), "application/json")).lines);
+    } else {
+      for (const level of meta.levels) if (said.do === "split") await column(level);
+      decisions.add(said);
+      localStorage.setItem(stored(), JSON.stringify(decisions.lines));
+    }
+    ticked = new Set([...ticked].filter((k) => decisions.sizes.has(k)));
+    say(TOKEN ? "Written to curation.jsonl" : "Kept in this browser: download it to apply it");
+  } catch (error) {
+    say(error.message, true);
+  }
+  await paint();
+  showPanel();
+}
+
+function undo(of) {
+  const live = decisions.live;
+  of ??= decisions.lines.findLast((line) => live.has(line.id) && line.do !== "undo")?.id;
+  return of ? decide({ do: "undo", of }) : say("There is nothing to undo");
+}
+
+function download() {
+  const text = decisions.lines.map((line) => JSON.stringify(line) + "\n").join("");
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/jsonl" }));
+  link.download = "curation.jsonl";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+// --- Words --------------------------------------------------------------------------------------
+
+const called = (k) => (k < 0 ? "no cluster" : decisions.names.get(k) ?? `Cluster ${k}`);
+const tint = (k) => (k < 0 ? GREY : k < PALETTE.length ? PALETTE[k]
+  : `hsl(${(k * 137.508) % 360} ${55 + (k % 3) * 12}% ${48 + (k % 4) * 7}%)`);
+const shown = (value) => (Number.isNaN(value) ? "unknown" : value.toFixed(3));
+
+let quiet;
+function say(text, bad = false) {
+  $("status").textContent = text;
+  $("status").classList.toggle("bad", bad);
+  clearTimeout(quiet);
+  quiet = setTimeout(() => { $("status").textContent = ""; }, bad ? 8000 : 2500);
+}
+
+function told(line) {
+  const rows = line.rows && `${number(line.rows.length)} sample${line.rows.length > 1 ? "s" : ""}`;
+  return {
+    rename: () => `${line.cluster} is called “${line.name}”`,
+    merge: () => `${line.clusters.join(", ")} merged` + (line.name ? ` as “${line.name}”` : ""),
+    split: () => (rows ? `${rows} of ${line.cluster} are ${line.new}`
+      : `${line.cluster} split in ${line.parts.length + 1} (${line.level})`),
+    move: () => `${rows} moved to ${line.into ?? line.new}`,
+    exclude: () => `${rows} excluded`,
+    undo: () => "undo",
+  }[line.do]?.() ?? line.do;
+}
+
+function ask(question, answer = "") {
+  $("question").textContent = question;
+  $("answer").value = answer;
+  const dialog = $("ask");
+  dialog.returnValue = "";
+  dialog.showModal();
+  $("answer").select();
+  return new Promise((done) => dialog.addEventListener("close",
+    () => done(dialog.returnValue === "ok" ? $("answer").value.trim() : null), { once: true }));
+}
+
+// --- The map ------------------------------------------------------------------------------------
+
+async function coloured() {
+  if (colour === "cluster") {
+    const numbers = [...decisions.sizes.keys()].sort((a, b) => a - b);
+    const at = new Map(numbers.map((k, i) => [k, i + 1]));
+    const value = Float32Array.from(decisions.clusters, (k) => at.get(k) ?? 0);
+    return { value, colours: [GREY, ...numbers.map(tint)], legend: [] };
+  }
+  const { kind, values, low, high } = meta.columns[colour], raw = await column(colour);
+  if (kind === "number") {
+    const wide = Math.max(high - low, 1e-12);
+    const value = raw.map((v) => (Number.isNaN(v) ? 0 : 1 + Math.round(31 * Math.min(1, Math.max(0, (v - low) / wide)))));
+    const colours = Array.from({ length: 32 }, (_, i) => mixed(i / 31));
+    return { value, colours: [GREY, ...colours], legend: [low.toFixed(2), null, high.toFixed(2)] };
+  }
+  const most = raw.reduce((a, b) => Math.max(a, b), 0);
+  const colours = [GREY, ...Array.from({ length: most + 1 }, (_, k) => tint(k))];
+  const legend = (values ?? []).slice(0, 24).map((name, k) => [name, tint(k)]);
+  return { value: Float32Array.from(raw, (k) => k + 1), colours, legend };
+}
+
+function mixed(t) {
+  const at = Math.min(t * (RAMP.length - 1), RAMP.length - 1.001), i = Math.floor(at);
+  const part = (c, k) => parseInt(c.slice(1 + 2 * k, 3 + 2 * k), 16);
+  const mix = [0, 1, 2].map((k) => Math.round(
+    part(RAMP[i], k) * (1 - at + i) + part(RAMP[i + 1], k) * (at - i)));
+  return "#" + mix.map((v) => v.toString(16).padStart(2, "0")).join("");
+}
+
+/** Colours as the library takes them; it reads no hsl. */
+function plain(colours) {
+  const context = document.createElement("canvas").getContext("2d");
+  return colours.map((c) => { context.fillStyle = c; return context.fillStyle; });
+}
+
+async function paint() {
+  const { value, colours, legend } = await coloured();
+  plot.set({ colorBy: "valueA", pointColor: plain(colours) });
+  await plot.draw({ x: places.x, y: places.y, valueA: value },
+    { spatialIndex: index, zDataType: "categorical", preventFilterReset: true });
+  index = plot.get("spatialIndex");
+  if (chosen.length) plot.select(chosen, { preventEvent: true });
+  $("legend").replaceChildren(...(legend.length === 3 && legend[1] === null
+    ? [legend[0], Object.assign(document.createElement("span"), { className: "ramp",
+      style: `background: linear-gradient(90deg, ${RAMP.join(",")})` }), legend[2]]
+    : legend.map(([name, tinted]) => {
+      const item = document.createElement("span"), dot = document.createElement("i");
+      dot.style.background = tinted;
+      item.append(dot, name);
+      return item;
+    })));
+}
+
+let overlaid = new Map(), due = false;
+function placeExamples() {
+  if (due) return;
+  due = true;
+  requestAnimationFrame(() => {
+    due = false;
+    const { width, height } = $("overlay").getBoundingClientRect(), taken = [], next = new Map();
+    const wanted = $("examples").ariaPressed === "true" && pictures.any ? meta.examples : [];
+    for (const row of wanted) {
+      if (taken.length >= Math.min(SHOWN_EXAMPLES, (width * height) / 16000)) break;
+      if (decisions.excluded.has(row)) continue;
+      const [x, y] = plot.getScreenPosition(row);
+      if (x < 24 || y < 24 || x > width - 24 || y > height - 24) continue;
+      if (taken.some(([a, b]) => Math.abs(a - x) < 62 && Math.abs(b - y) < 62)) continue;
+      taken.push([x, y]);
+      const image = overlaid.get(row) ?? pictures.element(row, 48);
+      Object.assign(image.style, { left: `${x}px`, top: `${y}px`,
+        borderColor: tint(decisions.clusters[row]) });
+      next.set(row, image);
+    }
+    overlaid = next;
+    $("overlay").replaceChildren(...next.values());
+    overTip();
+  });
+}
+
+let over = null;
+function overTip() {
+  const tip = $("tip");
+  tip.hidden = over === null;
+  if (over === null) return;
+  const [x, y] = plot.getScreenPosition(over), box = $("map").getBoundingClientRect();
+  const left = x + 16 + tip.offsetWidth > box.width ? x - 16 - tip.offsetWidth : x + 16;
+  const top = Math.min(Math.max(4, y - 30), box.height - tip.offsetHeight - 4);
+  Object.assign(tip.style, { left: `${Math.max(4, left)}px`, top: `${Math.max(4, top)}px` });
+}
+
+async function hover(row) {
+  over = row;
+  if (row === null) return overTip();
+  const name = document.createElement("div"), where = document.createElement("small");
+  name.textContent = (await names())[row];
+  where.textContent = called(decisions.clusters[row]);
+  if (over !== row) return;
+  $("tip").replaceChildren(...pictures.all(row, 160), name, where);
+  overTip();
+}
+
+// --- The panel ----------------------------------------------------------------------------------
+
+function select(rows, zoom = false) {
+  chosen = [...rows];
+  if (chosen.length) plot.select(chosen, { preventEvent: true });
+  else plot.deselect({ preventEvent: true });
+  if (zoom && chosen.length) {
+    plot.zoomToPoints(chosen, { padding: 0.4, transition: true, transitionDuration: 300 });
+  }
+  showPanel();
+}
+
+function tile(row) {
+  const button = document.createElement("button"), images = pictures.all(row, 64);
+  button.type = "button";
+  button.dataset.row = row;
+  button.title = files?.[row] ?? `sample ${row}`;
+  button.setAttribute("aria-label", button.title);
+  button.append(...images);
+  if (!images.length) {
+    button.className = "plain";
+    button.textContent = button.title;
+  }
+  button.onclick = () => { select([row]); panTo(row); };
+  return button;
+}
+
+async function showSample(row) {
+  const about = document.createElement("div"), lines = [["", (await names())[row]]];
+  lines.push(["cluster", called(decisions.clusters[row])]);
+  for (const [name, { kind, values }] of Object.entries(meta.columns)) {
+    if (name === "cluster" || name.startsWith("level_")) continue;
+    const value = (await column(name))[row];
+    lines.push([name, kind === "number" ? shown(value) : values?.[value] ?? (value < 0 ? "unknown" : value)]);
+  }
+  if (chosen.length !== 1 || chosen[0] !== row) return;
+  about.replaceChildren(...lines.map(([name, value]) => {
+    const line = document.createElement("div"), small = document.createElement("small");
+    small.textContent = name ? `${name} ` : "";
+    line.append(small, String(value));
+    return line;
+  }));
+  $("sample").replaceChildren(...pictures.all(row, 112), about);
+  try {
+    const near = await neighbours(row);
+    if (chosen.length === 1 && chosen[0] === row) $("pictures").replaceChildren(...near.map(tile));
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+async function neighbours(row) {
+  if (TOKEN) return (await get(`api/neighbours/${row}`)).json();
+  const near = await column("neighbours"), k = meta.neighbours;
+  return [...near.subarray(row * k, (row + 1) * k)].filter((other) => other >= 0);
+}
+
+function showPanel() {
+  $("selected").hidden = !chosen.length;
+  $("sample").replaceChildren();
+  const one = chosen.length === 1;
+  $("selected-title").textContent = one ? "Sample" : `${number(chosen.length)} samples selected`;
+  const inside = new Map();
+  for (const row of chosen) {
+    inside.set(decisions.clusters[row], (inside.get(decisions.clusters[row]) ?? 0) + 1);
+  }
+  const parts = [...inside].sort((a, b) => b[1] - a[1]);
+  const tail = parts.length > 4 ? ` and ${parts.length - 4} more clusters` : "";
+  $("selected-about").textContent = one ? "Its nearest neighbours are below."
+    : parts.slice(0, 4).map(([k, count]) => `${number(count)} of ${called(k)}`).join(", ") + tail;
+  if (one) {
+    $("pictures").replaceChildren();
+    showSample(chosen[0]);
+  } else {
+    const step = Math.max(1, chosen.length / SHOWN_PICTURES);
+    const rows = Array.from({ length: Math.min(chosen.length, SHOWN_PICTURES) },
+      (_, i) => chosen[Math.floor(i * step)]);
+    $("pictures").replaceChildren(...rows.map(tile));
+  }
+  showClusters();
+  showHistory();
+  placeExamples();
+}
+
+function showClusters() {
+  const order = [...decisions.sizes].sort((a, b) => b[1] - a[1]);
+  $("count").textContent = order.length > SHOWN_CLUSTERS
+    ? `${number(order.length)}, the largest ${SHOWN_CLUSTERS} shown` : number(order.length);
+  const on = new Set(chosen.length > 1 ? chosen.map((row) => decisions.clusters[row]) : []);
+  const focus = document.activeElement?.dataset?.of;
+  $("clusters").replaceChildren(...order.slice(0, SHOWN_CLUSTERS).map(([k, size]) => {
+    const item = document.createElement("li"), tick = document.createElement("input");
+    const button = document.createElement("button"), dot = document.createElement("i");
+    const name = document.createElement("b"), count = document.createElement("small");
+    Object.assign(tick, { type: "checkbox", checked: ticked.has(k), ariaLabel: `tick ${called(k)}` });
+    tick.dataset.of = `tick ${k}`;
+    tick.onchange = () => { ticked[tick.checked ? "add" : "delete"](k); showButtons(); };
+    dot.style.background = tint(k);
+    name.textContent = called(k);
+    count.textContent = number(size);
+    button.classList.toggle("on", on.size === 1 && on.has(k));
+    button.dataset.of = `${k}`;
+    button.title = `Select the samples of ${called(k)} (number ${k})`;
+    button.append(dot, name, count);
+    button.onclick = () => {
+      const rows = [];
+      decisions.clusters.forEach((c, row) => { if (c === k) rows.push(row); });
+      select(rows);
+    };
+    item.append(tick, button);
+    return item;
+  }));
+  if (focus !== undefined) document.querySelector(`[data-of="${focus}"]`)?.focus();
+  const options = [["", "Move to …"], ...order.map(([k]) => [k, called(k)])];
+  $("move").replaceChildren(...options.map(([value, text]) => new Option(text, value)));
+  showButtons();
+}
+
+function showButtons() {
+  $("rename").disabled = $("split").disabled = ticked.size !== 1;
+  $("merge").disabled = ticked.size < 2;
+}
+
+function showHistory() {
+  const live = decisions.live;
+  $("undo").disabled = !decisions.lines.some((line) => live.has(line.id) && line.do !== "undo");
+  $("download").disabled = !decisions.lines.length;
+  const items = decisions.lines.filter((line) => line.do !== "undo").slice(-100).reverse();
+  $("history").replaceChildren(...items.map((line) => {
+    const item = document.createElement("li"), text = document.createElement("span");
+    text.textContent = told(line);
+    text.title = line.time;
+    item.append(text);
+    item.classList.toggle("undone", !live.has(line.id));
+    if (live.has(line.id)) {
+      const button = document.createElement("button");
+      button.textContent = "Undo";
+      button.onclick = () => undo(line.id);
+      item.append(button);
+    }
+    return item;
+  }));
+}
+
+// --- What people do -----------------------------------------------------------------------------
+
+async function makeCluster() {
+  if (!chosen.length) return say("Select samples first: lasso them, or take a cluster");
+  const name = await ask(`Name of the new cluster of ${number(chosen.length)} (may stay empty)`);
+  if (name === null) return;
+  const home = decisions.clusters[chosen[0]], rows = [...chosen].sort((a, b) => a - b);
+  const same = home >= 0 && rows.every((row) => decisions.clusters[row] === home);
+  const part = same && rows.length < decisions.sizes.get(home);
+  const named = name ? { name } : {};
+  await decide(part ? { do: "split", cluster: home, rows, new: null, ...named }
+    : { do: "move", rows, new: null, ...named });
+}
+
+const sorted = () => [...chosen].sort((a, b) => a - b);
+const toClusters = () => $("clusters").querySelector("button")?.focus();
+
+async function rename() {
+  const k = [...ticked][0];
+  if (ticked.size !== 1) return say("Tick one cluster to rename it");
+  const name = await ask(`Name of ${called(k)} (empty: none)`, decisions.names.get(k) ?? "");
+  if (name !== null) await decide({ do: "rename", cluster: k, name });
+}
+
+const merge = () => (ticked.size < 2 ? say("Tick two clusters or more to merge them")
+  : decide({ do: "merge", clusters: [...ticked].sort((a, b) => a - b) }));
+const split = () => (ticked.size !== 1 ? say("Tick one cluster to split it")
+  : decide({ do: "split", cluster: [...ticked][0] }));
+const exclude = () => (chosen.length ? decide({ do: "exclude", rows: sorted() })
+  : say("Select samples first"));
+
+async function search() {
+  const words = $("query").value.trim().toLowerCase();
+  if (!words) return select([]);
+  const found = [];
+  (await names()).forEach((name, row) => { if (name.toLowerCase().includes(words)) found.push(row); });
+  select(found, true);
+  say(found.length ? `${number(found.length)} found` : `No file name has “${words}” in it`);
+}
+
+async function searchByImage(file) {
+  say("Looking …");
+  try {
+    const { rows } = await post("api/search", file, "application/octet-stream");
+    select(rows, true);
+    $("selected-title").textContent = `The ${rows.length} samples most like ${file.name}`;
+    $("pictures").replaceChildren(...rows.map(tile));
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+function lasso(on = plot.get("mouseMode") !== "lasso") {
+  plot.set({ mouseMode: on ? "lasso" : "panZoom" });
+  $("lasso").ariaPressed = on;
+}
+
+function move(x, y) {
+  plot.get("camera").pan([x, y]);
+  plot.redraw();
+}
+
+function zoom(by) {
+  plot.get("camera").scale(by, [0, 0]);
+  plot.redraw();
+}
+
+function panTo(row) {
+  const [x, y] = plot.getScreenPosition(row), { width, height } = $("canvas").getBoundingClientRect();
+  if (x < 40 || y < 40 || x > width - 40 || y > height - 40) {
+    plot.zoomToPoints([row, ...meta.examples.slice(0, 1)], { padding: 0.3, transition: true });
+  }
+}
+
+function takeMiddle() {
+  const { width, height } = $("canvas").getBoundingClientRect();
+  let best = -1, least = Infinity;
+  for (let row = 0; row < meta.samples; row++) {
+    const [x, y] = plot.getScreenPosition(row);
+    const far = (x - width / 2) ** 2 + (y - height / 2) ** 2;
+    if (far < least) [best, least] = [row, far];
+  }
+  select([best]);
+}
+
+async function nextColour() {
+  $("colour").selectedIndex = ($("colour").selectedIndex + 1) % $("colour").length;
+  colour = $("colour").value;
+  await paint();
+}
+
+const press = (id) => () => $(id).click();
+const KEYS = [
+  ["←→↑↓", "move the map, when it has the focus", { ArrowLeft: () => move(0.15, 0),
+    ArrowRight: () => move(-0.15, 0), ArrowUp: () => move(0, -0.15), ArrowDown: () => move(0, 0.15) }, true],
+  ["+ −", "zoom in and out", { "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8) }],
+  ["0", "show the whole map", { 0: press("home") }],
+  ["Enter", "take the sample in the middle of the map", { Enter: takeMiddle }, true],
+  ["l", "lasso on or off; Shift and drag does it, too", { l: () => lasso() }],
+  ["Escape", "select nothing", { Escape: () => { lasso(false); select([]); } }],
+  ["c", "colour by the next thing", { c: nextColour }],
+  ["e", "example images on or off", { e: press("examples") }],
+  ["/", "search by file name", { "/": () => $("query").focus() }],
+  ["g", "go to the list of clusters; Space ticks, Enter selects", { g: toClusters }],
+  ["r", "rename the ticked cluster", { r: rename }],
+  ["m", "merge the ticked clusters", { m: merge }],
+  ["t", "split the ticked cluster as the tree does", { t: split }],
+  ["s", "make a cluster of the selected samples", { s: makeCluster }],
+  ["x", "exclude the selected samples", { x: exclude }],
+  ["u", "undo the last decision", { u: () => undo() }],
+  ["d", "download the decisions", { d: download }],
+  ["?", "these lines", { "?": () => $("shortcuts").showModal() }],
+];
+
+function keyboard(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || !ready) return;
+  if (document.querySelector("dialog[open]")) return;
+  const typing = event.target.matches("input:not([type=checkbox]), select");
+  if (typing && event.key !== "Escape") return;
+  if (typing) event.target.blur();
+  for (const [, , does, onMap] of KEYS) {
+    const act = Object.hasOwn(does, event.key) ? does[event.key] : null;
+    if (!act || (onMap && event.target !== $("canvas"))) continue;
+    event.preventDefault();
+    act();
+  }
+}
+
+/** The library listens to a mouse: one finger is one, two fingers are its wheel. */
+function touches(canvas) {
+  let start = null, moved = false, apart = 0;
+  const mouse = (kind, touch) => canvas.dispatchEvent(new MouseEvent(kind, { bubbles: true,
+    clientX: touch.clientX, clientY: touch.clientY, buttons: kind === "mouseup" ? 0 : 1, view: window }));
+  const between = ([a, b]) => Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
+  canvas.addEventListener("touchstart", (event) => {
+    event.preventDefault();
+    if (event.touches.length === 1) {
+      [start, moved] = [event.touches[0], false];
+      mouse("mousemove", start);
+      mouse("mousedown", start);
+    } else {
+      if (start) mouse("mouseup", start);
+      [start, apart] = [null, between(event.touches)];
+    }
+  }, { passive: false });
+  canvas.addEventListener("touchmove", (event) => {
+    event.preventDefault();
+    if (start && event.touches.length === 1) {
+      const { clientX, clientY } = event.touches[0];
+      moved ||= Math.hypot(clientX - start.clientX, clientY - start.clientY) > 8;
+      if (moved) mouse("mousemove", event.touches[0]);
+    } else if (event.touches.length === 2) {
+      const [a, b] = event.touches, now = between(event.touches);
+      const middle = { clientX: (a.clientX + b.clientX) / 2, clientY: (a.clientY + b.clientY) / 2 };
+      mouse("mousemove", middle);
+      canvas.dispatchEvent(new WheelEvent("wheel", { bubbles: true, cancelable: true, ...middle,
+        deltaY: -200 * Math.log(now / apart) }));
+      apart = now;
+    }
+  }, { passive: false });
+  canvas.addEventListener("touchend", (event) => {
+    event.preventDefault();
+    if (!start) return;
+    mouse("mouseup", event.changedTouches[0]);
+    if (!moved) mouse("click", event.changedTouches[0]);
+    start = null;
+  }, { passive: false });
+}
+
+// --- Start --------------------------------------------------------------------------------------
+
+function listen() {
+  plot.subscribe("select", ({ points }) => { chosen = [...points]; showPanel(); });
+  plot.subscribe("deselect", () => { chosen = []; showPanel(); });
+  plot.subscribe("pointover", hover);
+  plot.subscribe("pointout", () => hover(null));
+  plot.subscribe("view", placeExamples);
+  plot.subscribe("lassoEnd", () => lasso(false));
+  touches($("canvas"));
+  const does = { new: makeCluster, exclude, clear: () => select([]), rename, merge, split, download,
+    lasso: () => lasso(), undo: () => undo(), help: () => $("shortcuts").showModal(),
+    home: () => plot.zoomToOrigin({ transition: true, transitionDuration: 300 }),
+    examples: () => { $("examples").ariaPressed = $("examples").ariaPressed !== "true"; placeExamples(); },
+    "by-image": () => $("image-file").click() };
+  for (const [id, act] of Object.entries(does)) $(id).onclick = act;
+  $("move").onchange = () => {
+    const into = Number($("move").value);
+    if ($("move").value) decide({ do: "move", rows: sorted(), into });
+  };
+  $("find").onsubmit = (event) => { event.preventDefault(); search(); };
+  $("image-file").onchange = () => { if ($("image-file").files[0]) searchByImage($("image-file").files[0]); };
+  $("colour").onchange = () => { colour = $("colour").value; paint(); };
+  document.addEventListener("keydown", keyboard);
+  new ResizeObserver(placeExamples).observe($("map"));
+  $("keys").replaceChildren(...KEYS.flatMap(([keys, text]) => [
+    Object.assign(document.createElement("dt"), { textContent: keys }),
+    Object.assign(document.createElement("dd"), { textContent: text })]));
+}
+
+async function start() {
+  meta = await (await get("data/meta.json")).json();
+  document.title = meta.title;
+  const small = document.createElement("small");
+  small.textContent = `${number(meta.samples)} samples`;
+  $("title").replaceChildren(meta.title, small);
+  pictures = new Pictures(meta, TOKEN);
+  const kinds = Object.keys(meta.columns).filter((name) => name !== "neighbours");
+  $("colour").replaceChildren(...kinds.map((name) => new Option(name.replace("_", " "), name)));
+  $("by-image").hidden = !TOKEN || !meta.searches;
+  const flat = new Float32Array(await (await get("data/places.f32")).arrayBuffer())
+    .map((at) => at * 0.94); // room for the points at the edge
+  places = { x: flat.subarray(0, meta.samples), y: flat.subarray(meta.samples) };
+  await startDecisions();
+  const n = meta.samples, size = n < 3000 ? 7 : n < 30000 ? 4 : n < 300000 ? 2.5 : 1.5;
+  plot = createScatterplot({ canvas: $("canvas"), pointSize: size, pointSizeSelected: 2, opacity: 0.85,
+    opacityInactiveMax: 0.25, opacityInactiveScale: 0.4, lassoColor: "#6cb2f0", lassoMinDelay: 1,
+    actionKeyMap: { lasso: "shift", merge: "ctrl", remove: "alt" },
+    performanceMode: n > 500000, pointOutlineWidth: 1, pointColorActive: "#ffffff",
+    backgroundColor: getComputedStyle(document.documentElement).getPropertyValue("--page").trim() });
+  await paint();
+  listen();
+  showPanel();
+  ready = true;
+  document.body.dataset.ready = "yes";
+  names();
+}
+
+start().catch((error) => { $("title").textContent = "This page cannot be shown"; say(error.message, true);
+  clearTimeout(quiet); throw error; });
+
+// For tests and benchmarks, and for whoever opens the console.
+window.explore = { get plot() { return plot; }, get decisions() { return decisions; },
+  get chosen() { return chosen; }, get meta() { return meta; } };
