@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -187,10 +186,7 @@ def test_the_page_is_part_of_the_wheel():
     root = Path(site.__file__).parents[2]
     if not (root / "pyproject.toml").is_file():
         pytest.skip("installed without the repository")
-    if sys.version_info < (3, 11):
-        pytest.skip("no tomllib")
-    import tomllib
-
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 brought it")
     said = tomllib.loads((root / "pyproject.toml").read_text())
     globs = said["tool"]["setuptools"]["package-data"]["ssl_kd"]
     packed = {path for glob in globs for path in (root / "ssl_kd").glob(glob)}

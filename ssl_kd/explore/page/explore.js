@@ -521,43 +521,55 @@ function keyboard(event) {
 
 /** The library listens to a mouse: one finger is one, two fingers are its wheel. */
 function touches(canvas) {
-  let start = null, moved = false, apart = 0;
+  let finger = null, pressed = false, apart = 0;
   const mouse = (kind, touch) => canvas.dispatchEvent(new MouseEvent(kind, { bubbles: true,
     clientX: touch.clientX, clientY: touch.clientY, buttons: kind === "mouseup" ? 0 : 1, view: window }));
   const between = ([a, b]) => Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
-  canvas.addEventListener("touchstart", (event) => {
+  const on = (kind, act) => canvas.addEventListener(kind, (event) => {
     event.preventDefault();
-    if (event.touches.length === 1) {
-      [start, moved] = [event.touches[0], false];
-      mouse("mousemove", start);
-      mouse("mousedown", start);
-    } else {
-      if (start) mouse("mouseup", start);
-      [start, apart] = [null, between(event.touches)];
-    }
+    act(event);
   }, { passive: false });
-  canvas.addEventListener("touchmove", (event) => {
-    event.preventDefault();
-    if (start && event.touches.length === 1) {
-      const { clientX, clientY } = event.touches[0];
-      moved ||= Math.hypot(clientX - start.clientX, clientY - start.clientY) > 8;
-      if (moved) mouse("mousemove", event.touches[0]);
-    } else if (event.touches.length === 2) {
-      const [a, b] = event.touches, now = between(event.touches);
+  /** It moves the map by where the mouse was a frame ago: so it has to see it there first. */
+  const press = () => {
+    if (pressed || finger === null) return;
+    pressed = true;
+    mouse("mousedown", finger);
+  };
+  const release = (touch) => {
+    if (pressed) mouse("mouseup", touch);
+    [finger, pressed] = [null, false];
+  };
+  on("touchstart", ({ touches }) => {
+    if (touches.length === 1) {
+      [finger, pressed] = [touches[0], false];
+      mouse("mousemove", finger);
+      requestAnimationFrame(() => requestAnimationFrame(press));
+    } else {
+      release(touches[0]);
+      apart = between(touches);
+    }
+  });
+  on("touchmove", ({ touches }) => {
+    if (pressed && touches.length === 1) {
+      mouse("mousemove", touches[0]);
+    } else if (finger === null && touches.length === 2) {
+      const [a, b] = touches, now = between(touches);
       const middle = { clientX: (a.clientX + b.clientX) / 2, clientY: (a.clientY + b.clientY) / 2 };
       mouse("mousemove", middle);
       canvas.dispatchEvent(new WheelEvent("wheel", { bubbles: true, cancelable: true, ...middle,
         deltaY: -200 * Math.log(now / apart) }));
       apart = now;
     }
-  }, { passive: false });
-  canvas.addEventListener("touchend", (event) => {
-    event.preventDefault();
-    if (!start) return;
-    mouse("mouseup", event.changedTouches[0]);
-    if (!moved) mouse("click", event.changedTouches[0]);
-    start = null;
-  }, { passive: false });
+  });
+  on("touchend", ({ changedTouches: [touch] }) => {
+    if (finger === null) return;
+    const { clientX, clientY } = finger;
+    const still = Math.hypot(touch.clientX - clientX, touch.clientY - clientY) < 8;
+    press();
+    release(touch);
+    if (still) mouse("click", touch);
+  });
+  on("touchcancel", ({ changedTouches: [touch] }) => release(touch));
 }
 
 // --- Start --------------------------------------------------------------------------------------

@@ -1,0 +1,267 @@
+"""The page in a real Chromium: look, select, decide, undo, take away, by mouse, key and finger.
+
+Needs playwright (`pip install playwright`) and a Chromium on the path.
+"""
+
+import json
+import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from ssl_kd.explore import write_site
+from ssl_kd.finished import Curation, Samples
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is on the path"),
+]
+LIMIT = 20_000  # milliseconds, of any one wait
+
+
+@pytest.fixture(scope="module")
+def browser():
+    flags = ["--no-sandbox", "--enable-unsafe-swiftshader"]
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens a page, and fails where anything went wrong in it."""
+    faults, contexts = [], []
+
+    def open_page(url, **context):
+        contexts.append(
+            browser.new_context(**({"viewport": {"width": 1200, "height": 800}} | context))
+        )
+        page = contexts[-1].new_page()
+        page.set_default_timeout(LIMIT)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda m: faults.append(m.text) if m.type == "error" else None)
+        page.goto(url)
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+@pytest.fixture
+def static(run, tmp_path):
+    """The static page of the run, behind a plain web server."""
+    folder = write_site(Samples(run), tmp_path / "out").parent
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/explore.html"
+        server.shutdown()
+        thread.join(20)
+
+
+def lasso(page):
+    """Draw around the left half of the map."""
+    box = page.locator("#canvas").bounding_box()
+    left, top = box["x"] + 4, box["y"] + 4
+    right, bottom = left + box["width"] * 0.55, top + box["height"] - 8
+    corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top + 5)]
+    page.mouse.move(*corners[0])
+    page.mouse.down()
+    for corner in corners[1:]:
+        page.mouse.move(*corner, steps=8)
+    page.mouse.up()
+    page.wait_for_function("explore.chosen.length > 1")
+    return page.evaluate("explore.chosen")
+
+
+def tick(page, *clusters):
+    for k in clusters:
+        page.check(f'[data-of="tick {k}"]')
+
+
+def named(page, name):
+    page.fill("#answer", name)
+    page.keyboard.press("Enter")
+
+
+def lines(page, count):
+    """The decisions, as soon as there are so many."""
+    page.wait_for_function("(n) => explore.decisions.lines.length === n", arg=count)
+    return page.evaluate("explore.decisions.lines")
+
+
+def test_load_lasso_rename_merge_split_undo(server, opened, run):
+    page = opened(server.url)
+    assert page.locator("#overlay img").count() > 0
+    page.click("#lasso")
+    rows = lasso(page)
+    assert len(rows) > 20 and page.locator("#pictures img").count() == min(60, len(rows))
+    home = server.curation.clusters[rows]
+    page.click("#new")
+    named(page, "by hand")
+    lines(page, 1)
+    curation = Curation.open(run)
+    made = next(k for k, name in curation.names.items() if name == "by hand")
+    assert sorted(rows) == [i for i, k in enumerate(curation.clusters) if k == made]
+    page.keyboard.press("Escape")
+    rest = [k for k in curation.sizes if k != made][:2]
+    tick(page, rest[0])
+    page.click("#rename")
+    named(page, "<b>x</b>")
+    lines(page, 2)
+    assert page.locator("#clusters b", has_text="<b>x</b>").count() == 1
+    tick(page, made)
+    page.click("#merge")
+    found = lines(page, 3)
+    assert found[-1]["clusters"] == sorted([rest[0], made])
+    assert Curation.open(run).names == {rest[0]: "<b>x</b>"}
+    page.click("#undo")
+    lines(page, 4)
+    page.locator("#history button").last.click()  # the oldest
+    page.wait_for_function("document.getElementById('status').textContent !== ''")
+    again = Curation.open(run)
+    assert (again.clusters[rows] == home).all() and len(again.history) == 5
+
+
+def test_hover_click_neighbours_search_and_colours(server, opened):
+    page = opened(server.url)
+    box = page.locator("#canvas").bounding_box()
+    x, y = page.evaluate("explore.plot.getScreenPosition(5)")
+    page.mouse.move(box["x"] + x, box["y"] + y)
+    page.wait_for_selector("#tip:not([hidden]) img")
+    page.mouse.click(box["x"] + x, box["y"] + y)
+    page.wait_for_function("document.querySelectorAll('#pictures button').length === 12")
+    row = page.evaluate("explore.chosen[0]")
+    shown = page.locator("#pictures button").evaluate_all("all => all.map((b) => +b.dataset.row)")
+    assert shown == server.search.like_sample(row, 12)
+    name = str(server.samples.column("file")[row])
+    assert name in page.locator("#sample").inner_text()
+    page.fill("#query", name)
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.getElementById('status').textContent === '1 found'")
+    for colour in page.locator("#colour option").evaluate_all("all => all.map((o) => o.value)"):
+        page.select_option("#colour", colour)
+        page.wait_for_timeout(50)
+    file = server.samples.image_file(row)
+    page.set_input_files("#image-file", str(file))
+    page.wait_for_function("document.querySelectorAll('#pictures button').length === 24")
+    assert page.evaluate("explore.chosen[0]") == row
+
+
+def test_by_the_keyboard_alone(server, opened, run):
+    page = opened(server.url)
+    page.keyboard.press("?")
+    assert page.locator("#shortcuts").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#shortcuts").is_visible()
+    page.focus("#canvas")
+    before = page.evaluate("explore.plot.getScreenPosition(0)")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("+")
+    page.wait_for_function("(x) => explore.plot.getScreenPosition(0)[0] !== x", arg=before[0])
+    page.keyboard.press("Enter")
+    page.wait_for_function("explore.chosen.length === 1")
+    page.keyboard.press("x")
+    lines(page, 1)
+    page.keyboard.press("u")
+    lines(page, 2)
+    page.keyboard.press("Escape")
+    page.wait_for_function("explore.chosen.length === 0")
+    page.keyboard.press("g")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Space")
+    page.keyboard.press("r")
+    named(page, "typed")
+    lines(page, 3)
+    assert list(Curation.open(run).names.values()) == ["typed"]
+    page.keyboard.press("t")
+    lines(page, 4)
+    page.keyboard.press("/")
+    page.keyboard.type("png")
+    page.keyboard.press("Enter")
+    page.wait_for_function("explore.chosen.length === explore.meta.samples")
+
+
+def test_a_refusal_is_said_and_nothing_changes(server, opened):
+    page = opened(server.url)
+    clusters = sorted(server.curation.sizes)[:2]
+    tick(page, *clusters)
+    page.evaluate("() => { window.fetch = () => Promise.reject(new Error('no network')); }")
+    page.click("#merge")
+    page.wait_for_selector("#status.bad")
+    assert page.locator("#status").inner_text() == "no network"
+    assert page.evaluate("explore.decisions.sizes.size") == len(server.curation.sizes)
+
+
+def test_the_static_page_keeps_decisions_and_gives_them_away(static, opened, run, tmp_path):
+    page = opened(static)
+    assert page.locator("#overlay .thumb").count() > 0 and not page.is_visible("#by-image")
+    page.keyboard.press("l")
+    rows = lasso(page)
+    page.keyboard.press("s")
+    named(page, "kept")
+    lines(page, 1)
+    tick(page, page.evaluate("[...explore.decisions.sizes.keys()].sort((a, b) => a - b)[0]"))
+    page.click("#split")
+    lines(page, 2)
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    found = lines(page, 2)
+    with page.expect_download() as download:
+        page.click("#download")
+    download.value.save_as(tmp_path / "curation.jsonl")
+    kept = (tmp_path / "curation.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in kept] == found
+    curation = Curation.open(run)
+    assert len(curation.apply(tmp_path / "curation.jsonl")) == 2
+    assert page.evaluate("[...explore.decisions.clusters]") == curation.clusters.tolist()
+    assert curation.names == {found[0]["new"]: "kept"} and found[0]["rows"] == sorted(rows)
+    page.click(f'[data-of="{found[0]["new"]}"]')
+    page.locator("#pictures button").first.click()
+    page.wait_for_function("document.querySelectorAll('#pictures .thumb').length === 12")
+
+
+def test_on_a_phone(server, opened):
+    page = opened(
+        server.url,
+        viewport={"width": 390, "height": 800},
+        has_touch=True,
+        is_mobile=True,
+        device_scale_factor=2,
+    )
+    wide = "document.documentElement.scrollWidth <= innerWidth"
+    assert page.evaluate(wide) and page.locator("#canvas").bounding_box()["height"] > 250
+    box = page.locator("#canvas").bounding_box()
+    before = page.evaluate("explore.plot.getScreenPosition(0)")
+    swipe = """async ([x, y, dx]) => { const c = document.getElementById("canvas");
+      const touch = (at) => new Touch({ identifier: 1, target: c, clientX: at, clientY: y });
+      const frame = () => new Promise(requestAnimationFrame);
+      const send = async (kind, at) => { await frame(); c.dispatchEvent(new TouchEvent(kind,
+        { bubbles: true, cancelable: true, touches: kind === "touchend" ? [] : [touch(at)],
+          changedTouches: [touch(at)] })); };
+      await send("touchstart", x);
+      for (let k = 1; k <= 10; k++) await send("touchmove", x + dx * k / 10);
+      await send("touchend", x + dx); }"""
+    middle = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
+    page.evaluate(swipe, [*middle, 60])
+    page.wait_for_timeout(300)
+    after = page.evaluate("explore.plot.getScreenPosition(0)")
+    moved = [a - b for a, b in zip(after, before, strict=True)]
+    assert moved == pytest.approx([60, 0], abs=12)
+    x, y = page.evaluate("explore.plot.getScreenPosition(5)")
+    page.touchscreen.tap(box["x"] + x, box["y"] + y)
+    page.wait_for_function("explore.chosen.length === 1")
+    assert page.evaluate(wide)
