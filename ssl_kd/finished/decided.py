@@ -84,15 +84,15 @@ class Clusters:
             raise InputError(f"{line['do']} does not say what it should ({error!r})") from error
 
     def _rename(self, line: Mapping[str, Any]) -> None:
-        cluster, name = self._there(line["cluster"]), _name(line["name"])
-        self._call(cluster, name)
+        cluster = self._there(line["cluster"])
+        self._call(cluster, self._name(line["name"], cluster))
 
     def _merge(self, line: Mapping[str, Any]) -> None:
         wanted = sorted({self._there(cluster) for cluster in line["clusters"]})
         if len(wanted) < 2:
             raise InputError(f"clusters are {line['clusters']}; expected two or more to merge")
         named = [self.names[k] for k in wanted if k in self.names]
-        name = _name(line["name"]) if "name" in line else (named or [""])[0]
+        name = self._name(line["name"] if "name" in line else (named or [""])[0], *wanted)
         self.clusters[np.isin(self.clusters, wanted)] = wanted[0]
         for cluster in wanted:
             self._call(cluster, name if cluster == wanted[0] else "")
@@ -107,7 +107,7 @@ class Clusters:
                 raise InputError(f"sample {other} is not in cluster {cluster}")
             if len(rows) == members.sum():
                 raise InputError(f"they are all of cluster {cluster}: nothing is left to part from")
-            name = _name(line.get("name", ""))
+            name = self._name(line.get("name", ""))
             self.clusters[rows] = new
             self._call(new, name)
             return
@@ -124,7 +124,7 @@ class Clusters:
             self.clusters[mask] = new
 
     def _move(self, line: Mapping[str, Any]) -> None:
-        rows, name = self._rows(line["rows"]), _name(line.get("name", ""))
+        rows, name = self._rows(line["rows"]), self._name(line.get("name", ""))
         into = self._new(line["new"]) if "new" in line else self._there(line["into"])
         if name and "into" in line:
             raise InputError(f"cluster {into} is there: rename it to call it {name!r}")
@@ -146,6 +146,21 @@ class Clusters:
         self.names.pop(cluster, None)
         if name:
             self.names[cluster] = name
+
+    def _name(self, name: Any, *clusters: int) -> str:
+        """A name that no other cluster than these has."""
+        if not isinstance(name, str) or not name.isprintable() or len(name) > NAME_LENGTH:
+            raise InputError(
+                f"the name {name!r} cannot be: expected one line of at most {NAME_LENGTH} "
+                "characters"
+            )
+        for other, own in self.names.items():
+            if other not in clusters and own.casefold() == name.strip().casefold():
+                raise InputError(
+                    f"cluster {other} is called {own!r} already: merge the two, or say what sets "
+                    "them apart"
+                )
+        return name.strip()
 
     def _there(self, cluster: Any) -> int:
         sizes = self.sizes()
@@ -174,11 +189,3 @@ class Clusters:
             odd = int(found[0] if found[0] < 0 else found[-1])
             raise InputError(f"there is no sample {odd}; expected 0 to {n - 1}")
         return found
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or not name.isprintable() or len(name) > NAME_LENGTH:
-        raise InputError(
-            f"the name {name!r} cannot be: expected one line of at most {NAME_LENGTH} characters"
-        )
-    return name.strip()

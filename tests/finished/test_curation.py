@@ -218,7 +218,7 @@ def test_two_programs_decide_at_once_and_see_each_other(run):
 def _rename_often(run, cluster):
     curation = Curation.open(run)
     for number in range(5):
-        curation.rename(cluster, f"name {number}")
+        curation.rename(cluster, f"name {number} of {cluster}")
 
 
 def test_processes_lose_no_line(run):
