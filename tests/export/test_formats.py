@@ -1,0 +1,239 @@
+"""What the other programs read: by their own code where it is installed, else by its rules."""
+
+import io
+import json
+from collections import Counter
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from huggingface_hub import DatasetCard, ModelCard
+from PIL import Image
+from pyarrow import parquet
+
+from ssl_kd.errors import InputError
+from ssl_kd.estimator import MultiHeadClusterer
+from ssl_kd.export import Content, export
+from ssl_kd.finished import Samples
+from ssl_kd.naming import Name, Names
+
+RING = 'ring "o" <&>'
+
+
+@pytest.fixture
+def content(photo_run):
+    return Content.of(Samples(photo_run), names=Names({"cluster": {1: Name(RING)}}))
+
+
+def rows_of(content):
+    return [row for batch in content.batches(1000) for row in batch.to_pylist()]
+
+
+def test_fiftyone_has_the_documented_layout(content, tmp_path):
+    out = export(content, "fiftyone", tmp_path / "out")
+    metadata = json.loads((out / "metadata.json").read_text())
+    samples = json.loads((out / "samples.json").read_text())["samples"]
+    fields = {field["name"]: field for field in metadata["sample_fields"]}
+    assert fields["cluster"]["embedded_doc_type"] == "fiftyone.core.labels.Classification"
+    assert fields["outlier"]["ftype"] == "fiftyone.core.fields.FloatField"
+    assert len({sample["_id"]["$oid"] for sample in samples}) == len(content)
+    for sample, row in zip(samples, rows_of(content), strict=True):
+        assert sample["filepath"].endswith(row["file"]) and sample["tags"] == [row["split"]]
+        assert sample["cluster"]["label"] == row["cluster_name"]
+        assert sample["cluster"]["confidence"] == row["confidence"]
+        assert sample["label"]["label"] == row["label"]
+        assert sample["second"] == row["second"]
+        assert set(sample) <= {"_id", "_media_type", "_rand"} | set(fields)
+
+
+def test_fiftyone_reads_it(content, tmp_path, monkeypatch):
+    mongomock = pytest.importorskip("mongomock")  # in place of the server that it would start
+    pymongo = pytest.importorskip("pymongo")
+    from mongomock.store import ServerStore
+
+    store = (
+        ServerStore.get_server_by_address("localhost", 27017)
+        if hasattr(ServerStore, "get_server_by_address")
+        else ServerStore()
+    )
+
+    class Client(mongomock.MongoClient):
+        _closed = False
+
+        def __init__(self, *_, **__):
+            super().__init__("mongodb://localhost:27017", _store=store)
+
+        def server_info(self):
+            return {"version": "7.0.0", "versionArray": [7, 0, 0, 0]}
+
+    monkeypatch.setattr(pymongo, "MongoClient", Client)
+    monkeypatch.setenv("FIFTYONE_DO_NOT_TRACK", "1")
+    monkeypatch.setenv("FIFTYONE_DATABASE_URI", "mongodb://localhost:27017")
+    monkeypatch.setenv("FIFTYONE_DATABASE_VALIDATION", "false")
+    fiftyone = pytest.importorskip("fiftyone")
+    out = export(content, "fiftyone", tmp_path / "out")
+    found = fiftyone.Dataset.from_dir(str(out), dataset_type=fiftyone.types.FiftyOneDataset)
+    assert len(found) == len(content) and found.media_type == "image"
+    for sample, row in zip(found, rows_of(content), strict=True):
+        assert sample.filepath.endswith(row["file"]) and sample.tags == [row["split"]]
+        assert sample.cluster.label == row["cluster_name"]
+        assert sample.cluster.confidence == row["confidence"]
+        assert sample.outlier == row["outlier"]
+
+
+def tasks_of(out):
+    return json.loads((out / "tasks.json").read_text())
+
+
+def test_label_studio_tasks(content, tmp_path):
+    out = export(content, "label-studio", tmp_path / "out")
+    interface = ElementTree.parse(out / "label_config.xml").getroot()
+    choices = [choice.get("value") for choice in interface.iter("Choice")]
+    assert choices == ["0", RING, "2"]
+    for task, row in zip(tasks_of(out), rows_of(content), strict=True):
+        url = task["data"]["image"].removeprefix("/data/local-files/?d=")
+        assert " " not in url and ("/" + unquote(url)).endswith(row["file"])
+        (prediction,) = task["predictions"]
+        (result,) = prediction["result"]
+        assert result["value"]["choices"] == [row["cluster_name"]]
+        assert prediction["score"] == row["confidence"]
+    served = export(content, "label-studio", tmp_path / "served", url="https://a.org/p/")
+    assert tasks_of(served)[0]["data"]["image"] == "https://a.org/p/train/" + tasks_of(served)[0][
+        "data"
+    ]["file"].replace(" ", "%20")
+
+
+def test_label_studio_takes_them(content, tmp_path):
+    interface = pytest.importorskip("label_studio_sdk.label_interface")
+    out = export(content, "label-studio", tmp_path / "out")
+    own = interface.LabelInterface((out / "label_config.xml").read_text())
+    own.validate()
+    for task in tasks_of(out):
+        assert own.validate_task({"data": task["data"]})
+        for prediction in task["predictions"]:
+            assert own.validate_prediction(prediction, return_errors=True) == []
+
+
+def test_coco_has_the_boxes_that_are_given(content, tmp_path):
+    rows = rows_of(content)
+    boxes = tmp_path / "boxes.csv"
+    lines = [
+        f"{rows[0]['file']},1,2,3,4",
+        f"{rows[0]['file']},0,0,1,1.5",
+        f"{rows[5]['file']},0,0,8,8",
+    ]
+    boxes.write_text("\n".join(["file,x,y,width,height", *lines]) + "\n")
+    found = json.loads(export(content, "coco", tmp_path / "c.json", boxes=boxes).read_text())
+    assert len(found["images"]) == len(content) and found["images"][0]["width"] == 8
+    categories = {category["id"]: category["name"] for category in found["categories"]}
+    assert [a["bbox"] for a in found["annotations"]] == [[1, 2, 3, 4], [0, 0, 1, 1.5], [0, 0, 8, 8]]
+    assert [a["area"] for a in found["annotations"]] == [12, 1.5, 64]
+    for annotation, row in zip(found["annotations"], (rows[0], rows[0], rows[5]), strict=True):
+        assert categories[annotation["category_id"]] == row["cluster_name"]
+        assert found["images"][annotation["image_id"]]["file_name"] == row["file"]
+    for text, match in {
+        "file,x,y,width\na,1,2,3\n": "no column height",
+        "file,x,y,width,height\na,1,2,0,3\n": r"line 2: .* \[1.0, 2.0, 0.0, 3.0\]",
+        "file,x,y,width,height\na,1,2,nan,3\n": "line 2",
+        "file,x,y,width,height\na,1,2,3,4\n": "no box of any picture",
+        "file,x,y,width,height\na,one,2,3,4\n": "cannot be read",
+    }.items():
+        boxes.write_text(text)
+        with pytest.raises(InputError, match=match):
+            export(content, "coco", tmp_path / "d.json", boxes=boxes)
+    assert not (tmp_path / "d.json").exists()
+
+
+def test_embedding_atlas_file(photo_run, tmp_path):
+    samples = Samples(photo_run)
+    content = Content.of(samples, clusters=[0, 1])
+    table = parquet.read_table(export(content, "embedding-atlas", tmp_path / "a.parquet"))
+    x = samples.embeddings(content.rows).numpy().astype(np.float64)
+    assert np.allclose(np.stack(table.column("vector").to_pylist()), x)
+    unit, splits = x / np.linalg.norm(x, axis=1, keepdims=True), content.split_of(content.rows)
+    for at, near in enumerate(table.column("neighbors").to_pylist()):
+        ids, distances = near["ids"], near["distances"]
+        assert len(ids) == len(distances) and at not in ids
+        assert all(splits[other] == splits[at] for other in ids)
+        assert np.allclose(distances, 1 - unit[ids] @ unit[at], atol=1e-5)
+        assert distances == sorted(distances) or np.allclose(
+            distances, sorted(distances), atol=1e-6
+        )
+    image = table.column("image")[0].as_py()
+    assert Image.open(io.BytesIO(image["bytes"])).size == (8, 8)
+    place = {"x": np.arange(len(samples)) / 2, "y": np.zeros(len(samples))}
+    mapped = Content.of(samples, columns=place)
+    table = parquet.read_table(export(mapped, "embedding-atlas", tmp_path / "b.parquet"))
+    assert "vector" not in table.column_names
+    assert table.column("x").to_pylist() == place["x"].tolist()
+
+
+def test_embedding_atlas_reads_it(photo_run, tmp_path):
+    cli = pytest.importorskip("embedding_atlas.cli")
+    samples = Samples(photo_run)
+    places = {"x": np.arange(len(samples)) / 2, "y": np.zeros(len(samples))}
+    content = Content.of(samples, columns=places)
+    path = export(content, "embedding-atlas", tmp_path / "a.parquet")
+    flags = ["--x", "x", "--y", "y", "--neighbors", "neighbors", "--image", "image", "--degree"]
+    out = tmp_path / "page"
+    with pytest.warns(UserWarning, match="Sparse invariant"):
+        cli.main([str(path), *flags, "--export-application", str(out)], standalone_mode=False)
+    written = parquet.read_table(out / "data" / "dataset.parquet")
+    assert written.num_rows == len(samples)
+    near = [len(row["ids"]) for row in parquet.read_table(path).column("neighbors").to_pylist()]
+    assert written.column("out_degree").to_pylist() == near
+
+
+def test_vlm4cluster_features(content, tmp_path):
+    out = export(content, "vlm4cluster", tmp_path / "out", model="laion400m__vit-b-32")
+    files = sorted(path.name for path in (out / "feature_cache" / "common" / "image").iterdir())
+    name = "photos__{}__laion400m__vit-b-32__raw_image.npz"
+    assert files == [name.format("test"), name.format("train")]
+    samples = content.samples
+    for split in ("train", "test"):
+        path = out / "feature_cache" / "common" / "image" / name.format(split)
+        with np.load(path, allow_pickle=False) as found:
+            assert found["features"].dtype == np.float32 and found["has_labels"].tolist() == [True]
+            assert np.array_equal(found["features"], samples.store(split).tensor().numpy())
+            assert np.array_equal(found["labels"], samples.store(split).labels.numpy())
+            assert found["sample_indices"].tolist() == list(range(len(samples.splits[split])))
+    again = export(content, "vlm4cluster", tmp_path / "again")
+    assert any("photos__train__pixels__raw" in str(path) for path in again.rglob("*.npz"))
+
+
+def test_cards_say_the_numbers_of_the_run(content, tmp_path):
+    out = export(content, "hf-model", tmp_path / "model")
+    card = ModelCard.load(out / "README.md")
+    results = {(r.dataset_split, r.metric_type): r.metric_value for r in card.data.eval_results}
+    table = [row for row in content.samples.metrics["table"] if row["name"] == "consensus"]
+    for row in table:
+        for metric in ("acc", "nmi", "ari", "ami"):
+            assert results[row["split"], metric] == pytest.approx(row[metric], abs=1e-4)
+    x = content.samples.store("test").tensor()
+    own = MultiHeadClusterer.from_pretrained(content.samples.path).predict(x)
+    assert np.array_equal(MultiHeadClusterer.from_pretrained(out).predict(x), own)
+
+    out = export(content, "hf-dataset", tmp_path / "data")
+    card = DatasetCard.load(out / "README.md")
+    assert card.data.configs[0]["data_files"][0]["path"] == "clusters.parquet"
+    assert card.data.size_categories == ["n<1K"]
+    sizes = Counter(content.clusters.tolist())
+    assert f"| 1 | {RING} | {sizes[1]} |" in card.text
+    assert parquet.read_table(out / "clusters.parquet").num_rows == len(content)
+
+
+def test_a_run_without_labels_has_no_scores(content, tmp_path):
+    content.samples.metrics = {**content.samples.metrics, "table": []}
+    text = (export(content, "hf-model", tmp_path / "model") / "README.md").read_text()
+    assert "no scores" in text and "model-index" not in text
+
+
+def test_features_have_no_pictures(content, tmp_path, monkeypatch):
+    monkeypatch.setattr(Samples, "image_file", lambda self, row: None)
+    for to in ("folders", "fiftyone", "label-studio"):
+        with pytest.raises(InputError, match="no picture files of their own"):
+            export(content, to, tmp_path / to)
+    content.samples.metrics = {**content.samples.metrics, "teacher": {"name": "features"}}
+    path = export(content, "embedding-atlas", tmp_path / "a.parquet")
+    assert "image" not in parquet.read_table(path).column_names
