@@ -47,6 +47,7 @@ def test_fiftyone_has_the_documented_layout(content, tmp_path):
         assert set(sample) <= {"_id", "_media_type", "_rand"} | set(fields)
 
 
+@pytest.mark.filterwarnings("ignore")  # of the other program
 def test_fiftyone_reads_it(content, tmp_path, monkeypatch):
     mongomock = pytest.importorskip("mongomock")  # in place of the server that it would start
     pymongo = pytest.importorskip("pymongo")
@@ -104,6 +105,7 @@ def test_label_studio_tasks(content, tmp_path):
     ]["file"].replace(" ", "%20")
 
 
+@pytest.mark.filterwarnings("ignore")  # of the other program
 def test_label_studio_takes_them(content, tmp_path):
     interface = pytest.importorskip("label_studio_sdk.label_interface")
     out = export(content, "label-studio", tmp_path / "out")
@@ -169,6 +171,7 @@ def test_embedding_atlas_file(photo_run, tmp_path):
     assert table.column("x").to_pylist() == place["x"].tolist()
 
 
+@pytest.mark.filterwarnings("ignore")  # of the other program
 def test_embedding_atlas_reads_it(photo_run, tmp_path):
     cli = pytest.importorskip("embedding_atlas.cli")
     samples = Samples(photo_run)
@@ -177,8 +180,7 @@ def test_embedding_atlas_reads_it(photo_run, tmp_path):
     path = export(content, "embedding-atlas", tmp_path / "a.parquet")
     flags = ["--x", "x", "--y", "y", "--neighbors", "neighbors", "--image", "image", "--degree"]
     out = tmp_path / "page"
-    with pytest.warns(UserWarning, match="Sparse invariant"):
-        cli.main([str(path), *flags, "--export-application", str(out)], standalone_mode=False)
+    cli.main([str(path), *flags, "--export-application", str(out)], standalone_mode=False)
     written = parquet.read_table(out / "data" / "dataset.parquet")
     assert written.num_rows == len(samples)
     near = [len(row["ids"]) for row in parquet.read_table(path).column("neighbors").to_pylist()]

@@ -1,0 +1,90 @@
+"""`ssl_kd export`: what it prints, and one line for what cannot be."""
+
+import json
+import shutil
+
+import pytest
+from pyarrow import parquet
+
+from ssl_kd import cli
+from ssl_kd.naming import Names
+
+
+@pytest.fixture
+def copied(photo_run, tmp_path):
+    return shutil.copytree(photo_run, tmp_path / "run")
+
+
+def test_names_and_a_selection_in_one_command(copied, tmp_path, capsys):
+    lines = [line.split(",") for line in (copied / "assignments.csv").read_text().splitlines()[1:]]
+    says = {"digit 0": "a ring", "digit 1": "one stroke", "digit 4": "an open fork"}
+    captions = tmp_path / "captions.csv"
+    rows = [f"{line[0]},{line[3]},picture of {says[line[4]]}" for line in lines]
+    captions.write_text("\n".join(["file,split,caption", *rows]) + "\n")
+    out = tmp_path / "some.parquet"
+    argv = [str(copied), "--to", "parquet", "--names", str(captions), "--split", "test"]
+    assert cli.main(["export", *argv, "--clusters", "0,1", "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert f"parquet: {out}" in told and "read_parquet" in told and "names.json" in told
+    names = Names.load(copied)
+    table = parquet.read_table(out)
+    assert set(table.column("cluster").to_pylist()) == {0, 1}
+    assert set(table.column("cluster_name").to_pylist()) == {names.of("cluster", c) for c in (0, 1)}
+    assert not {"0", "1"} & set(table.column("cluster_name").to_pylist())
+
+
+def test_columns_of_a_table_go_out(copied, tmp_path):
+    n = len((copied / "assignments.csv").read_text().splitlines()) - 1
+    more = tmp_path / "map.csv"
+    more.write_text("\n".join(["x,y", *(f"{i},{i / 2}" for i in range(n))]) + "\n")
+    argv = ["export", str(copied), "--to", "parquet", "--columns", str(more)]
+    assert cli.main(argv) == 0
+    table = parquet.read_table(copied / "export" / "clusters.parquet")
+    assert table.column("y").to_pylist() == [i / 2 for i in range(n)]
+    assert cli.main(argv) == 2  # it is there
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--to", "parket"], "--to is 'parket', not parquet, folders, .*Did you mean parquet"),
+        ([], "what shall it be?"),
+        (["--to", "parquet", "--cluster", "1"], "There is no flag --cluster"),
+        (["--to", "parquet", "--clusters", "one"], "--clusters has 'one', expected numbers"),
+        (["--to", "parquet", "--clusters", "9"], "no cluster 9"),
+        (["--to", "parquet", "--split", "valid"], "no split 'valid', only train, test"),
+        (["--to", "parquet", "--link", "copy"], "parquet does not take --link"),
+        (["--to", "parquet", "--columns", "gone.csv"], "gone.csv"),
+        (["--to", "coco"], "a clustering knows none: give them with --boxes"),
+        (["--names", "gone.csv"], "there is no file gone.csv"),
+    ],
+)
+def test_what_cannot_be_is_one_line(photo_run, capsys, argv, told):
+    import re
+
+    assert cli.main(["export", str(photo_run), *argv]) == 2
+    error = capsys.readouterr().err
+    assert re.search(told, error) and len(error.splitlines()) == 1, error
+    assert not (photo_run / "export").exists()
+
+
+def test_what_is_no_run(copied, tmp_path, capsys):
+    assert cli.main(["export", "--to", "parquet"]) == 2
+    assert "takes the run first" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path), "--to", "parquet"]) == 2
+    assert "is not a run's folder" in capsys.readouterr().err
+    lines = (copied / "assignments.csv").read_text().splitlines()
+    (copied / "assignments.csv").write_text("file,cluster\na,1\n")  # as an older version wrote it
+    assert cli.main(["export", str(copied), "--to", "parquet"]) == 1
+    assert "no column confidence" in capsys.readouterr().err
+    (copied / "assignments.csv").write_text("\n".join(lines) + "\n")
+    (copied / "names.json").write_text(json.dumps({"format": 9, "levels": {}}))
+    assert cli.main(["export", str(copied), "--to", "parquet"]) == 2
+    assert "another version wrote it" in capsys.readouterr().err
+
+
+def test_help_lists_the_formats(capsys):
+    assert cli.main(["export", "--help"]) == 0
+    told = capsys.readouterr().out
+    for name in ("fiftyone", "label-studio", "embedding-atlas", "vlm4cluster", "--skip_missing"):
+        assert name in told
