@@ -117,10 +117,4 @@ def name_by_vocabulary(
 
 def _kept(samples: Samples, found: Names) -> Names:
     """What was found, with the names that people gave; who has one of these already loses it."""
-    edits = Names.load(samples.path).edits
-    taken = {level: {text.casefold() for text in own.values()} for level, own in edits.items()}
-    free = {
-        level: {c: n for c, n in names.items() if n.text.casefold() not in taken.get(level, ())}
-        for level, names in found.levels.items()
-    }
-    return Names(free).edited(edits)
+    return found.edited(Names.load(samples.path).edits)

@@ -70,12 +70,20 @@ class Names:
     def edited(self, edits: Mapping[str, Mapping[int, str]]) -> Self:
         """These, with names that a person gave, level -> cluster -> name; an empty one goes.
 
+        Where another cluster of the level was called so by no person, it loses that name.
+
         Raises:
-            InputError: two clusters of a level would have the same name.
+            InputError: a person gave two clusters of a level the same name.
         """
         levels = {level: dict(names) for level, names in self.levels.items()}
         for level, given in edits.items():
-            names = levels.setdefault(level, {})
+            taken = {text.strip().casefold() for text in given.values()}
+            names = {
+                cluster: name
+                for cluster, name in levels.get(level, {}).items()
+                if cluster in given or name.edited or name.text.casefold() not in taken
+            }
+            levels[level] = names
             for cluster, text in given.items():
                 if not text.strip():
                     names.pop(cluster, None)

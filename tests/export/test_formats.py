@@ -3,6 +3,7 @@
 import io
 import json
 from collections import Counter
+from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
@@ -51,8 +52,7 @@ def test_fiftyone_has_the_documented_layout(content, tmp_path):
 def test_fiftyone_reads_it(content, tmp_path, monkeypatch):
     mongomock = pytest.importorskip("mongomock")  # in place of the server that it would start
     pymongo = pytest.importorskip("pymongo")
-    from mongomock.store import ServerStore
-
+    ServerStore = pytest.importorskip("mongomock.store").ServerStore
     store = (
         ServerStore.get_server_by_address("localhost", 27017)
         if hasattr(ServerStore, "get_server_by_address")
@@ -206,8 +206,8 @@ def test_vlm4cluster_features(content, tmp_path):
 
 def test_cards_say_the_numbers_of_the_run(content, tmp_path):
     out = export(content, "hf-model", tmp_path / "model")
-    card = ModelCard.load(out / "README.md")
-    results = {(r.dataset_split, r.metric_type): r.metric_value for r in card.data.eval_results}
+    data: Any = ModelCard.load(out / "README.md").data
+    results = {(r.dataset_split, r.metric_type): r.metric_value for r in data.eval_results}
     table = [row for row in content.samples.metrics["table"] if row["name"] == "consensus"]
     for row in table:
         for metric in ("acc", "nmi", "ari", "ami"):
@@ -218,8 +218,9 @@ def test_cards_say_the_numbers_of_the_run(content, tmp_path):
 
     out = export(content, "hf-dataset", tmp_path / "data")
     card = DatasetCard.load(out / "README.md")
-    assert card.data.configs[0]["data_files"][0]["path"] == "clusters.parquet"
-    assert card.data.size_categories == ["n<1K"]
+    data = card.data
+    assert data.configs[0]["data_files"][0]["path"] == "clusters.parquet"
+    assert data.size_categories == ["n<1K"]
     sizes = Counter(content.clusters.tolist())
     assert f"| 1 | {RING} | {sizes[1]} |" in card.text
     assert parquet.read_table(out / "clusters.parquet").num_rows == len(content)

@@ -39,7 +39,8 @@ def test_a_run_pushed_is_loaded_again(photo_run, hub):
     assert torch.equal(ClusterModel.from_pretrained("me/photos").predict(x), torch.tensor(own))
     card = hub.files["me/photos", "README.md"].decode()
     assert 'from_pretrained("me/photos")' in card
-    assert ModelCard(card).data.eval_results[0].metric_value == 1.0
+    (index,) = ModelCard(card).data.to_dict()["model-index"]
+    assert index["results"][0]["metrics"][0]["value"] == 1.0
 
 
 def test_nothing_of_the_machine_goes_out(photo_run, hub):

@@ -36,8 +36,9 @@ def test_edits_add_change_and_take_off():
     found = made().edited(edits)
     assert [found.of("cluster", c) for c in (3, 4)] == ["3", "my\\nname"]
     assert found.of("level_9", 1) == "x" and found.of("level_2", 0) == "cat"
-    with pytest.raises(InputError, match="3 and 4 of cluster are both called 'dog'"):
-        made().edited({"cluster": {4: "Dog"}})
+    assert made().edited({"cluster": {4: "Dog"}}).of("cluster", 3) == "3"  # nobody called it so
+    with pytest.raises(InputError, match="3 and 4 of cluster are both called 'wolf'"):
+        made().edited({"cluster": {3: "wolf"}}).edited({"cluster": {4: "Wolf"}})
 
 
 def test_a_damaged_file_or_one_of_another_version(tmp_path):
