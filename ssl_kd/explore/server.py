@@ -168,10 +168,10 @@ class _Handler(BaseHTTPRequestHandler):
             answer(urlsplit(self.path).path)
         except _Refused as error:
             self._fail(error.status, str(error))
-        except (UserError, FileNotFoundError) as error:
-            self._fail(HTTPStatus.BAD_REQUEST, str(error))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True  # the browser went away
+        except (UserError, OSError) as error:  # also: the run's folder may not be written
+            self._fail(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:
             logger.exception("a request failed: %s", self.path)
             self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of ours: see the terminal")

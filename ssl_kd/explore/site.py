@@ -35,7 +35,8 @@ GRID = 256  # cells of the map on either side, in which samples are counted
 def page_files() -> list[str]:
     """The page without its data, relative to its folder."""
     vendor = ("regl-scatterplot.js", "LICENSES.txt")
-    own = ("explore.css", "explore.js", "decisions.js", "pictures.js")
+    scripts = ("explore", "colours", "data", "decisions", "pictures", "touches", "words")
+    own = ("explore.css", *(f"{name}.js" for name in scripts))
     return [PAGE, *own, *(f"vendor/{name}" for name in vendor)]
 
 

@@ -1,63 +1,26 @@
 // The page: the map, the panel beside it and the decisions. Data are the files in data/; where
 // `ssl_kd explore` serves it, images, neighbours and decisions are asked of it.
 
-import { Decisions, Refused } from "./decisions.js";
+import { GREY, RAMP, mixed, plain, tint } from "./colours.js";
+import { TOKEN, Table, get, post, save } from "./data.js";
+import { Decisions } from "./decisions.js";
 import { Pictures } from "./pictures.js";
+import { touches } from "./touches.js";
+import { $, ask, number, say, told } from "./words.js";
 import createScatterplot from "./vendor/regl-scatterplot.js";
 
-const TOKEN = document.querySelector('meta[name="token"]').content;
-const SHOWN_PICTURES = 60, SHOWN_CLUSTERS = 400, SHOWN_EXAMPLES = 40, GREY = "#8b949e";
-const PALETTE = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#1fa8a0", "#edc948",
-  "#9c755f", "#ff7fa5", "#6b8e23", "#7c6ee6", "#d4772f"];
-const RAMP = ["#3b4cc0", "#5b8dd6", "#86c5c2", "#d9d27a", "#f2a14a", "#c8362f"];
-const $ = (id) => document.getElementById(id);
-const number = (value) => value.toLocaleString("en");
+const SHOWN_PICTURES = 60, SHOWN_CLUSTERS = 400, SHOWN_EXAMPLES = 40;
 
-let meta, places, decisions, pictures, plot, files = null, index, ready = false;
-let colour = "cluster", chosen = [], ticked = new Set(), columns = new Map();
-
-// --- Data ---------------------------------------------------------------------------------------
-
-async function get(path) {
-  const answer = await fetch(path);
-  if (!answer.ok) throw new Error((await answer.text()).slice(0, 300) || `${path}: ${answer.status}`);
-  return answer;
-}
-
-async function column(name) {
-  if (!columns.has(name)) {
-    const bytes = await (await get(`data/${meta.columns[name].file}`)).arrayBuffer();
-    const kind = meta.columns[name].kind === "number" ? Float32Array : Int32Array;
-    columns.set(name, new kind(bytes));
-  }
-  return columns.get(name);
-}
-
-/** The file names; asked for once, when the first is needed. */
-let reading = null;
-function names() {
-  reading ??= get("data/files.txt").then((answer) => answer.text()).then((text) => {
-    files = text.split("\n");
-    return files;
-  });
-  return reading;
-}
-
-async function post(path, body, kind) {
-  const headers = { "X-Token": TOKEN, "Content-Type": kind };
-  const answer = await fetch(path, { method: "POST", headers, body });
-  const said = await answer.json();
-  if (!answer.ok) throw new Refused(said.error);
-  return said;
-}
+let meta, table, places, decisions, pictures, plot, index, ready = false;
+let colour = "cluster", chosen = [], ticked = new Set();
 
 // --- Decisions ----------------------------------------------------------------------------------
 
 const stored = () => `ssl_kd curation ${meta.digest} ${meta.samples}`;
 
 async function startDecisions() {
-  const base = await column("cluster");
-  decisions = new Decisions(base, meta, (name) => columns.get(name));
+  const base = await table.column("cluster");
+  decisions = new Decisions(base, meta, (name) => table.known(name));
   let lines = meta.lines;
   if (TOKEN) lines = (await (await get("api/curation")).json()).lines;
   else {
@@ -69,7 +32,7 @@ async function startDecisions() {
 }
 
 async function follow(lines) {
-  for (const line of lines) if (line.level in meta.columns) await column(line.level);
+  for (const line of lines) if (line.level in meta.columns) await table.column(line.level);
   decisions.replay(lines);
 }
 
@@ -78,7 +41,7 @@ async function decide(said) {
     if (TOKEN) {
       await follow((await post("api/curation", JSON.stringify(said), "application/json")).lines);
     } else {
-      for (const level of meta.levels) if (said.do === "split") await column(level);
+      for (const level of meta.levels) if (said.do === "split") await table.column(level);
       decisions.add(said);
       localStorage.setItem(stored(), JSON.stringify(decisions.lines));
     }
@@ -97,53 +60,13 @@ function undo(of) {
   return of ? decide({ do: "undo", of }) : say("There is nothing to undo");
 }
 
-function download() {
-  const text = decisions.lines.map((line) => JSON.stringify(line) + "\n").join("");
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "application/jsonl" }));
-  link.download = "curation.jsonl";
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-}
+const download = () => save("curation.jsonl",
+  decisions.lines.map((line) => JSON.stringify(line) + "\n").join(""));
 
 // --- Words --------------------------------------------------------------------------------------
 
 const called = (k) => (k < 0 ? "no cluster" : decisions.names.get(k) ?? `Cluster ${k}`);
-const tint = (k) => (k < 0 ? GREY : k < PALETTE.length ? PALETTE[k]
-  : `hsl(${(k * 137.508) % 360} ${55 + (k % 3) * 12}% ${48 + (k % 4) * 7}%)`);
 const shown = (value) => (Number.isNaN(value) ? "unknown" : value.toFixed(3));
-
-let quiet;
-function say(text, bad = false) {
-  $("status").textContent = text;
-  $("status").classList.toggle("bad", bad);
-  clearTimeout(quiet);
-  quiet = setTimeout(() => { $("status").textContent = ""; }, bad ? 8000 : 2500);
-}
-
-function told(line) {
-  const rows = line.rows && `${number(line.rows.length)} sample${line.rows.length > 1 ? "s" : ""}`;
-  return {
-    rename: () => `${line.cluster} is called “${line.name}”`,
-    merge: () => `${line.clusters.join(", ")} merged` + (line.name ? ` as “${line.name}”` : ""),
-    split: () => (rows ? `${rows} of ${line.cluster} are ${line.new}`
-      : `${line.cluster} split in ${line.parts.length + 1} (${line.level})`),
-    move: () => `${rows} moved to ${line.into ?? line.new}`,
-    exclude: () => `${rows} excluded`,
-    undo: () => "undo",
-  }[line.do]?.() ?? line.do;
-}
-
-function ask(question, answer = "") {
-  $("question").textContent = question;
-  $("answer").value = answer;
-  const dialog = $("ask");
-  dialog.returnValue = "";
-  dialog.showModal();
-  $("answer").select();
-  return new Promise((done) => dialog.addEventListener("close",
-    () => done(dialog.returnValue === "ok" ? $("answer").value.trim() : null), { once: true }));
-}
 
 // --- The map ------------------------------------------------------------------------------------
 
@@ -154,7 +77,7 @@ async function coloured() {
     const value = Float32Array.from(decisions.clusters, (k) => at.get(k) ?? 0);
     return { value, colours: [GREY, ...numbers.map(tint)], legend: [] };
   }
-  const { kind, values, low, high } = meta.columns[colour], raw = await column(colour);
+  const { kind, values, low, high } = meta.columns[colour], raw = await table.column(colour);
   if (kind === "number") {
     const wide = Math.max(high - low, 1e-12);
     const value = raw.map((v) => (Number.isNaN(v) ? 0 : 1 + Math.round(31 * Math.min(1, Math.max(0, (v - low) / wide)))));
@@ -165,20 +88,6 @@ async function coloured() {
   const colours = [GREY, ...Array.from({ length: most + 1 }, (_, k) => tint(k))];
   const legend = (values ?? []).slice(0, 24).map((name, k) => [name, tint(k)]);
   return { value: Float32Array.from(raw, (k) => k + 1), colours, legend };
-}
-
-function mixed(t) {
-  const at = Math.min(t * (RAMP.length - 1), RAMP.length - 1.001), i = Math.floor(at);
-  const part = (c, k) => parseInt(c.slice(1 + 2 * k, 3 + 2 * k), 16);
-  const mix = [0, 1, 2].map((k) => Math.round(
-    part(RAMP[i], k) * (1 - at + i) + part(RAMP[i + 1], k) * (at - i)));
-  return "#" + mix.map((v) => v.toString(16).padStart(2, "0")).join("");
-}
-
-/** Colours as the library takes them; it reads no hsl. */
-function plain(colours) {
-  const context = document.createElement("canvas").getContext("2d");
-  return colours.map((c) => { context.fillStyle = c; return context.fillStyle; });
 }
 
 async function paint() {
@@ -240,7 +149,7 @@ async function hover(row) {
   over = row;
   if (row === null) return overTip();
   const name = document.createElement("div"), where = document.createElement("small");
-  name.textContent = (await names())[row];
+  name.textContent = (await table.names())[row];
   where.textContent = called(decisions.clusters[row]);
   if (over !== row) return;
   $("tip").replaceChildren(...pictures.all(row, 160), name, where);
@@ -257,13 +166,14 @@ function select(rows, zoom = false) {
     plot.zoomToPoints(chosen, { padding: 0.4, transition: true, transitionDuration: 300 });
   }
   showPanel();
+  $("panel").scrollTop = 0;
 }
 
 function tile(row) {
   const button = document.createElement("button"), images = pictures.all(row, 64);
   button.type = "button";
   button.dataset.row = row;
-  button.title = files?.[row] ?? `sample ${row}`;
+  button.title = table.files?.[row] ?? `sample ${row}`;
   button.setAttribute("aria-label", button.title);
   button.append(...images);
   if (!images.length) {
@@ -275,11 +185,11 @@ function tile(row) {
 }
 
 async function showSample(row) {
-  const about = document.createElement("div"), lines = [["", (await names())[row]]];
+  const about = document.createElement("div"), lines = [["", (await table.names())[row]]];
   lines.push(["cluster", called(decisions.clusters[row])]);
   for (const [name, { kind, values }] of Object.entries(meta.columns)) {
-    if (name === "cluster" || name.startsWith("level_")) continue;
-    const value = (await column(name))[row];
+    if (kind === "cluster" || kind === "neighbours") continue;
+    const value = (await table.column(name))[row];
     lines.push([name, kind === "number" ? shown(value) : values?.[value] ?? (value < 0 ? "unknown" : value)]);
   }
   if (chosen.length !== 1 || chosen[0] !== row) return;
@@ -300,7 +210,7 @@ async function showSample(row) {
 
 async function neighbours(row) {
   if (TOKEN) return (await get(`api/neighbours/${row}`)).json();
-  const near = await column("neighbours"), k = meta.neighbours;
+  const near = await table.column("neighbours"), k = meta.neighbours;
   return [...near.subarray(row * k, (row + 1) * k)].filter((other) => other >= 0);
 }
 
@@ -359,7 +269,7 @@ function showClusters() {
     item.append(tick, button);
     return item;
   }));
-  if (focus !== undefined) document.querySelector(`[data-of="${focus}"]`)?.focus();
+  if (focus !== undefined) document.querySelector(`[data-of="${focus}"]`)?.focus({ preventScroll: true });
   const options = [["", "Move to …"], ...order.map(([k]) => [k, called(k)])];
   $("move").replaceChildren(...options.map(([value, text]) => new Option(text, value)));
   showButtons();
@@ -426,7 +336,7 @@ async function search() {
   const words = $("query").value.trim().toLowerCase();
   if (!words) return select([]);
   const found = [];
-  (await names()).forEach((name, row) => { if (name.toLowerCase().includes(words)) found.push(row); });
+  (await table.names()).forEach((name, row) => { if (name.toLowerCase().includes(words)) found.push(row); });
   select(found, true);
   say(found.length ? `${number(found.length)} found` : `No file name has “${words}” in it`);
 }
@@ -448,20 +358,15 @@ function lasso(on = plot.get("mouseMode") !== "lasso") {
   $("lasso").ariaPressed = on;
 }
 
-function move(x, y) {
-  plot.get("camera").pan([x, y]);
-  plot.redraw();
-}
-
-function zoom(by) {
-  plot.get("camera").scale(by, [0, 0]);
-  plot.redraw();
-}
+const camera = (act) => { act(plot.get("camera")); plot.redraw(); };
+const move = (x, y) => camera((c) => c.pan([x, y]));
+const zoom = (by) => camera((c) => c.scale(by, [0, 0]));
 
 function panTo(row) {
   const [x, y] = plot.getScreenPosition(row), { width, height } = $("canvas").getBoundingClientRect();
   if (x < 40 || y < 40 || x > width - 40 || y > height - 40) {
-    plot.zoomToPoints([row, ...meta.examples.slice(0, 1)], { padding: 0.3, transition: true });
+    plot.zoomToLocation([places.x[row], places.y[row]], plot.get("camera").distance[0],
+      { transition: true, transitionDuration: 300 });
   }
 }
 
@@ -519,63 +424,14 @@ function keyboard(event) {
   }
 }
 
-/** The library listens to a mouse: one finger is one, two fingers are its wheel. */
-function touches(canvas) {
-  let finger = null, pressed = false, apart = 0;
-  const mouse = (kind, touch) => canvas.dispatchEvent(new MouseEvent(kind, { bubbles: true,
-    clientX: touch.clientX, clientY: touch.clientY, buttons: kind === "mouseup" ? 0 : 1, view: window }));
-  const between = ([a, b]) => Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
-  const on = (kind, act) => canvas.addEventListener(kind, (event) => {
-    event.preventDefault();
-    act(event);
-  }, { passive: false });
-  /** It moves the map by where the mouse was a frame ago: so it has to see it there first. */
-  const press = () => {
-    if (pressed || finger === null) return;
-    pressed = true;
-    mouse("mousedown", finger);
-  };
-  const release = (touch) => {
-    if (pressed) mouse("mouseup", touch);
-    [finger, pressed] = [null, false];
-  };
-  on("touchstart", ({ touches }) => {
-    if (touches.length === 1) {
-      [finger, pressed] = [touches[0], false];
-      mouse("mousemove", finger);
-      requestAnimationFrame(() => requestAnimationFrame(press));
-    } else {
-      release(touches[0]);
-      apart = between(touches);
-    }
-  });
-  on("touchmove", ({ touches }) => {
-    if (pressed && touches.length === 1) {
-      mouse("mousemove", touches[0]);
-    } else if (finger === null && touches.length === 2) {
-      const [a, b] = touches, now = between(touches);
-      const middle = { clientX: (a.clientX + b.clientX) / 2, clientY: (a.clientY + b.clientY) / 2 };
-      mouse("mousemove", middle);
-      canvas.dispatchEvent(new WheelEvent("wheel", { bubbles: true, cancelable: true, ...middle,
-        deltaY: -200 * Math.log(now / apart) }));
-      apart = now;
-    }
-  });
-  on("touchend", ({ changedTouches: [touch] }) => {
-    if (finger === null) return;
-    const { clientX, clientY } = finger;
-    const still = Math.hypot(touch.clientX - clientX, touch.clientY - clientY) < 8;
-    press();
-    release(touch);
-    if (still) mouse("click", touch);
-  });
-  on("touchcancel", ({ changedTouches: [touch] }) => release(touch));
-}
-
 // --- Start --------------------------------------------------------------------------------------
 
 function listen() {
-  plot.subscribe("select", ({ points }) => { chosen = [...points]; showPanel(); });
+  plot.subscribe("select", ({ points }) => {
+    chosen = [...points];
+    showPanel();
+    $("panel").scrollTop = 0;
+  });
   plot.subscribe("deselect", () => { chosen = []; showPanel(); });
   plot.subscribe("pointover", hover);
   plot.subscribe("pointout", () => hover(null));
@@ -604,6 +460,7 @@ function listen() {
 
 async function start() {
   meta = await (await get("data/meta.json")).json();
+  table = new Table(meta);
   document.title = meta.title;
   const small = document.createElement("small");
   small.textContent = `${number(meta.samples)} samples`;
@@ -627,11 +484,14 @@ async function start() {
   showPanel();
   ready = true;
   document.body.dataset.ready = "yes";
-  names();
+  table.names();
 }
 
-start().catch((error) => { $("title").textContent = "This page cannot be shown"; say(error.message, true);
-  clearTimeout(quiet); throw error; });
+start().catch((error) => {
+  $("title").textContent = "This page cannot be shown";
+  say(error.message, true, true);
+  throw error;
+});
 
 // For tests and benchmarks, and for whoever opens the console.
 window.explore = { get plot() { return plot; }, get decisions() { return decisions; },
