@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,9 @@ def sources(name: str, flags: list[str]) -> list[Path]:
     if name == "-m":
         package = flags[0].split(".")
         here = ROOT.joinpath(*package)
+        if not (ROOT / package[0]).is_dir():
+            assert find_spec(flags[0]) is not None, flags
+            return []
         assert here.with_suffix(".py").is_file() or (here / "__main__.py").is_file(), flags
         return [*here.parent.glob("*.py"), *here.glob("*.py")]
     if (ROOT / name).is_file():
