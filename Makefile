@@ -38,7 +38,7 @@ lint: $(VENV)/.installed-dev ## Check style, types and import floors
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 docs: $(VENV)/.installed-site ## Build the site into site/; what is built loads nothing from the network
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "site/index.html is the first page; with its search: $(PY) -m http.server -d site"
 
 bench: $(VENV)/.installed ## Measure: digits over several seeds, as in docs/results.md
