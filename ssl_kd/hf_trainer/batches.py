@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from ssl_kd.datasets.aligned import AlignedBlocks
+from ssl_kd.datasets.aligned import AlignedBatch, AlignedBlocks
 from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.datasets.picture import Pictures
+from ssl_kd.datasets.picture_blocks import PictureBlocks
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import sent
 
@@ -19,6 +22,9 @@ NO_LOSS = -100
 """A label that does not count, as everywhere in transformers."""
 
 _READ = {"input_ids", "attention_mask", "labels", "position_ids", "rows"}
+# What processors make of images, of all rows together; and the kind of each token.
+_SEEN = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"}
+_KINDS = "mm_token_type_ids"
 # What collators of packed rows hand to attention kernels; positions say the same.
 _IMPLIED = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
@@ -30,11 +36,15 @@ class BlockRows(Dataset):
     its number, by which a cache of a teacher's answers is asked.
 
     Args:
-        blocks: what `make_blocks` or `aligned_blocks` gave.
+        blocks: what `make_blocks`, `make_picture_blocks` or `aligned_blocks` gave.
+
+    Attributes:
+        hold_more: whether a batch has more than samples hold: images, or another tokenizer's rows.
     """
 
     def __init__(self, blocks: Blocks | AlignedBlocks) -> None:
         self.blocks = blocks
+        self.hold_more = isinstance(blocks, AlignedBlocks | PictureBlocks)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -77,25 +87,27 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return columns
 
 
-def batch_of(inputs: Mapping[str, Any], device: torch.device) -> Batch:
+def batch_of(inputs: Mapping[str, Any], device: torch.device, images: Sequence[int] = ()) -> Batch:
     """A Trainer's batch as one of this library; waits for the device that it is on.
 
     Padding may stand on either side. Documents in one row are told apart by `position_ids` that
     restart from 0. What counts are labels other than -100; without `labels`, every real token but a
-    document's first.
+    document's first. A token that stands for an image never counts.
 
     Args:
         inputs: `input_ids` `[B, T]`, and perhaps `attention_mask`, `labels`, `position_ids` of the
-            same shape, and `rows` `[B]`.
+            same shape, and `rows` `[B]`; `pixel_values` and what else a processor makes of images.
         device: where to.
+        images: ids of the tokens that stand for images, see `image_tokens`.
 
     Raises:
-        InputError: something else is among them that the model would get (images); shapes differ; a
+        InputError: something else is among them that the model would get (films); shapes differ; a
             mask has holes; labels are other tokens than `input_ids`, or positions do not count from
             0 in each document.
     """
     given = {name: value for name, value in inputs.items() if value is not None}
-    if foreign := sorted(given.keys() - _READ - _IMPLIED):
+    seen = {name: sent(given[name], device) for name in _SEEN & given.keys()} if images else {}
+    if foreign := sorted(given.keys() - _READ - _IMPLIED - {_KINDS} - seen.keys()):
         raise InputError(
             f"the batch has {', '.join(foreign)}: expected {', '.join(sorted(_READ))}; leave the "
             "others out of what the data_collator returns"
@@ -123,7 +135,26 @@ def batch_of(inputs: Mapping[str, Any], device: torch.device) -> Batch:
     order = order[:, :width]
     mask = mask.gather(1, order)
     columns = {name: column.gather(1, order) for name, column in columns.items()}
-    return _batch(mask, rows, device=device, **columns)
+    batch = _batch(mask, rows, device=device, **columns)
+    if not images:
+        return batch
+    of_images = torch.isin(batch.input_ids, torch.tensor(images, device=batch.input_ids.device))
+    if seen and _KINDS in given:
+        seen[_KINDS] = of_images.long()
+    return replace(
+        batch,
+        counts=batch.counts & ~of_images.cpu(),
+        pictures=Pictures(seen, ("",) * len(mask)) if seen else None,
+    )
+
+
+def inputs_of_model(inputs: Mapping[str, Any], batch: Batch | AlignedBatch) -> dict[str, Any]:
+    """What a model itself gets of a Trainer's batch, with the images that the rows stand for."""
+    own = {name: value for name, value in inputs.items() if name != "rows"}
+    if isinstance(batch, Batch) and batch.pictures is not None:
+        own.pop("position_ids", None)  # with images they may be others: the model's business
+        own |= batch.pictures.inputs
+    return own
 
 
 def _batch(

@@ -17,10 +17,12 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from ssl_kd.datasets.aligned import AlignedBatch, AlignedBlocks
 from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents
+from ssl_kd.datasets.picture_blocks import image_tokens
 from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
-from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate
+from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate, inputs_of_model
 from ssl_kd.hf_trainer.guarding import GuardCallback, promote
+from ssl_kd.hf_trainer.resuming import load_seeing
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.routed import Routed, fixed
@@ -69,7 +71,8 @@ class DistillationTrainer(Trainer):
             as datasets. A dictionary of token ids alone cannot be aligned: it holds no text.
         train_dataset: samples with `input_ids`, and perhaps `labels` (-100 where there is no loss;
             not shifted), `attention_mask` and `position_ids` (which restart from 0 where a row
-            holds several documents); or `make_blocks(...)`, which a cache needs.
+            holds several documents), and what a processor makes of images (`pixel_values`, ...);
+            or `make_blocks(...)` or `make_picture_blocks(...)`, which a cache needs.
         eval_dataset: the same, or several by name.
         processing_class: the tokenizer; compared with that of a teacher loaded by name.
         data_collator: by default samples of different lengths are padded at the end.
@@ -126,11 +129,7 @@ class DistillationTrainer(Trainer):
             args=args,
             data_collator=data_collator or collate,
             train_dataset=_samples(train_dataset),
-            eval_dataset=(
-                {name: _samples(data) for name, data in eval_dataset.items()}
-                if isinstance(eval_dataset, dict)
-                else _samples(eval_dataset)
-            ),
+            eval_dataset=_samples(eval_dataset),
             processing_class=processing_class,
             callbacks=[*(callbacks or []), *([] if given else [self.guarding])],
             **options,
@@ -206,8 +205,7 @@ class DistillationTrainer(Trainer):
         objective = Objective(self.model, self._settings, precision, source, aligned)
         plugin = getattr(self.accelerator.state, "dynamo_plugin", None)
         if self.args.torch_compile and plugin is not None:
-            options = plugin.to_kwargs()
-            without_adapters(self.model).base_model.compile(**options)
+            without_adapters(self.model).base_model.compile(**plugin.to_kwargs())
         return objective
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -223,9 +221,10 @@ class DistillationTrainer(Trainer):
         self._signature_columns = [*dict.fromkeys([*self._signature_columns, "rows"])]
 
     def _batch(self, inputs: Mapping[str, Any], dataset: Any) -> Batch | AlignedBatch:
-        if isinstance(dataset, BlockRows) and isinstance(dataset.blocks, AlignedBlocks):
+        if isinstance(dataset, BlockRows) and dataset.hold_more:
             return dataset.blocks.batch(inputs["rows"].cpu(), self.args.device)
-        return batch_of(inputs, self.args.device)
+        images = image_tokens(without_adapters(self.model).config)
+        return batch_of(inputs, self.args.device, images)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -286,8 +285,7 @@ class DistillationTrainer(Trainer):
         terms = self.objective.weighted({n: x / self._sizes[n] for n, x in sums.items()})
         self._remember(sums, self.objective.counts([batch]))
         found = torch.stack([term.detach() for term in terms.values()])
-        scaler = self.accelerator.scaler
-        if scaler is not None:
+        if (scaler := self.accelerator.scaler) is not None:
             terms = {name: scaler.scale(term) for name, term in terms.items()}
         self.guarding.guard.backward(terms)
         self._left -= 1
@@ -327,6 +325,10 @@ class DistillationTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         self.guarding.resumed_from = None if checkpoint is None else Path(checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not load_seeing(self.model, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     # -- log lines --------------------------------------------------------------------------------
 
@@ -408,7 +410,7 @@ class DistillationTrainer(Trainer):
         loss = sums["ce"] / max(counts["ce"], 1)
         if prediction_loss_only:
             return loss, None, None
-        own = {name: value for name, value in inputs.items() if name != "rows"}
+        own = inputs_of_model(inputs, batch)
         _, logits, labels = super().prediction_step(model, own, False, ignore_keys)
         return loss, logits, labels
 
@@ -437,6 +439,8 @@ class DistillationTrainer(Trainer):
 
 
 def _samples(data: Any) -> Any:
+    if isinstance(data, dict):  # several by name
+        return {name: _samples(one) for name, one in data.items()}
     return BlockRows(data) if isinstance(data, Blocks | AlignedBlocks) else data
 
 
@@ -466,7 +470,8 @@ def _check(args: TrainingArguments, accelerator: Any) -> None:
             raise InputError(f"DistillationTrainer does not take {name}: {way}")
 
 
-def _check_tokenizers(teacher: CausalLM, tokenizer: Any) -> None:
+def _check_tokenizers(teacher: CausalLM, processing: Any) -> None:
+    tokenizer = getattr(processing, "tokenizer", processing)  # of a processor
     if tokenizer_id(teacher.tokenizer) != tokenizer_id(tokenizer):
         raise InputError(
             f"the teacher {teacher.name} has another tokenizer than processing_class "
