@@ -271,7 +271,7 @@ def _image(value: Any) -> str:
         value.save(buffer, kind := "png")
         content = buffer.getvalue()
     if not isinstance(content, bytes):
-        raise TypeError(f"{type(value).__name__} is neither JSON nor an image of PIL")
+        raise TypeError(f"it holds a {type(value).__name__}, neither JSON nor an image of PIL")
     path = TEXTS / "images" / f"{hashlib.sha256(content).hexdigest()[:32]}.{kind}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -236,8 +236,7 @@ def save_student(
             file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         generation.save_pretrained(new)  # adapters come without
         (processor or tokenizer).save_pretrained(new)
-        kinds = {"adapters": adapters, "images": processor is not None}
-        text = _card(folder.name, card, base, **kinds)
+        text = _card(folder.name, card, base, adapters, processor is not None)
         (new / "README.md").write_text(text, encoding="utf-8")
         again = transformers.AutoTokenizer.from_pretrained(new)
     if tokenizer_id(again) != tokenizer_id(tokenizer):
@@ -470,7 +469,6 @@ def _card(
     title: str,
     card: str | Sequence[Mapping[str, Any]],
     base: str,
-    *,
     adapters: bool,
     images: bool,
 ) -> str:
