@@ -231,10 +231,11 @@ def aligned_blocks(
 
     Raises:
         ValueError: a tokenizer that is not fast or lacks an EOS, no common text of tokens, a block
-            size below 3, or a data set of which nothing is left.
+            size below 3, or a data set that holds images or of which nothing is left.
     """
     if block_size < 3:
         raise ValueError(f"block_size must be at least 3 (context, token, end), got {block_size}")
+    dataset.check_text_alone()
     tokenizers = (student_tokenizer, teacher_tokenizer)
     readers = [TextReader(tokenizer) for tokenizer in tokenizers]
     frames = [Frame.of(tokenizer) for tokenizer in tokenizers]

@@ -248,13 +248,15 @@ def make_blocks(
 
     Raises:
         ValueError: a tokenizer that is not fast, lacks an EOS, or lacks the chat template
-            that messages need; a block size below 2; a data set of which no target is left.
+            that messages need; a block size below 2; a data set that holds images, or of which no
+            target is left.
     """
     if block_size < 2:
         raise ValueError(
             f"block_size must be at least 2 (a token and its target), got {block_size}"
         )
     check_fast(tokenizer)
+    dataset.check_text_alone()
     frame = Frame.of(tokenizer)
     left_out: list[str] = []
     cut: list[str] = []

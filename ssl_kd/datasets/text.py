@@ -58,6 +58,14 @@ class TextDataset:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def check_text_alone(self) -> None:
+        """Raise InputError where a document holds images, which a tokenizer would pass over."""
+        if (first := next((e.where for e in self.examples if e.images), None)) is not None:
+            raise InputError(
+                f"{first} holds images, and tokens are made of text alone here: take "
+                "ssl_kd.datasets.picture_blocks.make_picture_blocks with a model's processor"
+            )
+
     def without(self, held_out: TextDataset) -> TextDataset:
         """Leave out what stands in another data set, too.
 

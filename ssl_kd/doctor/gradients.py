@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents, make_blocks
+from ssl_kd.datasets.picture_blocks import make_picture_blocks
 from ssl_kd.datasets.text import first_few, open_text
 from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.guard.parts import TooFewHealthyParts
@@ -53,8 +54,13 @@ def open_model(settings: LanguageSettings) -> tuple[CausalLM, Blocks]:
     stored: Any = "auto"  # the dtype in the file, which load_causal_lm passes on
     lm = load_causal_lm(spec, dtype=stored)
     texts = open_text(settings.data_path, "train", max_bytes=TEXT_BYTES)
-    room = getattr(lm.model.config, "max_position_embeddings", None) or settings.block_size
+    room = (
+        getattr(lm.model.config.get_text_config(), "max_position_embeddings", None)
+        or settings.block_size
+    )
     size = min(settings.block_size, room)
+    if lm.processor is not None:
+        return lm, make_picture_blocks(texts, lm.processor, size)
     packing = settings.packing and isolates_documents(lm.model)
     return lm, make_blocks(texts, lm.tokenizer, size, packing=packing)
 

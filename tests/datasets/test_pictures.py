@@ -8,6 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from ssl_kd.datasets.aligned import aligned_blocks
+from ssl_kd.datasets.blocks import make_blocks
 from ssl_kd.datasets.decode import UnreadableImage
 from ssl_kd.datasets.records import as_example
 from ssl_kd.datasets.text import open_text
@@ -245,3 +247,12 @@ def test_other_tokens_around_an_image_are_refused(here, monkeypatch):
 def test_json_lines_and_parts_stay_json(here):
     example = example_of(records(here, 3)[2], here)
     assert json.loads(example.content())[-1] == [p.digest for p in example.images]
+
+
+def test_a_tokenizer_alone_does_not_pass_over_images(here):
+    texts = open_text(write_records(here / "a.jsonl", records(here, 3)), "all")
+    tokenizer = processor_of("llava").tokenizer
+    with pytest.raises(InputError, match="a.jsonl:2 holds images, and tokens are made of text"):
+        make_blocks(texts, tokenizer, 64)
+    with pytest.raises(InputError, match="a.jsonl:2 holds images"):
+        aligned_blocks(texts, tokenizer, tokenizer, 64)

@@ -40,6 +40,7 @@ from ssl_kd.teachers.tower import freeze_tower  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
 from tests.oracles import token_objectives  # noqa: E402
+from tests.ranks import run_joined  # noqa: E402
 from tests.seeing import (  # noqa: E402
     KINDS,
     draw,
@@ -408,6 +409,25 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     path = run(settings(teacher_model=str(folder), student_model=student, max_steps=1))
     report = replay(next((path / "faults").glob("kd-*.pt")))
     assert report.reproduced and "projector" in str(report)
+
+
+def rank(number, settings):
+    """A run of one rank; where it is."""
+    return str(run(settings))
+
+
+def test_two_processes_learn_what_one_does(settings, tmp_path):
+    every = write_records(
+        tmp_path / "every.jsonl", records(tmp_path, 24, images=lambda i: 1 + i % 2)
+    )
+    one = run(settings(data_path=every, run_name="one"))
+    asked = settings(data_path=every, run_name="two")
+    two = Path(asked.runs_dir) / "two"
+    assert run_joined(rank, 2, asked) == [str(two)] * 2
+    for ours, theirs in zip(metrics(one)["table"], metrics(two)["table"], strict=True):
+        assert ours["nll"] == pytest.approx(theirs["nll"], rel=1e-5)
+    mixed = run_joined(rank, 2, settings(run_name="mixed"))
+    assert all("some rows hold no image: start one process" in str(said) for said in mixed)
 
 
 # --- what is refused ------------------------------------------------------------------------------
