@@ -21,6 +21,7 @@ from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.seeds import seeded
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, without_adapters
+from ssl_kd.teachers.layers import stack_of
 from ssl_kd.teachers.student import add_lora
 from ssl_kd.training.schedule import learning_rate_at
 
@@ -191,13 +192,7 @@ def _parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Trained parameters by where they stand in a causal language model."""
     causal: Any = without_adapters(model)
     inner, outer = causal.get_input_embeddings().weight, causal.get_output_embeddings().weight
-    depth = causal.config.get_text_config().num_hidden_layers
-    stacks = (
-        name
-        for name, module in causal.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    )
-    stack = f"{next(stacks, '')}."  # the outermost comes first
+    stack = f"{stack_of(causal)}."
     parts: dict[str, list[nn.Parameter]] = {}
     for name, p in causal.named_parameters():
         if not p.requires_grad:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForImageTextToText, AutoProcessor  # noqa: E402
 
 from ssl_kd import Distillation  # noqa: E402
-from ssl_kd.datasets.picture_blocks import make_picture_blocks  # noqa: E402
+from ssl_kd.datasets.picture_blocks import PictureBlocks, make_picture_blocks  # noqa: E402
 from ssl_kd.datasets.text import open_text  # noqa: E402
 from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
@@ -409,6 +409,28 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     path = run(settings(teacher_model=str(folder), student_model=student, max_steps=1))
     report = replay(next((path / "faults").glob("kd-*.pt")))
     assert report.reproduced and "projector" in str(report)
+
+
+def test_adapters_of_a_trained_tower_in_half_precision_with_layers_compared(settings, folders):
+    more = {"lora_rank": 2, "train_vision": True, "model_dtype": "bfloat16", "alpha_hidden": 0.2}
+    student = folders("qwen2_vl")
+    options = {"student_model": student, "gradient_checkpointing": True, "layer_map": "uniform"}
+    path = run(settings("qwen2_vl", **more, **options))
+    saved = load_file(path / "student" / "adapter_model.safetensors")
+    assert any("visual" in name for name in saved) and any("language" in name for name in saved)
+    assert metrics(path)["learned_from"] == {"ce": 4, "kd": 4, "hidden": 4}
+    assert load_causal_lm(path / "student").processor.image_token == "<|image_pad|>"
+
+
+def test_the_doctor_takes_gradients_of_images(settings, folders):
+    from ssl_kd.doctor.gradients import gradients, open_model
+
+    asked = settings(student_model=folders("llava"))
+    lm, blocks = open_model(asked)
+    assert isinstance(blocks, PictureBlocks) and any(blocks.pictures)
+    found = {finding.tried: finding for finding in gradients(asked, lm, blocks)}
+    assert "gradient: layer 2" in found
+    assert [f for f in found.values() if f.change and not f.note] == []
 
 
 def rank(number, settings):
