@@ -1,5 +1,20 @@
 """Cleaning what a store holds: copies, outliers, leaks, wrong labels; and what to label next."""
 
 from ssl_kd.curate.duplicates import RULES, Duplicates, near_duplicates
+from ssl_kd.curate.labels import label_next, mislabelled
+from ssl_kd.curate.outliers import Leaks, leaks, outliers
+from ssl_kd.curate.pictures import odd_images
+from ssl_kd.curate.ranked import Ranked
 
-__all__ = ["RULES", "Duplicates", "near_duplicates"]
+__all__ = [
+    "RULES",
+    "Duplicates",
+    "Leaks",
+    "Ranked",
+    "label_next",
+    "leaks",
+    "mislabelled",
+    "near_duplicates",
+    "odd_images",
+    "outliers",
+]

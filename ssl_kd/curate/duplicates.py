@@ -270,7 +270,7 @@ def near_duplicates(
         return Duplicates(store, none, none, empty, empty, np.arange(n), floor or 0.0)
     k = min(NEIGHBOURS, n - 1)
     neighbours, _ = find_neighbours(store, k, search=search, device=device)
-    spacing = Spacing(store, neighbours, block_bytes, progress)
+    spacing = Spacing.measure(store, neighbours, block_bytes, progress)
     exact, full = _equal_rows(store, neighbours, spacing, same)
     limits = _Limits.of(spacing, floor)
     near = limits.rows(spacing)
@@ -338,17 +338,14 @@ class _Limits(NamedTuple):
     @classmethod
     def of(cls, spacing: Spacing, floor: float | None) -> _Limits:
         """All that may count as copies by chance's rule; and what is above the floor."""
-        n = len(spacing.nearest)
         closeness = spacing.nearest / np.maximum(spacing.scale, np.finfo(float).tiny)
-        ordered = np.sort(closeness)
-        share = spacing.chance(ordered) * n / np.arange(1, n + 1)
-        certain = ordered[share <= CHANCE]
+        certain = closeness[spacing.excess(closeness) <= CHANCE]
         apart = spacing.nearest[spacing.nearest > SAME]
         if floor is not None:
             distance = float(np.sqrt(2 - 2 * floor))
         else:
             distance = float(np.quantile(apart, KEPT_SHARE)) if len(apart) else SAME
-        return cls(distance, float(certain[-1]) if len(certain) else 0.0)
+        return cls(distance, float(certain.max()) if len(certain) else 0.0)
 
     def rows(self, spacing: Spacing) -> Rows:
         """Those that may have a pair."""
@@ -394,10 +391,8 @@ def _chance(
     for ends in (first, second):
         np.minimum.at(best, ends, closeness)
     ordered = np.sort(best[np.isfinite(best)])
-    share = spacing.chance(ordered) * n / np.arange(1, len(ordered) + 1)
-    # Stepping down: once too much is by chance, what is further away is no surer.
-    share = np.maximum.accumulate(share)
-    return np.minimum(share[np.searchsorted(ordered, closeness, "right") - 1], 1.0)
+    share = spacing.excess(ordered)
+    return share[np.searchsorted(ordered, closeness, "right") - 1]
 
 
 def _groups(labels: Rows) -> list[Rows]:

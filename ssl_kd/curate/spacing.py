@@ -76,15 +76,15 @@ class Spacing:
     """How the rows of a store lie among each other, in 16 bytes of each.
 
     Args:
-        store: n embeddings.
-        neighbours: `[n, k]`, as `find_neighbours` gives them.
-        block_bytes: memory that one block of embeddings may take.
-        progress: called with (rows done, n).
+        nearest: `[n]`, distance of the nearest other row.
+        furthest: `[n]`, distance of the k-th.
+        inverse: `[n]`, estimates of the inverse of the dimension.
+        k: neighbours that were looked at.
 
     Attributes:
-        nearest: `[n]`, distance of the nearest other row.
-        scale: `[n]`, distance of the k-th, from below at its 5 % quantile.
-        k: neighbours that were looked at.
+        nearest: as given.
+        scale: `[n]`, `furthest`, from below at its 5 % quantile.
+        k: as given.
         dimension: how many dimensions the rows fill locally, estimated from the further half of
             the neighbours: a few copies of a row are among the nearer.
 
@@ -95,29 +95,47 @@ class Spacing:
 
     def __init__(
         self,
+        nearest: NDArray[np.float64],
+        furthest: NDArray[np.float64],
+        inverse: NDArray[np.float64],
+        k: int,
+    ) -> None:
+        known = inverse[np.isfinite(inverse) & (inverse > 0)]
+        self.dimension = 1 / float(known.mean()) if len(known) else 1.0
+        self.nearest, self.scale, self.k = nearest, furthest, k
+        if (apart := furthest > SAME).any():
+            self.scale = np.maximum(furthest, np.quantile(furthest[apart], DENSEST_SHARE))
+
+    @classmethod
+    def of(cls, distances: NDArray[np.float64]) -> Spacing:
+        """From distances to the nearest k, `[n, k]`, ascending."""
+        inverse = _inverse_dimension(distances)
+        return cls(distances[:, 0], distances[:, -1], inverse, distances.shape[1])
+
+    @classmethod
+    def measure(
+        cls,
         store: EmbeddingStore,
         neighbours: Tensor,
         block_bytes: int = BLOCK_BYTES,
         progress: Progress | None = None,
-    ) -> None:
-        n, self.k = neighbours.shape
-        self.nearest, self.scale, inverse = np.empty(n), np.empty(n), np.zeros(n)
-        places = np.arange(self.k // 2, self.k - 1)
-        # Where the density is even: E log(r_k / r_j) = (H_{k-1} - H_{j-1}) / dimension.
-        sums = np.concatenate([[0], np.cumsum(1 / np.arange(1, self.k + 1))])
-        expected = sums[self.k - 1] - sums[places].mean() if len(places) else 1.0
+    ) -> Spacing:
+        """From a store and its neighbours `[n, k]`, a block at a time.
+
+        Args:
+            store: n embeddings.
+            neighbours: `[n, k]`, as `find_neighbours` gives them.
+            block_bytes: memory that one block of embeddings may take.
+            progress: called with (rows done, n).
+        """
+        n, k = neighbours.shape
+        nearest, furthest, inverse = np.empty(n), np.empty(n), np.empty(n)
         for rows, _, distance in neighbour_distances(store, neighbours, None, block_bytes):
-            self.nearest[rows], self.scale[rows] = distance[:, 0], distance[:, -1]
-            if len(places):
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    ratios = np.log(distance[:, -1:] / distance[:, places])
-                inverse[rows] = ratios.mean(1) / expected
+            nearest[rows], furthest[rows] = distance[:, 0], distance[:, -1]
+            inverse[rows] = _inverse_dimension(distance)
             if progress is not None:
                 progress(int(rows[-1]) + 1, n)
-        known = inverse[np.isfinite(inverse) & (inverse > 0)]
-        self.dimension = 1 / float(known.mean()) if len(known) else 1.0
-        if (apart := self.scale > SAME).any():
-            self.scale = np.maximum(self.scale, np.quantile(self.scale[apart], DENSEST_SHARE))
+        return cls(nearest, furthest, inverse, k)
 
     def closeness(
         self,
@@ -138,3 +156,28 @@ class Spacing:
         """
         within = np.minimum(closeness, 1 - 1e-12) ** self.dimension
         return -np.expm1((self.k - 1) * np.log1p(-within))
+
+    def excess(self, closeness: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of the rows at least as close as each `[m]`, the share that is by chance, 0 ... 1.
+
+        References:
+            Benjamini and Hochberg, Controlling the false discovery rate, JRSS B 1995; stepping
+            down, which is the more careful: once too much is by chance, nothing further is surer.
+        """
+        ordered = np.sort(closeness)
+        share = self.chance(ordered) * len(self.nearest) / np.arange(1, len(ordered) + 1)
+        share = np.minimum(np.maximum.accumulate(share), 1.0)
+        return share[np.searchsorted(ordered, closeness, "right") - 1]
+
+
+def _inverse_dimension(distances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """An estimate from each row of distances `[b, k]`; 0, NaN or infinite where it has none."""
+    k = distances.shape[1]
+    places = np.arange(k // 2, k - 1)
+    if not len(places):
+        return np.zeros(len(distances))
+    # Where the density is even: E log(r_k / r_j) = (H_{k-1} - H_{j-1}) / dimension.
+    sums = np.concatenate([[0], np.cumsum(1 / np.arange(1, k + 1))])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.log(distances[:, -1:] / distances[:, places])
+    return ratios.mean(1) / (sums[k - 1] - sums[places].mean())

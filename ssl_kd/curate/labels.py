@@ -1,0 +1,260 @@
+"""Samples whose label their neighbours and a classifier do not share; and what to label next."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import KFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from ssl_kd.curate.duplicates import NEIGHBOURS
+from ssl_kd.curate.ranked import Ranked
+from ssl_kd.curate.spacing import neighbour_distances, similarity, units
+from ssl_kd.errors import InputError
+from ssl_kd.graph.kmeans import kmeans
+from ssl_kd.store import EmbeddingStore, find_neighbours
+
+logger = logging.getLogger(__name__)
+
+TEMPERATURE = 0.07  # of the neighbours' votes, as in the k-NN accuracy
+FOLDS = 5
+INVERSE_PENALTY = 1e-3  # of standardised embeddings; wrong labels ask for a strong penalty
+BUDGET = 200_000_000  # rows x dimensions x classes that a classifier learns from
+PREDICTED = 8192  # rows at once
+MOST_CELLS = 1000  # unless more samples are asked for
+CELL_ROWS = 50_000  # that cells are made of; other samples are not asked for
+
+
+def mislabelled(
+    store: EmbeddingStore,
+    labels: NDArray[np.integer] | None = None,
+    *,
+    clusters: NDArray[np.integer] | None = None,
+    search: str = "auto",
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Ranked:
+    """The labelled samples by how little others support their label.
+
+    The score is 1 minus the probability that others give to the label, none of which saw it: the
+    mean of the weighted vote of the 20 nearest (leave one out), of a logistic regression that
+    learned from the other four fifths, and, where there are clusters, of the shares of the labels
+    among the other members of the sample's own.
+
+    Args:
+        store: n embeddings.
+        labels: `[n]`, -1 where unknown; None: those of the store.
+        clusters: `[n]` of a run, -1 for none.
+        search: as `find_neighbours` takes it.
+        device: where all pairs are compared.
+        seed: shares the samples out to the folds.
+
+    Returns:
+        The labelled samples; columns `label` and `suggested`, the likeliest class.
+
+    Raises:
+        InputError: fewer than two classes, or labels of another length.
+
+    References:
+        Northcutt et al., Confident learning: Estimating uncertainty in dataset labels, JAIR 2021
+        (out-of-sample probabilities; the ranking by self-confidence).
+    """
+    if labels is None:
+        labels = None if store.labels is None else store.labels.numpy()
+    if labels is None or len(np.unique(labels[labels >= 0])) < 2:
+        raise InputError(
+            f"{store.folder} ({store.split}) has labels of fewer than two classes: nothing says "
+            "which of them are wrong"
+        )
+    if len(labels) != store.n:
+        raise InputError(f"got {len(labels)} labels for {store.n} samples; expected one of each")
+    known = np.flatnonzero(labels >= 0)
+    classes, own = np.unique(labels[known], return_inverse=True)
+    codes = np.full(store.n, -1)
+    codes[known] = own
+    parts: list[NDArray[np.floating]] = [
+        _by_neighbours(store, codes, len(classes), search, device)[known],
+        _by_regression(store, known, own, len(classes), seed),
+    ]
+    if clusters is not None:
+        parts.append(_by_cluster(np.asarray(clusters)[known], own, len(classes)))
+    mean = np.mean(parts, 0)
+    suggested = classes[mean.argmax(1)]
+    score = 1 - mean[np.arange(len(known)), own]
+    return Ranked(store.ids, known, score, {"label": labels[known], "suggested": suggested})
+
+
+def _by_neighbours(
+    store: EmbeddingStore,
+    codes: NDArray[np.integer],
+    n_classes: int,
+    search: str,
+    device: str | torch.device,
+) -> NDArray[np.float32]:
+    """Weighted votes of the labelled neighbours, `[n, class]`; even where there are none."""
+    k = min(NEIGHBOURS, store.n - 1)
+    neighbours, _ = find_neighbours(store, k, search=search, device=device)
+    votes = np.zeros((store.n, n_classes), np.float32)
+    for rows, others, distance in neighbour_distances(store, neighbours):
+        cosine = similarity(distance)
+        weight = np.exp((cosine - cosine[:, :1]) / TEMPERATURE)
+        for place in range(k):
+            voted = codes[others[:, place]]
+            heard = voted >= 0
+            votes[rows[heard], voted[heard]] += weight[heard, place]
+    total = votes.sum(1, keepdims=True)
+    return np.where(total > 0, votes / np.where(total > 0, total, 1), 1 / n_classes)
+
+
+def _by_regression(
+    store: EmbeddingStore, known: NDArray[np.int64], own: NDArray, n_classes: int, seed: int
+) -> NDArray[np.float32]:
+    """Probabilities `[m, class]` by classifiers that did not learn from the sample."""
+    found = np.full((len(known), n_classes), 1 / n_classes, np.float32)
+    if len(known) < FOLDS:
+        return found
+    most = max(1000, BUDGET // (store.dim * n_classes))
+    rng = np.random.default_rng(seed)
+    for learn, judge in KFold(FOLDS, shuffle=True, random_state=seed).split(known):
+        if len(learn) > most:
+            learn = rng.choice(learn, most, replace=False)
+        if len(np.unique(own[learn])) < 2:
+            continue
+        regression = LogisticRegression(C=INVERSE_PENALTY, max_iter=200, tol=1e-3)
+        model = make_pipeline(StandardScaler(), regression)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(store.gather(torch.from_numpy(known[learn])).numpy(), own[learn])
+        for rows in np.array_split(judge, -(-len(judge) // PREDICTED)):
+            x = store.gather(torch.from_numpy(known[rows])).numpy()
+            found[rows] = 0
+            found[np.ix_(rows, regression.classes_)] = model.predict_proba(x)
+    return found
+
+
+def _by_cluster(clusters: NDArray, own: NDArray, n_classes: int) -> NDArray[np.float64]:
+    """Shares of the labels among the other members of each sample's cluster, `[m, class]`."""
+    _, code = np.unique(clusters, return_inverse=True)
+    counts = np.zeros((code.max() + 1, n_classes))
+    np.add.at(counts, (code, own), 1)
+    others = counts[code]
+    others[np.arange(len(own)), own] -= 1
+    alone = (others.sum(1) == 0) | (clusters < 0)
+    others[alone] = 1
+    return others / others.sum(1, keepdims=True)
+
+
+def label_next(
+    store: EmbeddingStore,
+    n: int = 100,
+    *,
+    labelled: NDArray[np.bool_] | None = None,
+    parents: NDArray[np.integer] | None = None,
+    doubt: NDArray[np.floating] | None = None,
+    search: str = "auto",
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Ranked:
+    """Which samples to label next: spread over all that there is, each typical of its part.
+
+    The samples are cut into as many cells as there will be labels, by k-means, within each of the
+    clusters of a run where they are given and in proportion to their sizes. Cells that hold a
+    labelled sample are covered; of the others, the largest first, the densest sample is asked for:
+    that with the smallest mean distance to its 20 nearest. With `doubt` the order of the cells is
+    by their size times their mean doubt.
+
+    Args:
+        store: m embeddings.
+        n: how many, 1 ... the samples that have no label.
+        labelled: `[m]`, which have a label already; None: none.
+        parents: `[m]`, clusters of a run, at the level of the tree nearest below n.
+        doubt: `[m]`, 0 ... 1: 1 minus the confidence of a run.
+        search: as `find_neighbours` takes it.
+        device: where all pairs are compared.
+        seed: draws the samples that cells are made of, and k-means' start.
+
+    Returns:
+        n samples in the order to label them; columns `cell` and `density`.
+
+    Raises:
+        InputError: fewer samples are without a label than were asked for.
+
+    References:
+        Hacohen et al., Active learning on a budget: Opposite strategies suit high and low budgets,
+        ICML 2022 (TypiClust).
+    """
+    free = np.ones(store.n, bool) if labelled is None else ~np.asarray(labelled, bool)
+    if not 1 <= n <= int(free.sum()):
+        raise InputError(
+            f"{n} samples to label were asked for; expected 1 to {int(free.sum())}, those that "
+            "have no label"
+        )
+    rng = np.random.default_rng(seed)
+    pool = np.arange(store.n)
+    if store.n > CELL_ROWS:
+        drawn = rng.choice(store.n, CELL_ROWS, replace=False)
+        pool = np.union1d(drawn, rng.choice(np.flatnonzero(free), n, replace=False))
+    if store.n == 1:
+        return Ranked(store.ids, pool, np.ones(1), {"cell": pool, "density": np.ones(1)})
+    k = min(NEIGHBOURS, store.n - 1)
+    neighbours, _ = find_neighbours(store, k, search=search, device=device)
+    near = [d.mean(1) for _, _, d in neighbour_distances(store, neighbours[pool], pool)]
+    density = -np.concatenate(near)
+    wanted = min(n + int((~free[pool]).sum()), max(n, MOST_CELLS))
+    cells = _cells(store, pool, wanted, None if parents is None else parents[pool], seed)
+    weight = np.ones(len(pool)) if doubt is None else np.asarray(doubt, np.float64)[pool]
+    places = _picked(cells, density, free[pool], weight, n)
+    rank = 1 - np.arange(len(places)) / len(places)
+    columns = {"cell": cells[places], "density": density[places]}
+    return Ranked(store.ids, pool[places], rank, columns)
+
+
+def _cells(
+    store: EmbeddingStore,
+    pool: NDArray[np.int64],
+    wanted: int,
+    parents: NDArray[np.integer] | None,
+    seed: int,
+) -> NDArray[np.int64]:
+    """Cells `[pool]`, as many as wanted, or some more: every parent has one."""
+    parents = np.zeros(len(pool), np.int64) if parents is None else parents
+    cells, count = np.zeros(len(pool), np.int64), 0
+    for parent in np.unique(parents):
+        own = np.flatnonzero(parents == parent)
+        share = min(len(own), max(1, round(wanted * len(own) / len(pool))))
+        x = units(store.gather(torch.from_numpy(pool[own]))).float().numpy()
+        cells[own] = count + kmeans(x, share, seed, max_iter=20)
+        count = int(cells[own].max()) + 1
+    return cells
+
+
+def _picked(
+    cells: NDArray[np.int64],
+    density: NDArray[np.floating],
+    free: NDArray[np.bool_],
+    weight: NDArray[np.float64],
+    n: int,
+) -> NDArray[np.int64]:
+    """Places of n free samples: the densest of each cell, the heaviest uncovered cell first.
+
+    A cell that has been asked for comes again only when all others have been.
+    """
+    taken = np.bincount(cells[~free], minlength=int(cells.max()) + 1)
+    mass = np.bincount(cells, weights=weight, minlength=len(taken))
+    waiting = [np.flatnonzero((cells == cell) & free) for cell in range(len(taken))]
+    waiting = [rows[np.argsort(-density[rows], kind="stable")].tolist() for rows in waiting]
+    found: list[int] = []
+    while len(found) < n:
+        there = np.array([bool(rows) for rows in waiting])
+        fewest = there & (taken == taken[there].min())
+        cell = int(np.argmax(np.where(fewest, mass, -np.inf)))
+        found.append(waiting[cell].pop(0))
+        taken[cell] += 1
+    return np.array(found)

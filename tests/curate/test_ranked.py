@@ -1,0 +1,103 @@
+"""Outliers, leaks, wrong labels, odd pictures and what to label next, with known answers."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_kd.curate import label_next, leaks, mislabelled, odd_images, outliers
+from ssl_kd.datasets import FolderDataset
+from ssl_kd.errors import InputError
+from tests.curate.stores import distinct, write
+
+
+def test_outliers_come_first(tmp_path):
+    x, _ = distinct(300, 16)
+    strange = 3 * np.random.default_rng(5).normal(size=(6, 16))
+    found = outliers(write(tmp_path, np.concatenate([x, strange])))
+    assert len(found) == 306 and set(found.top(6).rows) == set(range(300, 306))
+    assert found.scores[0] == 1 and found.scores[-1] == 0
+    assert (np.diff(found.columns["distance"]) <= 0).all()
+    assert len(found.above(0.99)) == 4 and found.frame().column("file")[0].as_py() == (
+        f"train/{found.rows[0]}.png"
+    )
+    assert len(outliers(write(tmp_path / "one", [[1.0, 2.0]]))) == 1
+
+
+def test_test_samples_that_are_in_train(tmp_path):
+    x, _ = distinct(400, 16)
+    rng = np.random.default_rng(2)
+    copies = np.concatenate([x[:5], x[5:10] + 0.01 * rng.normal(size=(5, 16))])
+    train = write(tmp_path, x[:300])
+    test = write(tmp_path, np.concatenate([x[300:], copies]), split="test")
+    found = leaks(train, test)
+    assert len(found) == 110
+    assert sorted(found.above().rows) == list(range(100, 110))
+    assert found.above().columns["train_row"][np.argsort(found.above().rows)].tolist() == list(
+        range(10)
+    )
+    assert len(found.above(0.999999)) == 5 and len(found.above(-1.0)) == 110
+    assert len(leaks(train, write(tmp_path / "b", x[300:], split="test")).above()) == 0
+
+
+def test_leaks_between_different_teachers_are_refused(tmp_path):
+    train, test = write(tmp_path, np.eye(5)), write(tmp_path, np.eye(4), split="test")
+    with pytest.raises(InputError, match="different teachers: features of 5 dimensions"):
+        leaks(train, test)
+
+
+@pytest.mark.parametrize("with_clusters", [False, True])
+def test_wrong_labels_come_first(tmp_path, with_clusters):
+    x, y = distinct(500, 16, clusters=5)
+    given = y.copy()
+    wrong = np.arange(0, 500, 25)
+    given[wrong] = (given[wrong] + 2) % 5
+    given[[3, 7]] = -1
+    store = write(tmp_path, x, given)
+    found = mislabelled(store, clusters=y if with_clusters else None)
+    assert len(found) == 498 and set(found.top(20).rows) == set(wrong)
+    assert (found.top(20).columns["suggested"] == y[found.top(20).rows]).all()
+    assert (found.top(20).columns["label"] == given[found.top(20).rows]).all()
+
+
+def test_labels_that_say_nothing_are_refused(tmp_path):
+    with pytest.raises(InputError, match="labels of fewer than two classes"):
+        mislabelled(write(tmp_path, np.eye(6)))
+    with pytest.raises(InputError, match="got 3 labels for 6 samples"):
+        mislabelled(write(tmp_path / "b", np.eye(6)), np.array([0, 1, 1]))
+
+
+def test_one_of_each_part_is_asked_for_first(tmp_path):
+    x, y = distinct(400, 16, clusters=8)
+    store = write(tmp_path, 10 * x)
+    found = label_next(store, 8)
+    assert sorted(y[found.rows]) == list(range(8)) and len(found) == 8
+    assert np.array_equal(found.rows, label_next(store, 8).rows)
+    by_tree = label_next(store, 8, parents=y)
+    assert sorted(y[by_tree.rows]) == list(range(8))
+    labelled = np.isin(y, range(5)) & (np.arange(400) % 2 == 0)
+    more = label_next(store, 3, labelled=labelled, parents=y)
+    assert not labelled[more.rows].any()
+    doubt = np.where(y == 6, 1.0, 0.01)
+    assert y[label_next(store, 8, parents=y, doubt=doubt).rows[0]] == 6
+    with pytest.raises(InputError, match="401 samples to label were asked for; expected 1 to 400"):
+        label_next(store, 401)
+    assert sorted(label_next(store, 400).rows) == list(range(400))
+
+
+def test_pictures_that_show_nothing(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, size in {"a": 40, "b": 40, "c": 64, "tiny": 6}.items():
+        pixels = rng.integers(0, 255, size=(size, size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{name}.png")
+    Image.open(tmp_path / "a.png").save(tmp_path / "again.bmp")  # equal pixels, another file
+    Image.new("RGB", (50, 50), "white").save(tmp_path / "white.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    found = odd_images(FolderDataset(tmp_path, "made", "train"))
+    table = found.frame().to_pydict()
+    reasons = dict(zip(table["file"], table["reason"], strict=True))
+    assert set(reasons) == {"white.png", "tiny.png", "broken.png"} and len(found) == 3
+    assert reasons["white.png"] == "blank" and reasons["tiny.png"] == "tiny"
+    assert reasons["broken.png"].startswith("unreadable: ")
+    same = dict(zip(found.ids, found.same, strict=True))
+    assert same["a.png"] == same["again.bmp"] and len(set(same.values())) == 6
+    assert found.sizes[found.ids.index("c.png")] == 64 * 64
