@@ -337,6 +337,17 @@ def _replay(argv: Sequence[str]) -> int:
     return guarded(work)
 
 
+def _curate(argv: Sequence[str]) -> int:
+    """Find copies, outliers, leaks, wrong labels; what to label next: ssl_kd curate RUN."""
+
+    def work() -> int:
+        from ssl_kd.curate_command import curate
+
+        return curate(argv, "ssl_kd curate")
+
+    return guarded(work)
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train_here,
     "extract": _extract_here,
@@ -344,8 +355,9 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "verify": _verify,
     "judge": _judge,
-    "export": _export,
+    "curate": _curate,
     "explore": _explore,
+    "export": _export,
     "install-check": _install_check,
     "replay": _replay,
     "config": _config,

@@ -1,0 +1,277 @@
+"""`ssl_kd curate CACHE | RUN`: what to throw out, what to look at and what to label, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssl_kd.errors import OK, InputError
+from ssl_kd.flags import FlagParser
+
+if TYPE_CHECKING:
+    import pyarrow as arrow
+
+    from ssl_kd.curate import Duplicates
+    from ssl_kd.finished import Samples
+    from ssl_kd.store import EmbeddingStore
+
+LISTED = 1000  # outliers and doubtful labels in their tables
+_HELP = {
+    "split": "which split of a cache (default: train; leaks are looked for in test)",
+    "duplicates": "cosine from which on two samples are copies, or auto (default): what is closer"
+    " than chance makes it",
+    "rule": "which copy stays: first | typical | semdedup | largest (default: first)",
+    "label": "so many samples to label next (default: none)",
+    "format": "csv | parquet (default: csv)",
+    "out": "folder for the tables (default: curated in the run's folder, or beside the cache)",
+}
+_FLAGS = {
+    "images": "decode every image of a run once: which are broken, blank or tiny, which are equal;"
+    " --rule largest does it, too",
+    "force": "replace the tables that are there",
+}
+
+
+def curate(argv: Sequence[str], prog: str) -> int:
+    """Do it; return the exit code.
+
+    Args:
+        argv: The folder first, then flags.
+        prog: What `--help` calls the program.
+
+    Raises:
+        InputError: what was given cannot be.
+    """
+    if not argv or {"-h", "--help"} & set(argv):
+        told = [f"  --{name} {name.upper()}\n      {of}" for name, of in _HELP.items()]
+        told += [f"  --{name}\n      {of}" for name, of in _FLAGS.items()]
+        print(
+            f"usage: {prog} FOLDER [flags]\n\nFOLDER is a finished run's (runs/NAME) or a cache of "
+            "embeddings (data/embeddings).\n\nWrites duplicates, outliers, leaks, labels, images "
+            "and label_next, each a table with a\nline for each sample to look at, and "
+            "kept.txt, the files that stay.\n\n" + "\n".join(told)
+        )
+        return OK
+    if argv[0].startswith("-"):
+        raise InputError(
+            f"curate takes the folder first, and {argv[0]} came: {prog} runs/latest {argv[0]} ..."
+        )
+    given = _given(argv[1:])
+    folder = Path(argv[0]).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder; expected a run's or a cache of embeddings")
+    out = Path(given.out).expanduser() if given.out is not None else folder / "curated"
+    if out.exists() and not given.force and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists: name another folder with --out, or replace it by --force")
+    return _curate(folder, given, out)
+
+
+def _given(argv: Sequence[str]) -> Any:
+    """The flags, each checked."""
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    for name in ("split", "duplicates", "rule", "format", "out"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--label", type=int)
+    for name in _FLAGS:
+        parser.add_argument(f"--{name}", action="store_true")
+    given, rest = parser.parse_known_args(argv)
+    if rest:
+        known = ", ".join(f"--{name}" for name in [*_HELP, *_FLAGS])
+        raise InputError(f"curate has no {rest[0]}; expected {known}")
+    from ssl_kd.curate.duplicates import RULES
+
+    for name, default, allowed in (("rule", "first", RULES), ("format", "csv", ("csv", "parquet"))):
+        value = getattr(given, name) or default
+        if value not in allowed:
+            raise InputError(f"--{name} is {value!r}; expected one of {', '.join(allowed)}")
+        setattr(given, name, value)
+    given.threshold = None
+    if given.duplicates not in (None, "auto"):
+        try:
+            given.threshold = float(given.duplicates)
+        except ValueError:
+            given.threshold = -2.0
+        if not -1 <= given.threshold <= 1:
+            raise InputError(
+                f"--duplicates is {given.duplicates!r}; expected auto or a cosine, -1 to 1"
+            )
+    if given.label is not None and given.label < 1:
+        raise InputError(f"--label is {given.label}; expected at least 1")
+    return given
+
+
+def _curate(folder: Path, given: Any, out: Path) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ssl_kd.ranks import refuse_ranks
+    from ssl_kd.screen import ProgressBars, open_screen
+
+    screen = open_screen()
+    refuse_ranks()
+    with ProgressBars(screen) as progress:
+        work = _Work(folder, given, progress)
+        tables = work.tables()
+    out.mkdir(parents=True, exist_ok=True)
+    shown = Table("", "found", "file", title=f"{folder}, {work.split}: {work.store.n:,} samples")
+    for name, (told, table) in tables.items():
+        path = out / f"{name}.{given.format}"
+        _write(path, table)
+        shown.add_row(name, told, path.name)
+    _write_kept(out / "kept.txt", work)
+    shown.add_row("kept", f"{int(work.kept.sum()):,} samples stay", "kept.txt")
+    console = Console()
+    console.print(shown)
+    console.print(f"Tables: {out}", soft_wrap=True, markup=False)
+    return OK
+
+
+class _Work:
+    """What is asked of one folder: the stores, and what a run knows beside them."""
+
+    def __init__(self, folder: Path, given: Any, progress: Callable[..., None]) -> None:
+        from ssl_kd.finished import Samples
+        from ssl_kd.store import EmbeddingStore
+
+        self.given, self.progress, self.split = given, progress, given.split or "train"
+        self.samples: Samples | None = None
+        self.test: EmbeddingStore | None = None
+        if (folder / "config.json").is_file():
+            self.samples = Samples(folder)
+            self.store = self.samples.store(self.split)
+            splits = list(self.samples.splits)
+            if "test" in splits and self.split != "test":
+                self.test = self.samples.store("test")
+        else:
+            if given.images or given.rule == "largest":
+                flag = "--images" if given.images else "--rule largest"
+                raise InputError(
+                    f"{flag} needs the images, and {folder} holds embeddings alone: give a run's "
+                    "folder"
+                )
+            if not _has(folder, self.split):
+                raise InputError(
+                    f"{folder} is neither a run's folder (no config.json) nor a cache of the split "
+                    f"{self.split} (no embeddings_{self.split}.json)"
+                )
+            self.store = EmbeddingStore.open(folder, self.split)
+            if self.split != "test" and _has(folder, "test"):
+                self.test = EmbeddingStore.open(folder, "test")
+
+    def tables(self) -> dict[str, tuple[str, arrow.Table]]:
+        """Name -> what is said of it, and the table."""
+        from ssl_kd.curate import label_next, leaks, mislabelled, near_duplicates, outliers
+
+        found: dict[str, tuple[str, arrow.Table]] = {}
+        pictures = self._pictures()
+        same = None if pictures is None else pictures.same
+        floor = self.given.threshold
+        copies = near_duplicates(self.store, floor=floor, same=same, progress=self._of("copies"))
+        sizes = None if pictures is None else pictures.sizes
+        self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=self._column())
+        found["duplicates"] = self._copies(copies, floor)
+        far = self._outliers() or outliers(self.store, progress=self._of("outliers"))
+        found["outliers"] = f"the {min(LISTED, len(far)):,} furthest out", far.top(LISTED).frame()
+        if pictures is not None:
+            odd = f"{len(pictures):,} broken, blank or tiny"
+            found["images"] = odd, pictures.frame()
+            self.kept[list(pictures.reasons)] = False
+        if self.test is not None:
+            leaked = leaks(self.store, self.test, progress=self._of("leaks")).above(floor)
+            told = f"{len(leaked):,} of {self.test.n:,} test samples are in {self.split}"
+            found["leaks"] = told, leaked.frame()
+        labels = None if self.store.labels is None else self.store.labels.numpy()
+        if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
+            doubtful = mislabelled(self.store, clusters=self._column())
+            said = int((doubtful.columns["label"] != doubtful.columns["suggested"]).sum())
+            found["labels"] = f"{said:,} others call otherwise", doubtful.top(LISTED).frame()
+        if self.given.label is not None:
+            confidence = self._column("confidence")
+            asked = label_next(
+                self.store,
+                self.given.label,
+                parents=self._parents(),
+                doubt=None if confidence is None else 1 - confidence,
+            )
+            found["label_next"] = f"{len(asked):,} to label next", asked.frame()
+        return found
+
+    def _copies(self, copies: Duplicates, threshold: float | None) -> tuple[str, arrow.Table]:
+        groups = copies.groups(threshold)
+        gone = int((~self.kept).sum())
+        told = f"{gone:,} copies in {len(groups):,} groups, {len(copies.exact):,} of them of equals"
+        return told, copies.frame(threshold, self.kept)
+
+    def _column(self, name: str = "cluster") -> Any:
+        """A column of the run's table, of this split; None of a cache."""
+        if self.samples is None:
+            return None
+        rows = self.samples.splits[self.split]
+        return self.samples.column(name)[rows.start : rows.stop]
+
+    def _parents(self) -> Any:
+        """The run's clusters at the finest level of the tree with at most as many as labels."""
+        if self.samples is None:
+            return None
+        levels = [self._column(name) for name in self.samples.levels]
+        fitting = [level for level in levels if len(set(level.tolist())) <= self.given.label]
+        return fitting[-1] if fitting else None
+
+    def _outliers(self) -> Any:
+        """By the run's own scores, where it has them."""
+        from ssl_kd.curate import Ranked
+
+        if self.samples is None or "outlier" not in self.samples.table.column_names:
+            return None
+        scores = self._column("outlier")
+        import numpy as np
+
+        return Ranked(self.store.ids, np.arange(self.store.n), scores)
+
+    def _pictures(self) -> Any:
+        """One look at each image of the split, by the rows of the store; None unasked."""
+        if not (self.given.images or self.given.rule == "largest"):
+            return None
+        assert self.samples is not None
+        from ssl_kd.curate.pictures import look_at
+
+        rows = self.samples.splits[self.split]
+        first = self.samples.image(rows.start)
+        if first is None:
+            raise InputError(f"{self.samples.path} learned from features: it has no images")
+        samples = self.samples
+        return look_at(
+            list(self.store.ids),
+            lambda row: samples.image(rows.start + row),
+            progress=self._of("images"),
+        )
+
+    def _of(self, stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: self.progress(stage, done, total, {})
+
+
+def _has(folder: Path, split: str) -> bool:
+    return (folder / f"embeddings_{split}.json").is_file()
+
+
+def _write(path: Path, table: arrow.Table) -> None:
+    from pyarrow import csv, parquet
+
+    from ssl_kd.files import atomic_write
+
+    if path.suffix == ".csv":
+        atomic_write(path, lambda file: csv.write_csv(table, file))
+    else:
+        atomic_write(path, lambda file: parquet.write_table(table, file, compression="zstd"))
+
+
+def _write_kept(path: Path, work: _Work) -> None:
+    """The names of the samples that stay, a line each."""
+    from ssl_kd.files import atomic_write
+
+    def write(file: Any) -> None:
+        for row in work.kept.nonzero()[0].tolist():
+            file.write((work.store.ids[row] + "\n").encode())
+
+    atomic_write(path, write)

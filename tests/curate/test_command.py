@@ -1,0 +1,89 @@
+"""`ssl_kd curate`: tables of a run and of a cache, and what cannot be."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import csv, parquet
+
+from ssl_kd.cli import main
+from ssl_kd.finished import Samples
+from tests.curate.stores import distinct, write
+
+
+def told(capsys) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run(photo_run, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["curate", str(photo_run), "--out", str(out), "--label", "12", "--rule", "largest"]
+    assert main(words) == 0
+    samples = Samples(photo_run)
+    n = len(samples.splits["train"])
+    shown = capsys.readouterr().out
+    names = {"duplicates", "outliers", "images", "leaks", "labels", "label_next", "kept"}
+    assert all(name in shown for name in names)
+    assert {path.stem for path in out.iterdir()} == names
+    assert csv.read_csv(out / "label_next.csv").num_rows == 12
+    outlier = csv.read_csv(out / "outliers.csv").to_pydict()
+    own = samples.column("outlier")[:n]
+    assert outlier["score"] == sorted(own, reverse=True)
+    assert outlier["file"][0] == samples.column("file")[outlier["row"][0]]
+    assert csv.read_csv(out / "labels.csv").num_rows == n
+    kept = (out / "kept.txt").read_text().splitlines()
+    gone = [kept for kept in csv.read_csv(out / "duplicates.csv").column("kept").to_pylist()]
+    assert len(kept) == n - gone.count(False)
+
+
+def test_a_cache(tmp_path, capsys):
+    x, _ = distinct(200)
+    cache = write(tmp_path / "cache", np.concatenate([x, x[:4]])).folder
+    assert main(["curate", str(cache), "--format", "parquet"]) == 0
+    found = parquet.read_table(cache / "curated" / "duplicates.parquet")
+    assert found.num_rows == 8 and "leaks" not in capsys.readouterr().out
+    assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 200
+    assert main(["curate", str(cache)]) == 2
+    assert "curated exists: name another folder with --out" in told(capsys)
+    assert main(["curate", str(cache), "--force", "--duplicates", "0.3"]) == 0
+    assert csv.read_csv(cache / "curated" / "duplicates.csv").num_rows > 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--label", "3"], "curate takes the folder first, and --label came"),
+        (["nowhere"], "nowhere is no folder"),
+        (["{}", "--rule", "best"], "--rule is 'best'; expected one of first, typical"),
+        (["{}", "--format", "xlsx"], "--format is 'xlsx'; expected one of csv, parquet"),
+        (["{}", "--duplicates", "near"], "--duplicates is 'near'; expected auto or a cosine"),
+        (["{}", "--duplicates", "7"], "--duplicates is '7'; expected auto or a cosine"),
+        (["{}", "--label", "0"], "--label is 0; expected at least 1"),
+        (["{}", "--label", "400"], "400 samples to label were asked for; expected 1 to 50"),
+        (["{}", "--colour", "red"], "curate has no --colour; expected --split, --duplicates"),
+        (["{}", "--images"], "--images needs the images, and"),
+        (["{}", "--split", "val"], "nor a cache of the split val (no embeddings_val.json)"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_writes_nothing(tmp_path, capsys, words, message):
+    cache = write(tmp_path / "cache", distinct(50)[0]).folder
+    assert main(["curate", *(word.format(cache) for word in words)]) == 2
+    assert message in told(capsys)
+    assert not (cache / "curated").exists()
+
+
+def test_a_run_whose_embeddings_are_others_by_now(photo_run, tmp_path, capsys):
+    copy = shutil.copytree(photo_run, tmp_path / "copy")
+    text = (copy / "config.json").read_text()
+    folder = Samples(photo_run).settings["EMBEDDINGS_DIR"]
+    (copy / "config.json").write_text(text.replace(folder, str(tmp_path / "other")))
+    write(Path(tmp_path / "other"), distinct(50)[0])
+    assert main(["curate", str(copy)]) == 2
+    assert "holds other samples (50) than" in told(capsys)
+
+
+def test_help(capsys):
+    assert main(["curate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in ("duplicates", "rule", "label", "images", "out"))
