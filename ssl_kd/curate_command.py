@@ -185,7 +185,8 @@ class _Work:
         if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
             doubtful = mislabelled(self.store, clusters=self._column())
             said = int((doubtful.columns["label"] != doubtful.columns["suggested"]).sum())
-            found["labels"] = f"{said:,} others call otherwise", doubtful.top(LISTED).frame()
+            told = f"{said:,} whose label others do not share"
+            found["labels"] = told, doubtful.top(LISTED).frame()
         if self.given.label is not None:
             confidence = self._column("confidence")
             asked = label_next(
