@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train distill test lint docs bench doctor config wheel clean
+.PHONY: help train distill test lint docs bench doctor config dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -31,11 +31,12 @@ test: $(VENV)/.installed-dev ## Set up, then run the tests: make test ARGS="-k s
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-lint: $(VENV)/.installed-dev ## Check style, types and import floors
+lint: $(VENV)/.installed-dev ## Check style, types, import floors and the line budget
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
 	$(PY) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+	$(PY) .ci/lines.py
 
 docs: $(VENV)/.installed-site ## Build the site into site/; what is built loads nothing from the network
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
@@ -52,9 +53,8 @@ config: $(VENV)/.installed ## Write config.py and scripts/config.py anew from th
 	$(PY) -m ssl_kd config train > config.py.new && mv config.py.new config.py
 	$(PY) -m ssl_kd config distill > config.py.new && mv config.py.new scripts/config.py
 
-wheel: $(VENV)/.installed-dev ## Build the wheel into dist/
-	rm -rf build dist
-	$(PY) -m build --wheel --outdir dist .
+dist: $(VENV)/.installed-dev ## Build sdist and wheel into dist/, and use the wheel as a stranger does
+	bash .ci/dist
 
 clean: ## Remove .venv and build outputs; data and runs stay
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -50,7 +50,7 @@ def packages() -> Iterator[Finding]:
             yield Finding(name, str(getattr(module, "__version__", "installed")))
     for name, extra in _OPTIONAL.items():
         missing = importlib.util.find_spec(name) is None
-        way = f"not installed, optional: pip install -e '.[{extra}]'"
+        way = f"not installed, optional: pip install 'ssl_kd[{extra}]'"
         yield Finding(f"extra {extra}", way if missing else "installed")
 
 
@@ -63,7 +63,7 @@ def explain_import(name: str, error: Exception) -> tuple[str, str]:
             " pip install --force-reinstall torch torchvision"
         )
     if isinstance(error, ModuleNotFoundError) and error.name == name:
-        return seen, "make train sets up everything in .venv; or: pip install -e ."
+        return seen, "make train sets up everything in .venv; or: pip install ssl_kd"
     return seen, f"its binary does not work on this machine: pip install --force-reinstall {name}"
 
 
@@ -91,7 +91,7 @@ def versions() -> Iterator[Finding]:
     yield Finding(
         "versions",
         "; ".join(sorted(unfit)) or "all packages fit each other",
-        "pip install -e . --upgrade, or in a fresh environment: make train" if unfit else "",
+        "pip install --upgrade NAME, or in a fresh environment: make train" if unfit else "",
     )
 
 
