@@ -56,7 +56,7 @@ def test_a_compiled_step_is_the_step_and_a_sick_head_keeps_every_bit():
         others = [0, 2, 3]
         assert torch.equal(tensor[others], again.state.owned()[name][others])
         if name in ("teacher", "marginal"):  # Adam's first steps are signs of gradients near 0
-            assert torch.allclose(tensor[others], eager.state.owned()[name][others], atol=1e-3)
+            assert torch.allclose(tensor[others], eager.state.owned()[name][others], atol=2e-3)
 
 
 class Breaks(TEMIHead):
@@ -69,5 +69,7 @@ class Breaks(TEMIHead):
 
 
 def test_what_cannot_be_compiled_is_said():
-    with pytest.raises(SettingsError, match=r"COMPILE: .*Data-dependent.* Set COMPILE to False"):
+    with pytest.raises(
+        SettingsError, match=r"COMPILE: .*(Data-dependent|Dynamic) .*Set COMPILE to False"
+    ):
         _trainer(Breaks, compile=True).step(_views(0), 1e-2)
