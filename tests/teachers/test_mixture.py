@@ -600,7 +600,7 @@ def test_routers_of_a_half_precision_teacher_are_float32(dtype, kind):
     step = RouterStep(mixture, learning_rate=1e-5, scale_loss=dtype == torch.float16)
     assert {p.dtype for p in mixture.router_parameters().values()} == {torch.float32}
     close = torch.isclose(_logits(model).float(), plain, rtol=0.1, atol=0.3).all(-1)
-    assert (~close).sum() <= 1  # a token whose rounded router chose another expert
+    assert (~close).sum() <= 3  # of 30 tokens, whose rounded router chose another expert
     before = _bits(mixture.router_parameters())
     for _ in range(3):
         record = step.step(_objective(model, _student()))
