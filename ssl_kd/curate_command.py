@@ -192,7 +192,11 @@ class _Work:
             asked = label_next(
                 self.store,
                 self.given.label,
-                parents=self._parents(),
+                parents=(
+                    None
+                    if self.samples is None
+                    else self.samples.parents(self.given.label, self.split)
+                ),
                 doubt=None if confidence is None else 1 - confidence,
             )
             found["label_next"] = f"{len(asked):,} to label next", asked.frame()
@@ -208,16 +212,7 @@ class _Work:
         """A column of the run's table, of this split; None of a cache."""
         if self.samples is None:
             return None
-        rows = self.samples.splits[self.split]
-        return self.samples.column(name)[rows.start : rows.stop]
-
-    def _parents(self) -> Any:
-        """The run's clusters at the finest level of the tree with at most as many as labels."""
-        if self.samples is None:
-            return None
-        levels = [self._column(name) for name in self.samples.levels]
-        fitting = [level for level in levels if len(set(level.tolist())) <= self.given.label]
-        return fitting[-1] if fitting else None
+        return self.samples.column(name, self.split)
 
     def _outliers(self) -> Any:
         """By the run's own scores, where it has them."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import numbers
-import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -367,28 +365,21 @@ class MultiHeadClusterer(
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None
     ) -> str:
-        """Put it on the Hugging Face hub with a card, where `from_pretrained(repo_id)` finds it.
+        """Put it on the Hugging Face hub with a card, for `from_pretrained(repo_id)`; where it is.
 
         Args:
             repo_id: `user/name`; made where it is not there.
             private: whether others may not see it; None: as the account says.
             token: of the hub; None: the one that `hf auth login` kept.
 
-        Returns:
-            Where it is.
-
         Raises:
             InputError: no such name can be; HubRefused: the hub took nothing.
         """
         check_is_fitted(self)
-        from ssl_kd.export.cards import plain_card
-        from ssl_kd.export.hub import push_folder
+        from ssl_kd.export.hub import push_saved
 
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            card = plain_card(repo_id, self.n_clusters_, self.n_features_in_)
-            card.save(Path(folder) / "README.md")
-            return push_folder(Path(folder), repo_id, private=private, token=token)
+        sizes = self.n_clusters_, self.n_features_in_
+        return push_saved(self.save_pretrained, *sizes, repo_id, private=private, token=token)
 
     @classmethod
     @undisturbed()
@@ -411,11 +402,9 @@ class MultiHeadClusterer(
             CorruptFileError: one of its files is damaged, or a tensor is not finite; it is named.
             ValueError: it names a head or loss that is not this library's and was not named here.
         """
-        folder = Path(folder)
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.exists():
-            from ssl_kd.export.hub import fetch_model
+        from ssl_kd.export.hub import folder_of
 
-            folder = fetch_model(str(folder))
+        folder = folder_of(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(

@@ -14,7 +14,18 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from PIL import Image
 
+from ssl_kd.curate import (
+    Duplicates,
+    Leaks,
+    Ranked,
+    label_next,
+    leaks,
+    mislabelled,
+    near_duplicates,
+)
+from ssl_kd.curate.pictures import Pictures, look_at
 from ssl_kd.errors import InputError, MissingPackage
+from ssl_kd.explore import serve, write_site
 from ssl_kd.export import Content, export, push_run
 from ssl_kd.finished import Curation, Samples, name_samples
 from ssl_kd.naming import Names
@@ -183,6 +194,71 @@ class Run:
         except ImportError as error:
             raise MissingPackage(f"a frame of {kind} needs it: pip install {kind}") from error
         return package.from_arrow(table) if kind == "polars" else table.to_pandas()
+
+    # --- Curate -----------------------------------------------------------------------------------
+
+    def duplicates(self, split: str = "train", *, floor: float | None = None) -> Duplicates:
+        """Exact and near copies in one split, found once: `.groups(threshold)`, `.kept(...)`.
+
+        Args:
+            split: of the run; rows are numbered within it.
+            floor: cosine down to which pairs are kept, as `ssl_kd.curate.near_duplicates` takes it.
+        """
+        return near_duplicates(self.samples.store(split), floor=floor)
+
+    def leaks(self, train: str = "train", test: str = "test") -> Leaks:
+        """Samples of one split that may be copies of samples of another: `.above(threshold)`."""
+        return leaks(self.samples.store(train), self.samples.store(test))
+
+    def outliers(self, split: str = "train") -> Ranked:
+        """The samples of a split by the run's own outlier score, the furthest out first."""
+        scores = self.samples.column("outlier", split)
+        names = self.samples.column("file", split).tolist()
+        return Ranked(names, np.arange(len(scores)), scores)
+
+    def mislabelled(self, split: str = "train") -> Ranked:
+        """The labelled samples of a split by how little neighbours and clusters support the label.
+
+        Raises:
+            InputError: fewer than two classes are known.
+        """
+        clusters = self.samples.column("cluster", split)
+        return mislabelled(self.samples.store(split), clusters=clusters)
+
+    def odd_images(self, split: str = "train") -> Pictures:
+        """The images of a split that are broken, blank or tiny; each is decoded once.
+
+        Raises:
+            InputError: the run learned from features; FileNotFoundError: an image is gone.
+        """
+        samples = self.samples
+        ids, rows = samples.column("file", split).tolist(), samples.splits[split]
+        return look_at(ids, lambda row: samples.image(rows.start + row))
+
+    def label_next(self, n: int = 100) -> Ranked:
+        """The training samples to label next: typical of each part of the tree.
+
+        Args:
+            n: how many; the larger and the more doubtful a part, the sooner.
+
+        Raises:
+            InputError: there are fewer.
+        """
+        doubt = 1 - self.samples.column("confidence", "train")
+        parents = self.samples.parents(n)
+        return label_next(self.samples.store(), n, parents=parents, doubt=doubt)
+
+    def explore(self, folder: str | Path | None = None, *, port: int = 0) -> Path | None:
+        """The map of all samples in a browser, where clusters are named, merged and split.
+
+        Args:
+            folder: write `explore.html` with its data there, for any web server, and return it;
+                None: serve it to this machine until Ctrl-C.
+            port: where it is served; 0: any that is free.
+        """
+        if folder is not None:
+            return write_site(self.samples, folder)
+        return serve(self.samples, port)
 
     # --- Name, and take with you ------------------------------------------------------------------
 

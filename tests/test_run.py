@@ -91,3 +91,26 @@ def test_a_cluster_that_is_not_there(run, tmp_path):
     assert run.curation.names == {}
     with pytest.raises(RunFolderError, match="not a run's folder"):
         Run.open(tmp_path)
+
+
+def test_what_to_throw_out_and_what_to_label(run):
+    train = run.samples.splits["train"]
+    store = run.samples.store()
+    found = run.duplicates()
+    assert found.store.n == len(train) and found.groups(1.0) == found.exact
+    assert len(run.leaks().above(1.0)) == 0
+    far = run.outliers()
+    assert len(far) == len(train) and far.scores[0] == run.samples.column("outlier", "train").max()
+    doubtful = run.mislabelled("test")
+    assert len(doubtful) == len(run.samples.splits["test"])
+    assert len(run.odd_images()) == 0
+    asked = run.label_next(6)
+    assert len(set(asked.rows.tolist())) == 6
+    assert {store.labels[row].item() for row in asked.rows} == {0, 1, 2}
+    with pytest.raises(InputError, match="no split 'extend1', only train, test"):
+        run.outliers("extend1")
+
+
+def test_its_map_is_a_page(run, tmp_path):
+    page = run.explore(tmp_path / "page")
+    assert page.name == "explore.html" and "map.pt" in {p.name for p in run.path.iterdir()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from ssl_kd.errors import UserError
-from ssl_kd.export.cards import MODEL, model_card, refuse_name, write_model
+from ssl_kd.export.cards import MODEL, model_card, plain_card, refuse_name, write_model
 from ssl_kd.export.content import Content
 from ssl_kd.finished import Samples
 
@@ -43,12 +45,35 @@ def push_run(
         return push_folder(folder, repo_id, private=private, token=token)
 
 
-def fetch_model(repo_id: str) -> Path:
-    """The folder of the local cache with the model that the hub has under a name.
+def push_saved(
+    save: Callable[[Path], object],
+    n_clusters: int,
+    dim: int,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+) -> str:
+    """Put what `save` writes into a folder on the hub, with a plain card; return where it is.
 
     Raises:
-        FileNotFoundError: there is none, or the hub cannot be reached.
+        InputError: no such name can be; HubRefused: the hub took nothing.
     """
+    with tempfile.TemporaryDirectory() as place:
+        save(folder := Path(place))
+        plain_card(repo_id, n_clusters, dim).save(folder / "README.md")
+        return push_folder(folder, repo_id, private=private, token=token)
+
+
+def folder_of(name: str | Path) -> Path:
+    """A folder; of a name as `user/name`, where none is, that of the hub's model in the cache.
+
+    Raises:
+        FileNotFoundError: the hub has no such model, or cannot be reached.
+    """
+    if Path(name).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        return Path(name)
+    repo_id = str(name)
     try:
         return Path(snapshot_download(repo_id, allow_patterns=list(MODEL)))
     except (HfHubHTTPError, OSError) as error:

@@ -94,17 +94,30 @@ class Samples:
             found[name] = run
         return found
 
-    def column(self, name: str) -> NDArray[Any]:
+    def column(self, name: str, split: str | None = None) -> NDArray[Any]:
         """One column of the table: numbers as they are, text as objects.
 
+        Args:
+            name: of the column.
+            split: whose samples; None: all.
+
         Raises:
-            InputError: there is none of that name.
+            InputError: there is none of that name, or no such split.
         """
         if name not in self.table.column_names:
             raise InputError(
                 f"{self.path} has no column {name!r}, only {', '.join(self.table.column_names)}"
             )
-        return self.table.column(name).to_numpy()
+        if split is None:
+            return self.table.column(name).to_numpy()
+        rows = self._split(split)
+        return self.table.column(name).slice(rows.start, len(rows)).to_numpy()
+
+    def parents(self, most: int, split: str = "train") -> NDArray[Any] | None:
+        """The clusters of a split at the finest level of the tree with at most so many; or None."""
+        levels = [self.column(name, split) for name in self.levels]
+        fitting = [level for level in levels if len(np.unique(level)) <= most]
+        return fitting[-1] if fitting else None
 
     @property
     def levels(self) -> list[str]:
@@ -129,8 +142,7 @@ class Samples:
             InputError: no such split; RunFolderError: the cache holds other samples by now.
             FileNotFoundError: the cache is gone; the message says where it was.
         """
-        if split not in self.splits:
-            raise InputError(f"{self.path} has no split {split!r}, only {', '.join(self.splits)}")
+        rows = self._split(split)
         folder, name = self._cache_of(split)
         if not Path(folder).is_dir():
             raise FileNotFoundError(
@@ -139,10 +151,10 @@ class Samples:
             )
         store = EmbeddingStore.open(folder, name, verify=False)
         digest = self._digest_of(split)
-        if store.n != len(self.splits[split]) or digest not in (None, store.fingerprint.digest):
+        if store.n != len(rows) or digest not in (None, store.fingerprint.digest):
             raise RunFolderError(
                 f"{folder} holds other samples ({store.n}) than {self.path} clustered "
-                f"({len(self.splits[split])}): give every run an --embeddings_dir of its own"
+                f"({len(rows)}): give every run an --embeddings_dir of its own"
             )
         return store
 
@@ -206,6 +218,11 @@ class Samples:
         dataset = open_dataset(name, kind, root=self.settings["DATA_DIR"], whole=alone)
         assert isinstance(dataset, ImageDataset)
         return dataset, {name: number for number, name in enumerate(dataset.ids)}
+
+    def _split(self, name: str) -> range:
+        if name not in self.splits:
+            raise InputError(f"{self.path} has no split {name!r}, only {', '.join(self.splits)}")
+        return self.splits[name]
 
     def _cache_of(self, split: str) -> tuple[str, str]:
         if (added := self._extension(split)) is not None:
