@@ -46,24 +46,24 @@ class Block:
     printed: str | None = None
 
 
-def blocks(page: Path, kind: str) -> list[Block]:
-    """The blocks of one kind in a page, from the top."""
+def blocks(page: Path, *kinds: str) -> list[Block]:
+    """The blocks of these kinds in a page, from the top."""
     if page.suffix == ".ipynb":
         cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
         code = [(i, "".join(c["source"])) for i, c in enumerate(cells) if c["cell_type"] == "code"]
-        return [Block(page, i, "python", body) for i, body in code if kind == "python"]
+        return [Block(page, i, "python", body) for i, body in code if "python" in kinds]
     text = page.read_text(encoding="utf-8")
     return [
         Block(
             page,
             text.count("\n", 0, m.start("body")) + 1,
-            kind,
+            m["kind"],
             m["body"],
             m["needs"],
             m["printed"],
         )
         for m in BLOCK.finditer(text)
-        if m["kind"] == kind
+        if m["kind"] in kinds
     ]
 
 
@@ -86,10 +86,9 @@ def run(block: Block, names: dict[str, Any]) -> None:
         assert same, f"{block.page}:{block.line} says\n{want}and printed\n{out.getvalue()}"
 
 
-def commands(page: Path) -> Iterator[list[str]]:
-    """The words of every line of shell in a page."""
-    for block in blocks(page, "sh"):
-        for line in block.body.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
-            if words:
-                yield words
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of every line of a block of shell."""
+    for line in block.body.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.replace("[", "").replace("]", ""), comments=True)
+        if words:
+            yield words

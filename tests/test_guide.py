@@ -50,9 +50,14 @@ def test_python_of_a_page_runs_and_prints_what_it_says(path, request, tmp_path, 
         Path("texts.jsonl").write_text("\n".join(texts))
     if "runs/latest" in code:
         shutil.copytree(request.getfixturevalue("photo_run"), "runs/latest")
+    typed = "runs as it stands" in path.read_text(encoding="utf-8")
     names = {"__name__": "guide"}
-    for block in blocks(path, "python"):
-        run(block, names)
+    for block in blocks(path, "python", *(["sh"] if typed else [])):
+        if block.kind == "python":
+            run(block, names)
+            continue
+        for program, *words in commands(block):
+            assert program == "ssl_kd" and cli.main(words) == 0, words
 
 
 @pytest.mark.parametrize("path", named(NOTEBOOKS))
@@ -67,8 +72,9 @@ def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path, monkeyp
 
 @pytest.mark.parametrize("path", named(WITH_COMMANDS))
 def test_commands_of_a_page_exist_and_know_their_flags(path):
-    for words in commands(path):
-        check(words)
+    for block in blocks(path, "sh"):
+        for words in commands(block):
+            check(words)
 
 
 def check(words: list[str]) -> None:
