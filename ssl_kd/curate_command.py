@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd.errors import OK, InputError
-from ssl_kd.flags import FlagParser
+from ssl_kd.flags import flags_after, listed
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -44,20 +44,14 @@ def curate(argv: Sequence[str], prog: str) -> int:
         InputError: what was given cannot be.
     """
     if not argv or {"-h", "--help"} & set(argv):
-        told = [f"  --{name} {name.upper()}\n      {of}" for name, of in _HELP.items()]
-        told += [f"  --{name}\n      {of}" for name, of in _FLAGS.items()]
         print(
             f"usage: {prog} FOLDER [flags]\n\nFOLDER is a finished run's (runs/NAME) or a cache of "
             "embeddings (data/embeddings).\n\nWrites duplicates, outliers, leaks, labels, images "
             "and label_next, each a table with a\nline for each sample to look at, and "
-            "kept.txt, the files that stay.\n\n" + "\n".join(told)
+            "kept.txt, the files that stay.\n\n" + listed(_HELP, _FLAGS)
         )
         return OK
-    if argv[0].startswith("-"):
-        raise InputError(
-            f"curate takes the folder first, and {argv[0]} came: {prog} runs/latest {argv[0]} ..."
-        )
-    given = _given(argv[1:])
+    given = _given(argv, prog)
     folder = Path(argv[0]).expanduser()
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; expected a run's or a cache of embeddings")
@@ -67,15 +61,9 @@ def curate(argv: Sequence[str], prog: str) -> int:
     return _curate(folder, given, out)
 
 
-def _given(argv: Sequence[str]) -> Any:
+def _given(argv: Sequence[str], prog: str) -> Any:
     """The flags, each checked."""
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    for name in ("split", "duplicates", "rule", "format", "out"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--label", type=int)
-    for name in _FLAGS:
-        parser.add_argument(f"--{name}", action="store_true")
-    given, rest = parser.parse_known_args(argv)
+    given, rest = flags_after(argv, prog, "the folder", _HELP, _FLAGS, numbers=("label",))
     if rest:
         known = ", ".join(f"--{name}" for name in [*_HELP, *_FLAGS])
         raise InputError(f"curate has no {rest[0]}; expected {known}")

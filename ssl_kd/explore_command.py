@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_kd.errors import OK, InputError
-from ssl_kd.flags import FlagParser
+from ssl_kd.flags import FlagParser, check_first
 
 PORT = 8090
 _HELP = f"""RUN is the folder of a finished clustering run, as runs/latest.
@@ -38,10 +38,7 @@ def explore(argv: Sequence[str], prog: str = "ssl_kd explore") -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(f"usage: {prog} RUN [flags]\n\n{_HELP}")
         return OK
-    if argv[0].startswith("-"):
-        raise InputError(
-            f"explore takes the run first, and {argv[0]} came: {prog} runs/latest {argv[0]} ..."
-        )
+    check_first(argv, prog, "the run")
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--port", type=int)
     parser.add_argument("--pictures", type=int)

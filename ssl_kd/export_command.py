@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.errors import OK, InputError
-from ssl_kd.flags import FlagParser
+from ssl_kd.flags import flags_after, listed
 
 _HELP = {
     "to": "the format; see below",
@@ -44,16 +44,7 @@ def export_run(argv: Sequence[str], prog: str) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(_usage(prog))
         return OK
-    if argv[0].startswith("-"):
-        raise InputError(
-            f"export takes the run first, and {argv[0]} came: {prog} runs/latest {argv[0]} ..."
-        )
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    for name in _HELP:
-        parser.add_argument(f"--{name}")
-    for name in _SWITCHES:
-        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
-    given, rest = parser.parse_known_args(argv[1:])
+    given, rest = flags_after(argv, prog, "the run", _HELP, _SWITCHES)
     if rest:
         raise InputError(f"There is no flag {rest[0]}; {prog} --help lists all")
     if given.to is None and given.names is None and given.push is None:
@@ -100,10 +91,8 @@ def _export(word: str, given: Any, prog: str) -> int:
 def _usage(prog: str) -> str:
     from ssl_kd.export import FORMATS
 
-    flags = [f"  --{name} {name.upper()}\n      {of}" for name, of in _HELP.items()]
-    flags += [f"  --{name}\n      {of}" for name, of in _SWITCHES.items()]
     formats = "\n".join(f"  {name:<16} {of.what}" for name, of in FORMATS.items())
-    told = "\n".join(flags)
+    told = listed(_HELP, _SWITCHES)
     return f"usage: {prog} RUN --to FORMAT [flags]\n\n{told}\n\nFORMAT is one of\n{formats}"
 
 

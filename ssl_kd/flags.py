@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
+from ssl_kd.errors import InputError
 from ssl_kd.settings import Settings, SettingsError, nearest
 
 S = TypeVar("S", bound=Settings)
@@ -41,6 +42,57 @@ def hyphenated(word: str) -> str:
     """A word of the command line, with `-` in place of `_` where it is a flag."""
     flag, equals, value = word.partition("=")
     return f"{flag.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
+
+
+def check_first(argv: Sequence[str], prog: str, what: str) -> None:
+    """Of a command that takes something first, as `ssl_kd judge STUDENT`: it came.
+
+    Raises:
+        InputError: a flag came in its place.
+    """
+    if argv[0].startswith("-"):
+        name = prog.split()[-1]
+        raise InputError(
+            f"{name} takes {what} first, and {argv[0]} came: {prog} runs/latest {argv[0]} ..."
+        )
+
+
+def flags_after(
+    argv: Sequence[str],
+    prog: str,
+    what: str,
+    flags: Iterable[str],
+    switches: Iterable[str] = (),
+    numbers: Collection[str] = (),
+) -> tuple[argparse.Namespace, list[str]]:
+    """The flags of a command that takes something first, and the words that are none of them.
+
+    Args:
+        argv: all words.
+        prog: the command.
+        what: it takes first.
+        flags: names of those with a value.
+        switches: names of those without.
+        numbers: those of `flags` whose value is a whole number.
+
+    Raises:
+        InputError: a flag came first; SettingsError: a value that cannot be.
+    """
+    check_first(argv, prog, what)
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    for name in flags:
+        kind = int if name in numbers else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    for name in switches:
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+    return parser.parse_known_args(argv[1:])
+
+
+def listed(flags: Mapping[str, str], switches: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What `--help` says of flags with a value, and of those without."""
+    told = [f"  --{name} {name.upper()}\n      {of}" for name, of in flags.items()]
+    told += [f"  --{name}\n      {of}" for name, of in switches.items()]
+    return "\n".join(told)
 
 
 def read_settings(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd.errors import OK, InputError
-from ssl_kd.flags import FlagParser, read_settings
+from ssl_kd.flags import flags_after, listed, read_settings
 
 if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
@@ -39,25 +39,16 @@ def judge(argv: Sequence[str], config: Path, prog: str) -> int:
         SettingsError, InputError: what was given cannot be.
     """
     if not argv or {"-h", "--help"} & set(argv):
-        told = "\n".join(f"  --{name} {name.upper()}\n      {of}" for name, of in _HELP.items())
         settings = ", ".join(f"--{name}" for name in sorted(_TEXT | _HOW | {"generations"}))
         print(
             f"usage: {prog} STUDENT [flags]\n\nSTUDENT is a run's folder (runs/NAME), a saved "
-            f"student's (runs/NAME/student) or a name on the Hub.\n\n{told}\n\nand of the settings "
-            f"(ssl_kd distill --help): {settings}"
+            f"student's (runs/NAME/student) or a name on the Hub.\n\n{listed(_HELP)}\n\n"
+            f"and of the settings (ssl_kd distill --help): {settings}"
         )
         return OK
-    if argv[0].startswith("-"):
-        raise InputError(
-            f"judge takes the student first, and {argv[0]} came: {prog} runs/latest {argv[0]} ..."
-        )
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    for name in ("teacher", "tasks", "include-path", "out"):
-        parser.add_argument(f"--{name}")
-    for name in ("limit", "drafted"):
-        parser.add_argument(f"--{name}", type=int)
-    given, rest = parser.parse_known_args(argv[1:])
-    for name in ("limit", "drafted"):
+    numbers = ("limit", "drafted")
+    given, rest = flags_after(argv, prog, "the student", _HELP, numbers=numbers)
+    for name in numbers:
         if (value := getattr(given, name)) is not None and value < 1:
             raise InputError(f"--{name} is {value}; expected at least 1")
     if given.include_path is not None and given.tasks is None:

@@ -2,10 +2,12 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import torch
+
+from tests.local_server import LocalServer
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -47,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-class Server(ThreadingHTTPServer):
+class Server(LocalServer):
     """Serves a model as vLLM does.
 
     Args:
@@ -61,29 +63,16 @@ class Server(ThreadingHTTPServer):
         change: called with the logits `[token, vocab]` of a prompt; what is served in their place.
     """
 
-    daemon_threads = True
-
     def __init__(self, model, name="teacher", most=1000, room=4096, tokenizer=None):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.model, self.name, self.most, self.room = model, name, most, room
         self.asked, self.fault, self.change = [], None, lambda logits: logits
         self.lock = threading.Lock()
         self.text = str if tokenizer is None else lambda token: tokenizer.decode([token])
 
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request, client_address):
-        """A client that has gone is no news."""
-
     @property
     def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+        return f"{super().url}/v1"
 
     @torch.no_grad()
     def entries(self, prompt, k):

@@ -333,13 +333,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         FileNotFoundError: it is not there.
         CorruptFileError: it is not JSON, or not an object.
     """
-    path = Path(folder) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("settings", {}), dict):
-        raise CorruptFileError(f"{path} is damaged (not an object, or its settings): copy it again")
+    config = _read_object(path := Path(folder) / "config.json")
+    if not isinstance(config.get("settings", {}), dict):
+        raise CorruptFileError(f"{path} is damaged (its settings are no object): copy it again")
     return config
 
 
@@ -350,11 +346,17 @@ def read_metrics(folder: str | Path) -> dict[str, Any]:
         FileNotFoundError: it is not there.
         CorruptFileError: it is not JSON, or not an object.
     """
-    path = Path(folder) / "metrics.json"
+    return _read_object(Path(folder) / "metrics.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise CorruptFileError(f"{path} is damaged ({error}): copy it") from error
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
+    if not isinstance(found, dict):
+        raise CorruptFileError(f"{path} is damaged (not an object): copy it again")
+    return found
 
 
 def _finite(model: ClusterModel, file: Path) -> ClusterModel:

@@ -4,8 +4,9 @@ import base64
 import hashlib
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.local_server import LocalServer
 
 SHA = "0" * 39 + "1"
 
@@ -86,26 +87,9 @@ def _etag(data):
     return hashlib.sha1(data).hexdigest()
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LocalServer):
     """A context manager; `files` is what it holds, by repository and name."""
 
-    daemon_threads = True
-
     def __init__(self, token="hf_stand_in"):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.token, self.files, self.private = token, {}, {}
-
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, request, client_address):
-        """A client that has gone is no news."""
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
