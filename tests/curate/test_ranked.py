@@ -8,6 +8,7 @@ from ssl_kd.curate import label_next, leaks, mislabelled, odd_images, outliers
 from ssl_kd.datasets import FolderDataset
 from ssl_kd.errors import InputError
 from tests.curate.stores import distinct, write
+from tests.faults.matrix import row as fault
 
 
 def test_outliers_come_first(tmp_path):
@@ -39,6 +40,7 @@ def test_test_samples_that_are_in_train(tmp_path):
     assert len(leaks(train, write(tmp_path / "b", x[300:], split="test")).above()) == 0
 
 
+@fault(138)
 def test_leaks_between_different_teachers_are_refused(tmp_path):
     train, test = write(tmp_path, np.eye(5)), write(tmp_path, np.eye(4), split="test")
     with pytest.raises(InputError, match="different teachers: features of 5 dimensions"):

@@ -8,6 +8,7 @@ from sklearn.manifold import trustworthiness
 
 from ssl_kd.explore import map_of, places
 from ssl_kd.finished import Samples
+from tests.faults.matrix import row as fault
 
 
 def laid_out(x, most, seed=0, block=100):
@@ -48,6 +49,7 @@ def test_few_samples_and_equal_ones_have_a_place(n, most):
         assert found.shape == (n, 2) and np.isfinite(found).all()
 
 
+@fault(132)
 def test_the_map_of_a_run_is_kept_and_made_anew_where_it_is_damaged(photo_run, monkeypatch, caplog):
     samples = Samples(photo_run)
     found = map_of(samples)

@@ -12,6 +12,7 @@ from PIL import Image
 from ssl_kd.errors import InputError
 from ssl_kd.explore.server import ExploreServer, decide, serve
 from ssl_kd.finished import Curation, Samples
+from tests.faults.matrix import row as fault
 
 
 def ask(server, method, path, body=None, **headers):
@@ -67,6 +68,7 @@ def test_images_and_neighbours_on_demand(server):
         "/api/search",
     ],
 )
+@fault(131)
 def test_nothing_else_is_there(server, path):
     status, content, _ = ask(server, "GET", path)
     assert status == 404 and set(json.loads(content)) == {"error"}
@@ -128,6 +130,7 @@ def test_a_decision_that_cannot_be_is_refused_in_a_line(server, run, said, why):
     assert not (run / "curation.jsonl").exists()
 
 
+@fault(131)
 def test_another_site_decides_nothing(server, run):
     said = {"do": "rename", "cluster": 0, "name": "x"}
     port = server.server_port

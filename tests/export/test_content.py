@@ -12,6 +12,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.export import Content, export
 from ssl_kd.finished import Curation, Samples
 from ssl_kd.naming import Name, Names
+from tests.faults.matrix import row as fault
 
 
 @pytest.fixture
@@ -97,6 +98,7 @@ def test_what_cannot_be_asked_for(photo_run, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["folders", "fiftyone", "label-studio", "embedding-atlas"])
+@fault(134)
 def test_missing_pictures_are_named_and_the_rest_goes_on_when_asked(copied, tmp_path, caplog, to):
     out = tmp_path / ("out.parquet" if to == "embedding-atlas" else "out")
     gone = sorted((tmp_path / "photos" / "train" / "digit 0").iterdir())[:2]
@@ -110,6 +112,7 @@ def test_missing_pictures_are_named_and_the_rest_goes_on_when_asked(copied, tmp_
 
 
 @pytest.mark.parametrize("to", ["parquet", "fiftyone", "label-studio", "vlm4cluster", "hf-dataset"])
+@fault(133)
 def test_a_full_disk_leaves_nothing(photo_run, tmp_path, monkeypatch, to):
     def full(*_, **__):
         raise OSError(28, "No space left on device")

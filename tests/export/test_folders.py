@@ -12,6 +12,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.export import Content, export, folders
 from ssl_kd.finished import Samples
 from ssl_kd.naming import Name, Names
+from tests.faults.matrix import row as fault
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def test_each_picture_is_in_the_folder_of_its_cluster(content, tmp_path, link):
         assert place.samefile(files[0]) == (link != "copy")
 
 
+@fault(135)
 def test_files_of_one_name_and_hostile_ones(photo_run, tmp_path):
     samples = Samples(photo_run)
     config = json.loads((photo_run / "config.json").read_text())
@@ -62,6 +64,7 @@ def test_files_of_one_name_and_hostile_ones(photo_run, tmp_path):
     assert not found
 
 
+@fault(133)
 def test_it_goes_on_where_it_was_interrupted(content, tmp_path, monkeypatch):
     put, done = folders._put, []
 
@@ -80,6 +83,7 @@ def test_it_goes_on_where_it_was_interrupted(content, tmp_path, monkeypatch):
     assert sum(1 for p in out.rglob("*.png")) == len(content)
 
 
+@fault(135)
 def test_nothing_is_overwritten(content, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()

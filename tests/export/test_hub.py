@@ -13,6 +13,7 @@ from ssl_kd.export import HubRefused, push_run
 from ssl_kd.finished import Samples
 from ssl_kd.vision.model import ClusterModel
 from tests.export.hub_server import Hub
+from tests.faults.matrix import row as fault
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def test_a_clusterer_pushed_is_loaded_again(hub):
     assert np.array_equal(loaded.predict(x), clusterer.labels_)
 
 
+@fault(136)
 def test_what_the_hub_refuses(photo_run, hub):
     with pytest.raises(HubRefused, match="did not take me/photos: .*401.*hf auth login"):
         push_run(Samples(photo_run), "me/photos", token="hf_wrong")

@@ -49,6 +49,7 @@ GROUPS = {
     96: "commands and folders",
     101: "several processes",
     112: "teachers elsewhere, and the student's own text",
+    127: "what people do with a run; images and text",
 }
 """First row of each group -> its name."""
 
@@ -571,5 +572,69 @@ ROWS = {
     126: Row(
         "a model brings Python code of its own",
         "not run; says what to set",
+    ),
+    127: Row(
+        "`curation.jsonl` is cut off, edited, of another run, or names a cluster that is gone",
+        "refused by its line; nothing is changed",
+    ),
+    128: Row(
+        "several programs decide about one run at the same moment",
+        "no line is lost",
+    ),
+    129: Row(
+        "a decision is undone that later ones stand on",
+        "refused; names the later one",
+    ),
+    130: Row(
+        "the table of a finished run was sorted, cut or edited",
+        "named; nothing is read by it",
+    ),
+    131: Row(
+        "another site posts to the explorer, or asks for a file of the disk",
+        "403 or 404; nothing is written or given",
+    ),
+    132: Row(
+        "the map of a run is damaged",
+        "computed again, and said",
+    ),
+    133: Row(
+        "the disk fills, or a kill comes, during an export",
+        "nothing half-written is left; folders go on where they were",
+    ),
+    134: Row(
+        "pictures of a run are gone",
+        "named and counted before anything is written; the rest goes on when asked",
+    ),
+    135: Row(
+        "files are called with line breaks, `..`, control characters, or all the same",
+        "harmless names, told apart; nothing outside the target is touched",
+    ),
+    136: Row(
+        "the hub refuses a model, or cannot be reached",
+        "one line with the way out; nothing is kept there",
+    ),
+    137: Row(
+        "`names.json` is damaged, of another version, or calls two clusters the same",
+        "named, with the way out",
+    ),
+    138: Row(
+        "train and test were embedded by different teachers",
+        "leaks are not looked for; both are named",
+    ),
+    139: Row(
+        "an image of a record is missing, unreadable, or vanishes during the run",
+        "the record is left out by name; where it vanishes, row and file are named",
+    ),
+    140: Row(
+        "images changed since the run or the cache; student and teacher see them differently",
+        "refused; names what differs",
+    ),
+    141: Row(
+        "the teacher's answer to rows with images is NaN",
+        "the step is that of cross-entropy alone, to the bit",
+    ),
+    142: Row(
+        "every label of a batch is ignored, or a mask is empty: a mean over nothing",
+        "skipped, and named as that",
     ),
 }

@@ -11,6 +11,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.finished import Curation, Samples
 from ssl_kd.lock import LockHeld
+from tests.faults.matrix import row as fault
 
 
 @pytest.fixture
@@ -82,6 +83,7 @@ def test_undo_and_redo_are_lines_too(run):
     assert len((run / "curation.jsonl").read_text().splitlines()) == len(curation.history) == 5
 
 
+@fault(129)
 def test_a_number_is_never_used_twice_and_what_others_stand_on_stays(run):
     curation = Curation.open(run)
     split = curation.split(0, members(curation, 0)[:3])
@@ -159,6 +161,7 @@ def _changed(line, **changes):
         (lambda a, b: [_changed(a, do="split", level="file", parts=[]), ""], "no level 'file'"),
     ],
 )
+@fault(127)
 def test_an_edited_file_is_refused_by_its_line(run, edit, said):
     curation = Curation.open(run)
     curation.rename(0, "zeros")
@@ -221,6 +224,7 @@ def _rename_often(run, cluster):
         curation.rename(cluster, f"name {number} of {cluster}")
 
 
+@fault(128)
 def test_processes_lose_no_line(run):
     fork = multiprocessing.get_context("fork")
     workers = [fork.Process(target=_rename_often, args=(run, k)) for k in (0, 1)]

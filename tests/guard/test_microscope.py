@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from benchmarks.diagnosis import KINDS, draw, measure
 from ssl_kd.guard.diagnosis import Cause, diagnose
 from ssl_kd.guard.microscope import Microscope, TensorFacts
+from tests.faults.matrix import row as fault
 
 SETTINGS = {
     "learning_rate": 4.0,
@@ -156,6 +157,7 @@ def test_an_infinity_that_was_written_is_a_mask_only_if_it_looks_like_one(step, 
         lambda: torch.ones(3).mul(torch.zeros(3)).sum() / torch.zeros(3).sum(),
     ],
 )
+@fault(142)
 def test_a_mean_over_nothing_is_no_question_of_range(step):
     fault, found = look(step)
     assert found.cause == Cause.MASKED and "a mean over nothing" in found.words

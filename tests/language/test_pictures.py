@@ -38,6 +38,7 @@ from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.student import add_lora, build_student  # noqa: E402
 from ssl_kd.teachers.tower import freeze_tower  # noqa: E402
 from tests.bits import same  # noqa: E402
+from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.conftest import FAST  # noqa: E402
 from tests.oracles import token_objectives  # noqa: E402
 from tests.ranks import run_joined  # noqa: E402
@@ -225,6 +226,7 @@ class Sick:
         return LinearTeacher(hidden, said.weight, said.bias)
 
 
+@fault(141)
 def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(read, tiny):
     def stepped(source, **changes):
         student = read.model()
@@ -352,6 +354,7 @@ def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings):
     assert same(ours, theirs) and metrics(path)["table"] == metrics(whole)["table"]
 
 
+@fault(140)
 def test_other_images_are_refused_on_a_resume(settings, tmp_path):
     from ssl_kd.training.folder import RunFolderError
 
@@ -471,6 +474,7 @@ def test_settings_that_do_not_go_with_images_are_refused(settings, changes, word
     assert not Path(settings().runs_dir, "a").exists()
 
 
+@fault(140)
 def test_models_that_do_not_see_the_same_are_refused(settings, folders, tiny, tmp_path):
     text = tiny.folder(tmp_path / "text", tokenizer=processor_of("llava").tokenizer)
     with pytest.raises(SettingsError, match=f"the student {text} reads text alone: take one that"):
@@ -489,6 +493,7 @@ def test_models_that_do_not_see_the_same_are_refused(settings, folders, tiny, tm
         run(settings(student_model=str(bare)))
 
 
+@fault(139)
 def test_bad_images_are_named_in_the_log_and_the_run_goes_on(settings, tmp_path, caplog):
     (tmp_path / "1-0.png").write_bytes(b"no image")
     (tmp_path / "2-0.png").unlink()

@@ -8,6 +8,7 @@ import pytest
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.naming import Name, Names
+from tests.faults.matrix import row as fault
 
 
 def made() -> Names:
@@ -41,6 +42,7 @@ def test_edits_add_change_and_take_off():
         made().edited({"cluster": {3: "wolf"}}).edited({"cluster": {4: "Wolf"}})
 
 
+@fault(137)
 def test_a_damaged_file_or_one_of_another_version(tmp_path):
     path = made().save(tmp_path)
     content = json.loads(path.read_text())
