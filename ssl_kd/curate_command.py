@@ -29,6 +29,8 @@ _HELP = {
 _FLAGS = {
     "images": "decode every image of a run once: which are broken, blank or tiny, which are equal;"
     " --rule largest does it, too",
+    "exclude": "exclude from a run what does not stay: a decision in its curation.jsonl, which"
+    " ssl_kd explore RUN --undo takes back",
     "force": "replace the tables that are there",
 }
 
@@ -109,6 +111,8 @@ def _curate(folder: Path, given: Any, out: Path) -> int:
         shown.add_row(name, told, path.name)
     _write_kept(out / "kept.txt", work)
     shown.add_row("kept", f"{int(work.kept.sum()):,} samples stay", "kept.txt")
+    if given.exclude:
+        shown.add_row("excluded", f"{work.exclude():,} more", "curation.jsonl of the run")
     console = Console()
     console.print(shown)
     console.print(f"Tables: {out}", soft_wrap=True, markup=False)
@@ -132,11 +136,11 @@ class _Work:
             if "test" in splits and self.split != "test":
                 self.test = self.samples.store("test")
         else:
-            if given.images or given.rule == "largest":
-                flag = "--images" if given.images else "--rule largest"
+            wants = {"--images": given.images, "--rule largest": given.rule == "largest"}
+            wants["--exclude"] = given.exclude
+            for flag in (flag for flag, wanted in wants.items() if wanted):
                 raise InputError(
-                    f"{flag} needs the images, and {folder} holds embeddings alone: give a run's "
-                    "folder"
+                    f"{flag} needs a run, and {folder} holds embeddings alone: give a run's folder"
                 )
             if not _has(folder, self.split):
                 raise InputError(
@@ -189,6 +193,18 @@ class _Work:
             )
             found["label_next"] = f"{len(asked):,} to label next", asked.frame()
         return found
+
+    def exclude(self) -> int:
+        """Decide that what does not stay is excluded; how many were not before."""
+        from ssl_kd.finished import Curation
+
+        assert self.samples is not None
+        curation = Curation(self.samples)
+        gone = self.samples.splits[self.split].start + (~self.kept).nonzero()[0]
+        gone = gone[~curation.excluded[gone]]
+        if len(gone):
+            curation.exclude(gone)
+        return len(gone)
 
     def _copies(self, copies: Duplicates, threshold: float | None) -> tuple[str, arrow.Table]:
         groups = copies.groups(threshold)

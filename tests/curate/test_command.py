@@ -8,7 +8,7 @@ import pytest
 from pyarrow import csv, parquet
 
 from ssl_kd.cli import main
-from ssl_kd.finished import Samples
+from ssl_kd.finished import Curation, Samples
 from tests.curate.stores import distinct, write
 from tests.faults.matrix import row as fault
 
@@ -38,6 +38,19 @@ def test_a_run(photo_run, tmp_path, capsys):
     assert len(kept) == n - gone.count(False)
 
 
+def test_what_does_not_stay_is_excluded_when_asked(photo_run, tmp_path, capsys):
+    copy = shutil.copytree(photo_run, tmp_path / "copy")
+    words = ["curate", str(copy), "--exclude", "--duplicates", "0.97", "--force"]
+    assert main(words) == 0
+    excluded = Curation.open(copy).excluded
+    gone = [not kept for kept in csv.read_csv(copy / "curated/duplicates.csv")["kept"].to_pylist()]
+    assert excluded.sum() == sum(gone) > 0
+    assert main(words) == 0  # once is enough
+    assert len(Curation.open(copy).history) == 1
+    assert main(["export", str(copy), "--to", "parquet", "--out", str(tmp_path / "x.parquet")]) == 0
+    assert parquet.read_table(tmp_path / "x.parquet").num_rows == len(excluded) - excluded.sum()
+
+
 def test_a_cache(tmp_path, capsys):
     x, _ = distinct(200)
     cache = write(tmp_path / "cache", np.concatenate([x, x[:4]])).folder
@@ -63,7 +76,8 @@ def test_a_cache(tmp_path, capsys):
         (["{}", "--label", "0"], "--label is 0; expected at least 1"),
         (["{}", "--label", "400"], "400 samples to label were asked for; expected 1 to 50"),
         (["{}", "--colour", "red"], "curate has no --colour; expected --split, --duplicates"),
-        (["{}", "--images"], "--images needs the images, and"),
+        (["{}", "--images"], "--images needs a run, and"),
+        (["{}", "--exclude"], "--exclude needs a run, and"),
         (["{}", "--split", "val"], "nor a cache of the split val (no embeddings_val.json)"),
     ],
 )
