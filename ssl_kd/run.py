@@ -35,11 +35,11 @@ __all__ = ["Cluster", "Run"]
 
 TYPICAL = 8  # samples that stand for a cluster
 SHOWN = 30  # clusters in a notebook
-_STYLE = "image-rendering: pixelated; height: 40px; margin: 1px"
+_STYLES = {"tiny": "height: 40px; image-rendering: pixelated", "photo": "height: 40px"}
 Kind = Literal["pandas", "polars", "arrow"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cluster:
     """One cluster of a run, as it is after all decisions.
 
@@ -156,7 +156,7 @@ class Run:
         """
         clusters = self.clusters
         for cluster in clusters:
-            if which in (cluster.number, cluster.name):
+            if which == (cluster.number if isinstance(which, int) else cluster.name or None):
                 return cluster
         known = ", ".join(c.name or str(c.number) for c in clusters[:20])
         raise InputError(f"no cluster is called {which!r}; there are {known}")
@@ -323,10 +323,12 @@ def _table(clusters: Sequence[Cluster]) -> str:
     rows = []
     for cluster in clusters:
         try:
-            shown = [thumbnail(image)["source"] for image in cluster.images()]
+            shown = [thumbnail(image) for image in cluster.images()]
         except (OSError, ValueError):  # the pictures may be gone by now; the numbers still stand
             shown = []
-        pictures = "".join(f'<img src="{source}" style="{_STYLE}">' for source in shown)
+        pictures = "".join(
+            f'<img src="{image["source"]}" style="{_STYLES[image["kind"]]}">' for image in shown
+        )
         cells = [cluster.number, html.escape(cluster.name), f"{len(cluster):,}"]
         cells += [f"{cluster.confidence:.2f}", pictures]
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
