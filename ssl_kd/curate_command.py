@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import pyarrow as arrow
 
     from ssl_kd.curate import Duplicates
-    from ssl_kd.finished import Samples
     from ssl_kd.store import EmbeddingStore
 
 LISTED = 1000  # outliers and doubtful labels in their tables
@@ -123,18 +122,18 @@ class _Work:
     """What is asked of one folder: the stores, and what a run knows beside them."""
 
     def __init__(self, folder: Path, given: Any, progress: Callable[..., None]) -> None:
-        from ssl_kd.finished import Samples
+        from ssl_kd.run import Run
         from ssl_kd.store import EmbeddingStore
 
         self.given, self.progress, self.split = given, progress, given.split or "train"
-        self.samples: Samples | None = None
+        self.run: Run | None = None
         self.test: EmbeddingStore | None = None
         if (folder / "config.json").is_file():
-            self.samples = Samples(folder)
-            self.store = self.samples.store(self.split)
-            splits = list(self.samples.splits)
-            if "test" in splits and self.split != "test":
-                self.test = self.samples.store("test")
+            self.run = Run.open(folder)
+            samples = self.run.samples
+            self.store = samples.store(self.split)
+            if "test" in samples.splits and self.split != "test":
+                self.test = samples.store("test")
         else:
             wants = {"--images": given.images, "--rule largest": given.rule == "largest"}
             wants["--exclude"] = given.exclude
@@ -156,14 +155,20 @@ class _Work:
         from ssl_kd.curate import label_next, leaks, mislabelled, near_duplicates, outliers
 
         found: dict[str, tuple[str, arrow.Table]] = {}
-        pictures = self._pictures()
+        pictures = None
+        if self.run is not None and (self.given.images or self.given.rule == "largest"):
+            pictures = self.run.odd_images(self.split, progress=self._of("images"))
         same = None if pictures is None else pictures.same
         floor = self.given.threshold
+        clusters = None if self.run is None else self.run.samples.column("cluster", self.split)
         copies = near_duplicates(self.store, floor=floor, same=same, progress=self._of("copies"))
         sizes = None if pictures is None else pictures.sizes
-        self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=self._column())
+        self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=clusters)
         found["duplicates"] = self._copies(copies, floor)
-        far = self._outliers() or outliers(self.store, progress=self._of("outliers"))
+        if self.run is not None and "outlier" in self.run.samples.table.column_names:
+            far = self.run.outliers(self.split)
+        else:
+            far = outliers(self.store, progress=self._of("outliers"))
         found["outliers"] = f"the {min(LISTED, len(far)):,} furthest out", far.top(LISTED).frame()
         if pictures is not None:
             odd = f"{len(pictures):,} broken, blank or tiny"
@@ -175,35 +180,26 @@ class _Work:
             found["leaks"] = told, leaked.frame()
         labels = None if self.store.labels is None else self.store.labels.numpy()
         if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
-            doubtful = mislabelled(self.store, clusters=self._column())
+            doubtful = mislabelled(self.store, clusters=clusters)
             said = int((doubtful.columns["label"] != doubtful.columns["suggested"]).sum())
             told = f"{said:,} whose label others do not share"
             found["labels"] = told, doubtful.top(LISTED).frame()
         if self.given.label is not None:
-            confidence = self._column("confidence")
-            asked = label_next(
-                self.store,
-                self.given.label,
-                parents=(
-                    None
-                    if self.samples is None
-                    else self.samples.parents(self.given.label, self.split)
-                ),
-                doubt=None if confidence is None else 1 - confidence,
-            )
+            n = self.given.label
+            if self.run is not None:
+                asked = self.run.label_next(n, self.split)
+            else:
+                asked = label_next(self.store, n)
             found["label_next"] = f"{len(asked):,} to label next", asked.frame()
         return found
 
     def exclude(self) -> int:
         """Decide that what does not stay is excluded; how many were not before."""
-        from ssl_kd.finished import Curation
-
-        assert self.samples is not None
-        curation = Curation(self.samples)
-        gone = self.samples.splits[self.split].start + (~self.kept).nonzero()[0]
-        gone = gone[~curation.excluded[gone]]
+        assert self.run is not None
+        gone = self.run.samples.splits[self.split].start + (~self.kept).nonzero()[0]
+        gone = gone[~self.run.curation.excluded[gone]]
         if len(gone):
-            curation.exclude(gone)
+            self.run.curation.exclude(gone)
         return len(gone)
 
     def _copies(self, copies: Duplicates, threshold: float | None) -> tuple[str, arrow.Table]:
@@ -211,41 +207,6 @@ class _Work:
         gone = int((~self.kept).sum())
         told = f"{gone:,} copies in {len(groups):,} groups, {len(copies.exact):,} of them of equals"
         return told, copies.frame(threshold, self.kept)
-
-    def _column(self, name: str = "cluster") -> Any:
-        """A column of the run's table, of this split; None of a cache."""
-        if self.samples is None:
-            return None
-        return self.samples.column(name, self.split)
-
-    def _outliers(self) -> Any:
-        """By the run's own scores, where it has them."""
-        from ssl_kd.curate import Ranked
-
-        if self.samples is None or "outlier" not in self.samples.table.column_names:
-            return None
-        scores = self._column("outlier")
-        import numpy as np
-
-        return Ranked(self.store.ids, np.arange(self.store.n), scores)
-
-    def _pictures(self) -> Any:
-        """One look at each image of the split, by the rows of the store; None unasked."""
-        if not (self.given.images or self.given.rule == "largest"):
-            return None
-        assert self.samples is not None
-        from ssl_kd.curate.pictures import look_at
-
-        rows = self.samples.splits[self.split]
-        first = self.samples.image(rows.start)
-        if first is None:
-            raise InputError(f"{self.samples.path} learned from features: it has no images")
-        samples = self.samples
-        return look_at(
-            list(self.store.ids),
-            lambda row: samples.image(rows.start + row),
-            progress=self._of("images"),
-        )
 
     def _of(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress(stage, done, total, {})

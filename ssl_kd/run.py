@@ -113,7 +113,8 @@ class Run:
         return len(self.samples)
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, {len(self):,} samples, {len(self.clusters)} clusters)"
+        found = len(self.curation.sizes)
+        return f"Run({str(self.path)!r}, {len(self):,} samples, {found} clusters)"
 
     def _repr_html_(self) -> str:
         clusters = self.clusters
@@ -225,28 +226,35 @@ class Run:
         clusters = self.samples.column("cluster", split)
         return mislabelled(self.samples.store(split), clusters=clusters)
 
-    def odd_images(self, split: str = "train") -> Pictures:
+    def odd_images(
+        self, split: str = "train", *, progress: Callable[[int, int], None] | None = None
+    ) -> Pictures:
         """The images of a split that are broken, blank or tiny; each is decoded once.
+
+        Args:
+            split: of the run; rows are numbered within it.
+            progress: called with (images done, n).
 
         Raises:
             InputError: the run learned from features; FileNotFoundError: an image is gone.
         """
         samples = self.samples
         ids, rows = samples.column("file", split).tolist(), samples.splits[split]
-        return look_at(ids, lambda row: samples.image(rows.start + row))
+        return look_at(ids, lambda row: samples.image(rows.start + row), progress=progress)
 
-    def label_next(self, n: int = 100) -> Ranked:
-        """The training samples to label next: typical of each part of the tree.
+    def label_next(self, n: int = 100, split: str = "train") -> Ranked:
+        """The samples of a split to label next: typical of each part of the tree.
 
         Args:
             n: how many; the larger and the more doubtful a part, the sooner.
+            split: of the run; rows are numbered within it.
 
         Raises:
             InputError: there are fewer.
         """
-        doubt = 1 - self.samples.column("confidence", "train")
-        parents = self.samples.parents(n)
-        return label_next(self.samples.store(), n, parents=parents, doubt=doubt)
+        doubt = 1 - self.samples.column("confidence", split)
+        parents = self.samples.parents(n, split)
+        return label_next(self.samples.store(split), n, parents=parents, doubt=doubt)
 
     def explore(self, folder: str | Path | None = None, *, port: int = 0) -> Path | None:
         """The map of all samples in a browser, where clusters are named, merged and split.

@@ -106,11 +106,7 @@ class Duplicates:
     def labels(self, threshold: float | None = None) -> Rows:
         """For each row `[n]` the first one of its group; its own number where it is alone."""
         chosen = self.pairs(threshold)
-        ends = self.first[chosen], self.second[chosen]
-        links = coo_array((np.ones(len(ends[0]), np.int8), ends), shape=(self.store.n,) * 2)
-        _, codes = connected_components(links, directed=False)
-        _, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
-        return firsts[inverse].astype(np.int64)
+        return _first_linked(self.first[chosen], self.second[chosen], self.store.n)
 
     def groups(self, threshold: float | None = None) -> list[Rows]:
         """The groups of two and more copies: rows that are linked by pairs; as `exact`."""
@@ -313,20 +309,19 @@ def _equal_rows(
         for row, values in zip(rows.tolist(), x.numpy(), strict=True):
             first[row] = seen.setdefault(values.tobytes(), row)
     _, files = np.unique(same, return_index=True)
-    links = coo_array(
-        (
-            np.ones(2 * n, np.int8),
-            (np.tile(np.arange(n), 2), np.concatenate([first, files[same]])),
-        ),
-        shape=(n, n),
-    )
-    codes = connected_components(links, directed=False)[1]
-    _, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
-    equal = firsts[inverse].astype(np.int64)
+    equal = _first_linked(np.tile(np.arange(n), 2), np.concatenate([first, files[same]]), n)
     full = np.zeros(n, dtype=bool)
-    for row in suspects.tolist():
-        full[row] = bool((equal[neighbours[row].numpy()] == equal[row]).all())
+    around = equal[neighbours[torch.from_numpy(suspects)].numpy()]
+    full[suspects] = (around == equal[suspects, None]).all(1)
     return equal, full
+
+
+def _first_linked(first: Rows, second: Rows, n: int) -> Rows:
+    """Of each of n rows the first that it is linked with, by pairs, directly or not; or itself."""
+    links = coo_array((np.ones(len(first), np.int8), (first, second)), shape=(n, n))
+    _, codes = connected_components(links, directed=False)
+    _, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    return firsts[inverse].astype(np.int64)
 
 
 class _Limits(NamedTuple):

@@ -95,10 +95,7 @@ class Leaks:
         """
         if threshold is not None:
             return self._all.above(threshold)
-        certain = self._all.columns["chance"] <= CHANCE
-        columns = {name: values[certain] for name, values in self._all.columns.items()}
-        rows, scores = self._all.rows[certain], self._all.scores[certain]
-        return Ranked(self._all._names, rows, scores, columns)
+        return self._all.only(self._all.columns["chance"] <= CHANCE)
 
 
 def leaks(

@@ -39,12 +39,16 @@ class Ranked:
 
     def above(self, threshold: float) -> Ranked:
         """Those with at least this score."""
-        return self.top(int((self.scores >= threshold).sum()))
+        return self.only(self.scores >= threshold)
 
     def top(self, k: int) -> Ranked:
         """The first k."""
-        columns = {name: values[:k] for name, values in self.columns.items()}
-        return Ranked(self._names, self.rows[:k], self.scores[:k], columns)
+        return self.only(slice(k))
+
+    def only(self, places: NDArray[np.bool_] | slice) -> Ranked:
+        """Some of them, by their places in this order."""
+        columns = {name: values[places] for name, values in self.columns.items()}
+        return Ranked(self._names, self.rows[places], self.scores[places], columns)
 
     def frame(self) -> arrow.Table:
         """`row`, `file`, `score` and what more is known, the highest score first."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
+import io
 import threading
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.finished import Samples
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.guard.precision import Precision
+from ssl_kd.store.neighbours import nearest_among, search_on
 from ssl_kd.teachers import Teacher
 from ssl_kd.vision.run import teacher_of
 from ssl_kd.vision.settings import VisionSettings
@@ -50,10 +51,7 @@ class Search:
             InputError: the run learned from features, so no teacher is known.
             TeacherUnavailable: it cannot be loaded (any more).
         """
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "image"
-            file.write_bytes(data)
-            image = decode(file, "the image")
+        image = decode(io.BytesIO(data), "the image")
         with self._lock:  # requests come in threads, a teacher computes one at a time
             teacher = self._teacher or self._load()
             self._teacher = teacher
@@ -69,16 +67,11 @@ class Search:
         return teacher_of(settings, dataset, Precision.for_device("cpu"))
 
     def _nearest(self, x: Tensor, k: int, but: int) -> list[int]:
-        query = safe_normalize(x.unsqueeze(0))[0]
-        best, rows = torch.empty(0), torch.empty(0, dtype=torch.int64)
-        for split, run in self._samples.splits.items():
-            for start, block in self._samples.store(split).blocks(BLOCK):
-                first = run.start + start
-                closeness = safe_normalize(block.float()) @ query
-                if first <= but < first + len(block):
-                    closeness[but - first] = -torch.inf
-                best = torch.cat([best, closeness])
-                rows = torch.cat([rows, torch.arange(first, first + len(block))])
-                best, order = best.topk(min(k, len(best)))
-                rows = rows[order]
-        return [row for row in rows.tolist() if row != but]
+        def candidates() -> Iterator[tuple[int, Tensor]]:
+            for split, run in self._samples.splits.items():
+                for start, block in self._samples.store(split).blocks(BLOCK):
+                    yield run.start + start, safe_normalize(block)
+
+        query, search = safe_normalize(x.unsqueeze(0)), search_on(torch.device("cpu"))
+        found = nearest_among(query, torch.tensor([but]), candidates(), k, search)
+        return [row for row in found[0].tolist() if row != but]

@@ -117,7 +117,7 @@ def write_data(
     places.T.astype("<f4").tofile(folder / "places.f32")
     columns = {name: _column(samples, name, folder) for name in _shown(samples)}
     if neighbours:
-        _neighbours(samples).astype("<i4").tofile(folder / "neighbours.i32")
+        samples.nearest(NEIGHBOURS).astype("<i4").tofile(folder / "neighbours.i32")
         columns["neighbours"] = {"kind": "neighbours", "file": "neighbours.i32"}
     names = map(printable, samples.table.column("file").to_pylist())
     (folder / "files.txt").write_text("\n".join(names), encoding="utf-8")
@@ -194,15 +194,6 @@ def _column(samples: Samples, name: str, folder: Path) -> dict[str, Any]:
         return {"kind": "number", "file": f"{name}.f32", "low": float(low), "high": float(high)}
     values.astype("<i4").tofile(folder / f"{name}.i32")
     return {"kind": "cluster", "file": f"{name}.i32"}
-
-
-def _neighbours(samples: Samples) -> NDArray[np.int64]:
-    """The nearest others of each sample in its split `[n, k]`; -1 where a split has fewer."""
-    found = np.full((len(samples), NEIGHBOURS), -1, np.int64)
-    for split, rows in samples.splits.items():
-        if (k := min(NEIGHBOURS, len(rows) - 1)) > 0:
-            found[rows.start : rows.stop, :k] = samples.neighbours(k, split)
-    return found
 
 
 def _first_picture(samples: Samples) -> Image.Image | None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as arrow
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ssl_kd.errors import InputError, printable
 from ssl_kd.export.content import Content
 from ssl_kd.export.table import stream
+from ssl_kd.guard.finite import safe_normalize
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +54,14 @@ def has_map(content: Content) -> bool:
 def _batches(content: Content, skip_missing: bool) -> Iterator[arrow.RecordBatch]:
     places = np.full(len(content.samples), -1)
     places[content.rows] = np.arange(len(content))
-    near = _neighbours(content)
+    near = content.samples.nearest(NEIGHBOURS, dict.fromkeys(content.split_of(content.rows)))
     gone: list[int] = []
     for at, batch in zip(range(0, len(content), ROWS), content.batches(ROWS), strict=True):
         rows = content.rows[at : at + ROWS]
         found = {name: batch.column(name) for name in batch.schema.names}
-        x = content.samples.embeddings(rows).numpy().astype(np.float32)
+        x = content.samples.embeddings(rows)
         if not has_map(content):
-            flat = arrow.array(x.ravel(), arrow.float32())
+            flat = arrow.array(x.numpy().ravel(), arrow.float32())
             found["vector"] = arrow.FixedSizeListArray.from_arrays(flat, x.shape[1])
         found["neighbors"] = _near(content, near[rows], places, x)
         if content.pictured:
@@ -76,36 +78,23 @@ def _batches(content: Content, skip_missing: bool) -> Iterator[arrow.RecordBatch
         logger.warning("%d of %d pictures are gone; their rows have none", len(gone), len(content))
 
 
-def _neighbours(content: Content) -> NDArray[np.int64]:
-    """Of each sample of the run, the nearest in its split `[n, k]`, -1 where there are no more."""
-    near = np.full((len(content.samples), NEIGHBOURS), -1)
-    for split in dict.fromkeys(content.split_of(content.rows)):
-        run = content.samples.splits[split]
-        if k := min(NEIGHBOURS, len(run) - 1):
-            near[run.start : run.stop, :k] = content.samples.neighbours(k, split)
-    return near
-
-
 def _near(
-    content: Content, near: NDArray[np.int64], places: NDArray[np.int64], x: NDArray[np.float32]
+    content: Content, near: NDArray[np.int64], places: NDArray[np.int64], x: Tensor
 ) -> arrow.Array:
     """The neighbours by their places in the file, with distances; those that stay are left out."""
     others, inverse = np.unique(near[near >= 0], return_inverse=True)
-    known = _unit(content.samples.embeddings(others).numpy().astype(np.float32))
+    known = safe_normalize(content.samples.embeddings(others)).numpy()
     rows = np.repeat(np.arange(len(near)), (near >= 0).sum(1))
     apart = np.zeros(near.shape, np.float32)
     if len(others):
-        apart[near >= 0] = 1 - np.einsum("ij,ij->i", _unit(x)[rows], known[inverse.ravel()])
+        own = safe_normalize(x).numpy()[rows]
+        apart[near >= 0] = 1 - np.einsum("ij,ij->i", own, known[inverse.ravel()])
     found = []
     for own, distances in zip(near, apart, strict=True):
         kept = (own >= 0) & (places[own] >= 0)
         far = np.maximum(distances[kept], 0).tolist()
         found.append({"ids": places[own[kept]].tolist(), "distances": far})
     return arrow.array(found, _NEAR)
-
-
-def _unit(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
 
 
 def _thumbnail(content: Content, row: int, gone: list[int]) -> dict[str, object] | None:

@@ -20,6 +20,7 @@ from ssl_kd.naming import Names
 logger = logging.getLogger(__name__)
 
 SHOWN = 3  # of those that are named in a message
+RECORDS = 4096  # turned into objects at a time
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,11 @@ class Content:
         """The rows that go out, with all columns, `size` at a time."""
         for start in range(0, len(self.rows), size):
             yield self._batch(self.rows[start : start + size])
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The rows that go out, as Python objects, one after the other."""
+        for batch in self.batches(RECORDS):
+            yield from batch.to_pylist()
 
     def _batch(self, rows: NDArray[np.int64]) -> arrow.RecordBatch:
         table = self.samples.table.take(arrow.array(rows))

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.export.content import Content
-from ssl_kd.export.place import new_folder
+from ssl_kd.export.place import new_folder, write_list
 
 VERSION = "1.0.0"
-ROWS = 4096
 _FIELDS, _LABEL = "fiftyone.core.fields.", "fiftyone.core.labels.Classification"
 
 
@@ -65,40 +64,35 @@ def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -
     }
     with new_folder(out) as folder:
         (folder / "metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
-        with open(folder / "samples.json", "w", encoding="utf-8") as file:
-            file.write('{"samples": [')
-            for number, sample in enumerate(_samples(content, files, labels, others)):
-                file.write(("," if number else "") + "\n" + json.dumps(sample, allow_nan=False))
-            file.write("\n]}\n")
+        samples = _samples(content, files, labels, others)
+        write_list(folder / "samples.json", samples, '{"samples": [', "]}")
     return out
 
 
 def _samples(
     content: Content, files: list[Path], labels: list[str], others: list[str]
 ) -> Iterator[dict[str, Any]]:
-    run, at = str(content.samples.path.resolve()), 0
-    for batch in content.batches(ROWS):
-        for row in batch.to_pylist():
-            id = hashlib.sha256(f"{run}\0{content.rows[at]}".encode()).hexdigest()
-            sample: dict[str, Any] = {
-                "_id": {"$oid": id[:24]},
-                "filepath": str(files[at]),
-                "tags": [row["split"]],
-                "metadata": None,
-                "_media_type": "image",
-                "_rand": int(id[24:36], 16) / 16**12,
-            }
-            for place, name in enumerate(labels):
-                text = row["label"] if name == "label" else row[f"{name}_name"]
-                confidence = row["confidence"] if name == "cluster" else None
-                oid = hashlib.sha256(f"{id}{place}".encode()).hexdigest()[:24]
-                sample[name] = text and _classification(oid, text, confidence)
-            for name in others:
-                value = row[name]
-                odd = isinstance(value, float) and not math.isfinite(value)
-                sample[name] = None if odd else value
-            yield sample
-            at += 1
+    run = str(content.samples.path.resolve())
+    for number, file, row in zip(content.rows, files, content.records(), strict=True):
+        id = hashlib.sha256(f"{run}\0{number}".encode()).hexdigest()
+        sample: dict[str, Any] = {
+            "_id": {"$oid": id[:24]},
+            "filepath": str(file),
+            "tags": [row["split"]],
+            "metadata": None,
+            "_media_type": "image",
+            "_rand": int(id[24:36], 16) / 16**12,
+        }
+        for place, name in enumerate(labels):
+            text = row["label"] if name == "label" else row[f"{name}_name"]
+            confidence = row["confidence"] if name == "cluster" else None
+            oid = hashlib.sha256(f"{id}{place}".encode()).hexdigest()[:24]
+            sample[name] = text and _classification(oid, text, confidence)
+        for name in others:
+            value = row[name]
+            odd = isinstance(value, float) and not math.isfinite(value)
+            sample[name] = None if odd else value
+        yield sample
 
 
 def _classification(oid: str, label: str, confidence: float | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
 from ssl_kd.export.content import Content
-from ssl_kd.export.place import new_folder
+from ssl_kd.export.place import new_folder, write_list
 
-ROWS = 4096
 LOCAL = "/data/local-files/?d="
 
 
@@ -36,15 +34,9 @@ def write_label_studio(
     common = Path(os.path.commonpath([file.parent for file in files]))
     with new_folder(out) as folder:
         (folder / "label_config.xml").write_text(_interface(choices), encoding="utf-8")
-        with open(folder / "tasks.json", "w", encoding="utf-8") as written:
-            written.write("[")
-            at = 0
-            for batch in content.batches(ROWS):
-                for row in batch.to_pylist():
-                    task = _task(content, row, int(content.rows[at]), files[at], common, url)
-                    written.write(("," if at else "") + "\n" + json.dumps(task, allow_nan=False))
-                    at += 1
-            written.write("\n]\n")
+        rows = zip(content.rows.tolist(), files, content.records(), strict=True)
+        tasks = (_task(content, row, number, file, common, url) for number, file, row in rows)
+        write_list(folder / "tasks.json", tasks)
     return out
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ssl_kd.errors import InputError
 from ssl_kd.files import sync_folder
@@ -43,6 +45,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(path.absolute().parent)
+
+
+def write_list(path: Path, items: Iterable[Any], begin: str = "[", end: str = "]") -> None:
+    """A list in JSON, an item a line, never all of it in memory."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(begin)
+        for number, item in enumerate(items):
+            file.write(("," if number else "") + "\n" + json.dumps(item, allow_nan=False))
+        file.write(f"\n{end}\n")
 
 
 def safe_name(text: str, *, longest: int = LONGEST) -> str:

@@ -12,8 +12,7 @@ from pyarrow import parquet
 from ssl_kd.export.content import Content
 from ssl_kd.export.place import refuse_existing
 from ssl_kd.files import atomic_write
-
-ROWS_PER_GROUP = 131_072
+from ssl_kd.vision.assigned import ROWS_PER_GROUP
 
 
 def write_parquet(content: Content, out: Path) -> Path:

@@ -80,7 +80,7 @@ def name_samples(
         found = names_from_texts(texts, levels)
     else:
         found = names_from_model(texts, levels, describe)
-    return _kept(samples, found)
+    return found.edited(Names.load(samples.path).edits)
 
 
 def name_by_vocabulary(
@@ -112,9 +112,5 @@ def name_by_vocabulary(
 
     levels = levels_of(samples)
     means = cluster_means(blocks(), levels)
-    return _kept(samples, names_from_vocabulary(means, levels, vocabulary, encode))
-
-
-def _kept(samples: Samples, found: Names) -> Names:
-    """What was found, with the names that people gave; who has one of these already loses it."""
+    found = names_from_vocabulary(means, levels, vocabulary, encode)
     return found.edited(Names.load(samples.path).edits)

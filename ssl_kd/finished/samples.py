@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class Samples:
                 )
         self.metrics = read_metrics(self.path)
         self.table = _read_table(file)
+        self._stores: dict[str, EmbeddingStore] = {}
         self._pictures: dict[str, tuple[ImageDataset | None, dict[str, int]]] = {}
 
     @property
@@ -136,13 +137,15 @@ class Samples:
     # --- What it was computed from ---------------------------------------------------------------
 
     def store(self, split: str = "train") -> EmbeddingStore:
-        """The embeddings of one split, in the order of its samples.
+        """The embeddings of one split, in the order of its samples; opened once.
 
         Raises:
             InputError: no such split; RunFolderError: the cache holds other samples by now.
             FileNotFoundError: the cache is gone; the message says where it was.
         """
         rows = self._split(split)
+        if split in self._stores:
+            return self._stores[split]
         folder, name = self._cache_of(split)
         if not Path(folder).is_dir():
             raise FileNotFoundError(
@@ -156,6 +159,7 @@ class Samples:
                 f"{folder} holds other samples ({store.n}) than {self.path} clustered "
                 f"({len(rows)}): give every run an --embeddings_dir of its own"
             )
+        self._stores[split] = store
         return store
 
     def embeddings(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Tensor:
@@ -177,6 +181,20 @@ class Samples:
         """
         found, _ = find_neighbours(self.store(split), k, search="auto")
         return found.numpy() + self.splits[split].start
+
+    def nearest(self, k: int, splits: Iterable[str] | None = None) -> NDArray[np.int64]:
+        """The k nearest of every sample in its split `[n, k]`; -1 where there are no more.
+
+        Args:
+            k: how many.
+            splits: those that it is asked of; None: all. Of other samples there is -1.
+        """
+        found = np.full((len(self), k), -1, np.int64)
+        for split in self.splits if splits is None else splits:
+            rows = self._split(split)
+            if (most := min(k, len(rows) - 1)) > 0:
+                found[rows.start : rows.stop, :most] = self.neighbours(most, split)
+        return found
 
     def image(self, row: int) -> Image.Image | None:
         """The picture of one sample; None where the run learned from features.

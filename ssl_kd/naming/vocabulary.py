@@ -34,8 +34,7 @@ def cluster_means(
     sums: dict[str, dict[int, Any]] = {level: {} for level in levels}
     sizes: dict[str, dict[int, int]] = {level: {} for level in levels}
     for start, block in blocks:
-        x = np.asarray(block, dtype=np.float64)
-        x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
+        x = _unit(np.asarray(block, dtype=np.float64))
         for level, clusters in levels.items():
             own = clusters[start : start + len(x)]
             for cluster in np.unique(own[own >= 0]).tolist():
@@ -108,7 +107,8 @@ def _score(
 
 
 def _unit(x: Any) -> NDArray[np.float64]:
-    return x / max(float(np.linalg.norm(x)), 1e-12)
+    """Vectors, the last axis, at length 1."""
+    return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
 def _encoded(texts: list[str], encode: Encode, width: int) -> NDArray[np.float64]:
@@ -126,5 +126,5 @@ def _encoded(texts: list[str], encode: Encode, width: int) -> NDArray[np.float64
             )
         if not np.isfinite(x).all():
             raise InputError("the text encoder gave values that are not finite")
-        blocks.append(x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12))
+        blocks.append(_unit(x))
     return np.concatenate(blocks)

@@ -94,7 +94,7 @@ def test_a_folder_of_something_else_is_left_alone(run, tmp_path, monkeypatch):
     page = write_site(samples, tmp_path / "out", pictures=5)
     before = page.stat().st_ino
     assert write_site(samples, tmp_path / "out", pictures=5).stat().st_ino != before
-    monkeypatch.setattr(site, "_neighbours", lambda samples: 1 / 0)
+    monkeypatch.setattr(Samples, "nearest", lambda samples, k: 1 / 0)
     before = page.stat().st_ino
     with pytest.raises(ZeroDivisionError):
         write_site(samples, tmp_path / "out")
