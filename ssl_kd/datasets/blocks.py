@@ -264,12 +264,7 @@ def make_blocks(
     for start in range(0, len(dataset), _BATCH):
         batch = dataset.examples[start : start + _BATCH]
         for example, document in _tokenize(batch, tokenizer, frame, left_out):
-            parts = fit(document, block_size)
-            pieces += parts
-            if not parts:
-                left_out.append(f"{example.where}: none of its tokens carries a loss")
-            elif len(document.ids) > block_size:
-                cut.append(describe_cut(document, parts, block_size, example.where))
+            pieces += cut_to_fit(document, block_size, example.where, left_out, cut)
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = (
@@ -338,7 +333,19 @@ def count_targets(
     return counts, characters
 
 
-def fit(document: Document, block_size: int) -> list[_Part]:
+def cut_to_fit(
+    document: Document, block_size: int, where: str, left_out: list[str], cut: list[str]
+) -> list[_Part]:
+    """The pieces of a document; where it had to be cut or has none, that is added to the lists."""
+    parts = _fit(document, block_size)
+    if not parts:
+        left_out.append(f"{where}: none of its tokens carries a loss")
+    elif len(document.ids) > block_size:
+        cut.append(_describe_cut(document, parts, block_size, where))
+    return parts
+
+
+def _fit(document: Document, block_size: int) -> list[_Part]:
     """Cut a document to pieces of at most `block_size` that hold every target once."""
     length = len(document.ids)
     targets = np.flatnonzero(document.counts)
@@ -357,7 +364,7 @@ def fit(document: Document, block_size: int) -> list[_Part]:
     return pieces
 
 
-def describe_cut(document: Document, parts: Sequence[_Part], block_size: int, where: str) -> str:
+def _describe_cut(document: Document, parts: Sequence[_Part], block_size: int, where: str) -> str:
     first = int(np.flatnonzero(document.counts)[0]) - int(np.flatnonzero(parts[0].counts)[0])
     lost = f"the first {first} tokens of the prompt cut off" if first else ""
     split = f"split into {len(parts)} parts" if len(parts) > 1 else ""

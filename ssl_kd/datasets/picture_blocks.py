@@ -18,8 +18,7 @@ from ssl_kd.datasets.blocks import (
     Document,
     Frame,
     count_targets,
-    describe_cut,
-    fit,
+    cut_to_fit,
     framed,
     in_rows,
 )
@@ -132,13 +131,9 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
                 f"{len(example.images)} images, for rows of {block_size}: raise --block_size"
             )
             continue
-        parts = fit(document, block_size)
+        parts = cut_to_fit(document, block_size, example.where, left_out, cut)
         pieces += parts
         pictures += [example.images] * len(parts)
-        if not parts:
-            left_out.append(f"{example.where}: none of its tokens carries a loss")
-        elif len(document.ids) > block_size:
-            cut.append(describe_cut(document, parts, block_size, example.where))
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = [[piece] for piece in pieces]

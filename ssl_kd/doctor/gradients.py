@@ -20,7 +20,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.seeds import seeded
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm, without_adapters
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, positions, without_adapters
 from ssl_kd.teachers.layers import stack_of
 from ssl_kd.teachers.student import add_lora
 from ssl_kd.training.schedule import learning_rate_at
@@ -55,11 +55,7 @@ def open_model(settings: LanguageSettings) -> tuple[CausalLM, Blocks]:
     stored: Any = "auto"  # the dtype in the file, which load_causal_lm passes on
     lm = load_causal_lm(spec, dtype=stored)
     texts = open_text(settings.data_path, "train", max_bytes=TEXT_BYTES)
-    room = (
-        getattr(lm.model.config.get_text_config(), "max_position_embeddings", None)
-        or settings.block_size
-    )
-    size = min(settings.block_size, room)
+    size = min(settings.block_size, positions(lm.model) or settings.block_size)
     if lm.processor is not None:
         return lm, make_picture_blocks(texts, lm.processor, size)
     packing = settings.packing and isolates_documents(lm.model)

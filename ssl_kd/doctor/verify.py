@@ -93,22 +93,7 @@ def verify(settings: LanguageSettings, *, progress: Progress = untold) -> list[A
         SettingsError: no teacher, or one with another tokenizer: there is only one way then to
             compute the loss. And as by `prepare`.
     """
-    if settings.teacher_model == "none" or settings.align != "auto":
-        came = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
-        raise SettingsError(
-            f"{came} leaves nothing to compare: name a teacher with the student's tokenizer."
-        )
-    if len(settings.teacher_names) > 1:
-        raise SettingsError(
-            f"TEACHER_MODEL names {len(settings.teacher_names)} teachers: verify them one by one."
-        )
-    experts = settings.router_mode in ("all", "ka") or settings.router_weights is not None
-    if settings.teacher_cache is not None and experts:
-        raise SettingsError(
-            "TEACHER_CACHE holds answers of other experts or routers (ROUTER_MODE "
-            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and "
-            "only the teacher as it came is compared: set TEACHER_CACHE to None."
-        )
+    _check(settings)
     settings = settings.replace(
         router_mode="native",
         legacy_clamp=None,
@@ -156,6 +141,26 @@ def verify(settings: LanguageSettings, *, progress: Progress = untold) -> list[A
             allowed = close if kept.stored == precision.teacher else HALF
         compare(f"cache, {kept}", step(), allowed)
     return found
+
+
+def _check(settings: LanguageSettings) -> None:
+    """Refuse what leaves nothing to compare."""
+    if settings.teacher_model == "none" or settings.align != "auto":
+        came = "TEACHER_MODEL 'none'" if settings.align == "auto" else f"ALIGN {settings.align!r}"
+        raise SettingsError(
+            f"{came} leaves nothing to compare: name a teacher with the student's tokenizer."
+        )
+    if len(settings.teacher_names) > 1:
+        raise SettingsError(
+            f"TEACHER_MODEL names {len(settings.teacher_names)} teachers: verify them one by one."
+        )
+    experts = settings.router_mode in ("all", "ka") or settings.router_weights is not None
+    if settings.teacher_cache is not None and experts:
+        raise SettingsError(
+            "TEACHER_CACHE holds answers of other experts or routers (ROUTER_MODE "
+            f"{settings.router_mode!r}, ROUTER_WEIGHTS {settings.router_weights!r}), and "
+            "only the teacher as it came is compared: set TEACHER_CACHE to None."
+        )
 
 
 def agreement_table(found: Sequence[Agreement]) -> Table:

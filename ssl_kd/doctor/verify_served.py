@@ -13,7 +13,7 @@ from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.texts import texts_of
 from ssl_kd.losses.token_distillation import next_token_targets
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm, positions
 from ssl_kd.teachers.server import PromptTopK, ServerFailed
 
 __all__ = ["compare_served"]
@@ -55,7 +55,7 @@ def compare_served(settings: LanguageSettings) -> list[Finding]:
     """
     local = load_causal_lm(settings.teacher_model)
     texts, _ = texts_of(settings)
-    size = min(settings.block_size, getattr(local.model.config, "max_position_embeddings", 1 << 30))
+    size = min(settings.block_size, positions(local.model) or settings.block_size)
     blocks = make_blocks(texts, local.tokenizer, size, packing=False).part(slice(ROWS))
     batch = blocks.batch(range(len(blocks)))
     rows, _ = next_token_targets(batch.input_ids, batch.counts)

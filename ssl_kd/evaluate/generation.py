@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssl_kd.teachers.causal import evaluating
+from ssl_kd.teachers.causal import evaluating, positions
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def continue_prompts(
             return continue_prompts(
                 model.model, tokenizer, prompts, max_new_tokens, batch_size, nullcontext
             )
-    room = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    room = positions(model) or sys.maxsize
     results: list[Continued] = [
         ("", f"the prompt has {len(ids)} tokens and the model {room} positions: shorten the prompt")
         for ids in prompts

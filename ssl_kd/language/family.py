@@ -11,7 +11,7 @@ import torch
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM, n_ids, tokenizer_id, without_adapters
+from ssl_kd.teachers.causal import CausalLM, n_ids, positions, tokenizer_id, without_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def check_rows(student: CausalLM, teacher: CausalLM) -> None:
 
 def check_room(settings: LanguageSettings, lm: CausalLM) -> None:
     """Raise SettingsError where a row is longer than a model has positions."""
-    room = getattr(lm.model.config.get_text_config(), "max_position_embeddings", None)
+    room = positions(lm.model)
     if room and settings.block_size > room:
         raise SettingsError(
             f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "

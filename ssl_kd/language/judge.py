@@ -21,7 +21,7 @@ from ssl_kd.language.step import precision_of
 from ssl_kd.language.task import test_and_validation
 from ssl_kd.language.teacher import load_teacher
 from ssl_kd.language.texts import lay_out, texts_of
-from ssl_kd.teachers.causal import CausalLM, tokenizer_id
+from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, untold
 
@@ -72,13 +72,11 @@ def judge(
         student.tokenizer
     )
     readings = _readings(settings, texts, student, teacher, alike)
-    # In the dtype that it will be used in, as its teacher is.
-    answering = [
-        FrozenTeacher(lm.model, device=precision.device, dtype=precision.teacher)
+    answering, frozen = (  # the student in the dtype that it will be used in, as its teacher is
+        lm and FrozenTeacher(lm.model, device=precision.device, dtype=precision.teacher)
         for lm in (student, teacher)
-        if lm is not None
-    ]
-    frozen = answering[-1] if teacher is not None else None
+    )
+    assert answering is not None
     looks = LanguageJudge(
         texts.examples,
         *readings,
@@ -89,7 +87,7 @@ def judge(
         max_new_tokens=settings.max_new_tokens,
     )
     models = {"teacher": frozen} if frozen is not None else {}
-    models["student"] = answering[0].model
+    models["student"] = answering.model
     stages = len(models) * (2 if tasks else 1) + alike
     tell = partial(progress, "judge")
     table, shown = _looked_at(looks, models, readings, lambda i, who: tell(i, stages, {"of": who}))
@@ -98,13 +96,13 @@ def judge(
         tell(len(models), stages, {"of": "drafts"})
         speculative = _as_draft(settings, looks, frozen, student, drafted)
     asked = []
-    for i, (name, model) in enumerate(models.items() if tasks else ()):
-        assert tasks is not None
-        tell(stages - len(models) + i, stages, {"of": f"tasks, {name}"})
-        whole = model.model if isinstance(model, FrozenTeacher) else model
-        tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
-        found = tasks.ask(whole, tokenizer, batch_size=settings.batch_size, limit=limit)
-        asked += [{"name": name} | row for row in found]
+    if tasks is not None:
+        for i, (name, model) in enumerate(models.items()):
+            tell(stages - len(models) + i, stages, {"of": f"tasks, {name}"})
+            whole = model.model if isinstance(model, FrozenTeacher) else model
+            tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
+            found = tasks.ask(whole, tokenizer, batch_size=settings.batch_size, limit=limit)
+            asked += [{"name": name} | row for row in found]
     tell(stages, stages, {})
     return {
         "student": student.name,
@@ -128,10 +126,7 @@ def _readings(
 ) -> list[Reading]:
     """The rows that a run of these settings would report, as student and teacher read them."""
     lms = [student] if teacher is None else [student, teacher]
-    rooms = [
-        getattr(lm.model.config.get_text_config(), "max_position_embeddings", None) for lm in lms
-    ]
-    size = min([settings.block_size, *(room for room in rooms if room)])
+    size = min([settings.block_size, *(room for lm in lms if (room := positions(lm.model)))])
     if size < settings.block_size:
         words = "BLOCK_SIZE is %d, and there are %d positions: rows have %d tokens"
         logger.warning(words, settings.block_size, size, size)
@@ -186,8 +181,9 @@ def _as_draft(
     drafted: int,
 ) -> dict[str, Any] | None:
     """The student as its teacher's draft: expected on the teacher's own text, and measured."""
-    sizes = [m.config.get_text_config() for m in (teacher.model, student.model)]
-    rooms = [room for c in sizes if (room := getattr(c, "max_position_embeddings", None))]
+    sides = teacher.model, student.model
+    sizes = [model.config.get_text_config() for model in sides]
+    rooms = [room for model in sides if (room := positions(model))]
     most = settings.max_new_tokens
     fits = [ids for ids in looks.prompts if len(ids) + most + drafted < min(rooms, default=2**62)]
     if not fits:

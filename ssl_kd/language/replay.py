@@ -21,6 +21,7 @@ from ssl_kd.language.step import Distiller
 from ssl_kd.language.task import Task, make_distiller, prepare
 from ssl_kd.language.witness import examine, set_rng_state, trained
 from ssl_kd.settings import SettingsError
+from ssl_kd.training.clock import untold
 
 _REPLAY = {"mode": str, "student": str, "teacher": str, "scale": bool, "device": str, "exact": bool}
 _REPLAY |= {"explained": str, "learns_from": str}
@@ -51,7 +52,7 @@ def replay(path: str | Path) -> Replay:
         scale=how["scale"],
         why="a replay",
     )
-    task = prepare(settings, precision, lambda stage, done, total, info: None)
+    task = prepare(settings, precision, untold)
     if task.digest != how["learns_from"]:
         raise InputError(
             f"{path} cannot be run again: the data or the teacher are not those of the run. Put "

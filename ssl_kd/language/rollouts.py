@@ -28,7 +28,7 @@ from ssl_kd.evaluate.generation import Autocast, end_tokens
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.seeds import seed_of
-from ssl_kd.teachers.causal import evaluating, n_ids, without_adapters
+from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
 
 __all__ = ["Generated", "Rollouts", "Written", "continued", "prompt_length", "sampler", "writer"]
 
@@ -112,12 +112,11 @@ class Generated:
 
     def _batches(self, lengths: Sequence[int], rooms: Sequence[int]) -> Iterator[list[int]]:
         """Prompts to run at once: none is led beyond the model's positions by the others' rooms."""
-        config = without_adapters(self.model).config
-        positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        most = positions(self.model) or sys.maxsize
         batch: list[int] = []
         for i in sorted(range(len(lengths)), key=lambda i: -rooms[i]):
             full = len(batch) == self.batch_size
-            if batch and (full or lengths[i] + rooms[batch[0]] > positions):
+            if batch and (full or lengths[i] + rooms[batch[0]] > most):
                 yield batch
                 batch = []
             batch.append(i)

@@ -164,13 +164,8 @@ def prepare(
         check_ids_are_known(student, teacher, own, eval_blocks)
         if settings.teacher_cache is not None:
             check_rows(student, teacher)
-    for line in [*train_set.left_out[:1], *own.left_out[:1]]:
-        logger.info("some of the text was split or left out: %s; the report has more", line)
     tell("prepare", 3, 3, {"rows": len(blocks), "held out": len(eval_blocks)})
-    if isinstance(blocks, AlignedBlocks):
-        words = "%.1f %% of the text is in groups of tokens that both share, mean %.1f characters"
-        found = blocks.statistics()
-        logger.info(words, 100 * found["coverage"], found["characters_per_group"])
+    _say_rows(train_set, own, blocks)
 
     frozen, caches = _answers(settings, precision, teacher, train_set, blocks, ranks)
     if settings.teacher_text and frozen is not None and teacher is not None:
@@ -338,6 +333,16 @@ def _plain(settings: LanguageSettings, task: Task, frozen: FrozenTeacher) -> Pla
         return Plain(frozen)
     answers = [frozen, *(other.frozen for other in task.others)]
     return Plain(*answers, names=settings.teacher_names, weights=settings.teacher_shares)
+
+
+def _say_rows(texts: TextDataset, own: Blocks, blocks: Blocks | AlignedBlocks) -> None:
+    """Log what was split or left out, and how much of the text two tokenizers share."""
+    for line in [*texts.left_out[:1], *own.left_out[:1]]:
+        logger.info("some of the text was split or left out: %s; the report has more", line)
+    if isinstance(blocks, AlignedBlocks):
+        words = "%.1f %% of the text is in groups of tokens that both share, mean %.1f characters"
+        found = blocks.statistics()
+        logger.info(words, 100 * found["coverage"], found["characters_per_group"])
 
 
 def make_distiller(

@@ -35,6 +35,7 @@ __all__ = [
     "load_causal_lm",
     "load_tokenizer",
     "n_ids",
+    "positions",
     "quiet",
     "sees",
     "set_attention",
@@ -209,6 +210,12 @@ def tokenizer_id(tokenizer: Any) -> str:
 def n_ids(tokenizer: Any) -> int:
     """One more than the largest id of a tokenizer: more than its `len` where ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def positions(model: Any) -> int | None:
+    """How many tokens a model has positions for; None where its configuration does not say."""
+    config = without_adapters(model).config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or None
 
 
 def without_adapters(model: Any) -> Any:

@@ -272,6 +272,28 @@ def _tokens(token: str, pooled: Tensor, patch: Tensor) -> Tensor:
 # --- timm -----------------------------------------------------------------------------------------
 
 
+def _timm_config(model_name: str) -> Any:
+    """What timm knows of a model by name; None of one by its place, which brings its own.
+
+    Raises:
+        InputError: there is no such model, or such a kind of place.
+    """
+    import timm
+
+    if ":" in model_name:
+        if model_name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
+            return None
+        raise InputError(
+            f"timm:{model_name}: expected a model's name, hf-hub:OWNER/NAME or local-dir:FOLDER"
+        )
+    if not timm.is_model(model_name):
+        raise InputError(_unknown("timm", model_name, timm.list_models()))
+    try:
+        return timm.get_pretrained_cfg(model_name)
+    except RuntimeError as error:  # the part behind the dot
+        raise InputError(f"timm:{model_name}: {error}") from error
+
+
 def _timm(
     model_name: str,
     name: str,
@@ -284,18 +306,7 @@ def _timm(
     from timm.data.config import resolve_data_config
 
     is_path = ":" in model_name  # local-dir:... and hf-hub:... bring their own config
-    if not is_path and not timm.is_model(model_name):
-        raise InputError(_unknown("timm", model_name, timm.list_models()))
-    if is_path and not model_name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
-        raise InputError(
-            f"timm:{model_name}: expected a model's name, hf-hub:OWNER/NAME or local-dir:FOLDER"
-        )
-    config: Any = None
-    if not is_path:
-        try:
-            config = timm.get_pretrained_cfg(model_name)
-        except RuntimeError as error:  # the part behind the dot
-            raise InputError(f"timm:{model_name}: {error}") from error
+    config = _timm_config(model_name)
     if config is not None and config.fixed_input_size:
         native = config.input_size[-1]
         # DINOv2's config says 518, which nobody wants by default: 5 times the work of 224.

@@ -27,7 +27,7 @@ from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
-from ssl_kd.training.clock import Clock
+from ssl_kd.training.clock import Clock, untold
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of
 from ssl_kd.vision.extract import fingerprint
@@ -165,7 +165,7 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
         SettingsError: the embeddings have another width than the run's.
     """
     refuse_ranks()
-    tell = progress or (lambda stage, done, total, info: None)
+    tell = progress or untold
     parent, runs = _Parent.of(settings), Path(settings.runs_dir)
     _check_free(runs, settings.run_name)
     clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)

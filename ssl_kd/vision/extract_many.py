@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store.shards import Manifest
-from ssl_kd.training.clock import Progress
+from ssl_kd.training.clock import Progress, untold
 from ssl_kd.vision.extract import ExtractProgress, Share, extract_share
 from ssl_kd.vision.run import Dataset, embedded, open_data
 from ssl_kd.vision.settings import VisionSettings
@@ -103,7 +103,7 @@ def fill(
             work.folder,
             split,
             work.precision,
-            progress or (lambda stage, done, total, info: None),
+            progress or untold,
             shard_rows,
         )
         path = work.folder / f"{store.name}.json"

@@ -27,7 +27,7 @@ from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
 from ssl_kd.store.approximate import by_index
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
-from ssl_kd.training.clock import Clock, Progress
+from ssl_kd.training.clock import Clock, Progress, untold
 from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.extract import ExtractProgress, extract
@@ -103,7 +103,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
 def _lead(
     settings: VisionSettings, device: str, together: Together | None, progress: Progress | None
 ) -> Run:
-    tell = progress or (lambda stage, done, total, info: None)
+    tell = progress or untold
     clock = Clock()
     precision = Precision.for_device(device, settings.use_fp16, settings.use_tf32)
     logger.info("%s", precision)
