@@ -177,7 +177,7 @@ def indexed_neighbours(
             "recall": _recall(found[rows], truth),
             "queries": len(rows),
             "compared": compared / (store.n * (store.n - 1.0)),
-            "seconds": {**built, "tune": plan["seconds"], "search": round(seconds, 2)},
+            "seconds": {**built, **plan["seconds"], "search": round(seconds, 2)},
             "threads": torch.get_num_threads(),
             "sha256": sha256_file(path),
         }
@@ -354,24 +354,25 @@ def _filled(work: Path, store: EmbeddingStore, empty: Any) -> Iterator[Path]:
 
 def _plan(work: Path, store: EmbeddingStore, index: Any, k: int) -> dict[str, Any]:
     """How many cells to probe, and rows with their exact neighbours to measure by."""
-    path = work / "plan.pt"
+    path = work / "probes.pt"
     try:
         return load_tensors(path)
     except (FileNotFoundError, CorruptFileError):
         pass
     clock = Clock()
-    with clock("tune"):
+    with clock("exact"):  # of some rows; all of them would take n / QUERY_ROWS times as long
         g = torch.Generator().manual_seed(SEED + 1)
         queries = torch.randperm(store.n, generator=g)[: min(QUERY_ROWS, store.n // 2 * 2)]
         x, search = _unit(store.gather(queries)), search_on(torch.device("cpu"))
         truth = nearest_among(x, queries, _unit_blocks(store), k, search)
         half = len(queries) // 2
+    with clock("tune"):
         nprobe = _probes(index, x[:half], _unit(store.gather(truth[:half].flatten())))
     plan = {
         "nprobe": nprobe,
         "queries": queries[half:].clone(),
         "truth": truth[half:].clone(),
-        "seconds": clock.stages["tune"],
+        "seconds": clock.stages,
     }
     save_tensors(path, plan)
     return plan
