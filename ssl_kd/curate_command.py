@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ssl_kd.curate import Duplicates
     from ssl_kd.store import EmbeddingStore
 
+WRITTEN = "written.json"  # SHA-256 of each table, by its name
 LISTED = 1000  # outliers and doubtful labels in their tables
 _HELP = {
     "split": "which split of a cache (default: train; leaks are looked for in test)",
@@ -30,7 +32,7 @@ _FLAGS = {
     " --rule largest does it, too",
     "exclude": "exclude from a run what does not stay: a decision in its curation.jsonl, which"
     " ssl_kd explore RUN --undo takes back",
-    "force": "replace the tables that are there",
+    "force": "replace tables that were edited, too",
 }
 
 
@@ -57,9 +59,25 @@ def curate(argv: Sequence[str], prog: str) -> int:
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; expected a run's or a cache of embeddings")
     out = Path(given.out).expanduser() if given.out is not None else folder / "curated"
-    if out.exists() and not given.force and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists: name another folder with --out, or replace it by --force")
+    if not given.force:
+        _refuse_what_is_not_ours(out)
     return _curate(folder, given, out)
+
+
+def _refuse_what_is_not_ours(out: Path) -> None:
+    """Raise InputError where tables would take the place of what someone else wrote."""
+    from ssl_kd.files import sha256_file
+
+    sums, there = _written(out), [out] if out.exists() else []
+    if out.is_dir():
+        there = [path for path in sorted(out.iterdir()) if path.name != WRITTEN]
+    for path in there:
+        if path.is_file() and sums.get(path.name) == sha256_file(path):
+            continue
+        raise InputError(
+            f"{path} exists, and was not written by curate, or edited since: name another folder "
+            "with --out, or replace it by --force"
+        )
 
 
 def _given(argv: Sequence[str], prog: str) -> Any:
@@ -107,8 +125,10 @@ def _curate(folder: Path, given: Any, out: Path) -> int:
     for name, (told, table) in tables.items():
         path = out / f"{name}.{given.format}"
         _write(path, table)
+        _remember(path)
         shown.add_row(name, told, path.name)
     _write_kept(out / "kept.txt", work)
+    _remember(out / "kept.txt")
     shown.add_row("kept", f"{int(work.kept.sum()):,} samples stay", "kept.txt")
     if given.exclude:
         shown.add_row("excluded", f"{work.exclude():,} more", "curation.jsonl of the run")
@@ -225,6 +245,21 @@ def _write(path: Path, table: arrow.Table) -> None:
         atomic_write(path, lambda file: csv.write_csv(table, file))
     else:
         atomic_write(path, lambda file: parquet.write_table(table, file, compression="zstd"))
+
+
+def _written(out: Path) -> dict[str, str]:
+    """SHA-256 of each file of a folder that the next call may replace."""
+    try:
+        return dict(json.loads((out / WRITTEN).read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _remember(path: Path) -> None:
+    from ssl_kd.files import atomic_write_json, sha256_file
+
+    known = _written(path.parent) | {path.name: sha256_file(path)}
+    atomic_write_json(path.parent / WRITTEN, known)
 
 
 def _write_kept(path: Path, work: _Work) -> None:

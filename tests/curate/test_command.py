@@ -26,7 +26,7 @@ def test_a_run(photo_run, tmp_path, capsys):
     shown = capsys.readouterr().out
     names = {"duplicates", "outliers", "images", "leaks", "labels", "label_next", "kept"}
     assert all(name in shown for name in names)
-    assert {path.stem for path in out.iterdir()} == names
+    assert {path.stem for path in out.iterdir()} == {*names, "written"}
     assert csv.read_csv(out / "label_next.csv").num_rows == 12
     outlier = csv.read_csv(out / "outliers.csv").to_pydict()
     own = samples.column("outlier")[:n]
@@ -58,10 +58,23 @@ def test_a_cache(tmp_path, capsys):
     found = parquet.read_table(cache / "curated" / "duplicates.parquet")
     assert found.num_rows == 8 and "leaks" not in capsys.readouterr().out
     assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 200
-    assert main(["curate", str(cache)]) == 2
-    assert "curated exists: name another folder with --out" in told(capsys)
-    assert main(["curate", str(cache), "--force", "--duplicates", "0.3"]) == 0
+    assert main(["curate", str(cache), "--duplicates", "0.3", "--label", "3"]) == 0
+    assert main(["curate", str(cache), "--duplicates", "0.3"]) == 0
     assert csv.read_csv(cache / "curated" / "duplicates.csv").num_rows > 8
+    assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == 3
+
+
+@pytest.mark.parametrize("edit", ["kept.txt", "mine.txt", "written.json"])
+def test_what_someone_else_wrote_is_replaced_by_force_alone(tmp_path, capsys, edit):
+    cache = write(tmp_path / "cache", distinct(50)[0]).folder
+    assert main(["curate", str(cache)]) == 0
+    (cache / "curated" / edit).write_text("edited")
+    assert main(["curate", str(cache)]) == 2
+    name = "duplicates.csv" if edit == "written.json" else edit
+    assert f"{name} exists, and was not written by curate, or edited" in told(capsys)
+    assert (cache / "curated" / edit).read_text() == "edited"
+    assert main(["curate", str(cache), "--force"]) == 0
+    assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 50
 
 
 @pytest.mark.parametrize(
