@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks, Frame, framed
+from ssl_kd.datasets.held import held
 from ssl_kd.datasets.packing import digest_of, padded
 from ssl_kd.datasets.segmentation import TextReader, align
 from ssl_kd.datasets.text import TextDataset, first_few
@@ -240,10 +241,44 @@ def aligned_blocks(
     readers = [TextReader(tokenizer) for tokenizer in tokenizers]
     frames = [Frame.of(tokenizer) for tokenizer in tokenizers]
     vocabulary = shared_vocabulary(student_tokenizer, teacher_tokenizer)
-    rows: list[tuple[_Row, _Row]] = []
     characters: list[int] = []
     left_out: list[str] = []
     total = 0
+
+    def cut_up() -> Iterator[tuple[_Row, _Row]]:
+        nonlocal total
+        for where, length, document in _documents(dataset, readers, frames, left_out):
+            parts = list(document.cut(block_size - 2))
+            learned = [document.learned(*part) for part in parts]
+            characters.extend(learned)
+            total += document.characters()
+            yield from ((document.row(0, *part), document.row(1, *part)) for part in parts)
+            if (lost := length - sum(learned)) or len(parts) > 1:
+                counted = " and ".join(str(len(ids)) for ids, _ in document.read)
+                left_out.append(
+                    f"{where}: {counted} tokens for blocks of {block_size}: split into "
+                    f"{len(parts)} parts"
+                    + (f", without {lost} characters that no block can hold" if lost else "")
+                )
+
+    rows = held(cut_up())
+    if not rows:
+        raise InputError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
+    student, teacher = (
+        _lay_out(rows, k, block_size, frames[k].end, characters, left_out) for k in (0, 1)
+    )
+    blocks = AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
+    _log_fit(dataset.name, blocks.statistics())
+    return blocks
+
+
+def _documents(
+    dataset: TextDataset,
+    readers: Sequence[TextReader],
+    frames: Sequence[Frame],
+    left_out: list[str],
+) -> Iterator[tuple[str, int, _Document]]:
+    """Where each stands, how many of its characters are to be learned, and its tokens."""
     for example in dataset.examples:
         if example.messages is not None:
             left_out.append(
@@ -258,29 +293,7 @@ def aligned_blocks(
             left_out.append(f"{example.where}: one of the tokenizers gives no token for it")
             continue
         around = [frame.around(example) for frame in frames]
-        document = _Document.of(len(prompt), read, around)
-        parts = list(document.cut(block_size - 2))
-        for part in parts:
-            rows.append((document.row(0, *part), document.row(1, *part)))
-            characters.append(document.learned(*part))
-        lost = len(text) - len(prompt) - sum(document.learned(*part) for part in parts)
-        total += document.characters()
-        if lost or len(parts) > 1:
-            counted = " and ".join(str(len(ids)) for ids, _ in read)
-            left_out.append(
-                f"{example.where}: {counted} tokens for blocks of {block_size}: split into "
-                f"{len(parts)} parts"
-                + (f", without {lost} characters that no block can hold" if lost else "")
-            )
-    if not rows:
-        raise InputError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
-    student, teacher = (
-        _lay_out([row[k] for row in rows], block_size, frames[k].end, characters, left_out)
-        for k in (0, 1)
-    )
-    blocks = AlignedBlocks(student[0], teacher[0], (student[1], teacher[1]), vocabulary, total)
-    _log_fit(dataset.name, blocks.statistics())
-    return blocks
+        yield example.where, len(text) - len(prompt), _Document.of(len(prompt), read, around)
 
 
 def _log_fit(name: str, fit: Mapping[str, float]) -> None:
@@ -356,16 +369,18 @@ class _Document:
 
 
 def _lay_out(
-    rows: Sequence[_Row],
+    rows: Sequence[tuple[_Row, _Row]],
+    side: int,
     size: int,
     padding: int,
     characters: Sequence[int],
     left_out: Sequence[str],
 ) -> tuple[Blocks, Tensor]:
-    ids = padded([[row.ids] for row in rows], size, np.int64, padding)
-    ends = padded([[row.ends] for row in rows], size, np.int32)
-    counts = padded([[row.counts] for row in rows], size, np.bool_)
-    documents = padded([[np.ones(len(row.ids))] for row in rows], size, np.int32)
+    shape = len(rows), size
+    ids = padded(([row[side].ids] for row in rows), shape, np.int64, padding)
+    ends = padded(([row[side].ends] for row in rows), shape, np.int32)
+    counts = padded(([row[side].counts] for row in rows), shape, np.bool_)
+    documents = padded(([np.ones(len(row[side].ids))] for row in rows), shape, np.int32)
     blocks = Blocks(
         torch.from_numpy(ids),
         torch.from_numpy(counts),

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.datasets.packing import best_fit, digest_of, numbered, padded
+from ssl_kd.datasets.held import held
+from ssl_kd.datasets.packing import best_fit, digest_of, padded
 from ssl_kd.datasets.picture import Pictures
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import Rendered, render
@@ -102,6 +103,11 @@ class Blocks:
     def characters(self) -> int:
         """Characters of text that all targets stand for; see `make_blocks`."""
         return int(self.row_characters.sum())
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds more than one document."""
+        return any(bool((some > 1).any()) for some in self.documents.split(_BATCH))
 
     def part(self, rows: slice) -> Blocks:
         """Some rows; the digest stays that of all."""
@@ -202,7 +208,7 @@ class Document:
 class _Part(NamedTuple):
     """Tokens that see each other: a document, or a part of one that is longer than a block.
 
-    All of them are in memory before the rows are laid out: ids are int32, 5 bytes a token in all.
+    All of them are `held` before the rows are laid out: ids are int32, 5 bytes a token in all.
     """
 
     ids: np.ndarray
@@ -260,24 +266,22 @@ def make_blocks(
     frame = Frame.of(tokenizer)
     left_out: list[str] = []
     cut: list[str] = []
-    pieces: list[_Part] = []
-    for start in range(0, len(dataset), _BATCH):
-        batch = dataset.examples[start : start + _BATCH]
-        for example, document in _tokenize(batch, tokenizer, frame, left_out):
-            pieces += cut_to_fit(document, block_size, example.where, left_out, cut)
+    lengths: list[int] = []
+
+    def cut_up() -> Iterator[_Part]:
+        for start in range(0, len(dataset), _BATCH):
+            batch = dataset.examples[start : start + _BATCH]
+            for example, document in _tokenize(batch, tokenizer, frame, left_out):
+                for piece in cut_to_fit(document, block_size, example.where, left_out, cut):
+                    lengths.append(len(piece.ids))
+                    yield piece
+
+    pieces = held(cut_up())
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
-    rows = (
-        best_fit([len(p.ids) for p in pieces], block_size)
-        if packing
-        else [[i] for i in range(len(pieces))]
-    )
-    return in_rows(
-        [[pieces[i] for i in row] for row in rows],
-        block_size,
-        frame.end,
-        (*first_few(left_out), *first_few(cut, 5)),
-    )
+    rows = best_fit(lengths, block_size) if packing else [[i] for i in range(len(pieces))]
+    told = (*first_few(left_out), *first_few(cut, 5))
+    return in_rows(pieces, rows, block_size, frame.end, told)
 
 
 def _tokenize(
@@ -373,12 +377,21 @@ def _describe_cut(document: Document, parts: Sequence[_Part], block_size: int, w
 
 
 def in_rows(
-    rows: Sequence[Sequence[_Part]], block_size: int, padding: int, left_out: tuple[str, ...]
+    pieces: Sequence[_Part],
+    rows: Sequence[Sequence[int]],
+    block_size: int,
+    padding: int,
+    left_out: tuple[str, ...],
 ) -> Blocks:
-    ids = padded([[p.ids for p in row] for row in rows], block_size, np.int64, padding)
-    counts = padded([[p.counts for p in row] for row in rows], block_size, np.bool_)
-    documents = numbered([[len(p.ids) for p in row] for row in rows], block_size)
-    characters = [sum(p.characters for p in row) for row in rows]
+    """The pieces of each row, by number, as `Blocks`."""
+    shape = len(rows), block_size
+    ids = padded(([pieces[i].ids for i in row] for row in rows), shape, np.int64, padding)
+    counts = padded(([pieces[i].counts for i in row] for row in rows), shape, np.bool_)
+    numbers = (
+        [np.full(len(pieces[i].ids), number) for number, i in enumerate(row, 1)] for row in rows
+    )
+    documents = padded(numbers, shape, np.int32)
+    characters = [sum(pieces[i].characters for i in row) for row in rows]
     return Blocks(
         torch.from_numpy(ids),
         torch.from_numpy(counts),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["best_fit", "digest_of", "numbered", "padded"]
+from ssl_kd.datasets.held import table
+
+__all__ = ["best_fit", "digest_of", "padded"]
 
 
 def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
@@ -42,10 +44,10 @@ def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
 
 
 def padded(
-    rows: Sequence[Sequence[np.ndarray]], size: int, dtype: Any, padding: int = 0
+    rows: Iterable[Sequence[np.ndarray]], shape: tuple[int, int], dtype: Any, padding: int = 0
 ) -> np.ndarray:
     """Rows of one length: the arrays of each one after the other, then padding."""
-    filled = np.full((len(rows), size), padding, dtype)
+    filled = table(*shape, dtype, padding)
     for row, arrays in zip(filled, rows, strict=True):
         whole = np.concatenate(arrays)
         row[: len(whole)] = whole
@@ -58,16 +60,3 @@ def digest_of(*columns: np.ndarray) -> str:
     for column in columns:
         digest.update(np.ascontiguousarray(column).data)  # no copy of it
     return digest.hexdigest()
-
-
-def numbered(rows: Sequence[Sequence[int]], size: int) -> np.ndarray:
-    """Which piece of its row, from 1, each place belongs to: int32 `[row, size]`; 0 is padding.
-
-    >>> numbered([[2, 1], [1]], 4)
-    array([[1, 1, 2, 0],
-           [1, 0, 0, 0]], dtype=int32)
-    """
-    filled = np.zeros((len(rows), size), np.int32)
-    for row, lengths in zip(filled, rows, strict=True):
-        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return filled

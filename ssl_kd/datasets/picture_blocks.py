@@ -136,9 +136,9 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
         pictures += [example.images] * len(parts)
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
-    rows = [[piece] for piece in pieces]
+    rows = [[i] for i in range(len(pieces))]
     told = (*first_few(left_out), *first_few(cut, 5))
-    blocks = in_rows(rows, block_size, reader.frame.end, told)
+    blocks = in_rows(pieces, rows, block_size, reader.frame.end, told)
     of = [[picture.digest for picture in some] for some in pictures]
     said = json.dumps([blocks.digest, of, processor_state(processor)], default=str, sort_keys=True)
     fields = {**vars(blocks), "digest": hashlib.sha256(said.encode()).hexdigest()}

@@ -9,9 +9,11 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from ssl_kd.datasets.held import held
 from ssl_kd.datasets.named import DatasetUnavailable, DatasetUnreachable
 from ssl_kd.datasets.records import Example, as_example
 from ssl_kd.datasets.text_files import (
@@ -51,18 +53,23 @@ class TextDataset:
 
     name: str
     split: TextSplit
-    examples: tuple[Example, ...]
+    examples: Sequence[Example]
     digest: str
     left_out: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.examples)
 
+    @cached_property
+    def pictured(self) -> str | None:
+        """Where the first document with images stands; None where there is none."""
+        return next((e.where for e in self.examples if e.images), None)
+
     def check_text_alone(self) -> None:
         """Raise InputError where a document holds images, which a tokenizer would pass over."""
-        if (first := next((e.where for e in self.examples if e.images), None)) is not None:
+        if self.pictured is not None:
             raise InputError(
-                f"{first} holds images, and tokens are made of text alone here: take "
+                f"{self.pictured} holds images, and tokens are made of text alone here: take "
                 "ssl_kd.datasets.picture_blocks.make_picture_blocks with a model's processor"
             )
 
@@ -73,7 +80,7 @@ class TextDataset:
             ValueError: nothing is left.
         """
         others = {_identity(example) for example in held_out.examples}
-        examples = tuple(e for e in self.examples if _identity(e) not in others)
+        examples = held(e for e in self.examples if _identity(e) not in others)
         if not (found := len(self) - len(examples)):
             return self
         if not examples:
@@ -117,8 +124,9 @@ def open_text(
     Hugging Face data set. Elsewhere it is the fraction `held_out` of the documents, chosen by a
     hash of their content, so that it stays the same and duplicates fall on one side.
 
-    In memory are the documents of this split, once, and of a file one record more (of `.json` the
-    whole file; of a table 256 rows).
+    In memory are the documents of this split, once, up to a GiB of them; more lie in a temporary
+    file, which ends with the process (TMPDIR says where). Of the source one record more is in
+    memory (of `.json` the whole file; of a table 256 rows).
 
     Args:
         source: `stdlib` (the Python standard library of this machine, a document per module,
@@ -147,14 +155,14 @@ def open_text(
         return divided or split == "all" or _is_held_out(content, held_out) == (split == "test")
 
     taken = _Taken(belongs, max_bytes)
-    taken.take(items)
-    if not taken.examples and taken.documents:
+    examples = held(taken.of(items))
+    if not examples and taken.documents:
         raise InputError(
             f"{name}: nothing is left for the {split} split when {held_out:.0%} of "
             f"{taken.documents} documents are held out: name a file of its own for the evaluation "
             "(--eval_path), or give more documents"
         )
-    if not taken.examples:
+    if not examples:
         none = f"no file in it is one of {' '.join(TEXT_FILES)}"
         empty = none if os.path.isdir(name) else "it is empty"
         reasons = "; ".join(first_few(taken.left_out, 3)) or empty
@@ -162,7 +170,7 @@ def open_text(
     if name == "stdlib":  # each version's is another text
         name = f"stdlib of Python {platform.python_version()}"
     digest = taken.digest.hexdigest()
-    return TextDataset(name, split, tuple(taken.examples), digest, first_few(taken.left_out))
+    return TextDataset(name, split, examples, digest, first_few(taken.left_out))
 
 
 def _identity(example: Example) -> bytes:
@@ -178,16 +186,16 @@ def _digest(examples: Iterable[Example]) -> str:
 
 
 class _Taken:
-    """The examples that belong to a split, as they are read: none of another is kept."""
+    """What is known of the examples that belong to a split, as they are read."""
 
     def __init__(self, belongs: Callable[[bytes], bool], max_bytes: int | None) -> None:
         self._belongs, self._max_bytes = belongs, max_bytes
-        self.examples: list[Example] = []
         self.left_out: list[str] = []
         self.documents = 0  # of all splits
         self.digest = hashlib.sha256()
 
-    def take(self, items: Iterable[Example | str]) -> None:
+    def of(self, items: Iterable[Example | str]) -> Iterator[Example]:
+        """Those of the split."""
         total = 0
         for item in items:
             if isinstance(item, str):
@@ -209,8 +217,8 @@ class _Taken:
                 return
             self.documents += 1
             if self._belongs(content):
-                self.examples.append(item)
                 self.digest.update(content + b"\n")
+                yield item
 
 
 def _is_held_out(content: bytes, fraction: float) -> bool:

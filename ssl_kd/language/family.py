@@ -16,6 +16,7 @@ from ssl_kd.teachers.causal import CausalLM, n_ids, positions, tokenizer_id, wit
 logger = logging.getLogger(__name__)
 
 _FEW = 5  # tokens that are named
+_ROWS = 4096  # of text, looked at together
 _SPLITS = ("model", "normalizer", "pre_tokenizer")  # of a fast tokenizer: what text becomes
 
 
@@ -75,12 +76,13 @@ def check_ids_are_known(student: CausalLM, teacher: CausalLM, *texts: Blocks) ->
     unknown = torch.tensor([n for n in own if others.get(n) != own[n]], dtype=torch.int64)
     for blocks in texts if len(unknown) else ():
         # Padding too: the teacher has no embedding for it.
-        if len(found := blocks.ids[torch.isin(blocks.ids, unknown)]):
-            raise SettingsError(
-                f"the text holds the student's token {own[int(found[0])]!r}, which the teacher "
-                f"{teacher.name} does not have: take text (or a chat template) without it, a "
-                "student with the teacher's tokenizer, or --align chunks"
-            )
+        for ids in blocks.ids.split(_ROWS):
+            if len(found := ids[torch.isin(ids, unknown)]):
+                raise SettingsError(
+                    f"the text holds the student's token {own[int(found[0])]!r}, which the teacher "
+                    f"{teacher.name} does not have: take text (or a chat template) without it, a "
+                    "student with the teacher's tokenizer, or --align chunks"
+                )
 
 
 def check_rows(student: CausalLM, teacher: CausalLM) -> None:

@@ -10,12 +10,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, sees
 
-__all__ = ["check_models", "check_ranks_see", "check_settings", "has_images"]
-
-
-def has_images(texts: TextDataset) -> bool:
-    """Whether an image stands in any document."""
-    return any(example.images for example in texts.examples)
+__all__ = ["check_models", "check_ranks_see", "check_settings"]
 
 
 def check_settings(settings: LanguageSettings, *texts: TextDataset) -> None:
@@ -24,7 +19,7 @@ def check_settings(settings: LanguageSettings, *texts: TextDataset) -> None:
     Raises:
         SettingsError: names the setting, and a record with an image.
     """
-    first = next((e.where for text in texts for e in text.examples if e.images), None)
+    first = next((text.pictured for text in texts if text.pictured is not None), None)
     if first is None:
         return
     student = settings.student_model.partition(":")[0]
@@ -52,8 +47,7 @@ def check_models(texts: TextDataset, student: CausalLM, teachers: Sequence[Causa
     Raises:
         SettingsError: names the model, and what differs.
     """
-    first = next((example.where for example in texts.examples if example.images), None)
-    if first is None:
+    if (first := texts.pictured) is None:
         return
     for who, lm in (("student", student), *(("teacher", lm) for lm in teachers)):
         if lm.processor is None:

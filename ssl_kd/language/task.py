@@ -17,7 +17,7 @@ from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
 from ssl_kd.language.family import check_family, check_ids_are_known, check_room, check_rows
 from ssl_kd.language.features import feature_terms
-from ssl_kd.language.pictures import check_ranks_see, has_images
+from ssl_kd.language.pictures import check_ranks_see
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
@@ -253,7 +253,8 @@ def _models(
     _attend(settings.attn_implementation, precision.device, student, teacher)
     if teacher is not None and settings.align == "auto":
         check_family(student, teacher)
-    freeze_tower(student.model, train_tower=settings.train_vision, images=has_images(texts))
+    images = texts.pictured is not None
+    freeze_tower(student.model, train_tower=settings.train_vision, images=images)
     if settings.lora_rank:
         size = settings.lora_rank, settings.lora_alpha
         adapted = add_lora(student.model, *size, seed=settings.seed)

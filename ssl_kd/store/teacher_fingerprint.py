@@ -89,6 +89,6 @@ def identity(
         "tokenizer": tokenizer_id(tokenizer),
         "text": dataset.digest,
         "block_size": blocks.ids.shape[1],
-        "packed": bool((blocks.documents > 1).any()),
+        "packed": blocks.packed,
         "blocks": blocks.digest,
     }
