@@ -272,14 +272,25 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
             lost = ranks._lost(error)
             traceback.clear_frames(error.__traceback__)  # they would keep the group alive
             other = ranks._ended_by(lost or error) or lost
-            dist.destroy_process_group()  # whoever waits for this rank in a collective learns of it
+            _part()  # whoever waits for this rank in a collective learns of it
             outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             ranks._leave(0.0 if outlives else _LINGER)
         if other is not None:
             raise other from error
         raise
-    dist.destroy_process_group()
+    _part()
     ranks._leave(_LINGER)
+
+
+def _part() -> None:
+    """End the group; gloo outlives it here, and ends without Python's lock.
+
+    The group of torch 2.6 ends gloo with the lock held: it waits for gloo's threads, and one that
+    has a tensor to free waits for the lock.
+    """
+    gloo = dist.group.WORLD and dist.group.WORLD._get_backend(torch.device("cpu"))
+    dist.destroy_process_group()
+    del gloo
 
 
 @contextlib.contextmanager
