@@ -155,7 +155,10 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], *, remote_code: bool = 
     place = os.fspath(name_or_path)
     transformers = llm_module("transformers")
     try:
-        return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code)
+        found = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code)
+        if len(found) <= len(set(found.all_special_ids)):  # made up, where no file holds it
+            raise ValueError("it would know special tokens alone")
+        return found
     except Exception as error:  # each kind of tokenizer has exceptions of its own
         _check_own_code(place, error)
         raise InputError(

@@ -334,6 +334,8 @@ def test_what_cannot_be_loaded_is_said_in_one_line(folder, tmp_path, monkeypatch
     file.write_bytes(whole)
     (folder / "tokenizer.json").unlink()
     check_refused(folder, ValueError, "no readable tokenizer", "tokenizer.json")
+    make("gpt2").save_pretrained(tmp_path / "no tokenizer")
+    check_refused(tmp_path / "no tokenizer", ValueError, "no readable tokenizer", "special tokens")
 
 
 def test_a_name_that_the_hub_cannot_give(monkeypatch):
