@@ -73,7 +73,7 @@ def _batches(content: Content, skip_missing: bool) -> Iterator[arrow.RecordBatch
                 f"{len(gone)} of the first {at + len(rows)} pictures are gone, {name} first: put "
                 "them back, or go on without them: --skip_missing"
             )
-        yield arrow.record_batch(found)
+        yield arrow.RecordBatch.from_pydict(found)
     if gone:
         logger.warning("%d of %d pictures are gone; their rows have none", len(gone), len(content))
 

@@ -138,7 +138,7 @@ class Content:
         for name, values in self.columns.items():
             own = values[rows]
             found[name] = arrow.array(own.tolist() if own.dtype == object else own)
-        return arrow.record_batch(found)
+        return arrow.RecordBatch.from_pydict(found)
 
     def with_pictures(self, *, skip_missing: bool = False) -> tuple[Content, list[Path]]:
         """The rows whose pictures are there, and where.

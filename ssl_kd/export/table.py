@@ -36,7 +36,7 @@ def stream(batches: Iterator[arrow.RecordBatch], out: Path) -> Path:
         with parquet.ParquetWriter(file, first.schema, compression="zstd") as writer:
             writer.write_batch(first)
             for batch in batches:
-                writer.write_batch(batch.cast(first.schema))
+                writer.write_table(arrow.Table.from_batches([batch]).cast(first.schema))
 
     atomic_write(out, write)
     return out
