@@ -17,6 +17,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.routed import Routed
+from ssl_kd.language.train import train as take
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
@@ -97,7 +98,8 @@ class Witness(transformers.TrainerCallback):
 
 def trained(folder, teacher=None, student=None, callbacks=(), resume=None, data=None, **options):
     """A trainer after its training, what it held after each step, and what stopped it."""
-    own = ("alpha_kd", "alpha_ce", "temperature", "divergence", "align", "eval_dataset")
+    own = ("alpha_kd", "alpha_ce", "temperature", "divergence", "align", "schedule")
+    own += ("eval_dataset",)
     given = {name: options.pop(name) for name in own if name in options}
     witness = Witness()
     trainer = DistillationTrainer(
@@ -331,6 +333,78 @@ def test_resumed_is_bit_for_bit_uninterrupted_and_the_guard_remembers(tmp_path, 
     assert rest.guarding.guard.updates.tolist() == [8]
 
 
+MOVES = {"schedule": "temperature:1, alpha_kd:0.1:cosine, alpha_ce:0.9", "temperature": 4.0}
+
+
+class Weighed(transformers.TrainerCallback):
+    """The temperature and the weights of each step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(values_of(self.trainer.objective))
+
+
+def values_of(objective):
+    return objective.settings.temperature, dict(objective.weights)
+
+
+def test_a_schedule_is_that_of_the_own_loop(tmp_path):
+    teacher, steps, own = teacher_model(), 5, []
+    distiller = TINY.distiller(FrozenTeacher(teacher), alpha_kd=0.5, **MOVES)
+    take(distiller, TINY.blocks(), steps, on_step=lambda step, _: own.append(values_of(distiller)))
+    seen = Weighed()
+    trainer = DistillationTrainer(
+        TINY.model(seed=1), teacher, arguments(tmp_path, max_steps=steps), **MOVES,
+        train_dataset=samples(32), callbacks=[seen],
+    )  # fmt: skip
+    seen.trainer = trainer
+    trainer.train()
+    assert seen.steps == own and len(own) == steps
+    assert [own[0], own[-1]] == [
+        (4.0, {"ce": 0.5, "kd": 0.5}),
+        (1.0, {"ce": 0.9, "kd": 0.1}),
+    ]
+    lines = [line for line in trainer.state.log_history if "kd" in line]
+    for line, (temperature, weights) in zip(lines, own, strict=True):
+        assert line["temperature"] == temperature
+        assert {"ce": line["alpha_ce"], "kd": line["alpha_kd"]} == weights
+        loss = weights["ce"] * line["ce"] + weights["kd"] * line["kd"]
+        assert line["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_step_of_a_schedule_is_that_of_its_own_temperature_and_weights(tmp_path):
+    rows = samples()
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "data": rows}
+    fixed = {"temperature": 1.0, "alpha_kd": 0.1, "alpha_ce": 0.9}
+    _, moved, _ = trained(tmp_path, teacher_model(), **options, **MOVES)
+    first, last = str(tmp_path / "checkpoint-1"), {"temperature": 4.0}
+    _, plain, _ = trained(tmp_path / "b", teacher_model(), **options, **last)
+    assert same(moved.bits[0], plain.bits[0]) and not same(moved.bits[1], plain.bits[1])
+    options |= {"resume": first, **fixed}
+    _, plain, _ = trained(tmp_path / "c", teacher_model(), **options)
+    assert same(moved.bits[1], plain.bits[0])
+
+
+def test_a_schedule_goes_on_to_the_bit(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, **MOVES}
+    whole, one, _ = trained(tmp_path / "a", teacher_model(), **options)
+    half = str(tmp_path / "a" / "checkpoint-2")
+    rest, two, _ = trained(tmp_path / "b", teacher_model(), resume=half, **options)
+    assert same(one.bits[2:], two.bits)
+    lines = [[x for x in t.state.log_history if "temperature" in x] for t in (whole, rest)]
+    names = ("temperature", "alpha_kd", "alpha_ce", "kd")
+    found = [[[line[name] for name in names] for line in each] for each in lines]
+    assert found[0] == found[1] and len(found[0]) == 6
+
+
+def test_a_schedule_that_cannot_be_is_refused(tmp_path):
+    for schedule, said in (("alpha_hidden:1", "or leave it out"), ("learning_rate:1", "only")):
+        with pytest.raises(SettingsError, match=said):
+            trained(tmp_path, teacher_model(), schedule=schedule)
+
+
 def test_a_foreign_guard_state_is_not_taken_over(tmp_path, caplog):
     options = {"save_strategy": "steps", "save_steps": 2}
     trained(tmp_path, teacher_model(), **options)
@@ -433,6 +507,21 @@ def test_a_cache_is_a_teacher_of_its_own_rows_alone(tmp_path):
             trained(tmp_path, cache, data=data)
     with pytest.raises(InputError, match="temperature is 2: set it to that"):
         trained(tmp_path, cache, data=blocks, temperature=2.0)
+    with pytest.raises(InputError, match="schedule moves it"):
+        trained(tmp_path, cache, data=blocks, schedule="temperature:2")
+
+
+def test_a_cache_of_hidden_states_serves_every_temperature(tmp_path):
+    from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write
+
+    blocks = TINY.blocks(24)
+    whose = identity("a", "b", TINY.tokenizer, TINY.texts(24), blocks)
+    of = TeacherFingerprint(**whose, dtype="float32", method="hidden", k=None, temperature=None)
+    cache = write(FrozenTeacher(teacher_model()), blocks, tmp_path / "cache", of)
+    _, live, _ = trained(tmp_path, teacher_model(), data=blocks, **MOVES)
+    _, cached, _ = trained(tmp_path, cache, data=blocks, **MOVES)
+    for a, b in zip(live.logs[:4], cached.logs[:4], strict=True):
+        assert a["kd"] == pytest.approx(b["kd"], rel=1e-5)
 
 
 def test_several_teachers_count_as_the_mean_of_their_divergences(tmp_path):

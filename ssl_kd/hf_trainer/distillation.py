@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +21,12 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate, inputs_of_model
 from ssl_kd.hf_trainer.guarding import GuardCallback, promote
 from ssl_kd.hf_trainer.resuming import load_seeing
-from ssl_kd.language.aligned import Aligned
+from ssl_kd.hf_trainer.teachers import Teacher, asked
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.routed import Routed, fixed
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Answer, Plain, Source
 from ssl_kd.store.teacher_cache import TeacherCache
-from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id, without_adapters
-from ssl_kd.teachers.frozen import FrozenTeacher
-
-Teacher: TypeAlias = str | os.PathLike[str] | PreTrainedModel | CausalLM | Answer | Source
-"""One teacher: a folder or a name on the Hub, a model, or whatever answers a batch."""
+from ssl_kd.teachers.causal import without_adapters
 
 _BATCH = "batch"  # of ours, among the inputs of a step
 
@@ -69,6 +62,9 @@ class DistillationTrainer(Trainer):
         alpha_ce: weight of the cross-entropy, at least 0.
         align: for a teacher with another tokenizer: `chunks` or `uld`, with `aligned_blocks(...)`
             as datasets. A dictionary of token ids alone cannot be aligned: it holds no text.
+        schedule: which of `temperature`, `alpha_kd` and `alpha_ce` move over the training, each
+            from its own value to `NAME:END` or `NAME:END:cosine`, as in "temperature:1,
+            alpha_kd:0.1:cosine"; log lines have what moves. None: nothing.
         train_dataset: samples with `input_ids`, and perhaps `labels` (-100 where there is no loss;
             not shifted), `attention_mask` and `position_ids` (which restart from 0 where a row
             holds several documents), and what a processor makes of images (`pixel_values`, ...);
@@ -102,6 +98,7 @@ class DistillationTrainer(Trainer):
         alpha_kd: float = 0.5,
         alpha_ce: float = 0.5,
         align: str = "auto",
+        schedule: str | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -115,6 +112,7 @@ class DistillationTrainer(Trainer):
             alpha_kd=alpha_kd,
             alpha_ce=alpha_ce,
             align=align,
+            schedule=schedule,
         )
         if options.get("compute_loss_func") is not None:
             raise InputError("compute_loss_func: this Trainer has losses of its own; leave it out")
@@ -135,62 +133,13 @@ class DistillationTrainer(Trainer):
             **options,
         )
         _check(self.args, self.accelerator)
-        self._sources = self._asked(teacher, train_dataset)
+        given_to = self._settings, self.args.device, self.processing_class
+        self._sources = asked(teacher, train_dataset, *given_to)
+        if isinstance(source := self._sources[0], Routed):
+            self.guarding.beside = source
         self._packs = False  # that it may was not asked yet
         self._begin_logging()
         self.objective = self._objective()
-
-    # -- what is learned from ---------------------------------------------------------------------
-
-    def _asked(self, teacher: Any, dataset: Any) -> tuple[Source | None, Aligned | None]:
-        """The teacher as the objective asks it: token by token, or aligned."""
-        aligned = isinstance(dataset, AlignedBlocks)
-        if aligned != (self._settings.align != "auto"):
-            raise InputError(
-                f"align is {self._settings.align!r}, and train_dataset a {type(dataset).__name__}: "
-                "'chunks' and 'uld' go with aligned_blocks(...), which keeps the text of both "
-                "tokenizers, and nothing else does"
-            )
-        if teacher is None:
-            return None, None
-        many = list(teacher) if isinstance(teacher, list | tuple) else [teacher]
-        answers = [self._answer(one, check=not aligned) for one in many]
-        for answer in answers:
-            if isinstance(answer, TeacherCache):
-                _check_cache(answer, dataset, self._settings)
-        if aligned:
-            if len(answers) > 1 or self._settings.align == "hidden":
-                raise InputError(
-                    "align takes one teacher, and 'chunks' or 'uld': 'hidden' trains a projection "
-                    "beside the student, which `ssl_kd distill --align hidden` does"
-                )
-            own = answers[0].answer if isinstance(answers[0], Routed) else answers[0]
-            return None, Aligned(own, self._settings, 0, 0)
-        if len(answers) == 1 and _knows_student(answers[0]):
-            if isinstance(answers[0], Routed):
-                self.guarding.beside = answers[0]
-            return answers[0], None
-        if any(map(_knows_student, answers)):
-            raise InputError("of several teachers each answers alone: no Source such as Routed")
-        return Plain(*answers), None
-
-    def _answer(self, teacher: Any, check: bool) -> Any:
-        """One teacher as something that answers a batch."""
-        if isinstance(teacher, str | os.PathLike):
-            dtype = Precision.for_device(self.args.device).teacher
-            teacher = load_causal_lm(teacher, dtype=dtype)
-        if isinstance(teacher, CausalLM):
-            if check and self.processing_class is not None:
-                _check_tokenizers(teacher, self.processing_class)
-            teacher = teacher.model
-        if isinstance(teacher, nn.Module) and hasattr(teacher, "get_output_embeddings"):
-            return FrozenTeacher(teacher, device=self.args.device)
-        if not callable(teacher):
-            raise InputError(
-                f"teacher is a {type(teacher).__name__}: expected a folder or a name on the Hub, a "
-                "causal language model, or something that answers (batch, rows)"
-            )
-        return teacher
 
     def _objective(self) -> Objective:
         """The losses of the student as it is now; a search over hyperparameters makes new ones."""
@@ -234,6 +183,7 @@ class DistillationTrainer(Trainer):
         batches = [self._batch(inputs, self.train_dataset) for inputs in samples]
         if not batches:
             return samples, None
+        self.objective.follow(self.state.global_step, self.state.max_steps)
         here = self.objective.counts(batches)
         counts = torch.tensor([list(here.values())], device=device)
         gathered: Any = self.accelerator.gather(counts)
@@ -358,8 +308,10 @@ class DistillationTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As of a Trainer, with `ce`, `kd`, the guard's counters and what a router did."""
         if "loss" in logs:
-            logs |= self._means()
-            source = self.objective.source
+            objective = self.objective
+            moved = {name: getattr(objective.settings, name) for name in objective.moves}
+            logs |= self._means() | moved
+            source = objective.source
             if isinstance(source, Routed) and (seen := source.record) is not None:
                 logs |= {"router": seen.loss, "router_drift": seen.drift}
         super().log({**logs, **self.guarding.counters()}, *args, **kwargs)
@@ -465,36 +417,6 @@ def _check(args: TrainingArguments, accelerator: Any) -> None:
         "several GPUs in one process": (args.n_gpu > 1, "torchrun --nproc_per_node N"),
         "fp8": (accelerator.mixed_precision == "fp8", "set bf16=True"),
     }
-    for name, (asked, way) in refused.items():
-        if asked:
+    for name, (given, way) in refused.items():
+        if given:
             raise InputError(f"DistillationTrainer does not take {name}: {way}")
-
-
-def _check_tokenizers(teacher: CausalLM, processing: Any) -> None:
-    tokenizer = getattr(processing, "tokenizer", processing)  # of a processor
-    if tokenizer_id(teacher.tokenizer) != tokenizer_id(tokenizer):
-        raise InputError(
-            f"the teacher {teacher.name} has another tokenizer than processing_class "
-            f"({len(teacher.tokenizer)} and {len(tokenizer)} tokens): take a teacher of the same "
-            "family, or align='chunks' with aligned_blocks(...) as train_dataset"
-        )
-
-
-def _check_cache(cache: TeacherCache, dataset: Any, settings: LanguageSettings) -> None:
-    fits = isinstance(dataset, Blocks) and dataset.digest == cache.fingerprint.blocks
-    if not fits or len(dataset) != cache.n:  # a part of some blocks has the digest of all
-        raise InputError(
-            f"{cache.folder} holds answers to other rows than train_dataset, a "
-            f"{type(dataset).__name__}: give the make_blocks(...) that it was written from, whole"
-        )
-    if cache.fingerprint.temperature != settings.temperature:
-        raise InputError(
-            f"{cache.folder} was written at temperature {cache.fingerprint.temperature:g}, and "
-            f"temperature is {settings.temperature:g}: set it to that"
-        )
-
-
-def _knows_student(answer: Any) -> bool:
-    """Whether it is a `Source`, which also gets the student's own answer."""
-    asked = inspect.signature(answer).parameters.values()
-    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in asked) > 2

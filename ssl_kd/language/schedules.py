@@ -87,7 +87,7 @@ def check_schedule(settings: LanguageSettings) -> None:
         if not getattr(settings, move.name):
             raise SettingsError(
                 f"SCHEDULE moves {move.name.upper()}, which begins at 0, and then is no part of"
-                " the loss: begin it above 0, at 0.001 say."
+                " the loss: begin it above 0, at 0.001 say, or leave it out."
             )
     if any(move.name == "temperature" for move in moves):
         for unfit, why in (
