@@ -108,7 +108,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         # Where a piece is on each rank, the first saves the student from this copy.
         whole = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
         distiller = make_distiller(settings, task, folder)
-        distiller.trainee.inside(say_memory, settings, task, folder)
+        distiller.trainee.inside(say_memory, settings, task, distiller, folder)
         inside = partial(_by_first, ranks, distiller)
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
         judge = make_judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)

@@ -13,13 +13,10 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.best import Best
-from ssl_kd.language.features import feature_terms
 from ssl_kd.language.memory import MIB, estimate_memory, refused
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
-from ssl_kd.language.task import (
-    Task,
-)
+from ssl_kd.language.task import Task
 from ssl_kd.teachers.causal import CausalLM, without_adapters
 from ssl_kd.training.folder import RunFolder
 
@@ -71,14 +68,13 @@ def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
     }
 
 
-def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> None:
+def say_memory(
+    settings: LanguageSettings, task: Task, distiller: Distiller, folder: RunFolder
+) -> None:
     """Log what the run will need at its peak on each device, and note it for the report."""
     batch_size = -(-settings.batch_size // task.ranks.world)
     tokens = batch_size * settings.block_size
     frozen, itemsize = task.frozen, task.precision.student.itemsize
-    terms = []
-    if frozen is not None:
-        terms = feature_terms(settings, task.student.model, frozen.model)
     estimate = estimate_memory(
         task.student.model,
         frozen,
@@ -90,7 +86,9 @@ def say_memory(settings: LanguageSettings, task: Task, folder: RunFolder) -> Non
         device=task.precision.device,
         align=settings.align,
         cached=sum(cache.on_device(tokens) for cache in task.caches),
-        features=sum(term.held(batch_size, settings.block_size, itemsize) for term in terms),
+        features=sum(
+            term.held(batch_size, settings.block_size, itemsize) for term in distiller.others
+        ),
     )
     for other in task.others:
         size = sum(p.numel() * p.element_size() for p in other.lm.model.parameters())

@@ -1,5 +1,6 @@
 """The estimate of a step's memory, against what torch's allocator saw in real steps."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from ssl_kd.language.features import feature_terms  # noqa: E402
+from ssl_kd.language.features import HiddenStates, feature_terms  # noqa: E402
 from ssl_kd.language.memory import LOWERED_BY, estimate_memory, refused  # noqa: E402
 from ssl_kd.language.objective import _checkpoint_activations  # noqa: E402
 from ssl_kd.language.routed import Routed  # noqa: E402
@@ -276,6 +277,18 @@ def test_a_run_with_another_tokenizer_is_not_sent_to_a_cache(tiny, tmp_path, tex
     run(LanguageSettings(**few, teacher_model=teacher, student_model=student))
     (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("teacher  "))
     assert "TEACHER_CACHE" not in line
+
+
+def test_what_is_said_of_terms_is_of_those_that_train(tiny, tmp_path, text_file, monkeypatch):
+    from ssl_kd.language.run import run
+
+    made, init = [], HiddenStates.__init__
+    monkeypatch.setattr(HiddenStates, "__init__", lambda *a: made.append(a) or init(*a))
+    few = {"block_size": 24, "max_steps": 1, "eval_rows": 4, "generations": 0, "device": "cpu"}
+    few |= {"data_path": text_file, "runs_dir": str(tmp_path), "alpha_hidden": 1.0}
+    path = run(LanguageSettings(**few, teacher_model=tiny.folder(tmp_path / "teacher")))
+    assert len(made) == 1
+    assert json.loads((path / "config.json").read_text())["memory"]["features"] > 0
 
 
 @pytest.mark.parametrize("weights", [{"alpha_hidden": 1.0}, {"alpha_attention": 1.0}])
