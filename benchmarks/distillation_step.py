@@ -18,8 +18,6 @@ import copy
 import logging
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -29,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.step_cost import peak_growth, versions
+from benchmarks.turns import header, in_turns, middle_half, number_of, row
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard import Precision
 from ssl_kd.language.settings import LanguageSettings
@@ -201,6 +200,14 @@ METHODS: dict[str, Callable[[argparse.Namespace, CausalLM, CausalLM], Step]] = {
 }
 
 
+def seconds_of(step: Step, steps: int) -> float:
+    """Seconds of one of some steps."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - began) / steps
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -228,23 +235,12 @@ def main() -> None:
         print(peak_growth(lambda: lambda _: step(), None))
         return
 
-    def memory(name: str) -> float:
-        words = [sys.executable, "-m", "benchmarks.distillation_step", *sys.argv[1:]]
-        words += ["--memory_of", name]
-        said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-        return float(said.split()[-1])
-
     steps = {name: METHODS[name](args, teacher, copy.deepcopy(student)) for name in args.methods}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses = {name: step() for name, step in steps.items()}  # warms up
-    for turn in range(args.rounds):
-        order = list(steps)  # who goes first alternates
-        for name in order if turn % 2 else reversed(order):
-            began = time.perf_counter()
-            for _ in range(args.steps):
-                steps[name]()
-            seconds[name].append((time.perf_counter() - began) / args.steps)
-
+    seconds = in_turns(
+        {name: lambda step=step: seconds_of(step, args.steps) for name, step in steps.items()},
+        args.rounds,
+    )
     parameters = [sum(p.numel() for p in lm.model.parameters()) / 1e6 for lm in (teacher, student)]
     print(
         f"teacher {parameters[0]:.1f} M, student {parameters[1]:.1f} M, vocabulary "
@@ -253,16 +249,15 @@ def main() -> None:
         f"{versions('trl', 'transformers')}\n"
     )
     columns = ["step", "ms", "tokens per second", "times the time of ours", "extra peak MiB"]
-    print(f"| {' | '.join([*columns, 'first loss'])} |\n|{'---|' * 6}")
+    header(*columns, "first loss")
     real = args.batch * (args.length - 1)
     for name, taken in seconds.items():
-        ratios = [a / b for a, b in zip(taken, seconds[args.methods[0]], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"| {name} | {1000 * statistics.median(taken):.0f} "
-            f"| {real / statistics.median(taken):,.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) "
-            f"| {memory(name):.0f} | {losses[name]:.4f} |",
-            flush=True,
+        median = statistics.median(taken)
+        memory = number_of("distillation_step", "--memory_of", name)
+        row(
+            *(name, f"{1000 * median:.0f}", f"{real / median:,.0f}"),
+            middle_half(a / b for a, b in zip(taken, seconds[args.methods[0]], strict=True)),
+            *(f"{memory:.0f}", f"{losses[name]:.4f}"),
         )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.turns import header, middle_half, row
 from ssl_kd.guard import Precision
 from ssl_kd.guard.health import Health
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
@@ -169,10 +170,9 @@ def main() -> None:
         f"{torch.get_num_threads()} threads; a step without looking: "
         f"{1000 * statistics.median(bare):.0f} ms\n"
     )
-    print("| way of looking | share of the step | middle half of the pairs |\n|---|---|---|")
+    header("way of looking", "share of the step (middle half of the pairs)")
     for name, ratios in found.items():
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"| {name} | {100 * middle:.1f} % | {100 * low:.1f} to {100 * high:.1f} % |")
+        row(name, middle_half((100 * ratio for ratio in ratios), ".1f", " %"))
 
 
 if __name__ == "__main__":

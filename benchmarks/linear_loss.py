@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.step_cost import peak_mib, versions
+from benchmarks.turns import header, middle_half, row
 from ssl_kd.losses import LinearTeacher, linear_distillation
 
 CHUNK_OF_LIGER = 128  # tokens; its own 1,024 needs several times the memory
@@ -161,7 +162,7 @@ def main() -> None:
     )
     columns = ["tokens", "loss", "forward s", "backward s", "both s", "time relative to ours"]
     columns += ["extra peak MiB", "relative to ours", "value", "gradient norm"]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    header(*columns)
     for tokens in args.tokens:
         _compare(tokens, args)
 
@@ -186,11 +187,10 @@ def _compare(tokens: int, args: argparse.Namespace) -> None:
         seconds = [statistics.median(x[i] for x in each[1:]) for i in (0, 1)]
         memory, value, norm = each[0][2:]
         pairs = zip(each[1:], first[1:], strict=True)
-        low, middle, high = statistics.quantiles(((x[0] + x[1]) / (y[0] + y[1]) for x, y in pairs))
         cells = [f"{tokens:,}", method, *(f"{s:.2f}" for s in (*seconds, sum(seconds)))]
-        cells += [f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{memory:.0f}"]
+        cells += [middle_half((x[0] + x[1]) / (y[0] + y[1]) for x, y in pairs), f"{memory:.0f}"]
         cells += [f"{memory / first[0][2]:.2f}", f"{value:.6f}", f"{norm:.6f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        row(*cells)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from benchmarks.distillation import (
     training_text,
     with_teacher,
 )
+from benchmarks.turns import header, middle_half, row
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import train_tokenizer
 from ssl_kd.language.settings import LanguageSettings
@@ -143,32 +143,29 @@ def main() -> None:
             f"{fit['teacher_tokens_per_group']:.2f} of the teacher in a group\n"
         )
         columns = ["run", "bits per character", "of CE alone", "better in", "alignment's share"]
-        print(f"| {' | '.join([*columns, 'seconds'])} |\n|{'---|' * 6}")
-        before = median(row["before_bits"] for row in alone)
-        print(f"| student, as it begins | {before:.4f} | | | | |")
+        header(*columns, "seconds")
+        before = median(one["before_bits"] for one in alone)
+        row("student, as it begins", f"{before:.4f}", *[""] * 4)
         for way in (None, *only):
             found, share = alone, ""
             if way is not None:
                 weight = settings.alpha_kd if weights[way] is None else weights[way]
                 chosen = {"align": way, "alpha_kd": weight}
                 found = runs(**chosen)
-                low, middle, high = statistics.quantiles(
-                    share_of_alignment(each[0].replace(**chosen), timed_steps), n=4
-                )
-                share = f"{100 * middle:.2f} % ({100 * low:.2f} to {100 * high:.2f} %)"
+                shares = share_of_alignment(each[0].replace(**chosen), timed_steps)
+                share = middle_half((100 * one for one in shares), unit=" %")
             pairs = [
                 (a["bits_per_character"], b["bits_per_character"])
                 for a, b in zip(found, alone, strict=True)
             ]
-            cells = [
+            row(
                 way or "CE alone",
                 spread((bits for bits, _ in pairs), ".4f"),
                 spread((bits / other for bits, other in pairs), ".4f"),
                 f"{sum(bits < other for bits, other in pairs)} of {seeds}" if way else "",
                 share,
-                f"{median(row['seconds'] for row in found):.0f}",
-            ]
-            print(f"| {' | '.join(cells)} |", flush=True)
+                f"{median(one['seconds'] for one in found):.0f}",
+            )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,27 @@
-"""Whole trainings by `DistillationTrainer`, beside TRL's two trainers on the same rows.
+"""Whole trainings beside TRL's trainers: from text, from what the student writes, from a server.
 
     pip install trl
     python -m benchmarks.trl_trainer
+    python -m benchmarks.trl_trainer --teacher_model FOLDER --student_model layers:2
 
-Each trains a copy of one student towards the same teacher by forward KL at temperature 1, off
-policy, in fp32 on the CPU, through `train()`: the loop of transformers with data loading, clipping,
-AdamW and log lines as each comes, and ours with its guard and a cross-entropy that is computed and
-shown, but has no weight, as theirs have none. TRL's DistillationTrainer is given the completions
-that it would otherwise generate. They take turns, and each ratio is the median over rounds (in
-brackets the middle half of them). Memory is by how much a training of two steps, in a process of
-its own, raises the peak resident set. Losses are those of the first step, before any update.
+Each trains a copy of one student towards the same teacher, in fp32 on the CPU, through `train()`:
+the loop of transformers with data loading, clipping, AdamW and log lines as each comes, and ours
+with its guard and a cross-entropy that is computed and shown, but has no weight, as theirs have
+none.
+
+- `off`: forward KL, off policy. TRL's DistillationTrainer is given the completions that it would
+  otherwise generate.
+- `on`: reverse KL; the student continues `--prompt` tokens of each row to `--length`, sampled at
+  temperature 1 from all tokens by transformers' `generate`. Ours is `ssl_kd distill`'s loop.
+- `served`: forward KL towards the `--top_k` likeliest tokens and the mass of all others, from one
+  server in a process of its own. It gives vLLM's `prompt_logprobs`, and what it was asked before
+  from memory: what is measured is who asks. TRL's client wants vLLM installed, which it does not
+  use for that, and is told that it is.
+
+The rows are written by the teacher. All take turns, and each ratio is the median over rounds (in
+brackets the middle half of them). Memory is by how much a training, in a process of its own, raises
+the peak resident set. Losses are those of the first step, before any update; in `on` of a training
+of its own, in which all write the likeliest tokens, so that the texts are the same.
 """
 
 from __future__ import annotations
@@ -17,15 +29,16 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -34,16 +47,83 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from benchmarks.distillation_step import made_up
 from benchmarks.step_cost import peak_mib, versions
+from benchmarks.turns import header, in_turns, middle_half, number_of, row
+from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.guard import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
 from ssl_kd.hf_trainer.batches import collate
-from ssl_kd.teachers.causal import CausalLM
+from ssl_kd.language.rollouts import Generated, Written
+from ssl_kd.language.served import ServedTeacher
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import Plain
+from ssl_kd.language.step import Distiller
+from ssl_kd.language.train import train
+from ssl_kd.teachers.causal import CausalLM, load_causal_lm
+from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.server import CompletionServer
+from ssl_kd.teachers.student import build_student
+from tests.served import Server
 
 RATE = 1e-4
 Row = dict[str, Tensor]
+Run = Callable[[bool], tuple[list[float], float]]
+"""One training, if true of the likeliest tokens; when each step ended, and the first loss."""
+
+
+def models(args: argparse.Namespace) -> tuple[CausalLM, CausalLM]:
+    """Teacher and student; no token that is ever likely ends a text, so that all are as long."""
+    if args.teacher_model:
+        teacher = load_causal_lm(args.teacher_model, dtype=torch.float32)
+        student = build_student(args.student_model, teacher, seed=1)
+    else:
+        teacher = made_up(args.teacher_size, args.vocabulary, 0)
+        student = made_up(args.student_size, args.vocabulary, 1)
+    for lm in (teacher, student):
+        lm.model.generation_config.eos_token_id = lm.tokenizer.eos_token_id
+    return teacher, student
+
+
+def rows_of(args: argparse.Namespace, teacher: CausalLM) -> Tensor:
+    """The text, `[batch, length]`, as the teacher writes it."""
+    config, n = teacher.model.config, args.length - 1
+    torch.manual_seed(0)
+    begin = torch.full((args.batch, 1), config.bos_token_id)
+    length = {"min_new_tokens": n, "max_new_tokens": n}
+    mask = torch.ones_like(begin)
+    return teacher.model.generate(begin, attention_mask=mask, do_sample=True, top_k=0, **length)
+
+
+class Pace(TrainerCallback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note the time."""
+        self.ends.append(time.perf_counter())
+
+
+def through(trainer: Any, args: argparse.Namespace, rows: Any, collator: Any) -> Run:
+    """Trainings by a Trainer on these rows, the same in each step."""
+    trainer.add_callback(pace := Pace())
+    trainer.remove_callback(PrinterCallback)
+    trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(
+        DataLoader(rows, args.batch, collate_fn=collator)
+    )
+
+    def run(likeliest: bool) -> tuple[list[float], float]:
+        if hasattr(trainer, "generation_config"):
+            trainer.generation_config.do_sample = not likeliest
+        pace.ends.clear()
+        trainer.train()
+        return pace.ends, next(x["loss"] for x in trainer.state.log_history if "loss" in x)
+
+    return run
 
 
 def arguments(args: argparse.Namespace, of: type = TrainingArguments, **options: Any) -> Any:
-    """What all three are given."""
+    """What all trainers are given."""
     return of(
         output_dir=tempfile.gettempdir(),
         per_device_train_batch_size=args.batch,
@@ -60,49 +140,13 @@ def arguments(args: argparse.Namespace, of: type = TrainingArguments, **options:
     )
 
 
-def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Any:
-    """This library's."""
-    return DistillationTrainer(
-        student.model, teacher.model, arguments(args), alpha_kd=1.0, alpha_ce=0.0
-    )
-
-
-def _of_trl(of: type, config: Any, student: CausalLM, teacher: CausalLM) -> Any:
-    from datasets import Dataset
-
-    says = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    return of(
-        model=student.model,
-        teacher_model=teacher.model,
-        args=config,
-        train_dataset=Dataset.from_list([{"messages": says, "prompt": "a"}]),  # not read
-        processing_class=student.tokenizer,
-    )
-
-
-def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Any:
-    """TRL's GKDTrainer at lmbda 0: off policy, the loss from whole logits."""
-    from trl.experimental.gkd import GKDConfig, GKDTrainer  # pyright: ignore[reportMissingImports]
-
-    config = arguments(args, GKDConfig, beta=0.0, temperature=1.0, lmbda=0.0)
-    return _of_trl(GKDTrainer, config, student, teacher)
-
-
-def trl_distillation(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Any:
-    """TRL's DistillationTrainer with the completions given: the loss by chunks."""
-    from trl.trainer.distillation_config import DistillationConfig  # pyright: ignore[reportMissingImports]
-    from trl.trainer.distillation_trainer import (  # pyright: ignore[reportMissingImports]
-        DistillationTrainer as TRLTrainer,
-    )
-
-    config = arguments(args, DistillationConfig, beta=0.0, temperature=1.0)
-    trainer = _of_trl(TRLTrainer, config, student, teacher)
-    trainer._prepare_inputs = lambda batch: batch  # nothing is generated
-    return trainer
+def plain_rows(ids: Tensor) -> list[Row]:
+    """Samples as of any Trainer."""
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def completions(rows: list[Row]) -> Row:
-    """Rows as prompts of a token with their completions."""
+    """Rows as prompts of a token with their completions, as TRL makes them."""
     ids = collate(rows)["input_ids"]
     halves = {"prompt": ids[:, :1], "completion": ids[:, 1:]}
     masks = {f"{name}_mask": torch.ones_like(half) for name, half in halves.items()}
@@ -111,112 +155,259 @@ def completions(rows: list[Row]) -> Row:
     return {**given, **masks, "num_items_in_batch": real}
 
 
-METHODS: dict[str, tuple[Callable[..., Any], Callable[[list[Row]], Row]]] = {
-    "ours, DistillationTrainer": (ours, collate),
-    "TRL, GKDTrainer": (trl_gkd, collate),
-    "TRL, DistillationTrainer": (trl_distillation, completions),
+def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
+    """This library's Trainer; `served` where there is a server."""
+    answers: Any = teacher.model
+    if args.url:
+        server = CompletionServer(args.url, "teacher")
+        answers = ServedTeacher(server, args.top_k, teacher.model.config.vocab_size)
+    trainer = DistillationTrainer(
+        student.model, answers, arguments(args), alpha_kd=1.0, alpha_ce=0.0
+    )
+    return through(trainer, args, plain_rows(rows_of(args, teacher)), collate)
+
+
+def ours_on_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
+    """The loop of `ssl_kd distill`."""
+    ids, n = rows_of(args, teacher), args.length - args.prompt
+    counts = torch.zeros_like(ids, dtype=torch.bool)
+    counts[:, args.prompt :] = True
+    documents = torch.ones_like(ids, dtype=torch.int32)
+    blocks = Blocks(ids, counts, documents, torch.ones(len(ids)), (), "rows")
+    chosen: dict[str, Any] = {"on_policy": 1.0, "divergence": "reverse_kl", "rollout_tokens": n}
+    chosen |= {"alpha_kd": 1.0, "alpha_ce": 0.0, "learning_rate": RATE, "log_every": 1}
+    settings = LanguageSettings(**chosen, batch_size=args.batch, block_size=args.length)
+    source = Plain(FrozenTeacher(teacher.model))
+    distiller = Distiller(student.model, settings, Precision.for_device("cpu", False), source)
+    ends = [student.tokenizer.eos_token_id]
+    rollouts = Generated(student.model, ends, batch_size=args.batch)
+    written = Written(settings, blocks, rollouts, ends)
+
+    def run(likeliest: bool) -> tuple[list[float], float]:
+        stamps, losses = [], []
+        rollouts.temperature = 0.0 if likeliest else 1.0
+
+        def note(step: int, result: Any) -> None:
+            stamps.append(time.perf_counter())
+            losses.append(result.kd)
+
+        train(distiller, blocks, args.steps + 1, written=written, on_step=note)
+        return stamps, losses[0]
+
+    return run
+
+
+def _of_trl(of: type, config: Any, student: CausalLM, **teacher: Any) -> Any:
+    from datasets import Dataset
+
+    says = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    return of(
+        model=student.model,
+        args=config,
+        train_dataset=Dataset.from_list([{"messages": says, "prompt": "a"}]),  # not read
+        processing_class=student.tokenizer,
+        **teacher,
+    )
+
+
+def trl_gkd(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
+    """TRL's GKDTrainer at lmbda 0: off policy, the loss from whole logits."""
+    return _gkd(args, teacher, student, 0, collate)
+
+
+def trl_gkd_on_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
+    """TRL's GKDTrainer at lmbda 1: the student writes all."""
+
+    def prompts(rows: list[Row]) -> Row:
+        found = collate(rows)
+        labels = found["input_ids"].clone()
+        labels[:, : args.prompt] = -100  # as many are left as will be generated
+        ids, mask = (found[name][:, : args.prompt] for name in ("input_ids", "attention_mask"))
+        return {**found, "labels": labels, "prompts": ids, "prompt_attention_mask": mask}
+
+    return _gkd(args, teacher, student, 1, prompts)
+
+
+def _gkd(
+    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, policy: int, collator: Any
+) -> Run:
+    from trl.experimental.gkd import GKDConfig, GKDTrainer  # pyright: ignore[reportMissingImports]
+
+    chosen = {"beta": float(policy), "lmbda": float(policy), "temperature": 1.0}
+    config = arguments(args, GKDConfig, max_new_tokens=args.length - args.prompt, **chosen)
+    trainer = _of_trl(GKDTrainer, config, student, teacher_model=teacher.model)
+    return through(trainer, args, plain_rows(rows_of(args, teacher)), collator)
+
+
+def trl_distillation(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
+    """TRL's DistillationTrainer with the completions given: the loss by chunks."""
+    trainer = _trl_distillation(args, teacher, student, beta=0.0)
+    trainer._prepare_inputs = lambda batch: batch  # nothing is generated
+    return through(trainer, args, plain_rows(rows_of(args, teacher)), completions)
+
+
+def trl_distillation_on_policy(
+    args: argparse.Namespace, teacher: CausalLM, student: CausalLM
+) -> Run:
+    """TRL's DistillationTrainer as it is meant, by transformers."""
+    length = args.length - args.prompt
+    trainer = _trl_distillation(args, teacher, student, beta=1.0, max_completion_length=length)
+    trainer._tokenize_prompts = lambda prompts: (prompts, None, {})
+    rows = [{"prompt": row[: args.prompt].tolist()} for row in rows_of(args, teacher)]
+    return through(trainer, args, rows, list)
+
+
+def _trl_distillation(
+    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, **options: Any
+) -> Any:
+    from trl.trainer.distillation_config import DistillationConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.distillation_trainer import (  # pyright: ignore[reportMissingImports]
+        DistillationTrainer as TRLTrainer,
+    )
+
+    config = arguments(args, DistillationConfig, temperature=1.0, top_k=0, **options)
+    return _of_trl(TRLTrainer, config, student, teacher_model=teacher.model)
+
+
+def trl_served(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
+    """TRL's ServerDistillationTrainer with the completions given."""
+    from trl.experimental.server_distillation import (  # pyright: ignore[reportMissingImports]
+        ServerDistillationConfig,
+        ServerDistillationTrainer,
+    )
+
+    url = args.url.removesuffix("/v1")
+    chosen = {"beta": 0.0, "temperature": 1.0, "loss_top_k": args.top_k}
+    config = arguments(args, ServerDistillationConfig, teacher_model_server_url=url, **chosen)
+    with patch("trl.generation.vllm_client.is_vllm_available", lambda *_, **__: True):
+        trainer = _of_trl(ServerDistillationTrainer, config, student)
+    trainer._prepare_inputs = lambda batch: batch  # nothing is generated
+    return through(trainer, args, plain_rows(rows_of(args, teacher)), completions)
+
+
+METHODS: dict[str, dict[str, Callable[..., Run]]] = {
+    "off": {
+        "ours, DistillationTrainer": ours,
+        "TRL, GKDTrainer": trl_gkd,
+        "TRL, DistillationTrainer": trl_distillation,
+    },
+    "on": {
+        "ours, ssl_kd distill": ours_on_policy,
+        "TRL, GKDTrainer": trl_gkd_on_policy,
+        "TRL, DistillationTrainer": trl_distillation_on_policy,
+    },
+    "served": {
+        "ours, DistillationTrainer": ours,
+        "TRL, ServerDistillationTrainer": trl_served,
+    },
 }
 
 
-class Pace(TrainerCallback):
-    """When each step ended."""
+class Remembering(Server):
+    """Answers what it was asked before from memory."""
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._known: dict[Any, Any] = {}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time."""
-        self.ends.append(time.perf_counter())
-
-
-def trainer_of(
-    name: str, args: argparse.Namespace, teacher: CausalLM, student: CausalLM
-) -> tuple[Any, Pace]:
-    """A trainer on the rows of this measurement, and its clock."""
-    make, collator = METHODS[name]
-    generator = torch.Generator().manual_seed(0)
-    high = teacher.model.config.vocab_size  # from 3, since what is special is not text
-    ids = torch.randint(3, high, (args.batch, args.length), generator=generator)
-    rows: Any = [{"input_ids": row, "labels": row} for row in ids]
-    trainer, pace = make(args, teacher, student), Pace()
-    trainer.add_callback(pace)
-    trainer.remove_callback(PrinterCallback)
-    trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(
-        DataLoader(rows, args.batch, collate_fn=collator)
-    )
-    return trainer, pace
+    def entries(self, prompt: Any, k: int) -> Any:
+        """As of a `Server`."""
+        key = (*prompt, k)
+        if key not in self._known:
+            self._known[key] = super().entries(prompt, k)
+        return self._known[key]
 
 
-def seconds_of(trainer: Any, pace: Pace) -> float:
+def _serve(args: argparse.Namespace, pipe: Any) -> None:
+    with Remembering(models(args)[0].model, room=args.length + 1) as server:
+        pipe.send(server.url)
+        pipe.recv()
+
+
+@contextmanager
+def serving(args: argparse.Namespace) -> Iterator[str]:
+    """The address of a server, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=_serve, args=(args, there), daemon=True).start()
+    yield here.recv()
+    here.send(None)
+
+
+def seconds_of(run: Run, likeliest: bool = False) -> float:
     """Seconds a step of one training, its first step left out."""
-    pace.ends.clear()
-    trainer.train()
-    return (pace.ends[-1] - pace.ends[0]) / (len(pace.ends) - 1)
+    ends, _ = run(likeliest)
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
-def memory(name: str) -> float:
-    """MiB by which a training raises the peak, in a process of its own."""
-    words = [sys.executable, "-m", "benchmarks.trl_trainer", *sys.argv[1:], "--memory_of", name]
-    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return float(said.split()[-1])
-
-
-def table(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> None:
-    """Measure, and print."""
-    trainers = {n: trainer_of(n, args, teacher, copy.deepcopy(student)) for n in args.methods}
-    losses: dict[str, float] = {}
-    for name, (trainer, pace) in trainers.items():  # warms up
-        seconds_of(trainer, pace)
-        losses[name] = next(x["loss"] for x in trainer.state.log_history if "loss" in x)
-    taken: dict[str, list[float]] = {name: [] for name in trainers}
-    for turn in range(args.rounds):
-        order = list(trainers)  # who goes first alternates
-        for name in order if turn % 2 else reversed(order):
-            taken[name].append(seconds_of(*trainers[name]))
+def table(kind: str, args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> None:
+    """Measure one kind of training, and print."""
+    runs = {
+        name: make(args, teacher, copy.deepcopy(student)) for name, make in METHODS[kind].items()
+    }
+    losses = {name: run(True)[1] for name, run in runs.items()}  # warms up
+    taken = in_turns(
+        {name: lambda run=run: seconds_of(run) for name, run in runs.items()}, args.rounds
+    )
+    tokens = args.batch * (args.length - (args.prompt if kind == "on" else 1))
+    first, *_ = taken.values()
     columns = ["trainer", "ms a step", "tokens per second", "times the time of ours"]
-    columns += ["extra peak MiB", "first loss"]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    header(f"{kind}: {columns[0]}", *columns[1:], "extra peak MiB", "first loss")
     for name, seconds in taken.items():
-        ratios = [a / b for a, b in zip(seconds, taken[args.methods[0]], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         median = statistics.median(seconds)
-        print(
-            f"| {name} | {1000 * median:.0f} | {args.batch * (args.length - 1) / median:,.0f} "
-            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {memory(name):.0f} | {losses[name]:.6f} |"
+        flags = ["--memory_of", kind, name, "--url", args.url]
+        row(
+            *(name, f"{1000 * median:.0f}", f"{tokens / median:,.0f}"),
+            middle_half(a / b for a, b in zip(seconds, first, strict=True)),
+            *(f"{number_of('trl_trainer', *flags):.0f}", f"{losses[name]:.6f}"),
         )
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, and print tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--teacher_size", default="4x256", help="LAYERSxDIM")
+    parser.add_argument("--teacher_model", help="folder or hub name; else a new Llama")
+    parser.add_argument("--student_model", default="layers:2", help="with --teacher_model")
+    parser.add_argument("--teacher_size", default="4x256", help="LAYERSxDIM of a new one")
     parser.add_argument("--student_size", default="2x128", help="LAYERSxDIM")
-    parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--vocabulary", type=int, default=32_000, help="of new ones")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=16, help="of `on`")
+    parser.add_argument("--top_k", type=int, default=20, help="of `served`")
     parser.add_argument("--rounds", type=int, default=5, help="timed, after one to warm up")
     parser.add_argument("--steps", type=int, default=2, help="timed of each training")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--memory_of", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")  # TRL on its own experimental state
-    teacher = made_up(args.teacher_size, args.vocabulary, 0)
-    student = made_up(args.student_size, args.vocabulary, 1)
+    teacher, student = models(args)
     if args.memory_of:
-        trainer, pace = trainer_of(args.memory_of, args, teacher, student)
+        kind, name = args.memory_of
+        run = METHODS[kind][name](args, teacher, student)
         before = peak_mib()
-        seconds_of(trainer, pace)
+        run(False)
         print(peak_mib() - before)
         return
+    sizes = [sum(p.numel() for p in lm.model.parameters()) / 1e6 for lm in (teacher, student)]
     print(
-        f"teacher {args.teacher_size}, student {args.student_size}, vocabulary "
-        f"{args.vocabulary:,}, batch {args.batch} x {args.length}, fp32, CPU, {args.threads} "
-        f"threads, {args.rounds} rounds of {args.steps} steps; {versions('trl', 'transformers')}\n"
+        f"teacher {sizes[0]:.1f} M, student {sizes[1]:.1f} M, vocabulary "
+        f"{teacher.model.config.vocab_size:,}, batch {args.batch} x {args.length}, fp32, CPU, "
+        f"{args.threads} threads, {args.rounds} rounds of {args.steps} steps; "
+        f"{versions('trl', 'transformers')}"
     )
-    table(args, teacher, student)
+    for kind in args.kinds:
+        print()
+        if kind == "served":
+            with serving(args) as args.url:
+                table(kind, args, teacher, student)
+            args.url = ""
+        else:
+            table(kind, args, teacher, student)
 
 
 if __name__ == "__main__":

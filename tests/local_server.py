@@ -11,7 +11,7 @@ class LocalServer(ThreadingHTTPServer):
         handler: the class of its requests.
     """
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 64  # a connection beyond waits a second
 
     def __init__(self, handler):
         super().__init__(("127.0.0.1", 0), handler)

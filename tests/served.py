@@ -92,9 +92,10 @@ class Server(LocalServer):
         return found
 
     def completion(self, asked):
-        entries = self.entries(asked["prompt"], asked["prompt_logprobs"])
-        choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length"}
-        choice |= {"stop_reason": None, "prompt_logprobs": entries}
-        usage = {"prompt_tokens": len(entries), "completion_tokens": 1}
+        prompts = asked["prompt"] if isinstance(asked["prompt"][0], list) else [asked["prompt"]]
+        found = [self.entries(prompt, asked["prompt_logprobs"]) for prompt in prompts]
+        said = {"text": "x", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        choices = [{"index": i, **said, "prompt_logprobs": e} for i, e in enumerate(found)]
+        usage = {"prompt_tokens": sum(map(len, found)), "completion_tokens": len(found)}
         answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": self.name}
-        return answer | {"choices": [choice], "usage": usage}
+        return answer | {"choices": choices, "usage": usage}

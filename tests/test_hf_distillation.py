@@ -545,6 +545,17 @@ def test_a_folder_is_a_teacher_and_its_tokenizer_is_compared(tmp_path):
         DistillationTrainer(student, folder, processing_class=TINY.other_tokenizer, **given)
 
 
+def test_a_server_is_asked_about_all_batches_of_a_step_before_the_first(tmp_path):
+    class Asked(Moods):
+        asked = []
+
+        def ask_ahead(self, batches):
+            self.asked.append((self.calls, len(batches)))
+
+    trained(tmp_path, Asked(teacher_model()), max_steps=2, gradient_accumulation_steps=3)
+    assert Asked.asked == [(0, 3), (3, 3)]
+
+
 def test_given_logits_are_an_answer(tmp_path):
     def uniform(batch, rows):
         return LogitsTeacher(torch.zeros(len(rows), len(TINY.tokenizer)))

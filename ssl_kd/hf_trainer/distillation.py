@@ -207,9 +207,11 @@ class DistillationTrainer(Trainer):
         self._packs = True
 
     def _begin_step(self, batches: list[Batch | AlignedBatch]) -> None:
-        """Let a teacher's router move once by all batches of a step."""
+        """Let a teacher's router move once by all batches of a step, and a server see them all."""
         self._step, self._left = contextlib.ExitStack(), len(batches)
         source, objective = self.objective.source, self.objective
+        if (ask_ahead := getattr(source, "ask_ahead", None)) is not None:
+            ask_ahead(batches)
         alone = len(batches) == self.accelerator.num_processes == 1
         if isinstance(source, Routed) and not alone:
             objective.student.train()

@@ -1,0 +1,42 @@
+"""Methods measured in turns, so that a machine whose speed drifts does not matter; their table."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+
+def in_turns(methods: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each method gives in each round; who goes first alternates."""
+    taken: dict[str, list[float]] = {name: [] for name in methods}
+    for turn in range(rounds):
+        order = list(methods)
+        for name in order if turn % 2 else reversed(order):
+            taken[name].append(methods[name]())
+    return taken
+
+
+def middle_half(values: Iterable[float], form: str = ".2f", unit: str = "") -> str:
+    """`median (first to third quartile)`."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:{form}}{unit} ({low:{form}}{unit} to {high:{form}}{unit})"
+
+
+def header(*columns: str) -> None:
+    """Print the head of a table."""
+    row(*columns)
+    print(f"|{'---|' * len(columns)}", flush=True)
+
+
+def row(*cells: str) -> None:
+    """Print a row of a table."""
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def number_of(module: str, *words: str) -> float:
+    """The last number that a benchmark prints in a process of its own, with these flags more."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *sys.argv[1:], *words]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(said.split()[-1])
