@@ -91,6 +91,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
     if teacher.model is None:
         rows = max(1, SERVED_TOKENS // settings.block_size)
         answers = ServedTeacher.of(settings, teacher.tokenizer, precision.device, rounded=False)
+        answers.expect(blocks)
     else:
         answers = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
         routed = Routed(answers, settings) if is_routed(settings) else None

@@ -50,8 +50,8 @@ class LanguageSettings(RunSettings):
     )
     teacher_url: str | None = setting(
         None,
-        "a server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs"
-        " here",
+        "a server that answers for the teacher, such as http://host:8000/v1 of vLLM, or for"
+        " cache_teacher.py a file of its answers, as answers.jsonl; None: it runs here",
         "TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable"
         " TEACHER_API_KEY.",
     )

@@ -44,6 +44,7 @@ from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, set_attention,
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.remembered import RememberedTeacher
+from ssl_kd.teachers.server import is_file
 from ssl_kd.teachers.student import add_lora, build_student
 from ssl_kd.teachers.tower import freeze_tower
 from ssl_kd.training.clock import Progress
@@ -173,6 +174,11 @@ def prepare(
         blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, tell)
     served = None
     if teacher is not None and settings.teacher_url is not None and not caches:
+        if is_file(settings.teacher_url):
+            raise SettingsError(
+                f"TEACHER_URL is {settings.teacher_url!r}, a file of answers to the text that is"
+                " learned from: keep them by cache_teacher.py, and name its TEACHER_CACHE."
+            )
         served = ServedTeacher.of(settings, teacher.tokenizer, precision.device)
     others: tuple[Beside, ...] = ()
     if isinstance(eval_blocks, AlignedBlocks):

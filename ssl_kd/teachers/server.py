@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
@@ -21,7 +22,14 @@ from torch import Tensor
 
 from ssl_kd.errors import InputError, UserError, printable
 
-__all__ = ["CompletionServer", "PromptTopK", "ServerFailed", "check_url"]
+__all__ = [
+    "CompletionServer",
+    "PromptAnswers",
+    "PromptTopK",
+    "ServerFailed",
+    "check_url",
+    "is_file",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +73,67 @@ class _Wrong(Exception):
     token: int | None = None
 
 
-class CompletionServer:
+class PromptAnswers(ABC):
+    """Who gives vLLM's `prompt_logprobs` of prompts of token ids; every number is checked."""
+
+    @abstractmethod
+    def check(self, tokens: int) -> None:
+        """See whether prompts of so many tokens can be answered."""
+
+    @abstractmethod
+    def _complete(self, prompt: Sequence[int], k: int) -> Any:
+        """The `prompt_logprobs`, unchecked."""
+
+    @abstractmethod
+    def _failed(self, words: str, prompt: Sequence[int] = ()) -> UserError:
+        """What is raised where an answer to a prompt cannot be."""
+
+    def top_k(
+        self, prompt: Sequence[int], k: int, vocabulary: int, where: str = "prompt", first: int = 0
+    ) -> PromptTopK:
+        """The k likeliest tokens after each token of a prompt.
+
+        Args:
+            prompt: ids of two tokens or more.
+            k: how many; a server of vLLM gives as many as its `--max-logprobs`, 20 if not told
+                otherwise.
+            vocabulary: ids that the teacher's tokenizer has; none beyond may be among them.
+            where: what the prompt is called in an error.
+            first: number of its first token there.
+
+        Raises:
+            ServerFailed: the server did not answer for as long as the patience; it refused; or its
+                answer cannot be: of another model, misaligned, of fewer tokens, with
+                log-probabilities that are NaN, above 0 or unsorted, with ids beyond the
+                vocabulary, or with more than all of the mass. Names server, prompt and token.
+            InputError: the same of a file; names its line.
+        """
+        try:
+            return _read(self._complete(prompt, k), prompt, k, vocabulary)
+        except _Wrong as fault:
+            place = "" if fault.token is None else f", token {first + fault.token}"
+            raise self._failed(f"{fault.words} ({where}{place})", prompt) from None
+
+    def texts(self, prompt: Sequence[int], k: int) -> dict[int, str]:
+        """What the server's own tokenizer writes for the k likeliest tokens of a prompt, by id.
+
+        Empty where it does not say so.
+
+        Raises:
+            ServerFailed: as by `top_k`, of which `prompt` and `k` are.
+        """
+        try:
+            entries = [entry for entry in self._complete(prompt, k) if entry]
+            said = {
+                int(i): one.get("decoded_token") for entry in entries for i, one in entry.items()
+            }
+        except (_Wrong, TypeError, ValueError, AttributeError) as fault:
+            words = f"gives no log-probabilities: {short(str(fault))}"
+            raise self._failed(words, prompt) from None
+        return {i: text for i, text in said.items() if isinstance(text, str)}
+
+
+class CompletionServer(PromptAnswers):
     """A server of OpenAI's completions that gives `prompt_logprobs`, as vLLM does.
 
     Prompts are token ids, so that nothing is tokenised on the other side. The log-probabilities
@@ -100,7 +168,7 @@ class CompletionServer:
         listed = self._ask("models")
         models = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(models, list) or not all(isinstance(m, dict) for m in models):
-            raise self._failed(f"lists no models: {_short(listed)}")
+            raise self._failed(f"lists no models: {short(listed)}")
         known = {str(model.get("id")): model for model in models}
         if self.model not in known:
             names = ", ".join(map(repr, list(known)[:5])) + (", ..." if len(known) > 5 else "")
@@ -115,47 +183,6 @@ class CompletionServer:
                 f"{room - 1} or less, or start the server with a larger --max-model-len"
             )
 
-    def top_k(
-        self, prompt: Sequence[int], k: int, vocabulary: int, where: str = "prompt", first: int = 0
-    ) -> PromptTopK:
-        """The k likeliest tokens after each token of a prompt.
-
-        Args:
-            prompt: ids of two tokens or more.
-            k: how many; vLLM gives as many as its `--max-logprobs`, 20 if not told otherwise.
-            vocabulary: ids that the teacher's tokenizer has; none beyond may be among them.
-            where: what the prompt is called in an error.
-            first: number of its first token there.
-
-        Raises:
-            ServerFailed: the server did not answer for as long as the patience; it refused; or its
-                answer cannot be: of another model, misaligned, of another number of tokens, with
-                log-probabilities that are NaN, above 0 or unsorted, with ids beyond the
-                vocabulary, or with more than all of the mass. Names server, prompt and token.
-        """
-        try:
-            return _read(self._complete(prompt, k), prompt, k, vocabulary)
-        except _Wrong as fault:
-            place = "" if fault.token is None else f", token {first + fault.token}"
-            raise self._failed(f"{fault.words} ({where}{place})") from None
-
-    def texts(self, prompt: Sequence[int], k: int) -> dict[int, str]:
-        """What the server's own tokenizer writes for the k likeliest tokens of a prompt, by id.
-
-        Empty where it does not say so.
-
-        Raises:
-            ServerFailed: as by `top_k`, of which `prompt` and `k` are.
-        """
-        try:
-            entries = [entry for entry in self._complete(prompt, k) if entry]
-            said = {
-                int(i): one.get("decoded_token") for entry in entries for i, one in entry.items()
-            }
-        except (_Wrong, TypeError, ValueError, AttributeError) as fault:
-            raise self._failed(f"gives no log-probabilities: {_short(str(fault))}") from None
-        return {i: text for i, text in said.items() if isinstance(text, str)}
-
     def _complete(self, prompt: Sequence[int], k: int) -> Any:
         asked = {
             "model": self.model,
@@ -166,7 +193,7 @@ class CompletionServer:
         }
         return _entries(self._ask("completions", asked), self.model)
 
-    def _failed(self, words: str) -> ServerFailed:
+    def _failed(self, words: str, prompt: Sequence[int] = ()) -> ServerFailed:
         return ServerFailed(printable(f"the teacher's server {self.url} {words}"))
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -216,7 +243,7 @@ class CompletionServer:
         try:
             return json.loads(content)
         except ValueError:
-            said = _short(content.decode(errors="replace"))
+            said = short(content.decode(errors="replace"))
             raise self._failed(f"answers what is not JSON: {said}") from None
 
     def _refused(
@@ -240,11 +267,21 @@ class CompletionServer:
         return self._failed(words)
 
 
+def is_file(url: str | None) -> bool:
+    """Whether TEACHER_URL is a file of answers."""
+    return url is not None and "://" not in url and url.endswith(".jsonl")
+
+
 def check_url(url: str) -> None:
-    """Raise InputError where this is not the address of an API, or where it holds a password."""
+    """Raise InputError where this is neither a file nor an API's address, or holds a password."""
+    if is_file(url):
+        return
     host = url.partition("://")[2].partition("/")[0]
     if not url.startswith(("http://", "https://")) or not host:
-        raise InputError(f"TEACHER_URL is {url!r}, expected an address as http://host:8000/v1")
+        raise InputError(
+            f"TEACHER_URL is {url!r}, expected an address as http://host:8000/v1, or a "
+            "file of answers.jsonl"
+        )
     if "@" in host:
         raise InputError(
             f"TEACHER_URL holds a name or password, which would stand in the run's files: put the "
@@ -257,7 +294,7 @@ def _seconds(retry_after: str | None) -> float:
     return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     return shorten(value if isinstance(value, str) else repr(value), 120, placeholder=" …")
 
 
@@ -279,7 +316,7 @@ def _entries(answer: Any, model: str) -> Any:
         name, (choice,) = answer["model"], answer["choices"]
         entries = choice.get("prompt_logprobs")
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise _Wrong(f"answers what is no completion: {_short(answer)}") from None
+        raise _Wrong(f"answers what is no completion: {short(answer)}") from None
     if name != model:
         raise _Wrong(f"was asked for the model {model!r} and answers as {name!r}")
     if entries is None:
@@ -290,17 +327,15 @@ def _entries(answer: Any, model: str) -> Any:
 def _read(entries: Any, prompt: Sequence[int], k: int, vocabulary: int) -> PromptTopK:
     """Tensors of vLLM's `[null, {id: {"logprob", "rank"}, ...}, ...]`, an entry a token."""
     if not isinstance(entries, list) or len(entries) != len(prompt):
-        n = len(entries) if isinstance(entries, list) else _short(entries)
+        n = len(entries) if isinstance(entries, list) else short(entries)
         raise _Wrong(f"gives prompt_logprobs of {n} tokens for a prompt of {len(prompt)}")
     for token, entry in enumerate(entries[1:], 1):
         if not isinstance(entry, dict) or not entry:
-            raise _Wrong(f"gives no log-probabilities: {_short(entry)}", token)
+            raise _Wrong(f"gives no log-probabilities: {short(entry)}", token)
     _check_alignment(entries, prompt)
     k, rows, own = min(k, vocabulary), [], []
     for token, entry in enumerate(entries[1:], 1):
-        ids, values = _sorted(entry, token)
-        if not k <= len(ids) <= k + 1:  # the prompt's own token comes in addition
-            raise _Wrong(f"gives {len(ids)} tokens, expected {k} or {k + 1}", token)
+        ids, values = _sorted(entry, token, k)
         own.append(values[ids.index(prompt[token])])
         rows.append((ids[:k], values[:k]))
     found = PromptTopK(
@@ -329,12 +364,12 @@ def _check_alignment(entries: list[Any], prompt: Sequence[int]) -> None:
     raise _Wrong(words, token)
 
 
-def _sorted(entry: Mapping[str, Any], token: int) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities, the likeliest first."""
+def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities, the likeliest first, and at least k of them."""
     try:
         found = [(int(i), float(said["logprob"]), said.get("rank")) for i, said in entry.items()]
     except (TypeError, ValueError, KeyError, AttributeError):
-        words = f"gives {_short(entry)}, expected {{id: {{'logprob': ..., 'rank': ...}}, ...}}"
+        words = f"gives {short(entry)}, expected {{id: {{'logprob': ..., 'rank': ...}}, ...}}"
         raise _Wrong(words, token) from None
     for i, value, _ in found:
         if math.isnan(value) or value > TOLERANCE:
@@ -344,6 +379,10 @@ def _sorted(entry: Mapping[str, Any], token: int) -> tuple[list[int], list[float
     by_rank = [value for _, value in sorted(ranked, key=lambda one: one[0])]
     if any(b > a + TOLERANCE for a, b in zip(by_rank, by_rank[1:], strict=False)):
         raise _Wrong("gives log-probabilities that are not in the order of their ranks", token)
+    likeliest = sum(not isinstance(rank, int) or rank <= k for *_, rank in found)
+    if likeliest < k:  # the prompt's own token may come in addition
+        words = f"gives the {likeliest} likeliest tokens, expected {k} or more"
+        raise _Wrong(f"{words}: lower TEACHER_TOP_K, or ask for more prompt_logprobs", token)
     return [i for i, _, _ in found], [value for _, value, _ in found]
 
 

@@ -143,7 +143,10 @@ FAULTS = [
     (lambda e, a: [*e, e[-1]], "of 8 tokens for a prompt of 7"),
     (lambda e, a: [*e[:3], None, *e[4:]], r"no log-probabilities: None \(.*token 13\)"),
     (lambda e, a: None, "gives no prompt_logprobs: expected vLLM"),
-    (lambda e, a: [None] + [dict(list(x.items())[:2]) for x in e[1:]], "gives 2 tokens, expected"),
+    (
+        lambda e, a: [None] + [dict(list(x.items())[:2]) for x in e[1:]],
+        "likeliest tokens, expected",
+    ),
     (renamed, r"the token 320 among the likeliest, and the tokenizer has 320.*token 12\)"),
     (louder, r"probabilities that sum to [1-9]\..* \(row 3 of the text, token 13\)"),
     (without_rest, r"this is no distribution over them \(row 3 of the text, token 13\)"),
