@@ -246,15 +246,13 @@ class Run:
         """The samples of a split to label next: typical of each part of the tree.
 
         Args:
-            n: how many; the larger and the more doubtful a part, the sooner.
+            n: how many; the larger a part, the sooner.
             split: of the run; rows are numbered within it.
 
         Raises:
             InputError: there are fewer.
         """
-        doubt = 1 - self.samples.column("confidence", split)
-        parents = self.samples.parents(n, split)
-        return label_next(self.samples.store(split), n, parents=parents, doubt=doubt)
+        return label_next(self.samples.store(split), n, parents=self.samples.parents(n, split))
 
     def explore(self, folder: str | Path | None = None, *, port: int = 0) -> Path | None:
         """The map of all samples in a browser, where clusters are named, merged and split.

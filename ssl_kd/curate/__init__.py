@@ -1,7 +1,8 @@
 """Cleaning what a store holds: copies, outliers, leaks, wrong labels; and what to label next."""
 
 from ssl_kd.curate.duplicates import RULES, Duplicates, near_duplicates
-from ssl_kd.curate.labels import label_next, mislabelled
+from ssl_kd.curate.herding import label_next
+from ssl_kd.curate.labels import mislabelled
 from ssl_kd.curate.outliers import Leaks, leaks, outliers
 from ssl_kd.curate.pictures import odd_images
 from ssl_kd.curate.ranked import Ranked

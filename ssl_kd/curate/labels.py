@@ -1,4 +1,4 @@
-"""Samples whose label their neighbours and a classifier do not share; and what to label next."""
+"""Samples whose label their neighbours and a classifier do not share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from sklearn.preprocessing import StandardScaler
 
 from ssl_kd.curate.duplicates import NEIGHBOURS
 from ssl_kd.curate.ranked import Ranked
-from ssl_kd.curate.spacing import neighbour_distances, similarity, units
+from ssl_kd.curate.spacing import neighbour_distances, similarity
 from ssl_kd.errors import InputError
-from ssl_kd.graph.kmeans import kmeans
 from ssl_kd.store import EmbeddingStore, find_neighbours
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,6 @@ FOLDS = 5
 INVERSE_PENALTY = 1e-3  # of standardised embeddings; wrong labels ask for a strong penalty
 BUDGET = 200_000_000  # rows x dimensions x classes that a classifier learns from
 PREDICTED = 8192  # rows at once
-MOST_CELLS = 1000  # unless more samples are asked for
-CELL_ROWS = 50_000  # that cells are made of; other samples are not asked for
 
 
 def mislabelled(
@@ -149,112 +146,3 @@ def _by_cluster(clusters: NDArray, own: NDArray, n_classes: int) -> NDArray[np.f
     alone = (others.sum(1) == 0) | (clusters < 0)
     others[alone] = 1
     return others / others.sum(1, keepdims=True)
-
-
-def label_next(
-    store: EmbeddingStore,
-    n: int = 100,
-    *,
-    labelled: NDArray[np.bool_] | None = None,
-    parents: NDArray[np.integer] | None = None,
-    doubt: NDArray[np.floating] | None = None,
-    search: str = "auto",
-    device: str | torch.device = "cpu",
-    seed: int = 0,
-) -> Ranked:
-    """Which samples to label next: spread over all that there is, each typical of its part.
-
-    The samples are cut into as many cells as there will be labels, by k-means, within each of the
-    clusters of a run where they are given and in proportion to their sizes. Cells that hold a
-    labelled sample are covered; of the others, the largest first, the densest sample is asked for:
-    that with the smallest mean distance to its 20 nearest. With `doubt` the order of the cells is
-    by their size times their mean doubt.
-
-    Args:
-        store: m embeddings.
-        n: how many, 1 ... the samples that have no label.
-        labelled: `[m]`, which have a label already; None: none.
-        parents: `[m]`, clusters of a run, at the level of the tree nearest below n.
-        doubt: `[m]`, 0 ... 1: 1 minus the confidence of a run.
-        search: as `find_neighbours` takes it.
-        device: where all pairs are compared.
-        seed: draws the samples that cells are made of, and k-means' start.
-
-    Returns:
-        n samples in the order to label them; columns `cell` and `density`.
-
-    Raises:
-        InputError: fewer samples are without a label than were asked for.
-
-    References:
-        Hacohen et al., Active learning on a budget: Opposite strategies suit high and low budgets,
-        ICML 2022 (TypiClust).
-    """
-    free = np.ones(store.n, bool) if labelled is None else ~np.asarray(labelled, bool)
-    if not 1 <= n <= int(free.sum()):
-        raise InputError(
-            f"{n} samples to label were asked for; expected 1 to {int(free.sum())}, those that "
-            "have no label"
-        )
-    rng = np.random.default_rng(seed)
-    pool = np.arange(store.n)
-    if store.n > CELL_ROWS:
-        drawn = rng.choice(store.n, CELL_ROWS, replace=False)
-        pool = np.union1d(drawn, rng.choice(np.flatnonzero(free), n, replace=False))
-    if store.n == 1:
-        return Ranked(store.ids, pool, np.ones(1), {"cell": pool, "density": np.ones(1)})
-    k = min(NEIGHBOURS, store.n - 1)
-    neighbours, _ = find_neighbours(store, k, search=search, device=device)
-    near = [d.mean(1) for _, _, d in neighbour_distances(store, neighbours[pool], pool)]
-    density = -np.concatenate(near)
-    wanted = min(n + int((~free[pool]).sum()), max(n, MOST_CELLS))
-    cells = _cells(store, pool, wanted, None if parents is None else parents[pool], seed)
-    weight = np.ones(len(pool)) if doubt is None else np.asarray(doubt, np.float64)[pool]
-    places = _picked(cells, density, free[pool], weight, n)
-    rank = 1 - np.arange(len(places)) / len(places)
-    columns = {"cell": cells[places], "density": density[places]}
-    return Ranked(store.ids, pool[places], rank, columns)
-
-
-def _cells(
-    store: EmbeddingStore,
-    pool: NDArray[np.int64],
-    wanted: int,
-    parents: NDArray[np.integer] | None,
-    seed: int,
-) -> NDArray[np.int64]:
-    """Cells `[pool]`, as many as wanted, or some more: every parent has one."""
-    parents = np.zeros(len(pool), np.int64) if parents is None else parents
-    cells, count = np.zeros(len(pool), np.int64), 0
-    for parent in np.unique(parents):
-        own = np.flatnonzero(parents == parent)
-        share = min(len(own), max(1, round(wanted * len(own) / len(pool))))
-        x = units(store.gather(torch.from_numpy(pool[own]))).float().numpy()
-        cells[own] = count + kmeans(x, share, seed, max_iter=20)
-        count = int(cells[own].max()) + 1
-    return cells
-
-
-def _picked(
-    cells: NDArray[np.int64],
-    density: NDArray[np.floating],
-    free: NDArray[np.bool_],
-    weight: NDArray[np.float64],
-    n: int,
-) -> NDArray[np.int64]:
-    """Places of n free samples: the densest of each cell, the heaviest uncovered cell first.
-
-    A cell that has been asked for comes again only when all others have been.
-    """
-    taken = np.bincount(cells[~free], minlength=int(cells.max()) + 1)
-    mass = np.bincount(cells, weights=weight, minlength=len(taken))
-    waiting = [np.flatnonzero((cells == cell) & free) for cell in range(len(taken))]
-    waiting = [rows[np.argsort(-density[rows], kind="stable")].tolist() for rows in waiting]
-    found: list[int] = []
-    while len(found) < n:
-        there = np.array([bool(rows) for rows in waiting])
-        fewest = there & (taken == taken[there].min())
-        cell = int(np.argmax(np.where(fewest, mass, -np.inf)))
-        found.append(waiting[cell].pop(0))
-        taken[cell] += 1
-    return np.array(found)

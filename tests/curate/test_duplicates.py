@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.curate import RULES, near_duplicates
+from ssl_kd.curate import RULES, label_next, near_duplicates
 from ssl_kd.errors import InputError
 from tests.curate.stores import distinct, write
 
@@ -133,7 +133,7 @@ def test_all_rows_the_same(tmp_path):
 
 
 def test_a_row_that_is_not_finite_is_named(tmp_path):
-    store = write(tmp_path, distinct(50)[0])
+    store = write(tmp_path, distinct(150)[0])
     whole = type(store).gather
 
     class Damaged(type(store)):
@@ -143,8 +143,9 @@ def test_a_row_that_is_not_finite_is_named(tmp_path):
             return x
 
     store.__class__ = Damaged
-    with pytest.raises(InputError, match="row 7 .*is not finite"):
-        near_duplicates(store)
+    for looks in (near_duplicates, label_next):
+        with pytest.raises(InputError, match="row 7 .*is not finite"):
+            looks(store)
 
 
 def test_the_table_of_groups(copied):

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from PIL import Image
+from sklearn.preprocessing import normalize
 
-from ssl_kd.curate import label_next, leaks, mislabelled, odd_images, outliers
+from ssl_kd.curate import herding, label_next, leaks, mislabelled, odd_images, outliers
 from ssl_kd.datasets import FolderDataset
 from ssl_kd.errors import InputError
 from tests.curate.stores import distinct, write
@@ -73,17 +74,57 @@ def test_one_of_each_part_is_asked_for_first(tmp_path):
     store = write(tmp_path, 10 * x)
     found = label_next(store, 8)
     assert sorted(y[found.rows]) == list(range(8)) and len(found) == 8
-    assert np.array_equal(found.rows, label_next(store, 8).rows)
     by_tree = label_next(store, 8, parents=y)
     assert sorted(y[by_tree.rows]) == list(range(8))
     labelled = np.isin(y, range(5)) & (np.arange(400) % 2 == 0)
     more = label_next(store, 3, labelled=labelled, parents=y)
-    assert not labelled[more.rows].any()
-    doubt = np.where(y == 6, 1.0, 0.01)
-    assert y[label_next(store, 8, parents=y, doubt=doubt).rows[0]] == 6
+    assert sorted(y[more.rows]) == [5, 6, 7]
     with pytest.raises(InputError, match="401 samples to label were asked for; expected 1 to 400"):
         label_next(store, 401)
     assert sorted(label_next(store, 400).rows) == list(range(400))
+
+
+@pytest.mark.parametrize("with_parents", [False, True])
+def test_each_adds_most_to_what_is_covered(tmp_path, with_parents):
+    """By a formula of its own, which compares every choice."""
+    x, y = distinct(60, 5, clusters=4)
+    parents = y if with_parents else None
+    found = label_next(write(tmp_path, x), 6, labelled=np.arange(60) < 3, parents=parents)
+    u = np.asarray(normalize(x))
+    u = np.asarray(normalize(u - u.mean(0)))
+    alike = np.exp(-((u[:, None] - u[None]) ** 2).sum(2))  # exp(2 (cos - 1))
+    alike = np.where(y == y[:, None], (1 + alike) / 2, 0) if with_parents else alike
+    have = [0, 1, 2]
+    for row, gain in zip(found.rows, found.scores, strict=True):
+        covered = [alike[3:, [*have, other]].max(1).mean() for other in range(60)]
+        assert row == int(np.argmax(covered))
+        assert gain == pytest.approx(covered[row] - alike[3:, have].max(1).mean(), rel=1e-4)
+        have.append(row)
+
+
+def test_a_second_round_goes_on_where_the_first_stopped(tmp_path):
+    x, _ = distinct(300, 8)
+    store = write(tmp_path, x)
+    whole = label_next(store, 50).rows
+    first = label_next(store, 10).rows
+    second = label_next(store, 40, labelled=np.isin(np.arange(300), first)).rows
+    assert np.array_equal(whole, np.r_[first, second])
+
+
+def test_rows_past_what_is_compared_at_once(tmp_path, monkeypatch):
+    x, y = distinct(400, 16, clusters=8)
+    store = write(tmp_path, 10 * x)
+    monkeypatch.setattr(herding, "ROWS", 100)
+    monkeypatch.setattr(herding, "LABELLED", 30)
+    found = label_next(store, 8, seed=1)
+    assert sorted(y[found.rows]) == list(range(8))
+    assert np.array_equal(found.rows, label_next(store, 8, seed=1).rows)
+    assert not np.array_equal(found.rows, label_next(store, 8, seed=2).rows)
+    labelled = np.isin(y, range(5))
+    assert sorted(y[label_next(store, 3, labelled=labelled).rows]) == [5, 6, 7]
+    for n in (60, 399, 400):  # three parts or four
+        rows = label_next(store, n).rows
+        assert len(set(rows.tolist())) == n
 
 
 def test_pictures_that_show_nothing(tmp_path):
