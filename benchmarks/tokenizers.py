@@ -33,7 +33,7 @@ from benchmarks.distillation import (
 )
 from benchmarks.turns import header, middle_half, row
 from ssl_kd.datasets.aligned import AlignedBatch
-from ssl_kd.datasets.blocks import train_tokenizer
+from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.task import make_distiller, prepare

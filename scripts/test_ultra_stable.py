@@ -31,7 +31,7 @@ def tiny_run(folder: Path) -> bool:
     import torch
     from safetensors.torch import load_file
 
-    from ssl_kd.datasets.blocks import train_tokenizer
+    from ssl_kd.datasets.new_tokenizer import train_tokenizer
     from ssl_kd.datasets.text import open_text
     from ssl_kd.language.presets import PRESETS
     from ssl_kd.language.run import run

@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from ssl_kd import cli  # noqa: E402
-from ssl_kd.datasets.blocks import train_tokenizer  # noqa: E402
+from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.doctor.gradients import gradients, open_model  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402

@@ -7,7 +7,8 @@ from functools import cached_property
 import pytest
 import torch
 
-from ssl_kd.datasets.blocks import make_blocks, train_tokenizer
+from ssl_kd.datasets.blocks import make_blocks
+from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.settings import LanguageSettings

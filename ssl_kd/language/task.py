@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ssl_kd.datasets.aligned import AlignedBlocks
-from ssl_kd.datasets.blocks import Blocks, train_tokenizer
+from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder

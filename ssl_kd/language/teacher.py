@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ssl_kd.datasets.blocks import isolates_documents, make_blocks, train_tokenizer
+from ssl_kd.datasets.blocks import isolates_documents, make_blocks
+from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sha256_file

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 
 from ssl_kd.datasets import aligned as alignment  # noqa: E402
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
-from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
+from ssl_kd.datasets.blocks import make_blocks  # noqa: E402
+from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.datasets.segmentation import TextReader, align, partition  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.datasets.vocabulary import shared_vocabulary, token_texts  # noqa: E402

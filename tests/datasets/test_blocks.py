@@ -20,7 +20,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from ssl_kd.datasets.blocks import isolates_documents, make_blocks, train_tokenizer
+from ssl_kd.datasets.blocks import isolates_documents, make_blocks
+from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.packing import best_fit
 from ssl_kd.datasets.text import Example, TextDataset
 from ssl_kd.losses.token_distillation import next_token_targets

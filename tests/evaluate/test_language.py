@@ -9,7 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
+from ssl_kd.datasets.blocks import make_blocks  # noqa: E402
+from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import Example, TextDataset  # noqa: E402
 from ssl_kd.evaluate import language as judge  # noqa: E402
 from ssl_kd.evaluate.generation import _Watch, generate  # noqa: E402

@@ -20,7 +20,8 @@ transformers = pytest.importorskip("transformers")
 
 from ssl_kd import cli  # noqa: E402
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
-from ssl_kd.datasets.blocks import make_blocks, train_tokenizer  # noqa: E402
+from ssl_kd.datasets.blocks import make_blocks  # noqa: E402
+from ssl_kd.datasets.new_tokenizer import train_tokenizer  # noqa: E402
 from ssl_kd.datasets.text import open_text  # noqa: E402
 from ssl_kd.divergences import DIVERGENCES  # noqa: E402
 from ssl_kd.evaluate.language import judge_answers, judge_tokens  # noqa: E402

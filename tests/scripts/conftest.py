@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from ssl_kd.datasets.blocks import train_tokenizer
+from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import Example, TextDataset
 from ssl_kd.teachers.student import build_student, save_student
 

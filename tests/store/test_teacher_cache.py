@@ -576,7 +576,8 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ssl_kd.datasets.blocks import make_blocks, train_tokenizer
+    from ssl_kd.datasets.blocks import make_blocks
+    from ssl_kd.datasets.new_tokenizer import train_tokenizer
     from ssl_kd.datasets.text import open_text
     from ssl_kd.language.caching import cache_teacher
     from ssl_kd.language.settings import LanguageSettings

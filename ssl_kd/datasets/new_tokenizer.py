@@ -1,0 +1,71 @@
+"""A tokenizer of one's own, from the text of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ssl_kd.datasets.text import TextDataset
+from ssl_kd.errors import InputError, MissingPackage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["train_tokenizer"]
+
+
+def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on a data set; the same data give the same tokenizer.
+
+    Args:
+        dataset: documents; of prompts, completions and messages both sides are read.
+        vocab_size: at least 259, for the bytes and `<s>`, `</s>`, `<pad>`. A small data set may
+            end with fewer: see `len(tokenizer)`.
+
+    Returns:
+        A tokenizer that puts `<s>` before a text, and saves and loads with `AutoTokenizer`.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: `vocab_size` is below 259.
+
+    References:
+        Sennrich, Haddow, Birch (2016), Neural machine translation of rare words with subword units.
+    """
+    specials = ["<s>", "</s>", "<pad>"]
+    if vocab_size < 256 + len(specials):
+        raise InputError(
+            f"vocab_size must be at least {256 + len(specials)} (256 bytes and "
+            f"{', '.join(specials)}), got {vocab_size}"
+        )
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise MissingPackage("a tokenizer needs transformers: pip install 'ssl_kd[llm]'") from error
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_texts(dataset), trainer)
+    bpe.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def _texts(dataset: TextDataset) -> Iterator[str]:
+    for example in dataset.examples:
+        if example.messages is not None:
+            yield from (message["content"] for message in example.messages)
+        elif example.text is not None:
+            yield example.text
+        else:
+            yield (example.prompt or "") + (example.completion or "")
