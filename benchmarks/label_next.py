@@ -1,8 +1,9 @@
 """What a linear probe gains by labelling the samples that are asked for, not random ones.
 
-    pip install --target peers --no-deps scikit-activeml makefun
-    PYTHONPATH=peers python -m benchmarks.label_next --data_dir data --cifar FOLDER
+    python -m benchmarks.label_next --data_dir data --cifar FOLDER
     python -m benchmarks.label_next --run runs/latest
+    pip install --target peers --no-deps scikit-activeml makefun
+    PYTHONPATH=peers python -m benchmarks.label_next --cifar FOLDER --budgets 20,100 --seeds 5
 
 Each seed draws four fifths of a set, to choose from, and random samples of those. The probe is a
 logistic regression of standardised embeddings, judged on all that were not labelled; so are the
