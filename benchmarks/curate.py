@@ -4,42 +4,51 @@
     PYTHONPATH=peers python -m benchmarks.curate --data_dir data --cifar FOLDER
 
 Beside cleanlab (labels, outliers) and imagededup (copies) on the same data in the same run; one
-that is not installed is left out. Of each: the precision at 100, and the average precision.
+that is not installed is left out. Of each: the precision at 100, or at as many as were put in where
+they are fewer, and the average precision. `--tables outliers labels` leaves the copies out.
 
 - Copies: images at 96 pixels, and 200 of them once more: as they are, as JPEG of quality 60, made
   smaller by a third and large again, cropped by four pixels on each side, brighter by a quarter.
-- Labels: one in twenty becomes another class, at random.
-- Outliers: a hundred embeddings of another data set by the same teacher.
+- Outliers, among 2,000 images by EfficientNet: a hundred of another data set; as many
+  broken ones (noisy, blurred, inverted, half lost, nothing but noise, blank); and twelve images of
+  which no two are of a kind.
+- Labels: of 1,000 one in ten becomes another class, at random; cleanlab has our classifier.
+
+Outliers and labels: mean and standard error of five seeds, which draw the images, what is put in
+and which labels are wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance
-from sklearn.linear_model import LogisticRegression
+from PIL import Image, ImageDraw, ImageEnhance, ImageFilter
+from sklearn.datasets import load_sample_image
 from sklearn.metrics import average_precision_score
-from sklearn.model_selection import KFold, cross_val_predict
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from benchmarks.quality import _line
-from benchmarks.sets import SETS, Absent, Sources, _embedded, _fashion_images, _open
+from benchmarks.sets import SETS, Absent, Labelled, Sources, _embedded, _fashion_images
 from ssl_kd.curate import mislabelled, near_duplicates, outliers
-from ssl_kd.datasets import ArrayDataset
+from ssl_kd.curate.labels import _by_regression
+from ssl_kd.datasets import ArrayDataset, ImageDataset, open_dataset
+from ssl_kd.datasets.named import Split
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.vision.novelty import Novelty
+from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.settings import VisionSettings
 
-COPIES, SIDE, FLIPPED, STRANGE, ROWS = 200, 96, 0.05, 100, 2000
+COPIES, SIDE, FLIPPED, STRANGE, ROWS, LABELLED, SEEDS = 200, 96, 0.1, 100, 2000, 1000, 5
+SICK = 60  # images that are broken, and not among the sound ones
 Scores = dict[str, NDArray]
 
 
@@ -86,8 +95,8 @@ def stored(x: NDArray) -> EmbeddingStore:
 
 
 def precision(wanted: NDArray, score: NDArray, total: int) -> tuple[float, float]:
-    """Precision at 100, and average precision where all `total` should have been found."""
-    first = np.argsort(-score, kind="stable")[:100]
+    """Precision at 100 or `total`, and average precision where all `total` were to be found."""
+    first = np.argsort(-score, kind="stable")[: min(100, total)]
     average = average_precision_score(wanted, score) * wanted.sum() / total if wanted.any() else 0
     return float(wanted[first].mean()), float(average)
 
@@ -151,96 +160,207 @@ def duplicates(name: str, images: NDArray, x: NDArray, rows: NDArray) -> list[li
 # --- Labels and outliers --------------------------------------------------------------------------
 
 
-def flipped(name: str, x: NDArray, y: NDArray) -> list[list[str]]:
-    """A line for each method."""
-    rng, n_classes, given = np.random.default_rng(0), int(y.max()) + 1, y.copy()
-    rows = rng.choice(len(y), int(FLIPPED * len(y)), False)
-    given[rows] = (y[rows] + rng.integers(1, n_classes, len(rows))) % n_classes
-    ours = mislabelled(stored(x), given)
-    score = np.empty(len(y))
-    score[ours.rows] = ours.scores
-    ranked = {"ours": score}
-    try:
-        from cleanlab import rank  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        pass
-    else:
-        model = make_pipeline(StandardScaler(), LogisticRegression(C=1e-3, max_iter=200, tol=1e-3))
-        folds = KFold(5, shuffle=True, random_state=0)
-        probability = cross_val_predict(model, x, given, cv=folds, method="predict_proba")
-        for method in ("self_confidence", "normalized_margin"):
-            quality = rank.get_label_quality_scores(given, probability, method=method)
-            ranked[f"cleanlab, {method}"] = -quality
-    return _lines(name, ranked, np.isin(np.arange(len(y)), rows))
+def _photos(sources: Sources, split: Split) -> Labelled:
+    """CIFAR-10 as it is, `[n, 32, 32, 3]`, and its classes."""
+    if sources.cifar is None:
+        raise Absent("there is no CIFAR-10: --cifar FOLDER, with train/<class>/*.png in it")
+    folder = open_dataset(str(sources.cifar), split)
+    assert isinstance(folder, ImageDataset) and folder.labels is not None
+    images = [np.asarray(folder.image(i).convert("RGB")) for i in range(len(folder))]
+    return np.stack(images), folder.labels
 
 
-def strange(name: str, x: NDArray, others: NDArray) -> list[list[str]]:
-    """A line for each method."""
-    both = np.concatenate([x, others[:STRANGE]])
-    ours = outliers(stored(both))
-    score = np.empty(len(both))
-    score[ours.rows] = ours.columns["distance"]
-    ranked = {"ours": score}
+class Host(NamedTuple):
+    """A set by a teacher, and what does not belong to it by the same at the same size.
+
+    Args:
+        x: `[n, d]` embeddings.
+        y: `[n]` classes.
+        elsewhere: `[m, d]`, of another data set.
+        broken: `[kind, m, d]`, of images of the same source that are no longer sound.
+        single: `[m, d]`, of images each of a kind of its own.
+    """
+
+    x: NDArray
+    y: NDArray
+    elsewhere: NDArray
+    broken: NDArray
+    single: NDArray
+
+
+def broken(images: NDArray) -> list[NDArray]:
+    """Each image noisy, blurred, inverted, half lost, nothing but noise, and blank."""
+    rng, light = np.random.default_rng(0), images.astype(np.float64)
+    rows, side = len(images), images.shape[1]
+    half = light.copy()
+    half[:, side // 2 :] = 128
+    soft = [Image.fromarray(i).filter(ImageFilter.GaussianBlur(side / 8)) for i in images]
+    shade = rng.uniform(0, 255, (rows, *[1] * (images.ndim - 1)))
+    found = [light + rng.normal(0, 80, light.shape), np.stack([np.asarray(i) for i in soft])]
+    found += [255 - light, half, rng.uniform(0, 255, light.shape), np.zeros_like(light) + shade]
+    return [values.clip(0, 255).astype(np.uint8) for values in found]
+
+
+def single(side: int = 96) -> NDArray:
+    """Photographs, a digit and drawings, `[12, side, side, 3]` uint8, no two of a kind."""
+    digit = SETS["digits"](Sources())[0][0].reshape(8, 8) * 15.9
+    x, y = np.meshgrid(np.arange(side), np.arange(side))
+    circle = np.hypot(x - side / 2, y - side / 2)
+    dotted = np.random.default_rng(0).random((side, side)) < 0.05
+    masks = [(x + y) % 12 < 4, (x // 8 + y // 8) % 2 > 0, circle % 10 < 4, circle < 12, dotted]
+    drawn = [np.where(mask, 255, 40 * k) for k, mask in enumerate(masks)] + [2 * x, x * y % 255]
+    images = [Image.fromarray(np.uint8(values)) for values in [digit, *drawn]]
+    images += [Image.fromarray(load_sample_image(f"{name}.jpg")) for name in ("china", "flower")]
+    images.append(images[-1].crop((0, 0, 80, 80)))
+    text = Image.new("RGB", (side, side), "navy")
+    ImageDraw.Draw(text).text((8, 40), "image not found", fill="yellow")
+    images.append(text)
+    return np.stack([np.asarray(i.convert("RGB").resize((side, side))) for i in images])
+
+
+def hosts(sources: Sources) -> Iterator[tuple[str, Host]]:
+    """Of photographs and of clothes, both through EfficientNet at 96 pixels."""
+
+    def embedded(name: str, images: NDArray, y: NDArray | None = None) -> Labelled:
+        y = np.zeros(len(images), np.int64) if y is None else y
+        dataset = ArrayDataset(name, "train", images, y, None)
+        return _embedded(sources, dataset, f"strange_{name}", SIDE)
+
+    (seen, named), (unseen, others) = (_photos(sources, split) for split in ("train", "test"))
+    photos = np.concatenate([seen, unseen]), np.concatenate([named, others])
+    fashion = _fashion_images(sources, len(photos[0]))
+    assert fashion.arrays is not None and fashion.labels is not None
+    strange = embedded("single", single())[0]
+    rows = np.random.default_rng(0).permutation(len(photos[0]))
+    found, sick = {}, {}
+    for name, (x, y) in {"cifar": photos, "fashion": (fashion.arrays, fashion.labels)}.items():
+        found[name] = embedded(name, x[rows[SICK:]], y[rows[SICK:]])
+        damaged = broken(x[rows[:SICK]])
+        sick[name] = np.stack([embedded(f"{name}{k}", x)[0] for k, x in enumerate(damaged)])
+    for name, other in (("cifar", "fashion"), ("fashion", "cifar")):
+        yield name, Host(found[name][0], found[name][1], found[other][0], sick[name], strange)
+
+
+def strange(host: Host, rng: np.random.Generator) -> Iterator[tuple[str, NDArray, Scores]]:
+    """What was put in, `[n]` True for it, and of each method how far out each row lies."""
+    x = host.x[rng.choice(len(host.x), ROWS, False)]
+    sick = host.broken[:, rng.choice(SICK, -(-STRANGE // len(host.broken)), False)]
+    for kind, others in (
+        ("a group from elsewhere", host.elsewhere[rng.choice(len(host.elsewhere), STRANGE, False)]),
+        ("single strange images", host.single),
+        ("broken images", sick.reshape(-1, x.shape[1])),
+    ):
+        both = np.concatenate([x, others])
+        yield kind, np.arange(len(both)) >= len(x), far_out(both)
+
+
+def far_out(x: NDArray) -> Scores:
+    """Of each method how far out each row lies."""
+    found = outliers(stored(x))
+    ours = np.empty(len(x))
+    ours[found.rows] = found.columns["distance"]
+    rows = torch.from_numpy(x)
+    seen = Projection.fit(rows, VisionSettings.pca_dim)(rows)
+    ranked = {"ours": ours, "ours, score of a run": Novelty.fit(seen).score(seen).numpy()}
     try:
         from cleanlab.outlier import (  # pyright: ignore[reportMissingImports]
             OutOfDistribution,
         )
     except ImportError:
+        return ranked
+    return ranked | {"cleanlab": -OutOfDistribution().fit_score(features=x, verbose=False)}
+
+
+def doubted(
+    x: NDArray, y: NDArray, rng: np.random.Generator
+) -> Iterator[tuple[str, NDArray, Scores]]:
+    """Which of 1,000 labels are wrong, and of each method how wrong each looks."""
+    rows = rng.choice(len(x), LABELLED, False)
+    x, y = x[rows], y[rows]
+    n_classes, wrong = int(y.max()) + 1, rng.choice(LABELLED, int(FLIPPED * LABELLED), False)
+    given = y.copy()
+    given[wrong] = (y[wrong] + rng.integers(1, n_classes, len(wrong))) % n_classes
+    store, ours = stored(x), np.empty(LABELLED)
+    found = mislabelled(store, given)
+    ours[found.rows] = found.scores
+    ranked = {"ours": ours}
+    try:
+        from cleanlab import rank  # pyright: ignore[reportMissingImports]
+    except ImportError:
         pass
-    else:
-        ranked["cleanlab"] = -OutOfDistribution().fit_score(features=both, verbose=False)
-    return _lines(name, ranked, np.arange(len(both)) >= len(x))
+    else:  # with the classifier that is one half of ours
+        chances = _by_regression(store, np.arange(LABELLED), given, n_classes, 0)
+        for method in ("self_confidence", "normalized_margin"):
+            quality = rank.get_label_quality_scores(given, chances, method=method)
+            ranked[f"cleanlab, {method}"] = -quality
+    yield "labels", given != y, ranked
 
 
-def _lines(name: str, ranked: Scores, wanted: NDArray) -> list[list[str]]:
+def averaged(
+    name: str, cases: Callable[[np.random.Generator], Iterator[tuple[str, NDArray, Scores]]]
+) -> list[list[str]]:
+    """A line for each kind and method: precision and average precision over the seeds."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for seed in range(SEEDS):
+        for kind, wanted, ranked in cases(np.random.default_rng(seed)):
+            for method, score in ranked.items():
+                values = precision(wanted, score, int(wanted.sum()))
+                found.setdefault((kind, method), []).append(values)
     lines = []
-    for method, score in ranked.items():
-        at, average = precision(wanted, score, int(wanted.sum()))
-        lines.append([name, method, f"{at:.2f}", f"{average:.3f}", ""])
+    for (kind, method), values in sorted(found.items(), key=lambda item: item[0][0]):
+        (at, average), spread = np.mean(values, 0), np.std(values, 0, ddof=1) / SEEDS**0.5
+        cells = [f"{at:.3f} ± {spread[0]:.3f}", f"{average:.3f} ± {spread[1]:.3f}"]
+        lines.append([f"{name}: {kind}", method, *cells])
     return lines
+
+
+def copies(sources: Sources) -> Iterator[list[list[str]]]:
+    """Lines of the table of copies."""
+    fashion = _fashion_images(sources, 5000)
+    assert fashion.arrays is not None and fashion.labels is not None
+    for name, small, y in (
+        ("cifar", *_photos(sources, "train")),
+        ("fashion", fashion.arrays, fashion.labels),
+    ):
+        images, rows = copied(small)
+        dataset = ArrayDataset(name, "train", images, np.concatenate([y, y[rows]]), None)
+        x, _ = _embedded(sources, dataset, f"{name}_dup96", SIDE)
+        yield duplicates(f"{name}, EfficientNet: copies", images, x, rows)
+        tiny = [Image.fromarray(i).resize((32, 32), Image.Resampling.BOX) for i in images]
+        pixels = np.stack([np.asarray(image, np.float32) for image in tiny]) / 255
+        yield duplicates(f"{name}, pixels: copies", images, pixels.reshape(len(tiny), -1), rows)
+
+
+def strays(sources: Sources) -> Iterator[list[list[str]]]:
+    """Lines of the table of outliers."""
+    for name, host in hosts(sources):
+        yield averaged(name, partial(strange, host))
+
+
+def labels(sources: Sources) -> Iterator[list[list[str]]]:
+    """Lines of the table of wrong labels."""
+    sets = {name: (host.x, host.y) for name, host in hosts(sources)}
+    for name, (x, y) in (sets | {"digits": SETS["digits"](sources)}).items():
+        yield averaged(name, partial(doubted, x, y))
+
+
+COLUMNS = ["put in", "method", "precision at 100", "average precision"]
+TABLES = {"copies": copies, "outliers": strays, "labels": labels}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Copies, wrong labels and outliers put in.")
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=list(TABLES))
     Sources.add_flags(parser)
-    sources = Sources.of(parser.parse_args())
-    lines = [_line(["data", "method", "precision at 100", "average precision", "auto"])]
-    lines.append("|---" * 5 + "|")
-
-    def told(rows: list[list[str]]) -> None:
-        lines.extend(_line(row) for row in rows)
-        print("\n".join(_line(row) for row in rows), file=sys.stderr, flush=True)
-
-    try:
-        folder = _open(str(sources.cifar), "--cifar")
-        photos = [np.asarray(folder.image(i).convert("RGB")) for i in range(len(folder))]
-        fashion = _fashion_images(sources, 5000)
-        assert (
-            fashion.arrays is not None and fashion.labels is not None and folder.labels is not None
-        )
-        for name, small, y in (
-            ("cifar", np.stack(photos), folder.labels),
-            ("fashion", fashion.arrays, fashion.labels),
-        ):
-            images, rows = copied(small)
-            labels = np.concatenate([y, y[rows]])
-            dataset = ArrayDataset(name, "train", images, labels, None)
-            x, _ = _embedded(sources, dataset, f"{name}_dup96", SIDE)
-            told(duplicates(f"{name}, EfficientNet: copies", images, x, rows))
-            tiny = [Image.fromarray(i).resize((32, 32), Image.Resampling.BOX) for i in images]
-            pixels = np.stack([np.asarray(image, np.float32) for image in tiny]) / 255
-            told(duplicates(f"{name}, pixels: copies", images, pixels.reshape(len(tiny), -1), rows))
-        sets = {name: SETS[name](sources) for name in ("cifar_efficientnet", "digits")}
-        sets["fashion10k_efficientnet"] = SETS["fashion10k_efficientnet"](sources)
-    except Absent as error:
-        raise SystemExit(str(error)) from error
-    sets = {name: (x[:ROWS], y[:ROWS]) for name, (x, y) in sets.items()}
-    a, b = sets["cifar_efficientnet"][0], sets["fashion10k_efficientnet"][0]
-    told(strange("cifar: fashion among it", a, b))
-    told(strange("fashion: cifar among it", b, a))
-    for name, (x, y) in sets.items():
-        told(flipped(f"{name}: labels", x, y))
-    print("\n".join(lines))
+    args = parser.parse_args()
+    for name in args.tables:
+        head = [*COLUMNS, "auto"] if name == "copies" else COLUMNS
+        print("\n".join(["", _line(head), "|---" * len(head) + "|"]), flush=True)
+        try:
+            for rows in TABLES[name](Sources.of(args)):
+                print("\n".join(_line(row) for row in rows), flush=True)
+        except Absent as error:
+            raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

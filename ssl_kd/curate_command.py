@@ -185,10 +185,7 @@ class _Work:
         sizes = None if pictures is None else pictures.sizes
         self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=clusters)
         found["duplicates"] = self._copies(copies, floor)
-        if self.run is not None and "outlier" in self.run.samples.table.column_names:
-            far = self.run.outliers(self.split)
-        else:
-            far = outliers(self.store, progress=self._of("outliers"))
+        far = outliers(self.store, progress=self._of("outliers"))
         found["outliers"] = f"the {min(LISTED, len(far)):,} furthest out", far.top(LISTED).frame()
         if pictures is not None:
             odd = f"{len(pictures):,} broken, blank or tiny"

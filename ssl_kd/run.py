@@ -212,7 +212,11 @@ class Run:
         return leaks(self.samples.store(train), self.samples.store(test))
 
     def outliers(self, split: str = "train") -> Ranked:
-        """The samples of a split by the run's own outlier score, the furthest out first."""
+        """The samples of a split by the run's own outlier score, the furthest out first.
+
+        It asks whether a sample fits into what was trained on. `ssl_kd.curate.outliers` of the
+        split's `samples.store` finds more of what has strayed into a set (docs/curate.md).
+        """
         scores = self.samples.column("outlier", split)
         names = self.samples.column("file", split).tolist()
         return Ranked(names, np.arange(len(scores)), scores)

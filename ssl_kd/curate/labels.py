@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from torch import Tensor
 
 from ssl_kd.curate.duplicates import NEIGHBOURS
 from ssl_kd.curate.ranked import Ranked
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 TEMPERATURE = 0.07  # of the neighbours' votes, as in the k-NN accuracy
 FOLDS = 5
-INVERSE_PENALTY = 1e-3  # of standardised embeddings; wrong labels ask for a strong penalty
+ROUNDS = 2  # of the neighbours' votes; from the second on each counts as far as it is believed
 BUDGET = 200_000_000  # rows x dimensions x classes that a classifier learns from
 PREDICTED = 8192  # rows at once
 
@@ -40,10 +41,14 @@ def mislabelled(
 ) -> Ranked:
     """The labelled samples by how little others support their label.
 
-    The score is 1 minus the probability that others give to the label, none of which saw it: the
-    mean of the weighted vote of the 20 nearest (leave one out), of a logistic regression that
-    learned from the other four fifths, and, where there are clusters, of the shares of the labels
-    among the other members of the sample's own.
+    The score is 1 minus the probability that others give to the label: the mean of the vote of the
+    20 nearest (leave one out), of a logistic regression that learned from the other four fifths,
+    and, where there are clusters, of the shares of the labels among the other members of the
+    sample's own. The neighbours vote twice; the second time the weight of each, by its nearness, is
+    multiplied by the probability of its own label after the first, so that wrong labels speak less.
+
+    The penalty of the regression is that of rows of squared length 1 on average (an inverse of 1),
+    whatever their dimensions.
 
     Args:
         store: n embeddings.
@@ -76,33 +81,39 @@ def mislabelled(
     classes, own = np.unique(labels[known], return_inverse=True)
     codes = np.full(store.n, -1)
     codes[known] = own
-    parts: list[NDArray[np.floating]] = [
-        _by_neighbours(store, codes, len(classes), search, device)[known],
-        _by_regression(store, known, own, len(classes), seed),
-    ]
+    parts: list[NDArray[np.floating]] = [_by_regression(store, known, own, len(classes), seed)]
     if clusters is not None:
         parts.append(_by_cluster(np.asarray(clusters)[known], own, len(classes)))
-    mean = np.mean(parts, 0)
+    neighbours, _ = find_neighbours(
+        store, min(NEIGHBOURS, store.n - 1), search=search, device=device
+    )
+    mean, belief = parts[0], np.ones(store.n)
+    for _ in range(ROUNDS):
+        votes = _by_neighbours(store, neighbours, codes, len(classes), belief)[known]
+        mean = np.mean([votes, *parts], 0)
+        belief[known] = mean[np.arange(len(known)), own]
     suggested = classes[mean.argmax(1)]
-    score = 1 - mean[np.arange(len(known)), own]
-    return Ranked(store.ids, known, score, {"label": labels[known], "suggested": suggested})
+    columns = {"label": labels[known], "suggested": suggested}
+    return Ranked(store.ids, known, 1 - belief[known], columns)
 
 
 def _by_neighbours(
     store: EmbeddingStore,
+    neighbours: Tensor,
     codes: NDArray[np.integer],
     n_classes: int,
-    search: str,
-    device: str | torch.device,
+    belief: NDArray[np.float64],
 ) -> NDArray[np.float32]:
-    """Weighted votes of the labelled neighbours, `[n, class]`; even where there are none."""
-    k = min(NEIGHBOURS, store.n - 1)
-    neighbours, _ = find_neighbours(store, k, search=search, device=device)
+    """Votes of the labelled neighbours, `[n, class]`; even where there are none.
+
+    A vote weighs by the neighbour's nearness and by the belief in it, `[n]`, 0 ... 1.
+    """
     votes = np.zeros((store.n, n_classes), np.float32)
     for rows, others, distance in neighbour_distances(store, neighbours):
         cosine = similarity(distance)
         weight = np.exp((cosine - cosine[:, :1]) / TEMPERATURE)
-        for place in range(k):
+        weight *= belief[others]
+        for place in range(others.shape[1]):
             voted = codes[others[:, place]]
             heard = voted >= 0
             votes[rows[heard], voted[heard]] += weight[heard, place]
@@ -124,7 +135,7 @@ def _by_regression(
             learn = rng.choice(learn, most, replace=False)
         if len(np.unique(own[learn])) < 2:
             continue
-        regression = LogisticRegression(C=INVERSE_PENALTY, max_iter=200, tol=1e-3)
+        regression = LogisticRegression(C=1 / store.dim, max_iter=200, tol=1e-3)
         model = make_pipeline(StandardScaler(), regression)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)

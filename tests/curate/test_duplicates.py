@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.curate import RULES, label_next, near_duplicates
+from ssl_kd.curate import RULES, label_next, near_duplicates, outliers
 from ssl_kd.errors import InputError
 from tests.curate.stores import distinct, write
 
@@ -143,9 +143,9 @@ def test_a_row_that_is_not_finite_is_named(tmp_path):
             return x
 
     store.__class__ = Damaged
-    for looks in (near_duplicates, label_next):
+    for look in (near_duplicates, label_next, outliers):
         with pytest.raises(InputError, match="row 7 .*is not finite"):
-            looks(store)
+            look(store)
 
 
 def test_the_table_of_groups(copied):

@@ -25,6 +25,32 @@ def test_outliers_come_first(tmp_path):
     assert len(outliers(write(tmp_path / "one", [[1.0, 2.0]]))) == 1
 
 
+def test_a_group_from_elsewhere_and_a_faint_row_lie_out_at_any_scale(tmp_path):
+    x = 6 + distinct(2000, 16)[0]
+    # More than the nearest twenty, so that neighbours alone would vouch for them.
+    group = -6 + 0.1 * np.random.default_rng(1).normal(size=(25, 16))
+    rows = np.concatenate([x, group, 0.001 * x[:1]])
+    strange = set(range(2000, 2026))
+    found = outliers(write(tmp_path, rows))
+    again = outliers(write(tmp_path / "again", rows), seed=1)
+    assert found.rows[0] == 2025 and set(found.top(26).rows) == strange
+    assert set(again.top(26).rows) == strange
+    assert not np.array_equal(found.columns["distance"], again.columns["distance"])
+    for name, scale in (("large", 1e9), ("small", 1e-9)):
+        assert set(outliers(write(tmp_path / name, scale * rows)).top(26).rows) == strange
+
+
+def test_among_few_rows_the_nearest_other_counts(tmp_path):
+    x = np.concatenate([distinct(24, 8)[0], np.zeros((1, 8))])
+    length = np.linalg.norm(x, axis=1, keepdims=True)
+    z = np.c_[x / np.maximum(length, 1e-30), np.log(length / np.sort(length, 0)[12] + 1e-3)]
+    apart = np.linalg.norm(z[:, None] - z, axis=2) + np.diag(np.full(25, np.inf))
+    done = []
+    found = outliers(write(tmp_path, x), progress=lambda *state: done.append(state))
+    np.testing.assert_allclose(found.columns["distance"], apart.min(1)[found.rows], rtol=1e-4)
+    assert found.rows[0] == 24 and done == [(25, 25)]
+
+
 def test_test_samples_that_are_in_train(tmp_path):
     x, _ = distinct(400, 16)
     rng = np.random.default_rng(2)
