@@ -11,14 +11,14 @@ def language_table(metrics: dict[str, Any]) -> Table:
     """The final table of a language run, from its `metrics.json`; a dash for no value."""
     columns = {
         "perplexity": ("perplexity", "{:.3f}"),
-        "bits_per_character": ("bits per character", "{:.3f}"),
+        "bits_per_character": ("bits per\ncharacter", "{:.3f}"),
         "agreement": ("agrees", "{:.1%}"),
         "kl": ("kl", "{:.3f}"),
-        "acceptance": ("draft kept", "{:.1%}"),
+        "acceptance": ("draft\nkept", "{:.1%}"),
         "ece": ("ece", "{:.3f}"),
         "repetition": ("repeats", "{:.1%}"),
-        "answer_accuracy": ("answer accuracy", "{:.1%}"),
-        "answer_rate": ("answer rate", "{:.1%}"),
+        "answer_accuracy": ("answer\naccuracy", "{:.1%}"),
+        "answer_rate": ("answer\nrate", "{:.1%}"),
     }
     rows = metrics["table"]
     if metrics.get("alignment"):  # perplexities of two tokenizers do not compare
@@ -28,8 +28,7 @@ def language_table(metrics: dict[str, Any]) -> Table:
         shown = [name for name in shown if name not in ("acceptance", "repetition")]
     table = _table("Held-out text", "model")
     for name in shown:
-        head = columns[name][0]
-        table.add_column(head, justify="right", min_width=max(map(len, head.split())))
+        table.add_column(columns[name][0], justify="right")
     for row in rows:
         values = {name: row.get(name) for name in shown}
         cells = ["-" if v is None else columns[name][1].format(v) for name, v in values.items()]

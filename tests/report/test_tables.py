@@ -27,3 +27,4 @@ def test_the_scores_of_a_language_run_fit_into_a_terminal():
         assert "\u2026" not in shown and shown.count("4016.401") == 4
         assert ("20.7%" in shown and "96.4%" in shown) is not bool(more)
         assert shown.count("25.0%") == (4 if more else 0)
+        assert shown.count("100.0%") == (8 if more else 4)  # agrees, and the last column
