@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +23,10 @@ from tests.processes import pipe, start
 NAN, INF = float("nan"), float("inf")
 TIMEOUT = 60.0
 """Seconds that a rank waits for the others; a test that needs them all has failed."""
+in_pieces = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"),
+    reason="before torch 2.7 FSDP2 asks the CPU for streams",
+)
 
 
 def run_ranks(

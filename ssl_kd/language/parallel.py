@@ -28,7 +28,8 @@ def check_ranks(settings: LanguageSettings, ranks: Ranks) -> None:
     """Refuse settings that so many ranks cannot do.
 
     Raises:
-        SettingsError: BATCH_SIZE has no row for each rank, or SHARD has one rank.
+        SettingsError: BATCH_SIZE has no row for each rank; SHARD has one rank, or is on the CPU
+            under a torch whose FSDP2 asks it for streams.
     """
     if settings.batch_size < ranks.world:
         raise SettingsError(
@@ -40,6 +41,11 @@ def check_ranks(settings: LanguageSettings, ranks: Ranks) -> None:
         raise SettingsError(
             "SHARD is True, but there is one process: start one for each GPU, torchrun"
             " --nproc_per_node N scripts/distill.py --shard ..., or set SHARD to False"
+        )
+    if settings.shard and ranks.device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise SettingsError(
+            f"SHARD is True on the CPU, which FSDP2 of torch {torch.__version__} cannot do: install"
+            " torch 2.7 or newer, use GPUs, or set SHARD to False"
         )
 
 

@@ -12,7 +12,9 @@ import pytest
 pytest.importorskip("transformers")
 
 from ssl_kd.language import step as steps  # noqa: E402
+from ssl_kd.language.parallel import check_ranks  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.ranks import Ranks  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402
 from tests.language import conftest as given  # noqa: E402
@@ -29,7 +31,7 @@ from tests.language.test_ranks import (  # noqa: E402
     torchrun,
     work,
 )
-from tests.ranks import NAN, run_joined  # noqa: E402
+from tests.ranks import NAN, in_pieces, run_joined  # noqa: E402
 
 models, settings = given.models, given.settings
 of_kind = language.of_kind
@@ -91,6 +93,7 @@ def test_a_term_that_is_nan_on_one_rank_is_left_out_by_all(settings):
     assert len([*(folders[1] / "faults").glob("*.pt")]) == 1
 
 
+@in_pieces
 @row(107)
 def test_a_term_that_is_nan_in_pieces_is_left_out_by_all(settings):
     one, two = settings(run_name="one"), settings(run_name="two", shard=True)
@@ -103,7 +106,7 @@ def test_a_term_that_is_nan_in_pieces_is_left_out_by_all(settings):
 
 
 @row(104)
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("shard", [False, pytest.param(True, marks=in_pieces)])
 def test_all_ranks_stop_where_one_does_not_become_healthy(settings, shard):
     own = settings(stop_after=2, shard=shard)
     first, second = run_joined(never_healthy, 2, own)
@@ -141,12 +144,15 @@ def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(settings):
 
 
 @row(105)
-def test_a_batch_without_a_row_for_each_rank_is_refused(settings):
+def test_a_batch_without_a_row_for_each_rank_is_refused(settings, monkeypatch):
     first, second = run_joined(work, 2, settings(batch_size=1))
     assert first.startswith("SettingsError: BATCH_SIZE is 1, the rows of all 2 ranks together")
     assert "BATCH_SIZE is 1" in second
     with pytest.raises(SettingsError, match="SHARD is True, but there is one process"):
         run(settings(shard=True))
+    monkeypatch.delattr("torch.cpu.Stream.record_event", raising=False)  # as before torch 2.7
+    with pytest.raises(SettingsError, match="SHARD is True on the CPU"):
+        check_ranks(settings(shard=True), Ranks(0, 2, "cpu"))
 
 
 @row(105)

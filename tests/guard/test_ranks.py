@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +22,7 @@ from tests.ranks import (
     agreed,
     batch,
     build,
+    in_pieces,
     losses_of,
     reasons,
     run_ranks,
@@ -508,10 +508,7 @@ def train_sharded(rank, sharded, faults, steps=8):
     }
 
 
-@pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.7"),
-    reason="before torch 2.7 FSDP2 asks the CPU for streams",
-)
+@in_pieces
 @pytest.mark.parametrize("world", [2, 4])
 def test_under_fsdp2_all_is_as_under_ddp(world):
     bad = {(2, 1): ("b",), (4, 0): ("a", "b"), (5, 0): ("a", "b"), (7, 1): ("a",)}

@@ -21,7 +21,7 @@ from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.store import writer  # noqa: E402
-from tests.ranks import run_joined  # noqa: E402
+from tests.ranks import in_pieces, run_joined  # noqa: E402
 
 NEAR = 1e-6
 ROOT = Path(__file__).parents[2]
@@ -226,12 +226,14 @@ def held(rank, settings):
     return shares
 
 
+@in_pieces
 def test_each_rank_holds_its_pieces_alone(settings):
     for shares in run_joined(held, 2, settings(shard=True, max_steps=1)):
         assert shares[0] == pytest.approx(0.5, abs=0.01) and shares[1] < 0.85, shares
     assert run_joined(held, 2, settings(run_name="b", max_steps=1)) == [[1.0, 1.0]] * 2
 
 
+@in_pieces
 @pytest.mark.parametrize(
     "kind", ["checkpointing", "accumulation", "features", "hidden", "adapters"]
 )
@@ -241,6 +243,7 @@ def test_a_student_in_pieces_learns_what_a_whole_one_learns(of_kind, kind):
     assert_near(one, pieces)
 
 
+@in_pieces
 @pytest.mark.parametrize(("first", "then"), [("pieces", "whole"), ("whole", "pieces")])
 def test_a_run_in_pieces_goes_on_whole_and_the_other_way_round(of_kind, first, then):
     half = of_kind("hidden", run_name="half", shard=first == "pieces")
@@ -274,7 +277,10 @@ def bytes_in(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("kind", ["kd", "draws", "states", "pieces", "states in pieces"])
+PIECES = [pytest.param(kind, marks=in_pieces) for kind in ("pieces", "states in pieces")]
+
+
+@pytest.mark.parametrize("kind", ["kd", "draws", "states", *PIECES])
 def test_ranks_share_a_cache_whose_bytes_are_those_of_one(of_kind, tmp_path, kind):
     change = {"cache_k": 8, "batch_size": 3, "teacher_cache": str(tmp_path / "one")}
     if "states" in kind:
