@@ -1,139 +1,226 @@
-"""The explorer's page: how long it takes to write and to load, its memory and its frames.
+"""The explorer with very many samples, and embedding-atlas beside it: load, memory, frames.
 
-    python -m benchmarks.explore RUN                  # its page, with 100,000 samples
-    python -m benchmarks.explore RUN --screenshot explore.png
+    python -m benchmarks.explore FOLDER --rows 1000000     # FOLDER keeps the made-up run
+    python -m benchmarks.explore FOLDER --screenshot RUN explore.png
 
-Needs playwright and a Chromium on the path. The page of the run is written, and then its samples
-are repeated, each a little apart, until there are `--rows`. Frames are counted while the map is
-dragged for some seconds; without a graphics card Chromium draws on the processor, and all that else
-runs there shows. Medians of some rounds are shown.
+Needs playwright and a Chromium. Where embedding-atlas is installed, the same samples go through
+`ssl_kd export --to embedding-atlas`, its own command serves them, and rounds take turns. Each
+visit has a fresh browser with the same flags. Medians are shown. Memory is what all processes of
+the browser have more (PSS) than with an empty page, and that of the server; js is heap and typed
+arrays of the page. Frames are counted while the map is dragged. Without a graphics card Chromium
+draws on the processor, and all that else runs there shows.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import shutil
+import os
+import re
+import socket
 import statistics
-import tempfile
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as arrow
+from pyarrow import parquet
 
-from ssl_kd.explore import write_site
+from benchmarks.made_run import made_run
+from ssl_kd.explore import map_of
 from ssl_kd.finished import Samples
+from tests.explore.chromium import launch
 
 FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = performance.now();
   const count = () => { frames++; const past = (performance.now() - start) / 1000;
     past < seconds ? requestAnimationFrame(count) : done(frames / past); };
   requestAnimationFrame(count); })"""
+DRAWN = """() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {
+  const gl = explore.plot.gl; gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE,
+    new Uint8Array(4)); done(); })))"""  # and the processor that draws has come to it
+READY = {
+    "ssl_kd": "() => document.body.dataset.ready",
+    "embedding-atlas": """() => /[1-9][0-9,]* points/.test(document.body.innerText)
+      && [...document.querySelectorAll("canvas")].some((c) => c.width > 400)""",
+}
+LIMIT = 240  # seconds, of any one wait
 
 
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+def status(pid: int, key: str) -> float:
+    """A line of /proc/PID/status, in MiB."""
+    found = re.search(rf"{key}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def browser_memory() -> float:
+    """PSS of all processes that this one started and that are a browser, in MiB."""
+    total, mine = 0.0, {os.getpid()}
+    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda p: int(p.name)):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent not in mine:
+                continue
+            mine.add(int(process.name))
+            if b"chrom" in (process / "cmdline").read_bytes().partition(b"\0")[0]:
+                rollup = (process / "smaps_rollup").read_text()
+                total += sum(map(int, re.findall(r"^Pss:\s+(\d+)", rollup, re.M))) / 1024
+        except (OSError, ValueError):
+            continue  # it has ended
+    return total
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=folder)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def enlarge(site: Path, rows: int) -> None:
-    """Repeat the samples of a page until there are `rows`."""
-    data, meta = site / "data", json.loads((site / "data/meta.json").read_text())
-    again = np.arange(rows) % meta["samples"]
-    places = np.fromfile(data / "places.f32", np.float32).reshape(2, -1)[:, again]
-    places += np.random.default_rng(0).normal(0, 0.01, places.shape)
-    places.clip(-1, 1).astype(np.float32).tofile(data / "places.f32")
-    for column in meta["columns"].values():
-        values = np.fromfile(data / column["file"], np.int32).reshape(meta["samples"], -1)
-        values[again].tofile(data / column["file"])
-    names = (data / "files.txt").read_text().split("\n")
-    (data / "files.txt").write_text("\n".join(names[k] for k in again))
-    meta |= {"samples": rows, "digest": "", "lines": []}
-    (data / "meta.json").write_text(json.dumps(meta))
-
-
-def measured(browser: Any, url: str, seconds: float) -> dict[str, float]:
-    page = browser.new_page(viewport={"width": 1280, "height": 800})
+def served(words: list[str], port: int) -> Iterator[tuple[float, int]]:
+    """Start a server; the seconds until it listens, and its number."""
     started = time.perf_counter()
-    page.goto(url)
-    page.wait_for_selector("body[data-ready]", timeout=120_000)
-    loaded = time.perf_counter() - started
-    page.wait_for_timeout(1000)
-    devtools = page.context.new_cdp_session(page)
-    devtools.send("Performance.enable")
-    devtools.send("HeapProfiler.collectGarbage")
-    found = devtools.send("Performance.getMetrics")["metrics"]
-    heap = {m["name"]: m["value"] for m in found}["JSHeapUsedSize"]
-    buffers = devtools.send("Runtime.getHeapUsage").get("backingStorageSize", 0)
-    page.mouse.move(600, 400)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen([sys.executable, "-m", *words], stdout=quiet, stderr=quiet)
+    try:
+        while time.perf_counter() - started < LIMIT and process.poll() is None:
+            with socket.socket() as one:
+                if one.connect_ex(("127.0.0.1", port)) == 0:
+                    yield time.perf_counter() - started, process.pid
+                    return
+            time.sleep(0.1)
+        raise SystemExit(f"{' '.join(words)} does not listen on {port}")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def dragged(page: Any, seconds: float) -> float:
+    """Frames a second while the map is dragged."""
+    page.mouse.move(450, 400)
     page.mouse.down()
     page.evaluate(f"() => {{ globalThis.counted = ({FRAMES})({seconds}); }}")
     until, k = time.perf_counter() + seconds, 0
     while time.perf_counter() < until:
         k += 1
-        page.mouse.move(600 + 80 * np.sin(k / 10), 400 + 80 * np.cos(k / 10))
-    frames = page.evaluate("counted")
+        page.mouse.move(450 + 80 * np.sin(k / 10), 400 + 80 * np.cos(k / 10))
+    frames = page.evaluate("() => counted")
     page.mouse.up()
-    page.close()
-    return {"load": loaded, "MiB": (heap + buffers) / 2**20, "frames": frames}
+    return frames
 
 
-def screenshot(browser: Any, url: str, file: Path) -> None:
-    page = browser.new_page(viewport={"width": 1200, "height": 720})
+def seconds_of(page: Any, act: str) -> float:
+    """How long the page takes for something, and until it is drawn."""
+    page.evaluate(DRAWN)
+    started = time.perf_counter()
+    page.evaluate(act)
+    page.evaluate(DRAWN)
+    return time.perf_counter() - started
+
+
+def visit(playwright: Any, who: str, url: str, seconds: float) -> dict[str, float]:
+    """One look at a page, by a browser of its own."""
+    browser = launch(playwright)
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.set_default_timeout(1000 * LIMIT)
+    empty, started = browser_memory(), time.perf_counter()
     page.goto(url)
-    page.wait_for_selector("body[data-ready]")
-    largest = page.locator("#clusters button").first
-    largest.click()
-    page.wait_for_timeout(1500)
-    page.screenshot(path=file)
-    page.close()
+    page.wait_for_function(READY[who])
+    found = {"load_s": time.perf_counter() - started}
+    page.wait_for_timeout(3000)
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("HeapProfiler.collectGarbage")
+    used = devtools.send("Runtime.getHeapUsage")
+    found["js_MiB"] = (used["usedSize"] + used.get("backingStorageSize", 0)) / 2**20
+    found["browser_MiB"] = browser_memory() - empty
+    found["frames"] = dragged(page, seconds)
+    if who == "ssl_kd":
+        colour = "() => { const c = document.getElementById('colour'); c.value = 'outlier'; "
+        found["colour_s"] = seconds_of(page, colour + "return c.onchange(); }")
+        path = [[40, 40], [600, 40], [600, 700], [40, 700]]
+        act = f"() => explore.plot.on.lassoed(explore.plot.inside({path}))"
+        found["lasso_s"] = seconds_of(page, act)
+        found["lassoed"] = page.evaluate("() => explore.chosen.length")
+        found["hover_ms"] = page.evaluate("""() => { const t = performance.now();
+          for (let k = 0; k < 100; k++) explore.plot.nearest(8 * k, 5 * k);
+          return (performance.now() - t) / 100; }""")
+        act = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"
+        found["search_s"] = seconds_of(page, act)
+        found["js_after_MiB"] = devtools.send("Runtime.getHeapUsage")["usedSize"] / 2**20
+    browser.close()
+    return found
+
+
+def for_atlas(run: Path, folder: Path) -> Path:
+    """The same samples, at the same places, as embedding-atlas reads them."""
+    out = folder / f"{run.name}.parquet"
+    if not out.is_file():
+        places, columns = map_of(Samples(run)), folder / "places.parquet"
+        parquet.write_table(arrow.table({"x": places[:, 0], "y": places[:, 1]}), columns)
+        words = ["export", str(run), "--to", "embedding-atlas", "--out", str(out)]
+        command = [sys.executable, "-m", "ssl_kd", *words, "--columns", str(columns)]
+        subprocess.run(command, check=True)
+    return out
+
+
+def commands(run: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
+    ours, theirs = free_port(), free_port()
+    found = {"ssl_kd": (["ssl_kd", "explore", str(run), "--port", str(ours)], ours)}
+    if importlib.util.find_spec("embedding_atlas"):
+        words = ["embedding_atlas.cli", str(for_atlas(run, folder)), "--x", "x", "--y", "y"]
+        words += ["--neighbors", "neighbors", "--port", str(theirs), "--host", "127.0.0.1"]
+        found["embedding-atlas"] = (words, theirs)
+    return found
+
+
+def screenshot(run: Path, file: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    port = free_port()
+    with served(["ssl_kd", "explore", str(run), "--port", str(port)], port):
+        with sync_playwright() as playwright:
+            browser = launch(playwright)
+            page = browser.new_page(viewport={"width": 1200, "height": 720})
+            page.goto(f"http://127.0.0.1:{port}/")
+            page.wait_for_selector("body[data-ready]")
+            page.locator("#clusters button").first.click()
+            page.wait_for_timeout(1500)
+            page.screenshot(path=file)
+            browser.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--screenshot", type=Path)
+    parser.add_argument("--screenshot", type=Path, nargs=2, metavar=("RUN", "FILE"))
     args = parser.parse_args()
-    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
+    if args.screenshot is not None:
+        return screenshot(*args.screenshot)
+    from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    flags = ["--no-sandbox", "--enable-unsafe-swiftshader"]
-    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
-        folder = Path(temporary)
-        samples = Samples(args.run)
-        started = time.perf_counter()
-        site = write_site(samples, folder / "site").parent
-        print(f"{len(samples)} samples, page written in {time.perf_counter() - started:.1f} s")
-        sizes = [file.stat().st_size for file in site.rglob("*") if file.is_file()]
-        print(f"{sum(sizes) / 2**20:.1f} MiB in {len(sizes)} files")
-        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
-        with served(site) as url:
-            if args.screenshot is not None:
-                screenshot(browser, f"{url}/explore.html", args.screenshot)
-                return
-            enlarge(site, args.rows)
-            page = f"{url}/explore.html"
-            rounds = [measured(browser, page, args.seconds) for _ in range(args.rounds)]
-        browser.close()
-    median = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-    said = {key: round(value, 1) for key, value in median.items()}
-    print(f"{args.rows} samples: {json.dumps(said)}")
+    run = made_run(args.folder, args.rows)
+    kept = (run / "map.pt").is_file()
+    rounds: dict[str, list[dict[str, float]]] = {}
+    with sync_playwright() as playwright:
+        for _ in range(args.rounds):
+            for who, (words, port) in commands(run, args.folder).items():
+                with served(words, port) as (start, pid):
+                    found = visit(playwright, who, f"http://127.0.0.1:{port}/", args.seconds)
+                    found |= {"start_s": start, "server_MiB": status(pid, "VmHWM")}
+                rounds.setdefault(who, []).append(found)
+                print(who, json.dumps({k: round(v, 2) for k, v in found.items()}), flush=True)
+    print(f"{args.rows:,} samples, the map {'was kept' if kept else 'is made in the first round'}")
+    for who, all_rounds in rounds.items():
+        median = {k: statistics.median(one[k] for one in all_rounds) for k in all_rounds[0]}
+        print(f"median: {who}", json.dumps({k: round(v, 2) for k, v in median.items()}))
 
 
 if __name__ == "__main__":

@@ -29,20 +29,19 @@ logger = logging.getLogger(__name__)
 PAGE, MARK, DATA = "explore.html", "meta.json", "data"
 PICTURES, EXAMPLES, NEIGHBOURS = 10_000, 400, 12
 TILE, TINY, COLUMNS = 64, 32, 32  # pixels of a picture, of one that is shown as it is; in a row
+PER_FILE = 16_384  # samples whose neighbours a static page reads at once: 768 KiB
 GRID = 256  # cells of the map on either side, in which samples are counted
 
 
 def page_files() -> list[str]:
     """The page without its data, relative to its folder."""
-    vendor = ("regl-scatterplot.js", "LICENSES.txt")
-    scripts = ("explore", "colours", "data", "decisions", "pictures", "touches", "words")
-    own = ("explore.css", *(f"{name}.js" for name in scripts))
-    return [PAGE, *own, *(f"vendor/{name}" for name in vendor)]
+    scripts = ("explore", "colours", "data", "decisions", "pictures", "plot", "words")
+    return [PAGE, "explore.css", *(f"{name}.js" for name in scripts)]
 
 
 def page_file(name: str) -> bytes:
     """One of `page_files`."""
-    return files("ssl_kd.explore").joinpath("page", *name.split("/")).read_bytes()
+    return files("ssl_kd.explore").joinpath("page", name).read_bytes()
 
 
 def write_site(
@@ -82,7 +81,6 @@ def write_site(
         write_data(samples, work / DATA, pictures=pictures, neighbours=True, progress=progress)
         with as_file(files("ssl_kd.explore").joinpath("page")) as page:
             for name in page_files():
-                (work / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(page / name, work / name)
         if folder.is_dir():
             shutil.rmtree(folder)
@@ -117,8 +115,9 @@ def write_data(
     places.T.astype("<f4").tofile(folder / "places.f32")
     columns = {name: _column(samples, name, folder) for name in _shown(samples)}
     if neighbours:
-        samples.nearest(NEIGHBOURS).astype("<i4").tofile(folder / "neighbours.i32")
-        columns["neighbours"] = {"kind": "neighbours", "file": "neighbours.i32"}
+        near = samples.nearest(NEIGHBOURS).astype("<i4")
+        for part, start in enumerate(range(0, len(near), PER_FILE)):
+            near[start : start + PER_FILE].tofile(folder / f"neighbours_{part}.i32")
     names = map(printable, samples.table.column("file").to_pylist())
     (folder / "files.txt").write_text("\n".join(names), encoding="utf-8")
     examples = examples_of(places, samples)
@@ -136,6 +135,7 @@ def write_data(
         "columns": columns,
         "examples": examples.tolist(),
         "neighbours": NEIGHBOURS,
+        "per_file": PER_FILE,
         "images": first is not None,
         "searches": first is not None,
         "tiny": first is not None and max(first.size) <= TINY,

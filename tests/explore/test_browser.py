@@ -83,8 +83,8 @@ def lasso(page):
     for corner in corners[1:]:
         page.mouse.move(*corner, steps=8)
     page.mouse.up()
-    page.wait_for_function("explore.chosen.length > 1")
-    return page.evaluate("explore.chosen")
+    page.wait_for_function("() => explore.chosen.length > 1")
+    return page.evaluate("[...explore.chosen]")
 
 
 def tick(page, *clusters):
@@ -131,7 +131,7 @@ def test_load_lasso_rename_merge_split_undo(server, opened, run):
     page.click("#undo")
     lines(page, 4)
     page.locator("#history button").last.click()  # the oldest
-    page.wait_for_function("document.getElementById('status').textContent !== ''")
+    page.wait_for_function("() => document.getElementById('status').textContent !== ''")
     again = Curation.open(run)
     assert (again.clusters[rows] == home).all() and len(again.history) == 5
 
@@ -139,11 +139,11 @@ def test_load_lasso_rename_merge_split_undo(server, opened, run):
 def test_hover_click_neighbours_search_and_colours(server, opened):
     page = opened(server.url)
     box = page.locator("#canvas").bounding_box()
-    x, y = page.evaluate("explore.plot.getScreenPosition(5)")
+    x, y = page.evaluate("explore.plot.screen(5)")
     page.mouse.move(box["x"] + x, box["y"] + y)
     page.wait_for_selector("#tip:not([hidden]) img")
     page.mouse.click(box["x"] + x, box["y"] + y)
-    page.wait_for_function("document.querySelectorAll('#pictures button').length === 12")
+    page.wait_for_function("() => document.querySelectorAll('#pictures button').length === 12")
     row = page.evaluate("explore.chosen[0]")
     shown = page.locator("#pictures button").evaluate_all("all => all.map((b) => +b.dataset.row)")
     assert shown == server.search.like_sample(row, 12)
@@ -151,13 +151,13 @@ def test_hover_click_neighbours_search_and_colours(server, opened):
     assert name in page.locator("#sample").inner_text()
     page.fill("#query", name)
     page.keyboard.press("Enter")
-    page.wait_for_function("document.getElementById('status').textContent === '1 found'")
+    page.wait_for_function("() => document.getElementById('status').textContent === '1 found'")
     for colour in page.locator("#colour option").evaluate_all("all => all.map((o) => o.value)"):
         page.select_option("#colour", colour)
         page.wait_for_timeout(50)
     file = server.samples.image_file(row)
     page.set_input_files("#image-file", str(file))
-    page.wait_for_function("document.querySelectorAll('#pictures button').length === 24")
+    page.wait_for_function("() => document.querySelectorAll('#pictures button').length === 24")
     assert page.evaluate("explore.chosen[0]") == row
 
 
@@ -168,18 +168,18 @@ def test_by_the_keyboard_alone(server, opened, run):
     page.keyboard.press("Escape")
     assert not page.locator("#shortcuts").is_visible()
     page.focus("#canvas")
-    before = page.evaluate("explore.plot.getScreenPosition(0)")
+    before = page.evaluate("explore.plot.screen(0)")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("+")
-    page.wait_for_function("(x) => explore.plot.getScreenPosition(0)[0] !== x", arg=before[0])
+    page.wait_for_function("(x) => explore.plot.screen(0)[0] !== x", arg=before[0])
     page.keyboard.press("Enter")
-    page.wait_for_function("explore.chosen.length === 1")
+    page.wait_for_function("() => explore.chosen.length === 1")
     page.keyboard.press("x")
     lines(page, 1)
     page.keyboard.press("u")
     lines(page, 2)
     page.keyboard.press("Escape")
-    page.wait_for_function("explore.chosen.length === 0")
+    page.wait_for_function("() => explore.chosen.length === 0")
     page.keyboard.press("g")
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Space")
@@ -192,7 +192,7 @@ def test_by_the_keyboard_alone(server, opened, run):
     page.keyboard.press("/")
     page.keyboard.type("png")
     page.keyboard.press("Enter")
-    page.wait_for_function("explore.chosen.length === explore.meta.samples")
+    page.wait_for_function("() => explore.chosen.length === explore.meta.samples")
 
 
 def test_a_refusal_is_said_and_nothing_changes(server, opened):
@@ -231,7 +231,7 @@ def test_the_static_page_keeps_decisions_and_gives_them_away(static, opened, run
     assert curation.names == {found[0]["new"]: "kept"} and found[0]["rows"] == sorted(rows)
     page.click(f'[data-of="{found[0]["new"]}"]')
     page.locator("#pictures button").first.click()
-    page.wait_for_function("document.querySelectorAll('#pictures .thumb').length === 12")
+    page.wait_for_function("() => document.querySelectorAll('#pictures .thumb').length === 12")
 
 
 def test_on_a_phone(server, opened):
@@ -245,23 +245,28 @@ def test_on_a_phone(server, opened):
     wide = "document.documentElement.scrollWidth <= innerWidth"
     assert page.evaluate(wide) and page.locator("#canvas").bounding_box()["height"] > 250
     box = page.locator("#canvas").bounding_box()
-    before = page.evaluate("explore.plot.getScreenPosition(0)")
-    swipe = """async ([x, y, dx]) => { const c = document.getElementById("canvas");
-      const touch = (at) => new Touch({ identifier: 1, target: c, clientX: at, clientY: y });
-      const frame = () => new Promise(requestAnimationFrame);
-      const send = async (kind, at) => { await frame(); c.dispatchEvent(new TouchEvent(kind,
-        { bubbles: true, cancelable: true, touches: kind === "touchend" ? [] : [touch(at)],
-          changedTouches: [touch(at)] })); };
-      await send("touchstart", x);
-      for (let k = 1; k <= 10; k++) await send("touchmove", x + dx * k / 10);
-      await send("touchend", x + dx); }"""
-    middle = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
-    page.evaluate(swipe, [*middle, 60])
-    page.wait_for_timeout(300)
-    after = page.evaluate("explore.plot.getScreenPosition(0)")
+    before = page.evaluate("explore.plot.screen(0)")
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    fingers = page.context.new_cdp_session(page)
+
+    def touch(kind, *points):
+        points = [{"x": x, "y": y, "id": k} for k, (x, y) in enumerate(points)]
+        fingers.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", (x, y))
+    for k in range(1, 11):
+        touch("touchMove", (x + 6 * k, y))
+    touch("touchEnd")
+    after = page.evaluate("explore.plot.screen(0)")
     moved = [a - b for a, b in zip(after, before, strict=True)]
     assert moved == pytest.approx([60, 0], abs=12)
-    x, y = page.evaluate("explore.plot.getScreenPosition(5)")
+    zoom = page.evaluate("explore.plot.camera.zoom")
+    touch("touchStart", (x - 40, y), (x + 40, y))
+    touch("touchMove", (x - 80, y), (x + 80, y))
+    touch("touchEnd")
+    assert page.evaluate("explore.plot.camera.zoom") == pytest.approx(2 * zoom, rel=0.1)
+    row = page.evaluate("explore.plot.nearest(explore.plot.width / 2, explore.plot.height / 2, 300)")
+    x, y = page.evaluate(f"explore.plot.screen({row})")
     page.touchscreen.tap(box["x"] + x, box["y"] + y)
-    page.wait_for_function("explore.chosen.length === 1")
+    page.wait_for_function("() => explore.chosen.length === 1")
     assert page.evaluate(wide)

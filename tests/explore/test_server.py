@@ -28,7 +28,7 @@ def test_the_page_its_data_and_a_secret_word_of_its_own(server):
     status, page, headers = ask(server, "GET", "/")
     assert status == 200 and f'name="token" content="{server.token}"'.encode() in page
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
-    assert ask(server, "GET", "/vendor/regl-scatterplot.js")[2]["Content-Type"].startswith("text/j")
+    assert ask(server, "GET", "/plot.js")[2]["Content-Type"].startswith("text/j")
     meta = json.loads(ask(server, "GET", "/data/meta.json")[1])
     clusters = np.frombuffer(ask(server, "GET", "/data/cluster.i32")[1], np.int32)
     assert np.array_equal(clusters, server.samples.column("cluster"))

@@ -20,7 +20,8 @@ def binary(folder, meta, name):
     return np.fromfile(folder / "data" / meta["columns"][name]["file"], kind)
 
 
-def test_the_columns_are_those_of_the_run(run, tmp_path):
+def test_the_columns_are_those_of_the_run(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "PER_FILE", 64)
     samples = Samples(run)
     Curation(samples).rename(0, "zeros")
     page = write_site(samples, tmp_path / "out")
@@ -34,7 +35,11 @@ def test_the_columns_are_those_of_the_run(run, tmp_path):
     assert shown == list(samples.column("label"))
     files = (page.parent / "data/files.txt").read_text().split("\n")
     assert files == list(samples.column("file"))
-    near = binary(page.parent, meta, "neighbours").reshape(len(samples), meta["neighbours"])
+    parts = range(-(-len(samples) // meta["per_file"]))
+    assert len(parts) == len(list((page.parent / "data").glob("neighbours_*.i32"))) > 1
+    files = [page.parent / f"data/neighbours_{part}.i32" for part in parts]
+    near = np.concatenate([np.fromfile(file, np.int32) for file in files])
+    near = near.reshape(len(samples), meta["neighbours"])
     train = samples.splits["train"]
     assert np.array_equal(near[train.start : train.stop], samples.neighbours(12))
     places = np.fromfile(page.parent / "data/places.f32", np.float32)

@@ -18,17 +18,60 @@ export async function post(path, body, kind) {
   return said;
 }
 
+/** A file of so many bytes; `told` hears how many have come. */
+export async function bytes(path, size, told = () => {}) {
+  const reader = (await get(path)).body.getReader(), whole = new Uint8Array(size);
+  let at = 0;
+  for (let part; !(part = await reader.read()).done; told(at)) {
+    if (at + part.value.length <= size) whole.set(part.value, at);
+    at += part.value.length;
+  }
+  if (at !== size) throw new Error(`${path} has ${at} bytes; expected ${size}: it is of another page`);
+  return whole.buffer;
+}
+
+/** The file names, as they came: a million of them are one block of memory, not a million texts. */
+export class Names {
+  constructor(lines) {
+    Object.assign(this, { lines, ends: [], decoder: new TextDecoder() });
+    let n = 1;
+    for (let at = lines.indexOf(10); at >= 0; at = lines.indexOf(10, at + 1)) n++;
+    this.ends = new Uint32Array(n).fill(lines.length);
+    for (let at = lines.indexOf(10), i = 0; at >= 0; at = lines.indexOf(10, at + 1)) this.ends[i++] = at;
+  }
+
+  text(first, last) {
+    return this.decoder.decode(this.lines.subarray(first ? this.ends[first - 1] + 1 : 0, this.ends[last]));
+  }
+
+  of(row) {
+    return this.text(row, row);
+  }
+
+  /** The samples whose name has these words in it, whatever the case. */
+  search(words) {
+    const found = [], wanted = words.toLowerCase(), block = 8192;
+    for (let first = 0; first < this.ends.length; first += block) {
+      const last = Math.min(first + block, this.ends.length) - 1;
+      const text = this.text(first, last).toLowerCase();
+      if (!text.includes(wanted)) continue;
+      text.split("\n").forEach((name, i) => { if (name.includes(wanted)) found.push(first + i); });
+    }
+    return found;
+  }
+}
+
 /** The columns of the samples, each read when it is first asked for. */
 export class Table {
   constructor(meta) {
-    Object.assign(this, { meta, columns: new Map(), files: null, reading: null });
+    Object.assign(this, { meta, columns: new Map(), files: null, reading: null, near: new Map() });
   }
 
-  async column(name) {
+  async column(name, told) {
     if (!this.columns.has(name)) {
       const { file, kind } = this.meta.columns[name];
-      const bytes = await (await get(`data/${file}`)).arrayBuffer();
-      this.columns.set(name, new (kind === "number" ? Float32Array : Int32Array)(bytes));
+      const read = await bytes(`data/${file}`, 4 * this.meta.samples, told);
+      this.columns.set(name, new (kind === "number" ? Float32Array : Int32Array)(read));
     }
     return this.columns.get(name);
   }
@@ -39,9 +82,18 @@ export class Table {
   }
 
   names() {
-    this.reading ??= get("data/files.txt").then((answer) => answer.text())
-      .then((text) => { this.files = text.split("\n"); return this.files; });
+    this.reading ??= get("data/files.txt").then((answer) => answer.arrayBuffer())
+      .then((read) => { this.files = new Names(new Uint8Array(read)); return this.files; });
     return this.reading;
+  }
+
+  /** The nearest samples of one, of a static page: out of a file of some thousand samples. */
+  async neighbours(row) {
+    const { neighbours: k, per_file: rows, samples } = this.meta, part = Math.floor(row / rows);
+    const size = 4 * k * Math.min(rows, samples - part * rows);
+    if (!this.near.has(part)) this.near.set(part, bytes(`data/neighbours_${part}.i32`, size));
+    const found = new Int32Array(await this.near.get(part)), first = (row - part * rows) * k;
+    return [...found.subarray(first, first + k)].filter((other) => other >= 0);
   }
 }
 

@@ -84,8 +84,10 @@ export class Decisions {
   }
 
   count() {
+    const counts = []; // by number: a million samples in a blink
+    for (const k of this.clusters) if (k >= 0) counts[k] = (counts[k] ?? 0) + 1;
     this.sizes = new Map();
-    for (const k of this.clusters) if (k >= 0) this.sizes.set(k, (this.sizes.get(k) ?? 0) + 1);
+    counts.forEach((size, k) => this.sizes.set(k, size));
     for (const k of this.names.keys()) if (!this.sizes.has(k)) this.names.delete(k);
   }
 

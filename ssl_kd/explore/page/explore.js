@@ -1,17 +1,16 @@
 // The page: the map, the panel beside it and the decisions. Data are the files in data/; where
 // `ssl_kd explore` serves it, images, neighbours and decisions are asked of it.
 
-import { GREY, RAMP, mixed, plain, tint } from "./colours.js";
-import { TOKEN, Table, get, post, save } from "./data.js";
+import { GREY, RAMP, mixed, parts, tint } from "./colours.js";
+import { TOKEN, Table, bytes, get, post, save } from "./data.js";
 import { Decisions } from "./decisions.js";
 import { Pictures } from "./pictures.js";
-import { touches } from "./touches.js";
+import { Plot } from "./plot.js";
 import { $, ask, number, say, told } from "./words.js";
-import createScatterplot from "./vendor/regl-scatterplot.js";
 
-const SHOWN_PICTURES = 60, SHOWN_CLUSTERS = 400, SHOWN_EXAMPLES = 40;
+const SHOWN_PICTURES = 60, SHOWN_CLUSTERS = 400, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
 
-let meta, table, places, decisions, pictures, plot, index, ready = false;
+let meta, table, decisions, pictures, plot, ready = false;
 let colour = "cluster", chosen = [], ticked = new Set();
 
 // --- Decisions ----------------------------------------------------------------------------------
@@ -19,7 +18,7 @@ let colour = "cluster", chosen = [], ticked = new Set();
 const stored = () => `ssl_kd curation ${meta.digest} ${meta.samples}`;
 
 async function startDecisions() {
-  const base = await table.column("cluster");
+  const base = await table.column("cluster", reading("clusters", 4 * meta.samples));
   decisions = new Decisions(base, meta, (name) => table.known(name));
   let lines = meta.lines;
   if (TOKEN) lines = (await (await get("api/curation")).json()).lines;
@@ -43,15 +42,24 @@ async function decide(said) {
     } else {
       for (const level of meta.levels) if (said.do === "split") await table.column(level);
       decisions.add(said);
-      localStorage.setItem(stored(), JSON.stringify(decisions.lines));
     }
     ticked = new Set([...ticked].filter((k) => decisions.sizes.has(k)));
-    say(TOKEN ? "Written to curation.jsonl" : "Kept in this browser: download it to apply it");
+    if (TOKEN) say("Written to curation.jsonl");
+    else keep();
   } catch (error) {
     say(error.message, true);
   }
   await paint();
   showPanel();
+}
+
+function keep() {
+  try {
+    localStorage.setItem(stored(), JSON.stringify(decisions.lines));
+    say("Kept in this browser: download it to apply it");
+  } catch {
+    say("This browser has no room to keep it: download the decisions before you leave", true);
+  }
 }
 
 function undo(of) {
@@ -70,33 +78,42 @@ const shown = (value) => (Number.isNaN(value) ? "unknown" : value.toFixed(3));
 
 // --- The map ------------------------------------------------------------------------------------
 
+/** Each sample's place among some colours, these colours, and what they mean. */
 async function coloured() {
   if (colour === "cluster") {
     const numbers = [...decisions.sizes.keys()].sort((a, b) => a - b);
-    const at = new Map(numbers.map((k, i) => [k, i + 1]));
-    const value = Float32Array.from(decisions.clusters, (k) => at.get(k) ?? 0);
-    return { value, colours: [GREY, ...numbers.map(tint)], legend: [] };
+    const at = new Uint32Array(2 + (numbers.at(-1) ?? 0)); // by number + 1; 0: in no cluster
+    numbers.forEach((k, i) => { at[k + 1] = i + 1; });
+    const codes = new Uint32Array(meta.samples);
+    for (let i = 0; i < codes.length; i++) codes[i] = at[decisions.clusters[i] + 1];
+    return { codes, colours: [GREY, ...numbers.map(tint)], legend: [] };
   }
   const { kind, values, low, high } = meta.columns[colour], raw = await table.column(colour);
+  const codes = new Uint32Array(meta.samples);
   if (kind === "number") {
-    const wide = Math.max(high - low, 1e-12);
-    const value = raw.map((v) => (Number.isNaN(v) ? 0 : 1 + Math.round(31 * Math.min(1, Math.max(0, (v - low) / wide)))));
-    const colours = Array.from({ length: 32 }, (_, i) => mixed(i / 31));
-    return { value, colours: [GREY, ...colours], legend: [low.toFixed(2), null, high.toFixed(2)] };
+    const steps = 62 / Math.max(high - low, 1e-12);
+    for (let i = 0; i < codes.length; i++) {
+      const at = (raw[i] - low) * steps;
+      codes[i] = Number.isNaN(at) ? 0 : 1 + Math.min(62, Math.max(0, Math.round(at)));
+    }
+    const colours = Array.from({ length: 63 }, (_, i) => mixed(i / 62));
+    return { codes, colours: [GREY, ...colours], legend: [low.toFixed(2), null, high.toFixed(2)] };
   }
-  const most = raw.reduce((a, b) => Math.max(a, b), 0);
+  let most = -1;
+  for (let i = 0; i < codes.length; i++) {
+    codes[i] = raw[i] + 1;
+    if (raw[i] > most) most = raw[i];
+  }
   const colours = [GREY, ...Array.from({ length: most + 1 }, (_, k) => tint(k))];
-  const legend = (values ?? []).slice(0, 24).map((name, k) => [name, tint(k)]);
-  return { value: Float32Array.from(raw, (k) => k + 1), colours, legend };
+  const legend = (values ?? []).slice(0, SHOWN_VALUES).map((name, k) => [name, tint(k)]);
+  if (values?.length > SHOWN_VALUES) legend.push([`and ${values.length - SHOWN_VALUES} more`, GREY]);
+  return { codes, colours, legend };
 }
 
 async function paint() {
-  const { value, colours, legend } = await coloured();
-  plot.set({ colorBy: "valueA", pointColor: plain(colours) });
-  await plot.draw({ x: places.x, y: places.y, valueA: value },
-    { spatialIndex: index, zDataType: "categorical", preventFilterReset: true });
-  index = plot.get("spatialIndex");
-  if (chosen.length) plot.select(chosen, { preventEvent: true });
+  const wanted = colour, { codes, colours, legend } = await coloured();
+  if (wanted !== colour) return; // another was chosen while this one was read
+  plot.paint(codes, parts(colours));
   $("legend").replaceChildren(...(legend.length === 3 && legend[1] === null
     ? [legend[0], Object.assign(document.createElement("span"), { className: "ramp",
       style: `background: linear-gradient(90deg, ${RAMP.join(",")})` }), legend[2]]
@@ -119,7 +136,7 @@ function placeExamples() {
     for (const row of wanted) {
       if (taken.length >= Math.min(SHOWN_EXAMPLES, (width * height) / 16000)) break;
       if (decisions.excluded.has(row)) continue;
-      const [x, y] = plot.getScreenPosition(row);
+      const [x, y] = plot.screen(row);
       if (x < 24 || y < 24 || x > width - 24 || y > height - 24) continue;
       if (taken.some(([a, b]) => Math.abs(a - x) < 62 && Math.abs(b - y) < 62)) continue;
       taken.push([x, y]);
@@ -137,19 +154,21 @@ function placeExamples() {
 let over = null;
 function overTip() {
   const tip = $("tip");
-  tip.hidden = over === null;
+  tip.hidden = $("ring").hidden = over === null;
   if (over === null) return;
-  const [x, y] = plot.getScreenPosition(over), box = $("map").getBoundingClientRect();
+  const [x, y] = plot.screen(over), box = $("map").getBoundingClientRect();
   const left = x + 16 + tip.offsetWidth > box.width ? x - 16 - tip.offsetWidth : x + 16;
   const top = Math.min(Math.max(4, y - 30), box.height - tip.offsetHeight - 4);
+  Object.assign($("ring").style, { left: `${x}px`, top: `${y}px` });
   Object.assign(tip.style, { left: `${Math.max(4, left)}px`, top: `${Math.max(4, top)}px` });
 }
 
 async function hover(row) {
+  if (row === over) return;
   over = row;
   if (row === null) return overTip();
   const name = document.createElement("div"), where = document.createElement("small");
-  name.textContent = (await table.names())[row];
+  name.textContent = (await table.names()).of(row);
   where.textContent = called(decisions.clusters[row]);
   if (over !== row) return;
   $("tip").replaceChildren(...pictures.all(row, 160), name, where);
@@ -159,12 +178,9 @@ async function hover(row) {
 // --- The panel ----------------------------------------------------------------------------------
 
 function select(rows, zoom = false) {
-  chosen = [...rows];
-  if (chosen.length) plot.select(chosen, { preventEvent: true });
-  else plot.deselect({ preventEvent: true });
-  if (zoom && chosen.length) {
-    plot.zoomToPoints(chosen, { padding: 0.4, transition: true, transitionDuration: 300 });
-  }
+  chosen = Uint32Array.from(rows);
+  plot.select(chosen);
+  if (zoom && chosen.length) plot.fit(chosen);
   showPanel();
   $("panel").scrollTop = 0;
 }
@@ -173,7 +189,7 @@ function tile(row) {
   const button = document.createElement("button"), images = pictures.all(row, 64);
   button.type = "button";
   button.dataset.row = row;
-  button.title = table.files?.[row] ?? `sample ${row}`;
+  button.title = table.files?.of(row) ?? `sample ${row}`;
   button.setAttribute("aria-label", button.title);
   button.append(...images);
   if (!images.length) {
@@ -185,10 +201,10 @@ function tile(row) {
 }
 
 async function showSample(row) {
-  const about = document.createElement("div"), lines = [["", (await table.names())[row]]];
+  const about = document.createElement("div"), lines = [["", (await table.names()).of(row)]];
   lines.push(["cluster", called(decisions.clusters[row])]);
   for (const [name, { kind, values }] of Object.entries(meta.columns)) {
-    if (kind === "cluster" || kind === "neighbours") continue;
+    if (kind === "cluster") continue;
     const value = (await table.column(name))[row];
     lines.push([name, kind === "number" ? shown(value) : values?.[value] ?? (value < 0 ? "unknown" : value)]);
   }
@@ -210,8 +226,7 @@ async function showSample(row) {
 
 async function neighbours(row) {
   if (TOKEN) return (await get(`api/neighbours/${row}`)).json();
-  const near = await table.column("neighbours"), k = meta.neighbours;
-  return [...near.subarray(row * k, (row + 1) * k)].filter((other) => other >= 0);
+  return table.neighbours(row);
 }
 
 function showPanel() {
@@ -223,10 +238,10 @@ function showPanel() {
   for (const row of chosen) {
     inside.set(decisions.clusters[row], (inside.get(decisions.clusters[row]) ?? 0) + 1);
   }
-  const parts = [...inside].sort((a, b) => b[1] - a[1]);
-  const tail = parts.length > 4 ? ` and ${parts.length - 4} more clusters` : "";
+  const found = [...inside].sort((a, b) => b[1] - a[1]);
+  const tail = found.length > 4 ? ` and ${found.length - 4} more clusters` : "";
   $("selected-about").textContent = one ? "Its nearest neighbours are below."
-    : parts.slice(0, 4).map(([k, count]) => `${number(count)} of ${called(k)}`).join(", ") + tail;
+    : found.slice(0, 4).map(([k, count]) => `${number(count)} of ${called(k)}`).join(", ") + tail;
   if (one) {
     $("pictures").replaceChildren();
     showSample(chosen[0]);
@@ -236,16 +251,15 @@ function showPanel() {
       (_, i) => chosen[Math.floor(i * step)]);
     $("pictures").replaceChildren(...rows.map(tile));
   }
-  showClusters();
+  showClusters(inside);
   showHistory();
   placeExamples();
 }
 
-function showClusters() {
+function showClusters(on) {
   const order = [...decisions.sizes].sort((a, b) => b[1] - a[1]);
   $("count").textContent = order.length > SHOWN_CLUSTERS
     ? `${number(order.length)}, the largest ${SHOWN_CLUSTERS} shown` : number(order.length);
-  const on = new Set(chosen.length > 1 ? chosen.map((row) => decisions.clusters[row]) : []);
   const focus = document.activeElement?.dataset?.of;
   $("clusters").replaceChildren(...order.slice(0, SHOWN_CLUSTERS).map(([k, size]) => {
     const item = document.createElement("li"), tick = document.createElement("input");
@@ -257,20 +271,20 @@ function showClusters() {
     dot.style.background = tint(k);
     name.textContent = called(k);
     count.textContent = number(size);
-    button.classList.toggle("on", on.size === 1 && on.has(k));
+    button.classList.toggle("on", chosen.length > 1 && on.size === 1 && on.has(k));
     button.dataset.of = `${k}`;
     button.title = `Select the samples of ${called(k)} (number ${k})`;
     button.append(dot, name, count);
     button.onclick = () => {
-      const rows = [];
-      decisions.clusters.forEach((c, row) => { if (c === k) rows.push(row); });
+      const rows = new Uint32Array(decisions.sizes.get(k));
+      for (let row = 0, n = 0; n < rows.length; row++) if (decisions.clusters[row] === k) rows[n++] = row;
       select(rows);
     };
     item.append(tick, button);
     return item;
   }));
   if (focus !== undefined) document.querySelector(`[data-of="${focus}"]`)?.focus({ preventScroll: true });
-  const options = [["", "Move to …"], ...order.map(([k]) => [k, called(k)])];
+  const options = [["", "Move to …"], ...order.slice(0, SHOWN_CLUSTERS).map(([k]) => [k, called(k)])];
   $("move").replaceChildren(...options.map(([value, text]) => new Option(text, value)));
   showButtons();
 }
@@ -307,7 +321,7 @@ async function makeCluster() {
   if (!chosen.length) return say("Select samples first: lasso them, or take a cluster");
   const name = await ask(`Name of the new cluster of ${number(chosen.length)} (may stay empty)`);
   if (name === null) return;
-  const home = decisions.clusters[chosen[0]], rows = [...chosen].sort((a, b) => a - b);
+  const home = decisions.clusters[chosen[0]], rows = sorted();
   const same = home >= 0 && rows.every((row) => decisions.clusters[row] === home);
   const part = same && rows.length < decisions.sizes.get(home);
   const named = name ? { name } : {};
@@ -315,7 +329,7 @@ async function makeCluster() {
     : { do: "move", rows, new: null, ...named });
 }
 
-const sorted = () => [...chosen].sort((a, b) => a - b);
+const sorted = () => [...chosen.slice().sort()];
 const toClusters = () => $("clusters").querySelector("button")?.focus();
 
 async function rename() {
@@ -333,10 +347,10 @@ const exclude = () => (chosen.length ? decide({ do: "exclude", rows: sorted() })
   : say("Select samples first"));
 
 async function search() {
-  const words = $("query").value.trim().toLowerCase();
+  const words = $("query").value.trim();
   if (!words) return select([]);
-  const found = [];
-  (await table.names()).forEach((name, row) => { if (name.toLowerCase().includes(words)) found.push(row); });
+  say("Looking …");
+  const found = (await table.names()).search(words);
   select(found, true);
   say(found.length ? `${number(found.length)} found` : `No file name has “${words}” in it`);
 }
@@ -353,32 +367,25 @@ async function searchByImage(file) {
   }
 }
 
-function lasso(on = plot.get("mouseMode") !== "lasso") {
-  plot.set({ mouseMode: on ? "lasso" : "panZoom" });
+function lasso(on = !plot.lasso) {
+  plot.lasso = on;
   $("lasso").ariaPressed = on;
+  $("map").classList.toggle("lassoing", on);
 }
 
-const camera = (act) => { act(plot.get("camera")); plot.redraw(); };
-const move = (x, y) => camera((c) => c.pan([x, y]));
-const zoom = (by) => camera((c) => c.scale(by, [0, 0]));
+const move = (x, y) => plot.move(x * plot.width, y * plot.height);
 
 function panTo(row) {
-  const [x, y] = plot.getScreenPosition(row), { width, height } = $("canvas").getBoundingClientRect();
-  if (x < 40 || y < 40 || x > width - 40 || y > height - 40) {
-    plot.zoomToLocation([places.x[row], places.y[row]], plot.get("camera").distance[0],
-      { transition: true, transitionDuration: 300 });
+  const [x, y] = plot.screen(row);
+  if (x < 40 || y < 40 || x > plot.width - 40 || y > plot.height - 40) {
+    plot.go({ x: plot.x[row], y: plot.y[row], zoom: plot.camera.zoom });
   }
 }
 
 function takeMiddle() {
-  const { width, height } = $("canvas").getBoundingClientRect();
-  let best = -1, least = Infinity;
-  for (let row = 0; row < meta.samples; row++) {
-    const [x, y] = plot.getScreenPosition(row);
-    const far = (x - width / 2) ** 2 + (y - height / 2) ** 2;
-    if (far < least) [best, least] = [row, far];
-  }
-  select([best]);
+  const { width, height } = plot;
+  const row = plot.nearest(width / 2, height / 2, width + height);
+  if (row >= 0) select([row]);
 }
 
 async function nextColour() {
@@ -389,9 +396,9 @@ async function nextColour() {
 
 const press = (id) => () => $(id).click();
 const KEYS = [
-  ["←→↑↓", "move the map, when it has the focus", { ArrowLeft: () => move(0.15, 0),
-    ArrowRight: () => move(-0.15, 0), ArrowUp: () => move(0, -0.15), ArrowDown: () => move(0, 0.15) }, true],
-  ["+ −", "zoom in and out", { "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8) }],
+  ["←→↑↓", "move the map, when it has the focus", { ArrowLeft: () => move(0.1, 0),
+    ArrowRight: () => move(-0.1, 0), ArrowUp: () => move(0, 0.1), ArrowDown: () => move(0, -0.1) }, true],
+  ["+ −", "zoom in and out", { "+": () => plot.zoom(1.25), "=": () => plot.zoom(1.25), "-": () => plot.zoom(0.8) }],
   ["0", "show the whole map", { 0: press("home") }],
   ["Enter", "take the sample in the middle of the map", { Enter: takeMiddle }, true],
   ["l", "lasso on or off; Shift and drag does it, too", { l: () => lasso() }],
@@ -427,20 +434,9 @@ function keyboard(event) {
 // --- Start --------------------------------------------------------------------------------------
 
 function listen() {
-  plot.subscribe("select", ({ points }) => {
-    chosen = [...points];
-    showPanel();
-    $("panel").scrollTop = 0;
-  });
-  plot.subscribe("deselect", () => { chosen = []; showPanel(); });
-  plot.subscribe("pointover", hover);
-  plot.subscribe("pointout", () => hover(null));
-  plot.subscribe("view", placeExamples);
-  plot.subscribe("lassoEnd", () => lasso(false));
-  touches($("canvas"));
   const does = { new: makeCluster, exclude, clear: () => select([]), rename, merge, split, download,
     lasso: () => lasso(), undo: () => undo(), help: () => $("shortcuts").showModal(),
-    home: () => plot.zoomToOrigin({ transition: true, transitionDuration: 300 }),
+    home: () => plot.home(),
     examples: () => { $("examples").ariaPressed = $("examples").ariaPressed !== "true"; placeExamples(); },
     "by-image": () => $("image-file").click() };
   for (const [id, act] of Object.entries(does)) $(id).onclick = act;
@@ -450,12 +446,32 @@ function listen() {
   };
   $("find").onsubmit = (event) => { event.preventDefault(); search(); };
   $("image-file").onchange = () => { if ($("image-file").files[0]) searchByImage($("image-file").files[0]); };
-  $("colour").onchange = () => { colour = $("colour").value; paint(); };
+  $("colour").onchange = () => { colour = $("colour").value; return paint(); };
   document.addEventListener("keydown", keyboard);
-  new ResizeObserver(placeExamples).observe($("map"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", light);
   $("keys").replaceChildren(...KEYS.flatMap(([keys, text]) => [
     Object.assign(document.createElement("dt"), { textContent: keys }),
     Object.assign(document.createElement("dd"), { textContent: text })]));
+}
+
+/** Says how much of a file has come. */
+const reading = (what, size) => (came) => loading(
+  `Reading ${what}: ${(came / 1e6).toFixed(1)} of ${(size / 1e6).toFixed(1)} MB`, came / size);
+
+function loading(text, part) {
+  $("loading").hidden = text === null;
+  $("loading-text").textContent = text;
+  if (part === undefined) $("loading-bar").removeAttribute("value");
+  else $("loading-bar").value = part;
+}
+
+/** The map in the colours of day or night. */
+function light() {
+  const style = getComputedStyle(document.documentElement);
+  const [page, ink] = parts(["--page", "--ink"].map((name) => style.getPropertyValue(name)));
+  plot.background = page.map((v) => v / 255);
+  plot.ink = ink.map((v) => v / 255);
+  plot.redraw();
 }
 
 async function start() {
@@ -466,33 +482,33 @@ async function start() {
   small.textContent = `${number(meta.samples)} samples`;
   $("title").replaceChildren(meta.title, small);
   pictures = new Pictures(meta, TOKEN);
-  const kinds = Object.keys(meta.columns).filter((name) => name !== "neighbours");
-  $("colour").replaceChildren(...kinds.map((name) => new Option(name.replace("_", " "), name)));
+  $("colour").replaceChildren(...Object.keys(meta.columns)
+    .map((name) => new Option(name.replace("_", " "), name)));
   $("by-image").hidden = !TOKEN || !meta.searches;
-  const flat = new Float32Array(await (await get("data/places.f32")).arrayBuffer())
-    .map((at) => at * 0.94); // room for the points at the edge
-  places = { x: flat.subarray(0, meta.samples), y: flat.subarray(meta.samples) };
+  const n = meta.samples;
+  const flat = new Float32Array(await bytes("data/places.f32", 8 * n, reading("the map", 8 * n)));
   await startDecisions();
-  const n = meta.samples, size = n < 3000 ? 7 : n < 30000 ? 4 : n < 300000 ? 2.5 : 1.5;
-  plot = createScatterplot({ canvas: $("canvas"), pointSize: size, pointSizeSelected: 2, opacity: 0.85,
-    opacityInactiveMax: 0.25, opacityInactiveScale: 0.4, lassoColor: "#6cb2f0", lassoMinDelay: 1,
-    actionKeyMap: { lasso: "shift", merge: "ctrl", remove: "alt" },
-    performanceMode: n > 500000, pointOutlineWidth: 1, pointColorActive: "#ffffff",
-    backgroundColor: getComputedStyle(document.documentElement).getPropertyValue("--page").trim() });
+  loading(`Drawing ${number(n)} samples`);
+  await new Promise(requestAnimationFrame);
+  plot = new Plot($("canvas"), $("outline"), flat.subarray(0, n), flat.subarray(n), {
+    view: placeExamples, hover, pick: (rows) => select(rows),
+    lassoed: (rows) => { lasso(false); select(rows); } });
+  light();
   await paint();
   listen();
   showPanel();
+  loading(null);
   ready = true;
   document.body.dataset.ready = "yes";
-  table.names();
 }
 
 start().catch((error) => {
+  $("loading").hidden = true;
   $("title").textContent = "This page cannot be shown";
   say(error.message, true, true);
   throw error;
 });
 
 // For tests and benchmarks, and for whoever opens the console.
-window.explore = { get plot() { return plot; }, get decisions() { return decisions; },
+window.explore = { search, get plot() { return plot; }, get decisions() { return decisions; },
   get chosen() { return chosen; }, get meta() { return meta; } };
