@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,20 +82,27 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
+def answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=LIMIT) as page:
+            return page.status == 200
+    except OSError:
+        return False
+
+
 @contextmanager
 def served(words: list[str], port: int) -> Iterator[tuple[float, int]]:
-    """Start a server; the seconds until it listens, and its number."""
+    """Start a server; the seconds until it gives its page, and its number."""
     started = time.perf_counter()
     quiet = subprocess.DEVNULL
     process = subprocess.Popen([sys.executable, "-m", *words], stdout=quiet, stderr=quiet)
     try:
         while time.perf_counter() - started < LIMIT and process.poll() is None:
-            with socket.socket() as one:
-                if one.connect_ex(("127.0.0.1", port)) == 0:
-                    yield time.perf_counter() - started, process.pid
-                    return
+            if answers(port):
+                yield time.perf_counter() - started, process.pid
+                return
             time.sleep(0.1)
-        raise SystemExit(f"{' '.join(words)} does not listen on {port}")
+        raise SystemExit(f"{' '.join(words)} gives no page on {port}")
     finally:
         process.terminate()
         process.wait(30)
@@ -151,7 +159,6 @@ def visit(playwright: Any, who: str, url: str, seconds: float) -> dict[str, floa
           return (performance.now() - t) / 100; }""")
         act = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"
         found["search_s"] = seconds_of(page, act)
-        found["js_after_MiB"] = devtools.send("Runtime.getHeapUsage")["usedSize"] / 2**20
     browser.close()
     return found
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as arrow
 from numpy.typing import NDArray
 from PIL import Image
+from pyarrow import compute
 from scipy.ndimage import gaussian_filter, maximum_filter
 
 from ssl_kd.datasets import UnreadableImage
@@ -118,8 +120,7 @@ def write_data(
         near = samples.nearest(NEIGHBOURS).astype("<i4")
         for part, start in enumerate(range(0, len(near), PER_FILE)):
             near[start : start + PER_FILE].tofile(folder / f"neighbours_{part}.i32")
-    names = map(printable, samples.table.column("file").to_pylist())
-    (folder / "files.txt").write_text("\n".join(names), encoding="utf-8")
+    (folder / "files.txt").write_text(_lines(samples.column("file")), encoding="utf-8")
     examples = examples_of(places, samples)
     sheets, first = None, _first_picture(samples)
     if pictures and first is not None:
@@ -178,14 +179,14 @@ def _shown(samples: Samples) -> list[str]:
 
 
 def _column(samples: Samples, name: str, folder: Path) -> dict[str, Any]:
-    values = samples.column(name)
     if name in ("label", "split"):
-        text = np.array(["" if v is None else str(v) for v in values], object)
-        known, codes = np.unique(text, return_inverse=True)
-        shift = 1 if len(known) and known[0] == "" else 0  # of those without any: -1
-        (codes - shift).astype("<i4").tofile(folder / f"{name}.i32")
-        named = [printable(value) for value in known[shift:]]
+        text = samples.table.column(name).cast("string")
+        known = arrow.array(sorted(set(text.unique().to_pylist()) - {None, ""}), "string")
+        codes = compute.fill_null(compute.index_in(text, known), -1)  # -1: those without any
+        codes.to_numpy().astype("<i4").tofile(folder / f"{name}.i32")
+        named = [printable(value) for value in known.to_pylist()]
         return {"kind": "category", "file": f"{name}.i32", "values": named}
+    values = samples.column(name)
     if name in ("confidence", "outlier"):
         numbers = values.astype("<f4")
         numbers.tofile(folder / f"{name}.f32")
@@ -194,6 +195,13 @@ def _column(samples: Samples, name: str, folder: Path) -> dict[str, Any]:
         return {"kind": "number", "file": f"{name}.f32", "low": float(low), "high": float(high)}
     values.astype("<i4").tofile(folder / f"{name}.i32")
     return {"kind": "cluster", "file": f"{name}.i32"}
+
+
+def _lines(names: NDArray[Any]) -> str:
+    """A line each; none breaks a line, whatever is in it."""
+    text = "\n".join(map(str, names))
+    clean = text.count("\n") == len(names) - 1 and text.replace("\n", "").isprintable()
+    return text if clean else "\n".join(printable(str(name)) for name in names)
 
 
 def _first_picture(samples: Samples) -> Image.Image | None:

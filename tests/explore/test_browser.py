@@ -131,7 +131,7 @@ def test_load_lasso_rename_merge_split_undo(server, opened, run):
     page.click("#undo")
     lines(page, 4)
     page.locator("#history button").last.click()  # the oldest
-    page.wait_for_function("() => document.getElementById('status').textContent !== ''")
+    lines(page, 5)
     again = Curation.open(run)
     assert (again.clusters[rows] == home).all() and len(again.history) == 5
 

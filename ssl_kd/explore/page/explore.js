@@ -495,6 +495,7 @@ async function start() {
     lassoed: (rows) => { lasso(false); select(rows); } });
   light();
   await paint();
+  plot.measure();
   listen();
   showPanel();
   loading(null);

@@ -10,7 +10,7 @@ out vec4 shade;
 void main() {
   gl_Position = vec4((vec2(x, y) - middle) * scale, 0.0, 1.0);
   gl_PointSize = size;
-  shade = vec4(colour.rgb, alpha);
+  shade = vec4(colour.rgb, alpha * colour.a);
 }`;
 const FRAGMENT = `#version 300 es
 precision highp float;
@@ -27,6 +27,8 @@ const ROOM = 0.94; // of the map, at home, between the outermost samples
 const STILL = 160; // milliseconds after which all points are drawn again
 const SLOW = 45, FAST = 22, SPARSEST = 60; // milliseconds a frame; one point in so many
 const NEAR = 10; // pixels from a sample that mean it
+const MANY = 100000; // selected, so that the others are only made pale and nothing is drawn twice
+const PALE = 0.22, PLAIN = 0.85; // opacity
 const MOST_ZOOM = 4000;
 
 /** Which samples lie where: their numbers, sorted by the cells of a grid. */
@@ -126,17 +128,36 @@ export class Plot {
 
   /** The colour of every sample: `code(row)` among these, `[red, green, blue]` of 255. */
   paint(codes, colours) {
-    const known = Uint32Array.from(colours, ([r, g, b]) => (0xff000000 | b << 16 | g << 8 | r) >>> 0);
+    const known = Uint32Array.from(colours, ([r, g, b]) => (b << 16 | g << 8 | r) >>> 0);
     for (let i = 0; i < codes.length; i++) this.colours[i] = known[codes[i]];
-    this.gl.bindBuffer(this.gl.ARRAY_BUFFER, this.buffers.colour);
-    this.gl.bufferSubData(this.gl.ARRAY_BUFFER, 0, this.colours);
-    this.redraw();
+    this.tone();
   }
 
   select(rows) {
     this.selected = Uint32Array.from(rows);
     this.gl.bufferData(this.gl.ELEMENT_ARRAY_BUFFER, this.selected, this.gl.DYNAMIC_DRAW);
+    const was = this.many;
+    this.many = this.selected.length > MANY;
+    if (was || this.many) this.tone();
+    else this.redraw();
+  }
+
+  /** Give the colours to the graphics card; where many are selected, the others are pale. */
+  tone() {
+    const { gl, colours } = this, pale = Math.round(255 * PALE / PLAIN) << 24;
+    for (let i = 0; i < colours.length; i++) colours[i] = (colours[i] & 0xffffff) | (this.many ? pale : 0xff000000);
+    if (this.many) for (const row of this.selected) colours[row] |= 0xff000000;
+    gl.bindBuffer(gl.ARRAY_BUFFER, this.buffers.colour);
+    gl.bufferSubData(gl.ARRAY_BUFFER, 0, colours);
     this.redraw();
+  }
+
+  /** How long a whole frame takes says how many points to draw while the map moves. */
+  measure() {
+    const { gl } = this, began = performance.now();
+    this.draw();
+    gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(4));
+    this.sparse = Math.min(SPARSEST, Math.max(1, Math.round((performance.now() - began) / FAST)));
   }
 
   /** Draw soon: some of very many points while it moves, and all of them when it is still. */
@@ -176,11 +197,11 @@ export class Plot {
     const every = this.moving && this.x.length > 20000 ? this.sparse : 1;
     const size = this.dots * this.dense * Math.max(1, Math.asinh(camera.zoom) / 0.89);
     set("size", Math.min(size * Math.min(2, Math.sqrt(every)), 28));
-    set("alpha", this.selected.length ? 0.22 : 0.85);
+    set("alpha", this.selected.length && !this.many ? PALE : PLAIN);
     set("rim", 0, 0, 0, 0);
     this.point(every);
     gl.drawArrays(gl.POINTS, 0, Math.floor((this.x.length - 1) / every) + 1);
-    if (this.selected.length) {
+    if (this.selected.length && !this.many) {
       const few = this.selected.length < 3000;
       set("size", Math.min(size + (few ? 3 : 1) * this.dense, 34));
       set("alpha", 1);
