@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as arrow
+from PIL import Image
 from pyarrow import parquet
 
 from benchmarks.made_run import made_run
@@ -122,6 +124,17 @@ def dragged(page: Any, seconds: float) -> float:
     return frames
 
 
+def wait_for_points(page: Any) -> None:
+    """Until there is something on the map to see: what stands in the middle of either page."""
+    until = time.perf_counter() + LIMIT
+    while time.perf_counter() < until:
+        picture = page.screenshot(clip={"x": 150, "y": 100, "width": 500, "height": 340})
+        pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("L"))
+        if (pixels != np.bincount(pixels.ravel()).argmax()).mean() > 0.005:
+            return
+    raise SystemExit(f"{page.url} shows no points after {LIMIT} s")
+
+
 def seconds_of(page: Any, act: str) -> float:
     """How long the page takes for something, and until it is drawn."""
     page.evaluate(DRAWN)
@@ -139,6 +152,7 @@ def visit(playwright: Any, who: str, url: str, seconds: float) -> dict[str, floa
     empty, started = browser_memory(), time.perf_counter()
     page.goto(url)
     page.wait_for_function(READY[who])
+    wait_for_points(page)
     found = {"load_s": time.perf_counter() - started}
     page.wait_for_timeout(3000)
     devtools = page.context.new_cdp_session(page)

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,11 +15,19 @@ def run(photo_run, tmp_path):
     return shutil.copytree(photo_run, tmp_path / "copy")
 
 
-@pytest.fixture
-def server(run):
-    with ExploreServer(Samples(run)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+@contextmanager
+def answering(server):
+    """A server's requests are answered meanwhile."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
         yield server
+    finally:
         server.shutdown()
         thread.join(20)
+
+
+@pytest.fixture
+def server(run):
+    with ExploreServer(Samples(run)) as server, answering(server):
+        yield server

@@ -1,35 +1,51 @@
 """The page in a real Chromium: look, select, decide, undo, take away, by mouse, key and finger.
 
-Needs playwright (`pip install playwright`) and a Chromium on the path.
+One browser and one served run are shared; what a test decides is gone after it.
 """
 
 import json
 import shutil
-import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from ssl_kd.explore import write_site
+from ssl_kd.explore.server import ExploreServer
 from ssl_kd.finished import Curation, Samples
+from tests.explore.chromium import chromium, launch
+from tests.explore.conftest import answering
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is on the path"),
-]
-LIMIT = 20_000  # milliseconds, of any one wait
+pytestmark = pytest.mark.slow
+LIMIT = 60_000  # milliseconds, of any one wait, on a machine that does much else
 
 
 @pytest.fixture(scope="module")
 def browser():
-    flags = ["--no-sandbox", "--enable-unsafe-swiftshader"]
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        if chromium(playwright) is None:
+            pytest.skip("there is no Chromium: playwright install chromium")
+        browser = launch(playwright)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def run(photo_run, tmp_path_factory):
+    return shutil.copytree(photo_run, tmp_path_factory.mktemp("browser") / "copy")
+
+
+@pytest.fixture(scope="module")
+def serving(run):
+    with ExploreServer(Samples(run)) as server, answering(server):
+        yield server
+
+
+@pytest.fixture
+def server(serving):
+    yield serving
+    serving.curation.path.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -64,12 +80,10 @@ def static(run, tmp_path):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
+    with server, answering(server):
         yield f"http://127.0.0.1:{server.server_port}/explore.html"
-        server.shutdown()
-        thread.join(20)
+    (run / "curation.jsonl").unlink(missing_ok=True)
 
 
 def lasso(page):
