@@ -200,7 +200,7 @@ def commands(run: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
 
 
 def screenshot(run: Path, file: Path) -> None:
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     port = free_port()
     with served(["ssl_kd", "explore", str(run), "--port", str(port)], port):
@@ -225,7 +225,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.screenshot is not None:
         return screenshot(*args.screenshot)
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     run = made_run(args.folder, args.rows)
     kept = (run / "map.pt").is_file()

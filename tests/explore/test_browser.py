@@ -279,8 +279,47 @@ def test_on_a_phone(server, opened):
     touch("touchMove", (x - 80, y), (x + 80, y))
     touch("touchEnd")
     assert page.evaluate("explore.plot.camera.zoom") == pytest.approx(2 * zoom, rel=0.1)
-    row = page.evaluate("explore.plot.nearest(explore.plot.width / 2, explore.plot.height / 2, 300)")
+    row = page.evaluate(
+        "(({ plot }) => plot.nearest(plot.width / 2, plot.height / 2, 300))(explore)"
+    )
     x, y = page.evaluate(f"explore.plot.screen({row})")
     page.touchscreen.tap(box["x"] + x, box["y"] + y)
     page.wait_for_function("() => explore.chosen.length === 1")
     assert page.evaluate(wide)
+
+
+def test_what_the_map_finds_is_what_lies_there(server, opened):
+    page = opened(server.url)
+    found, rows, near = page.evaluate("""() => {
+      const { plot } = explore, n = plot.x.length, box = [100, 90, 420, 460];
+      const [left, top, right, bottom] = box, all = [...Array(n).keys()];
+      const path = [[left, top], [right, top], [right, bottom], [left, bottom]];
+      const within = all.filter((row) => { const [x, y] = plot.screen(row);
+        return x >= left && x < right && y >= top && y < bottom; });
+      const to = (row, [px, py]) => { const [x, y] = plot.screen(row);
+        return Math.hypot(x - px, y - py); };
+      const right_one = [[30, 40], [300, 300], [500, 200]].every((at) => {
+        const best = all.reduce((a, b) => (to(b, at) < to(a, at) ? b : a));
+        return Math.abs(to(plot.nearest(...at, 2000), at) - to(best, at)) < 1e-3; });
+      return [[...plot.inside(path)], within, right_one]; }""")
+    assert near and len(rows) > 5 and len(set(found) ^ set(rows)) <= 1  # one on the very line
+
+
+def test_names_are_read_out_of_one_block_of_bytes(server, opened):
+    page = opened(server.url)
+    script = """async (words) => {
+      const { Names } = await import("./data.js");
+      const lines = ["Ärger.PNG", "b.png", "", "日本 b.PNG", "last"].join("\\n");
+      const names = new Names(new TextEncoder().encode(lines));
+      return [[0, 1, 2, 3, 4].map((k) => names.of(k)), words.map((w) => names.search(w))]; }"""
+    names, found = page.evaluate(script, ["png", "ä", "B", "last", "nothing"])
+    assert names == ["Ärger.PNG", "b.png", "", "日本 b.PNG", "last"]
+    assert found == [[0, 1, 3], [0], [1, 3], [4], []]
+
+
+def test_a_file_that_is_cut_off_is_said(server, opened):
+    page = opened(server.url)
+    page.route("**/data/cluster.i32", lambda route: route.fulfill(body=b"1234"))
+    found = page.evaluate("""() => import("./data.js").then((data) =>
+      data.bytes("data/cluster.i32", 8).catch((error) => error.message))""")
+    assert found == "data/cluster.i32 has 4 bytes; expected 8: it is of another page"

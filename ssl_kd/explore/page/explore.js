@@ -132,17 +132,20 @@ function placeExamples() {
   requestAnimationFrame(() => {
     due = false;
     const { width, height } = $("overlay").getBoundingClientRect(), taken = [], next = new Map();
+    const legend = $("legend"), [right, top] = legend.childNodes.length
+      ? [legend.offsetWidth + 40, height - legend.offsetHeight - 40] : [0, height];
     const wanted = $("examples").ariaPressed === "true" && pictures.any ? meta.examples : [];
     for (const row of wanted) {
       if (taken.length >= Math.min(SHOWN_EXAMPLES, (width * height) / 16000)) break;
       if (decisions.excluded.has(row)) continue;
       const [x, y] = plot.screen(row);
       if (x < 24 || y < 24 || x > width - 24 || y > height - 24) continue;
+      if (x < right && y > top) continue;
       if (taken.some(([a, b]) => Math.abs(a - x) < 62 && Math.abs(b - y) < 62)) continue;
       taken.push([x, y]);
       const image = overlaid.get(row) ?? pictures.element(row, 48);
       Object.assign(image.style, { left: `${x}px`, top: `${y}px`,
-        borderColor: tint(decisions.clusters[row]) });
+        borderColor: plot.tint(row) });
       next.set(row, image);
     }
     overlaid = next;
@@ -153,13 +156,15 @@ function placeExamples() {
 
 let over = null;
 function overTip() {
-  const tip = $("tip");
-  tip.hidden = $("ring").hidden = over === null;
+  const tip = $("tip"), ringed = over ?? (chosen.length === 1 ? chosen[0] : null);
+  tip.hidden = over === null;
+  $("ring").hidden = ringed === null;
+  if (ringed === null) return;
+  const [x, y] = plot.screen(ringed), box = $("map").getBoundingClientRect();
+  Object.assign($("ring").style, { left: `${x}px`, top: `${y}px` });
   if (over === null) return;
-  const [x, y] = plot.screen(over), box = $("map").getBoundingClientRect();
   const left = x + 16 + tip.offsetWidth > box.width ? x - 16 - tip.offsetWidth : x + 16;
   const top = Math.min(Math.max(4, y - 30), box.height - tip.offsetHeight - 4);
-  Object.assign($("ring").style, { left: `${x}px`, top: `${y}px` });
   Object.assign(tip.style, { left: `${Math.max(4, left)}px`, top: `${Math.max(4, top)}px` });
 }
 
@@ -455,8 +460,12 @@ function listen() {
 }
 
 /** Says how much of a file has come. */
-const reading = (what, size) => (came) => loading(
-  `Reading ${what}: ${(came / 1e6).toFixed(1)} of ${(size / 1e6).toFixed(1)} MB`, came / size);
+function reading(what, size) {
+  const told = (came) => loading(size < 1e6 ? `Reading ${what}`
+    : `Reading ${what}: ${(came / 1e6).toFixed(1)} of ${(size / 1e6).toFixed(1)} MB`, came / size);
+  told(0);
+  return told;
+}
 
 function loading(text, part) {
   $("loading").hidden = text === null;

@@ -133,6 +133,12 @@ export class Plot {
     this.tone();
   }
 
+  /** The colour of one sample, as CSS takes it. */
+  tint(row) {
+    const code = this.colours[row];
+    return `rgb(${code & 255} ${(code >> 8) & 255} ${(code >> 16) & 255})`;
+  }
+
   select(rows) {
     this.selected = Uint32Array.from(rows);
     this.gl.bufferData(this.gl.ELEMENT_ARRAY_BUFFER, this.selected, this.gl.DYNAMIC_DRAW);
