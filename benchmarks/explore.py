@@ -52,7 +52,7 @@ READY = {
     "embedding-atlas": """() => /[1-9][0-9,]* points/.test(document.body.innerText)
       && [...document.querySelectorAll("canvas")].some((c) => c.width > 400)""",
 }
-LIMIT = 240  # seconds, of any one wait
+LIMIT = 600  # seconds, of any one wait
 
 
 def status(pid: int, key: str) -> float:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as arrow
 from numpy.typing import NDArray
 from PIL import Image
-from pyarrow import compute
 from scipy.ndimage import gaussian_filter, maximum_filter
 
 from ssl_kd.datasets import UnreadableImage
@@ -43,7 +41,7 @@ def page_files() -> list[str]:
 
 def page_file(name: str) -> bytes:
     """One of `page_files`."""
-    return files("ssl_kd.explore").joinpath("page", name).read_bytes()
+    return files("ssl_kd.explore").joinpath("page").joinpath(name).read_bytes()
 
 
 def write_site(
@@ -180,11 +178,12 @@ def _shown(samples: Samples) -> list[str]:
 
 def _column(samples: Samples, name: str, folder: Path) -> dict[str, Any]:
     if name in ("label", "split"):
-        text = samples.table.column(name).cast("string")
-        known = arrow.array(sorted(set(text.unique().to_pylist()) - {None, ""}), "string")
-        codes = compute.fill_null(compute.index_in(text, known), -1)  # -1: those without any
-        codes.to_numpy().astype("<i4").tofile(folder / f"{name}.i32")
-        named = [printable(value) for value in known.to_pylist()]
+        text = samples.table.column(name).cast("string").combine_chunks().dictionary_encode()
+        found = text.dictionary.to_pylist()
+        known = {value: code for code, value in enumerate(sorted(set(found) - {""}))}
+        codes = np.array([*(known.get(value, -1) for value in found), -1])  # -1: those without any
+        codes[text.indices.fill_null(-1).to_numpy()].astype("<i4").tofile(folder / f"{name}.i32")
+        named = [printable(value) for value in known]
         return {"kind": "category", "file": f"{name}.i32", "values": named}
     values = samples.column(name)
     if name in ("confidence", "outlier"):

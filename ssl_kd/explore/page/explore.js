@@ -132,6 +132,7 @@ function placeExamples() {
   requestAnimationFrame(() => {
     due = false;
     const { width, height } = $("overlay").getBoundingClientRect(), taken = [], next = new Map();
+    const side = width < 500 ? 34 : 48;
     const legend = $("legend"), [right, top] = legend.childNodes.length
       ? [legend.offsetWidth + 40, height - legend.offsetHeight - 40] : [0, height];
     const wanted = $("examples").ariaPressed === "true" && pictures.any ? meta.examples : [];
@@ -139,11 +140,11 @@ function placeExamples() {
       if (taken.length >= Math.min(SHOWN_EXAMPLES, (width * height) / 16000)) break;
       if (decisions.excluded.has(row)) continue;
       const [x, y] = plot.screen(row);
-      if (x < 24 || y < 24 || x > width - 24 || y > height - 24) continue;
+      if (x < 24 || y < 24 || x > width - 24 || y > height - 24) continue; // half of it is outside
       if (x < right && y > top) continue;
-      if (taken.some(([a, b]) => Math.abs(a - x) < 62 && Math.abs(b - y) < 62)) continue;
+      if (taken.some(([a, b]) => Math.abs(a - x) < side + 14 && Math.abs(b - y) < side + 14)) continue;
       taken.push([x, y]);
-      const image = overlaid.get(row) ?? pictures.element(row, 48);
+      const image = overlaid.get(row) ?? pictures.element(row, side);
       Object.assign(image.style, { left: `${x}px`, top: `${y}px`,
         borderColor: plot.tint(row) });
       next.set(row, image);

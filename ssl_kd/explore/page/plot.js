@@ -203,7 +203,7 @@ export class Plot {
     const every = this.moving && this.x.length > 20000 ? this.sparse : 1;
     const size = this.dots * this.dense * Math.max(1, Math.asinh(camera.zoom) / 0.89);
     set("size", Math.min(size * Math.min(2, Math.sqrt(every)), 28));
-    set("alpha", this.selected.length && !this.many ? PALE : PLAIN);
+    set("alpha", this.selected.length > 1 && !this.many ? PALE : PLAIN);
     set("rim", 0, 0, 0, 0);
     this.point(every);
     gl.drawArrays(gl.POINTS, 0, Math.floor((this.x.length - 1) / every) + 1);
