@@ -38,7 +38,7 @@ from pyarrow import parquet
 from benchmarks.made_run import made_run
 from ssl_kd.explore import map_of
 from ssl_kd.finished import Samples
-from tests.explore.chromium import launch
+from tests.explore.chromium import launch, until
 
 FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = performance.now();
   const count = () => { frames++; const past = (performance.now() - start) / 1000;
@@ -151,7 +151,7 @@ def visit(playwright: Any, who: str, url: str, seconds: float) -> dict[str, floa
     page.set_default_timeout(1000 * LIMIT)
     empty, started = browser_memory(), time.perf_counter()
     page.goto(url)
-    page.wait_for_function(READY[who])
+    until(page, READY[who], seconds=LIMIT)
     wait_for_points(page)
     found = {"load_s": time.perf_counter() - started}
     page.wait_for_timeout(3000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +31,12 @@ def launch(playwright: Any) -> Any:
             f"no {', '.join(NAMES)} is on the path, and `playwright install chromium` was not run"
         )
     return playwright.chromium.launch(executable_path=path, args=FLAGS)
+
+
+def until(page: Any, script: str, arg: Any = None, *, seconds: float = 60) -> None:
+    """Wait until a function of JavaScript says yes; asked from here, as the page allows no eval."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(script, arg):
+        if time.monotonic() > end:
+            raise TimeoutError(f"after {seconds:.0f} s it still is not so: {script}")
+        page.wait_for_timeout(50)

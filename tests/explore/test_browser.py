@@ -13,7 +13,7 @@ import pytest
 from ssl_kd.explore import write_site
 from ssl_kd.explore.server import ExploreServer
 from ssl_kd.finished import Curation, Samples
-from tests.explore.chromium import chromium, launch
+from tests.explore.chromium import chromium, launch, until
 from tests.explore.conftest import answering
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -97,7 +97,7 @@ def lasso(page):
     for corner in corners[1:]:
         page.mouse.move(*corner, steps=8)
     page.mouse.up()
-    page.wait_for_function("() => explore.chosen.length > 1")
+    until(page, "() => explore.chosen.length > 1")
     return page.evaluate("[...explore.chosen]")
 
 
@@ -113,7 +113,7 @@ def named(page, name):
 
 def lines(page, count):
     """The decisions, as soon as there are so many."""
-    page.wait_for_function("(n) => explore.decisions.lines.length === n", arg=count)
+    until(page, "(n) => explore.decisions.lines.length === n", count)
     return page.evaluate("explore.decisions.lines")
 
 
@@ -157,7 +157,7 @@ def test_hover_click_neighbours_search_and_colours(server, opened):
     page.mouse.move(box["x"] + x, box["y"] + y)
     page.wait_for_selector("#tip:not([hidden]) img")
     page.mouse.click(box["x"] + x, box["y"] + y)
-    page.wait_for_function("() => document.querySelectorAll('#pictures button').length === 12")
+    until(page, "() => document.querySelectorAll('#pictures button').length === 12")
     row = page.evaluate("explore.chosen[0]")
     shown = page.locator("#pictures button").evaluate_all("all => all.map((b) => +b.dataset.row)")
     assert shown == server.search.like_sample(row, 12)
@@ -165,13 +165,13 @@ def test_hover_click_neighbours_search_and_colours(server, opened):
     assert name in page.locator("#sample").inner_text()
     page.fill("#query", name)
     page.keyboard.press("Enter")
-    page.wait_for_function("() => document.getElementById('status').textContent === '1 found'")
+    until(page, "() => document.getElementById('status').textContent === '1 found'")
     for colour in page.locator("#colour option").evaluate_all("all => all.map((o) => o.value)"):
         page.select_option("#colour", colour)
         page.wait_for_timeout(50)
     file = server.samples.image_file(row)
     page.set_input_files("#image-file", str(file))
-    page.wait_for_function("() => document.querySelectorAll('#pictures button').length === 24")
+    until(page, "() => document.querySelectorAll('#pictures button').length === 24")
     assert page.evaluate("explore.chosen[0]") == row
 
 
@@ -185,15 +185,15 @@ def test_by_the_keyboard_alone(server, opened, run):
     before = page.evaluate("explore.plot.screen(0)")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("+")
-    page.wait_for_function("(x) => explore.plot.screen(0)[0] !== x", arg=before[0])
+    until(page, "(x) => explore.plot.screen(0)[0] !== x", before[0])
     page.keyboard.press("Enter")
-    page.wait_for_function("() => explore.chosen.length === 1")
+    until(page, "() => explore.chosen.length === 1")
     page.keyboard.press("x")
     lines(page, 1)
     page.keyboard.press("u")
     lines(page, 2)
     page.keyboard.press("Escape")
-    page.wait_for_function("() => explore.chosen.length === 0")
+    until(page, "() => explore.chosen.length === 0")
     page.keyboard.press("g")
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Space")
@@ -206,7 +206,7 @@ def test_by_the_keyboard_alone(server, opened, run):
     page.keyboard.press("/")
     page.keyboard.type("png")
     page.keyboard.press("Enter")
-    page.wait_for_function("() => explore.chosen.length === explore.meta.samples")
+    until(page, "() => explore.chosen.length === explore.meta.samples")
 
 
 def test_a_refusal_is_said_and_nothing_changes(server, opened):
@@ -245,7 +245,7 @@ def test_the_static_page_keeps_decisions_and_gives_them_away(static, opened, run
     assert curation.names == {found[0]["new"]: "kept"} and found[0]["rows"] == sorted(rows)
     page.click(f'[data-of="{found[0]["new"]}"]')
     page.locator("#pictures button").first.click()
-    page.wait_for_function("() => document.querySelectorAll('#pictures .thumb').length === 12")
+    until(page, "() => document.querySelectorAll('#pictures .thumb').length === 12")
 
 
 def test_on_a_phone(server, opened):
@@ -284,7 +284,7 @@ def test_on_a_phone(server, opened):
     )
     x, y = page.evaluate(f"explore.plot.screen({row})")
     page.touchscreen.tap(box["x"] + x, box["y"] + y)
-    page.wait_for_function("() => explore.chosen.length === 1")
+    until(page, "() => explore.chosen.length === 1")
     assert page.evaluate(wide)
 
 
