@@ -45,8 +45,8 @@ FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = p
     past < seconds ? requestAnimationFrame(count) : done(frames / past); };
   requestAnimationFrame(count); })"""
 DRAWN = """() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {
-  const gl = explore.plot.gl; gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE,
-    new Uint8Array(4)); done(); })))"""  # and the processor that draws has come to it
+  const gl = explore.plot.map.get("regl")._gl;
+  gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(4)); done(); })))"""
 READY = {
     "ssl_kd": "() => document.body.dataset.ready",
     "embedding-atlas": """() => /[1-9][0-9,]* points/.test(document.body.innerText)
@@ -144,6 +144,21 @@ def seconds_of(page: Any, act: str) -> float:
     return time.perf_counter() - started
 
 
+def lassoed(page: Any) -> dict[str, float]:
+    """How long it takes from the end of a line around most of the map until they are selected."""
+    page.click("#lasso")
+    page.mouse.move(40, 140)
+    page.mouse.down()
+    for corner in ((600, 140), (600, 780), (40, 780), (40, 150)):
+        page.mouse.move(*corner, steps=5)
+    started = time.perf_counter()
+    page.mouse.up()
+    until(page, "() => explore.chosen.length > 1", seconds=LIMIT)
+    page.evaluate(DRAWN)
+    seconds = time.perf_counter() - started
+    return {"lasso_s": seconds, "lassoed": page.evaluate("() => explore.chosen.length")}
+
+
 def visit(playwright: Any, who: str, url: str, seconds: float) -> dict[str, float]:
     """One look at a page, by a browser of its own."""
     browser = launch(playwright)
@@ -164,13 +179,7 @@ def visit(playwright: Any, who: str, url: str, seconds: float) -> dict[str, floa
     if who == "ssl_kd":
         colour = "() => { const c = document.getElementById('colour'); c.value = 'outlier'; "
         found["colour_s"] = seconds_of(page, colour + "return c.onchange(); }")
-        path = [[40, 40], [600, 40], [600, 700], [40, 700]]
-        act = f"() => explore.plot.on.lassoed(explore.plot.inside({path}))"
-        found["lasso_s"] = seconds_of(page, act)
-        found["lassoed"] = page.evaluate("() => explore.chosen.length")
-        found["hover_ms"] = page.evaluate("""() => { const t = performance.now();
-          for (let k = 0; k < 100; k++) explore.plot.nearest(8 * k, 5 * k);
-          return (performance.now() - t) / 100; }""")
+        found |= lassoed(page)
         act = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"
         found["search_s"] = seconds_of(page, act)
     browser.close()

@@ -35,13 +35,15 @@ GRID = 256  # cells of the map on either side, in which samples are counted
 
 def page_files() -> list[str]:
     """The page without its data, relative to its folder."""
-    scripts = ("explore", "colours", "data", "decisions", "pictures", "plot", "words")
-    return [PAGE, "explore.css", *(f"{name}.js" for name in scripts)]
+    vendor = ("regl-scatterplot.js", "LICENSES.txt")
+    scripts = ("explore", "colours", "data", "decisions", "pictures", "plot", "touches", "words")
+    own = ("explore.css", *(f"{name}.js" for name in scripts))
+    return [PAGE, *own, *(f"vendor/{name}" for name in vendor)]
 
 
 def page_file(name: str) -> bytes:
     """One of `page_files`."""
-    return files("ssl_kd.explore").joinpath("page").joinpath(name).read_bytes()
+    return files("ssl_kd.explore").joinpath("page", *name.split("/")).read_bytes()
 
 
 def write_site(
@@ -81,6 +83,7 @@ def write_site(
         write_data(samples, work / DATA, pictures=pictures, neighbours=True, progress=progress)
         with as_file(files("ssl_kd.explore").joinpath("page")) as page:
             for name in page_files():
+                (work / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(page / name, work / name)
         if folder.is_dir():
             shutil.rmtree(folder)

@@ -274,35 +274,31 @@ def test_on_a_phone(server, opened):
     after = page.evaluate("explore.plot.screen(0)")
     moved = [a - b for a, b in zip(after, before, strict=True)]
     assert moved == pytest.approx([60, 0], abs=12)
-    zoom = page.evaluate("explore.plot.camera.zoom")
+    apart = "(({ plot: p }) => Math.hypot(...[0, 1].map((k) => p.screen(0)[k] - p.screen(9)[k])))"
+    before = page.evaluate(f"{apart}(explore)")
     touch("touchStart", (x - 40, y), (x + 40, y))
     touch("touchMove", (x - 80, y), (x + 80, y))
     touch("touchEnd")
-    assert page.evaluate("explore.plot.camera.zoom") == pytest.approx(2 * zoom, rel=0.1)
-    row = page.evaluate(
-        "(({ plot }) => plot.nearest(plot.width / 2, plot.height / 2, 300))(explore)"
-    )
+    assert page.evaluate(f"{apart}(explore)") == pytest.approx(2 * before, rel=0.1)
+    row = page.evaluate("(({ plot }) => plot.nearest(plot.width / 2, plot.height / 2))(explore)")
     x, y = page.evaluate(f"explore.plot.screen({row})")
     page.touchscreen.tap(box["x"] + x, box["y"] + y)
     until(page, "() => explore.chosen.length === 1")
     assert page.evaluate(wide)
 
 
-def test_what_the_map_finds_is_what_lies_there(server, opened):
+def test_many_samples_are_thinned_while_the_map_moves_alone(server, opened):
     page = opened(server.url)
-    found, rows, near = page.evaluate("""() => {
-      const { plot } = explore, n = plot.x.length, box = [100, 90, 420, 460];
-      const [left, top, right, bottom] = box, all = [...Array(n).keys()];
-      const path = [[left, top], [right, top], [right, bottom], [left, bottom]];
-      const within = all.filter((row) => { const [x, y] = plot.screen(row);
-        return x >= left && x < right && y >= top && y < bottom; });
-      const to = (row, [px, py]) => { const [x, y] = plot.screen(row);
-        return Math.hypot(x - px, y - py); };
-      const right_one = [[30, 40], [300, 300], [500, 200]].every((at) => {
-        const best = all.reduce((a, b) => (to(b, at) < to(a, at) ? b : a));
-        return Math.abs(to(plot.nearest(...at, 2000), at) - to(best, at)) < 1e-3; });
-      return [[...plot.inside(path)], within, right_one]; }""")
-    assert near and len(rows) > 5 and len(set(found) ^ set(rows)) <= 1  # one on the very line
+    thin = """async () => { const { plot } = explore, { map } = plot, n = plot.x.length;
+      const drawn = () => (map.get("isPointsFiltered") ? map.get("filteredPoints").length : n);
+      plot.some = [...Array(n).keys()].filter((row) => row % 4 === 0);
+      plot.zoom(1.5);
+      await new Promise(requestAnimationFrame);
+      await new Promise(requestAnimationFrame);
+      return [n, drawn()]; }"""
+    n, moving = page.evaluate(thin)
+    assert moving == -(-n // 4)
+    until(page, "() => !explore.plot.map.get('isPointsFiltered')")
 
 
 def test_names_are_read_out_of_one_block_of_bytes(server, opened):

@@ -18,12 +18,8 @@ export function mixed(t) {
   return "#" + mix.map((v) => v.toString(16).padStart(2, "0")).join("");
 }
 
-/** `[red, green, blue]` of each, 0 to 255. */
-export function parts(colours) {
+/** Colours as the library takes them; it reads no hsl. */
+export function plain(colours) {
   const context = document.createElement("canvas").getContext("2d");
-  return colours.map((colour) => {
-    context.fillStyle = colour.trim(); // the browser makes #rrggbb of every way to say it
-    const code = parseInt(context.fillStyle.slice(1), 16);
-    return [code >> 16, (code >> 8) & 255, code & 255];
-  });
+  return colours.map((c) => { context.fillStyle = c; return context.fillStyle; });
 }

@@ -1,7 +1,7 @@
 // The page: the map, the panel beside it and the decisions. Data are the files in data/; where
 // `ssl_kd explore` serves it, images, neighbours and decisions are asked of it.
 
-import { GREY, RAMP, mixed, parts, tint } from "./colours.js";
+import { GREY, RAMP, mixed, plain, tint } from "./colours.js";
 import { TOKEN, Table, bytes, get, post, save } from "./data.js";
 import { Decisions } from "./decisions.js";
 import { Pictures } from "./pictures.js";
@@ -113,7 +113,7 @@ async function coloured() {
 async function paint() {
   const wanted = colour, { codes, colours, legend } = await coloured();
   if (wanted !== colour) return; // another was chosen while this one was read
-  plot.paint(codes, parts(colours));
+  await plot.paint(codes, plain(colours));
   $("legend").replaceChildren(...(legend.length === 3 && legend[1] === null
     ? [legend[0], Object.assign(document.createElement("span"), { className: "ramp",
       style: `background: linear-gradient(90deg, ${RAMP.join(",")})` }), legend[2]]
@@ -184,9 +184,15 @@ async function hover(row) {
 // --- The panel ----------------------------------------------------------------------------------
 
 function select(rows, zoom = false) {
-  chosen = Uint32Array.from(rows);
+  picked(rows);
   plot.select(chosen);
   if (zoom && chosen.length) plot.fit(chosen);
+}
+
+/** What is selected on the map. */
+function picked(rows) {
+  chosen = Uint32Array.from(rows);
+  plot.selected = chosen;
   showPanel();
   $("panel").scrollTop = 0;
 }
@@ -376,21 +382,17 @@ async function searchByImage(file) {
 function lasso(on = !plot.lasso) {
   plot.lasso = on;
   $("lasso").ariaPressed = on;
-  $("map").classList.toggle("lassoing", on);
 }
-
-const move = (x, y) => plot.move(x * plot.width, y * plot.height);
 
 function panTo(row) {
   const [x, y] = plot.screen(row);
   if (x < 40 || y < 40 || x > plot.width - 40 || y > plot.height - 40) {
-    plot.go({ x: plot.x[row], y: plot.y[row], zoom: plot.camera.zoom });
+    plot.show(row);
   }
 }
 
 function takeMiddle() {
-  const { width, height } = plot;
-  const row = plot.nearest(width / 2, height / 2, width + height);
+  const row = plot.nearest(plot.width / 2, plot.height / 2);
   if (row >= 0) select([row]);
 }
 
@@ -402,8 +404,9 @@ async function nextColour() {
 
 const press = (id) => () => $(id).click();
 const KEYS = [
-  ["←→↑↓", "move the map, when it has the focus", { ArrowLeft: () => move(0.1, 0),
-    ArrowRight: () => move(-0.1, 0), ArrowUp: () => move(0, 0.1), ArrowDown: () => move(0, -0.1) }, true],
+  ["←→↑↓", "move the map, when it has the focus", { ArrowLeft: () => plot.move(0.15, 0),
+    ArrowRight: () => plot.move(-0.15, 0), ArrowUp: () => plot.move(0, -0.15),
+    ArrowDown: () => plot.move(0, 0.15) }, true],
   ["+ −", "zoom in and out", { "+": () => plot.zoom(1.25), "=": () => plot.zoom(1.25), "-": () => plot.zoom(0.8) }],
   ["0", "show the whole map", { 0: press("home") }],
   ["Enter", "take the sample in the middle of the map", { Enter: takeMiddle }, true],
@@ -478,10 +481,7 @@ function loading(text, part) {
 /** The map in the colours of day or night. */
 function light() {
   const style = getComputedStyle(document.documentElement);
-  const [page, ink] = parts(["--page", "--ink"].map((name) => style.getPropertyValue(name)));
-  plot.background = page.map((v) => v / 255);
-  plot.ink = ink.map((v) => v / 255);
-  plot.redraw();
+  [plot.background] = plain([style.getPropertyValue("--page").trim()]);
 }
 
 async function start() {
@@ -500,12 +500,10 @@ async function start() {
   await startDecisions();
   loading(`Drawing ${number(n)} samples`);
   await new Promise(requestAnimationFrame);
-  plot = new Plot($("canvas"), $("outline"), flat.subarray(0, n), flat.subarray(n), {
-    view: placeExamples, hover, pick: (rows) => select(rows),
-    lassoed: (rows) => { lasso(false); select(rows); } });
+  plot = new Plot($("canvas"), flat.subarray(0, n), flat.subarray(n), {
+    view: placeExamples, hover, pick: (rows) => picked(rows), lassoed: () => lasso(false) });
   light();
   await paint();
-  plot.measure();
   listen();
   showPanel();
   loading(null);
