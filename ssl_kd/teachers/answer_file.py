@@ -105,7 +105,8 @@ class AnswerFile(PromptAnswers):
             said = short(line.decode(errors="replace"))
             raise self._odd(number, f"is not JSON: {said}") from None
         if isinstance(found, dict) and isinstance(found.get("choices"), list):
-            found = {**found, **found["choices"][0]} if len(found["choices"]) == 1 else None
+            one = found["choices"][0] if len(found["choices"]) == 1 else None
+            found = {**found, **one} if isinstance(one, dict) else None
         if not isinstance(found, dict) or not isinstance(found.get("prompt_logprobs"), list):
             raise self._odd(number, f"has no list of prompt_logprobs: {short(found)}")
         return found
@@ -116,7 +117,7 @@ class AnswerFile(PromptAnswers):
         ids: Any = record.get("prompt_token_ids")
         if ids is None and isinstance(text, str):
             ids = self._tokenizer(text)["input_ids"]
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        if not isinstance(ids, list) or not all(type(i) is int and i < 2**63 for i in ids):
             raise self._odd(
                 number, f"has no prompt_token_ids, and no text or prompt: {short(sorted(record))}"
             )

@@ -160,6 +160,8 @@ FAULTS = [
     ),
     (without("prompt_logprobs"), r":3 has no list of prompt_logprobs: \{'prompt_token_ids'"),
     (lambda r: [r], r":3 has no list of prompt_logprobs: \[\{"),
+    (lambda r: r | {"choices": [3]}, r":3 has no list of prompt_logprobs: None"),
+    (lambda r: r | {"prompt_token_ids": [2**70]}, r":3 has no prompt_token_ids"),
     (lambda r: r | {"prompt_logprobs": r["prompt_logprobs"][1:]}, r":3 has prompt_logprobs of \d+"),
     (lambda r: without("prompt_token_ids")(r) | {"text": "a b"}, r":3 has .* is another one, or"),
     (shifted, r":3 does not give .* misaligned by one position \(row \d+ of the text, token 1\)"),
