@@ -115,8 +115,8 @@ def dragged(page: Any, seconds: float) -> float:
     page.mouse.move(450, 400)
     page.mouse.down()
     page.evaluate(f"() => {{ globalThis.counted = ({FRAMES})({seconds}); }}")
-    until, k = time.perf_counter() + seconds, 0
-    while time.perf_counter() < until:
+    end, k = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end:
         k += 1
         page.mouse.move(450 + 80 * np.sin(k / 10), 400 + 80 * np.cos(k / 10))
     frames = page.evaluate("() => counted")
@@ -126,8 +126,8 @@ def dragged(page: Any, seconds: float) -> float:
 
 def wait_for_points(page: Any) -> None:
     """Until there is something on the map to see: what stands in the middle of either page."""
-    until = time.perf_counter() + LIMIT
-    while time.perf_counter() < until:
+    end = time.perf_counter() + LIMIT
+    while time.perf_counter() < end:
         picture = page.screenshot(clip={"x": 150, "y": 100, "width": 500, "height": 340})
         pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("L"))
         if (pixels != np.bincount(pixels.ravel()).argmax()).mean() > 0.005:

@@ -21,11 +21,11 @@ BLOCK, DIM, COARSE, FINE = 50_000, 32, 20, 200
 
 
 def made_run(folder: Path, rows: int) -> Path:
-    """Write it, where it is not there yet; `rows` is a multiple of `BLOCK`, or less."""
+    """Write it, where it is not there yet."""
     run = folder / f"run_{rows}"
     if (run / "metrics.json").is_file():
         return run
-    run.mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     centres = 2 * random.standard_normal((COARSE, DIM))
     centres = centres.repeat(FINE // COARSE, 0) + random.standard_normal((FINE, DIM))

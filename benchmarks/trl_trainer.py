@@ -330,6 +330,7 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     context.Process(target=_serve, args=(args, there), daemon=True).start()
+    there.close()  # of a server that ends before it says anything, recv learns
     yield here.recv()
     here.send(None)
 

@@ -59,6 +59,8 @@ def curate(argv: Sequence[str], prog: str) -> int:
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; expected a run's or a cache of embeddings")
     out = Path(given.out).expanduser() if given.out is not None else folder / "curated"
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file; expected a folder for the tables (--out)")
     if not given.force:
         _refuse_what_is_not_ours(out)
     return _curate(folder, given, out)
@@ -68,11 +70,10 @@ def _refuse_what_is_not_ours(out: Path) -> None:
     """Raise InputError where tables would take the place of what someone else wrote."""
     from ssl_kd.files import sha256_file
 
-    sums, there = _written(out), [out] if out.exists() else []
-    if out.is_dir():
-        there = [path for path in sorted(out.iterdir()) if path.name != WRITTEN]
-    for path in there:
-        if path.is_file() and sums.get(path.name) == sha256_file(path):
+    sums = _written(out)
+    for path in sorted(out.iterdir()) if out.is_dir() else ():
+        ours = path.is_file() and sums.get(path.name) == sha256_file(path)
+        if ours or path.name == WRITTEN:
             continue
         raise InputError(
             f"{path} exists, and was not written by curate, or edited since: name another folder "

@@ -247,10 +247,10 @@ class Run:
         return look_at(ids, lambda row: samples.image(rows.start + row), progress=progress)
 
     def label_next(self, n: int = 100, split: str = "train") -> Ranked:
-        """The samples of a split to label next: typical of each part of the tree.
+        """The samples of a split to label next: many others of their part of the tree are alike.
 
         Args:
-            n: how many; the larger a part, the sooner.
+            n: how many.
             split: of the run; rows are numbered within it.
 
         Raises:

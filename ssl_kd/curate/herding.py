@@ -33,12 +33,14 @@ def label_next(
     Directions are centred: `u = x / |x| - mean`, and `k = exp(2 (cos(u, u') - 1))` says how alike
     two are. A sample is covered as far as it is alike to its most alike labelled one. Each time
     the sample is asked for that adds most to what is covered of all. So what is asked for first is
-    also the best choice of fewer, and a second round goes on where the first one stopped.
+    also the best choice of fewer, and a second round goes on where the first one stopped, while the
+    same rows are compared: at most 8,192 without a label, in the same `parents`.
 
     Args:
         store: m embeddings.
         n: how many, 1 ... the samples that have no label.
-        labelled: `[m]`, which have a label already; None: none.
+        labelled: `[m]`, which have a label already; None: those of the store that have one, and
+            none where all have.
         parents: `[m]`, clusters of a run, at the level of the tree nearest below n. Samples of two
             cover each other not at all, those of one at least by half.
         device: where all pairs are compared.
@@ -49,13 +51,22 @@ def label_next(
         that each newly covers.
 
     Raises:
-        InputError: fewer samples are without a label than were asked for, or a row is not finite.
+        InputError: fewer samples are without a label than were asked for, `labelled` or `parents`
+            of another length, or a row that is not finite.
 
     References:
         Bae et al., Generalized coverage for more robust low-budget active learning, ECCV 2024
         (MaxHerding); Minoux, Accelerated greedy algorithms for maximizing submodular set functions,
         1978; Mirzasoleiman et al., Distributed submodular maximization, NeurIPS 2013 (parts).
     """
+    for name, given in (("labelled", labelled), ("parents", parents)):
+        if given is not None and len(given) != store.n:
+            raise InputError(
+                f"{name} has {len(given)} values for {store.n} samples; expected one of each"
+            )
+    if labelled is None and store.labels is not None:
+        known = store.labels.numpy() >= 0
+        labelled = None if known.all() else known
     free = np.arange(store.n) if labelled is None else np.flatnonzero(~np.asarray(labelled, bool))
     if not 1 <= n <= len(free):
         raise InputError(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from ssl_kd.datasets.held import held
 from ssl_kd.errors import InputError, printable
-from ssl_kd.files import atomic_write_text
+from ssl_kd.files import atomic_write
 from ssl_kd.teachers.server import PromptAnswers, short
 
 __all__ = ["AnswerFile"]
@@ -23,7 +24,8 @@ class AnswerFile(PromptAnswers):
     A line holds the fields of a `RequestOutput` of vLLM, or is the whole answer of its server, with
     one of `choices`: `prompt_logprobs`, and `prompt_token_ids` or, for the tokenizer to split,
     `text` or `prompt`. At any other place than the first there is the prompt's own token, so every
-    position is checked. Of each prompt 16 bytes and a place in the file are in memory.
+    position is checked. Of several answers to a prompt the last counts. Of each prompt 16 bytes and
+    a place in the file are in memory.
 
     Args:
         path: of the file; one that is not there has no answers.
@@ -34,7 +36,7 @@ class AnswerFile(PromptAnswers):
     """
 
     def __init__(self, path: str | Path, tokenizer: Any) -> None:
-        self.path, self._tokenizer = Path(path), tokenizer
+        self.path, self._tokenizer = Path(path).expanduser(), tokenizer
         self._lines: dict[bytes, tuple[int, int]] = {}  # of a prompt: number and place of its line
         if not self.path.is_file():
             return
@@ -43,7 +45,7 @@ class AnswerFile(PromptAnswers):
             for number, line in enumerate(file, 1):
                 if line.strip():
                     ids = self._ids(self._record(line, number), number)
-                    self._lines.setdefault(_key(ids), (number, place))
+                    self._lines[_key(ids)] = number, place
                 place += len(line)
 
     def check(self, tokens: int) -> None:
@@ -59,13 +61,23 @@ class AnswerFile(PromptAnswers):
         Raises:
             InputError: some are not; the message names the file that they were written to.
         """
-        wanted = [*dict.fromkeys(map(tuple, prompts))]
-        missing = [ids for ids in wanted if _key(ids) not in self._lines]
-        if not missing:
+        wanted: set[bytes] = set()
+
+        def unanswered() -> Iterator[list[int]]:
+            for ids in prompts:
+                if (key := _key(ids)) not in wanted and key not in self._lines:
+                    yield [*ids]
+                wanted.add(key)
+
+        if not (missing := held(unanswered())):
             return
         to = self.path.with_name(f"{self.path.stem}.prompts.jsonl")
-        lines = (json.dumps({"prompt_token_ids": ids}) for ids in missing)
-        atomic_write_text(to, "\n".join([*lines, ""]))
+
+        def write(file: IO[bytes]) -> None:
+            for ids in missing:
+                file.write(json.dumps({"prompt_token_ids": ids}).encode() + b"\n")
+
+        atomic_write(to, write)
         words = f"{self.path} answers {len(wanted) - len(missing)} of {len(wanted)} prompts"
         for ids in missing:
             if (found := self._lines.get(_key(ids[:-1]))) is not None:
@@ -106,7 +118,7 @@ class AnswerFile(PromptAnswers):
             raise self._odd(number, f"is not JSON: {said}") from None
         if isinstance(found, dict) and isinstance(found.get("choices"), list):
             one = found["choices"][0] if len(found["choices"]) == 1 else None
-            found = {**found, **one} if isinstance(one, dict) else None
+            found = {**found, **one, "text": None} if isinstance(one, dict) else None
         if not isinstance(found, dict) or not isinstance(found.get("prompt_logprobs"), list):
             raise self._odd(number, f"has no list of prompt_logprobs: {short(found)}")
         return found
@@ -117,7 +129,7 @@ class AnswerFile(PromptAnswers):
         ids: Any = record.get("prompt_token_ids")
         if ids is None and isinstance(text, str):
             ids = self._tokenizer(text)["input_ids"]
-        if not isinstance(ids, list) or not all(type(i) is int and i < 2**63 for i in ids):
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**63 for i in ids):
             raise self._odd(
                 number, f"has no prompt_token_ids, and no text or prompt: {short(sorted(record))}"
             )

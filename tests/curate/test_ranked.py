@@ -108,6 +108,13 @@ def test_one_of_each_part_is_asked_for_first(tmp_path):
     with pytest.raises(InputError, match="401 samples to label were asked for; expected 1 to 400"):
         label_next(store, 401)
     assert sorted(label_next(store, 400).rows) == list(range(400))
+    partly = write(tmp_path / "partly", 10 * x, np.where(labelled, y, -1))
+    assert np.array_equal(label_next(partly, 3, parents=y).rows, more.rows)
+    wholly = write(tmp_path / "wholly", 10 * x, y)
+    assert np.array_equal(label_next(wholly, 8).rows, found.rows)
+    for wrong in ({"labelled": [3, 7]}, {"parents": y[:300]}):
+        with pytest.raises(InputError, match=r"has (2|300) values for 400 samples; expected one"):
+            label_next(store, 3, **wrong)
 
 
 @pytest.mark.parametrize("with_parents", [False, True])

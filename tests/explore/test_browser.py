@@ -301,6 +301,14 @@ def test_many_samples_are_thinned_while_the_map_moves_alone(server, opened):
     until(page, "() => !explore.plot.map.get('isPointsFiltered')")
 
 
+def test_colours_that_follow_each_other_fast(server, opened):
+    page = opened(server.url)
+    page.evaluate("""() => { const menu = document.getElementById("colour");
+      return Promise.all([...menu.options].map(({ value }) => {
+        menu.value = value; return menu.onchange(); })); }""")
+    assert page.evaluate("explore.plot.codes === explore.plot.newest")
+
+
 def test_names_are_read_out_of_one_block_of_bytes(server, opened):
     page = opened(server.url)
     script = """async (words) => {

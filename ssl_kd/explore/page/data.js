@@ -83,7 +83,8 @@ export class Table {
 
   names() {
     this.reading ??= get("data/files.txt").then((answer) => answer.arrayBuffer())
-      .then((read) => { this.files = new Names(new Uint8Array(read)); return this.files; });
+      .then((read) => { this.files = new Names(new Uint8Array(read)); return this.files; })
+      .catch((error) => { this.reading = null; throw error; }); // to be tried again
     return this.reading;
   }
 
@@ -91,7 +92,10 @@ export class Table {
   async neighbours(row) {
     const { neighbours: k, per_file: rows, samples } = this.meta, part = Math.floor(row / rows);
     const size = 4 * k * Math.min(rows, samples - part * rows);
-    if (!this.near.has(part)) this.near.set(part, bytes(`data/neighbours_${part}.i32`, size));
+    if (!this.near.has(part)) {
+      this.near.set(part, bytes(`data/neighbours_${part}.i32`, size)
+        .catch((error) => { this.near.delete(part); throw error; }));
+    }
     const found = new Int32Array(await this.near.get(part)), first = (row - part * rows) * k;
     return [...found.subarray(first, first + k)].filter((other) => other >= 0);
   }

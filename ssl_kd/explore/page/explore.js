@@ -114,6 +114,7 @@ async function paint() {
   const wanted = colour, { codes, colours, legend } = await coloured();
   if (wanted !== colour) return; // another was chosen while this one was read
   await plot.paint(codes, plain(colours));
+  if (wanted !== colour) return;
   $("legend").replaceChildren(...(legend.length === 3 && legend[1] === null
     ? [legend[0], Object.assign(document.createElement("span"), { className: "ramp",
       style: `background: linear-gradient(90deg, ${RAMP.join(",")})` }), legend[2]]
@@ -457,6 +458,7 @@ function listen() {
   $("image-file").onchange = () => { if ($("image-file").files[0]) searchByImage($("image-file").files[0]); };
   $("colour").onchange = () => { colour = $("colour").value; return paint(); };
   document.addEventListener("keydown", keyboard);
+  window.addEventListener("unhandledrejection", ({ reason }) => say(reason?.message ?? `${reason}`, true));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", light);
   $("keys").replaceChildren(...KEYS.flatMap(([keys, text]) => [
     Object.assign(document.createElement("dt"), { textContent: keys }),

@@ -17,7 +17,7 @@ export class Plot {
    * @param on what is told: view(), hover(row or null), pick(rows), lassoed()
    */
   constructor(canvas, x, y, on) {
-    Object.assign(this, { canvas, x, y, selected: [] });
+    Object.assign(this, { canvas, x, y, on, selected: [], busy: Promise.resolve() });
     for (const axis of [x, y]) for (let i = 0; i < axis.length; i++) axis[i] *= ROOM;
     const n = x.length, size = n < 3000 ? 7 : n < 30000 ? 4 : n < 300000 ? 2.5 : 1.5;
     this.map = createScatterplot({ canvas, pointSize: size, pointSizeSelected: 2, opacity: 0.85,
@@ -26,7 +26,7 @@ export class Plot {
       performanceMode: n > 500000, pointOutlineWidth: 1, pointColorActive: "#ffffff" });
     const hears = { pointover: on.hover, pointout: () => on.hover(null), lassoEnd: on.lassoed,
       select: ({ points }) => on.pick(points), deselect: () => on.pick([]),
-      view: () => { on.view(); this.moves(); } };
+      view: () => { if (this.index) { on.view(); this.moves(); } } };
     for (const [name, does] of Object.entries(hears)) this.map.subscribe(name, does);
     touches(canvas);
     if (n <= MANY) return;
@@ -39,13 +39,18 @@ export class Plot {
   }
 
   /** The colour of every sample: `codes[row]` among these, each `#rrggbb`. */
-  async paint(codes, colours) {
-    Object.assign(this, { codes, colours });
-    this.map.set({ colorBy: "valueA", pointColor: colours });
-    await this.map.draw({ x: this.x, y: this.y, valueA: codes },
-      { spatialIndex: this.index, zDataType: "categorical", preventFilterReset: true });
-    this.index = this.map.get("spatialIndex");
-    this.select(this.selected);
+  paint(codes, colours) {
+    this.newest = codes;
+    this.busy = this.busy.catch(() => {}).then(async () => { // it draws one thing at a time
+      if (this.newest !== codes) return;
+      Object.assign(this, { codes, colours });
+      this.map.set({ colorBy: "valueA", pointColor: colours });
+      await this.map.draw({ x: this.x, y: this.y, valueA: codes },
+        { spatialIndex: this.index, zDataType: "categorical", preventFilterReset: true });
+      this.index = this.map.get("spatialIndex");
+      this.select(this.selected);
+    });
+    return this.busy;
   }
 
   /** The colour of one sample. */
@@ -62,7 +67,10 @@ export class Plot {
   /** Draw some of very many samples while the map moves, and all of them when it is still. */
   moves() {
     if (!this.some || this.selected.length > 1) return;
-    if (!this.later) this.map.filter(this.some, { preventEvent: true });
+    if (!this.later) {
+      this.on.hover(null); // the library forgets a sample that is not drawn, and does not say so
+      this.map.filter(this.some, { preventEvent: true });
+    }
     clearTimeout(this.later);
     this.later = setTimeout(() => {
       this.later = null;
