@@ -21,9 +21,9 @@ STUDENT_MODEL = "fresh:2x128"
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
 TEACHER_CACHE = None
-# A server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs here.
-# TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable
-# TEACHER_API_KEY.
+# A server that answers for the teacher, such as http://host:8000/v1 of vLLM, or for
+# cache_teacher.py a file of its answers, as answers.jsonl; None: it runs here. TEACHER_MODEL is
+# then where its tokenizer is. A key is taken from the environment variable TEACHER_API_KEY.
 TEACHER_URL = None
 # Name that the server knows the teacher by; None: TEACHER_MODEL.
 TEACHER_SERVED_AS = None

@@ -136,6 +136,7 @@ def test_load_lasso_rename_merge_split_undo(server, opened, run):
     page.click("#rename")
     named(page, "<b>x</b>")
     lines(page, 2)
+    page.wait_for_selector("#clusters b:has-text('<b>x</b>')")
     assert page.locator("#clusters b", has_text="<b>x</b>").count() == 1
     tick(page, made)
     page.click("#merge")

@@ -49,8 +49,9 @@ async function decide(said) {
   } catch (error) {
     say(error.message, true);
   }
-  await paint();
   showPanel();
+  await paint();
+  placeExamples();
 }
 
 function keep() {
