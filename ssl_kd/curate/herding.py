@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd.curate.ranked import Ranked
-from ssl_kd.curate.spacing import units
+from ssl_kd.curate.spacing import check_finite, units
 from ssl_kd.errors import InputError
 from ssl_kd.store import EmbeddingStore
 
@@ -108,10 +108,9 @@ def _directions(
     store: EmbeddingStore, rows: NDArray[np.int64], centre: Tensor | None = None
 ) -> Tensor:
     """Of some rows, `[b, d]` float32; from the centre, if there is one."""
-    u = units(store.gather(torch.from_numpy(rows)))
-    if not (finite := u.isfinite().all(1)).all():
-        row = int(rows[~finite.numpy()][0])
-        raise InputError(f"row {row} of {store.folder} ({store.split}) is not finite")
+    wanted = torch.from_numpy(rows)
+    u = units(store.gather(wanted))
+    check_finite(u, store, wanted)
     return (u if centre is None else units(u - centre)).float()
 
 

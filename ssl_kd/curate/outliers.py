@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssl_kd.curate.duplicates import CHANCE, NEIGHBOURS, ROWS
 from ssl_kd.curate.ranked import Ranked
-from ssl_kd.curate.spacing import SAME, Progress, Spacing, similarity, units
+from ssl_kd.curate.spacing import SAME, Progress, Spacing, check_finite, similarity, units
 from ssl_kd.errors import InputError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.store.neighbours import nearest_among, search_on
@@ -62,11 +62,9 @@ def outliers(
         typical = float(sample.double().norm(dim=1).median()) or 1.0
         reference = _polar(sample, typical).to(device)
         for start, block in store.blocks(COMPARED):
-            if not (finite := block.isfinite().all(1)).all():
-                row = start + int((~finite).nonzero()[0])
-                raise InputError(f"row {row} of {store.folder} ({store.split}) is not finite")
-            distance = torch.cdist(_polar(block, typical).to(device), reference).cpu()
             rows = torch.arange(start, start + len(block))
+            check_finite(block, store, rows)
+            distance = torch.cdist(_polar(block, typical).to(device), reference).cpu()
             distance[rows.unsqueeze(1) == members] = torch.inf
             far[rows] = distance.view(-1, PARTS, size).amin(2).double().mean(1)
             if progress is not None:

@@ -59,12 +59,17 @@ def neighbour_distances(
         others = neighbours[start : start + size].long()
         needed, places = torch.cat([own.unsqueeze(1), others], 1).unique(return_inverse=True)
         x = units(store.gather(needed)).float()
-        if not (finite := x.isfinite().all(1)).all():
-            row = int(needed[~finite][0])
-            raise InputError(f"row {row} of {store.folder} ({store.split}) is not finite")
+        check_finite(x, store, needed)
         distance = (x[places[:, 1:]] - x[places[:, :1]]).norm(dim=2).double()
         distance, order = distance.sort(dim=1, stable=True)
         yield own.numpy(), others.gather(1, order).numpy(), distance.numpy()
+
+
+def check_finite(x: Tensor, store: EmbeddingStore, rows: Tensor) -> None:
+    """Raise InputError where one of some rows of a store, `x` of them, is not finite; name it."""
+    if not (finite := x.isfinite().all(1)).all():
+        row = int(rows[~finite][0])
+        raise InputError(f"row {row} of {store.folder} ({store.split}) is not finite")
 
 
 def similarity(distance: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -97,12 +97,9 @@ def judge(
         speculative = _as_draft(settings, looks, frozen, student, drafted)
     asked = []
     if tasks is not None:
-        for i, (name, model) in enumerate(models.items()):
-            tell(stages - len(models) + i, stages, {"of": f"tasks, {name}"})
-            whole = model.model if isinstance(model, FrozenTeacher) else model
-            tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
-            found = tasks.ask(whole, tokenizer, batch_size=settings.batch_size, limit=limit)
-            asked += [{"name": name} | row for row in found]
+        ask = partial(tasks.ask, batch_size=settings.batch_size, limit=limit)
+        first = stages - len(models)
+        asked = _asked(ask, models, readings, lambda i, of: tell(first + i, stages, {"of": of}))
     tell(stages, stages, {})
     return {
         "student": student.name,
@@ -168,6 +165,22 @@ def _looked_at(
         row["rouge_l"] = rouge(name, "reference")
         row["rouge_l_teacher"] = rouge(name, "teacher")
     return table, shown
+
+
+def _asked(
+    ask: Callable[[Any, Any], list[dict[str, Any]]],
+    models: dict[str, Any],
+    readings: list[Reading],
+    tell: Callable[[int, str], None],
+) -> list[dict[str, Any]]:
+    """What each model scores on the tasks."""
+    found = []
+    for i, (name, model) in enumerate(models.items()):
+        tell(i, f"tasks, {name}")
+        whole = model.model if isinstance(model, FrozenTeacher) else model
+        tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
+        found += [{"name": name} | row for row in ask(whole, tokenizer)]
+    return found
 
 
 # --- drafts ---------------------------------------------------------------------------------------

@@ -129,11 +129,9 @@ class ServedTeacher:
 
     def expect(self, blocks: Blocks) -> None:
         """Raise InputError where a file of answers lacks some that blocks will want."""
-        if isinstance(self.server, AnswerFile):
-            batches = (blocks.batch([i]) for i in range(len(blocks)))
-            wanted = ((b, next_token_targets(b.input_ids, b.counts)[0]) for b in batches)
-            found = (prompt for some in wanted for _, prompt, *_ in _prompts(*some))
-            self.server.expect(found, self.k)
+        batches = (blocks.batch([i]) for i in range(len(blocks)))
+        wanted = ((b, next_token_targets(b.input_ids, b.counts)[0]) for b in batches)
+        self.server.expect((prompt for some in wanted for _, prompt, *_ in _prompts(*some)), self.k)
 
     def _sent(self, prompt: list[int], row: int, first: int) -> Future[PromptTopK]:
         where = f"row {row} of the text"

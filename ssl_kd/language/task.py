@@ -148,6 +148,11 @@ def prepare(
     Raises:
         SettingsError: teacher, student, cache and text do not fit.
     """
+    if is_file(settings.teacher_url) and settings.teacher_cache is None:
+        raise SettingsError(
+            f"TEACHER_URL is {settings.teacher_url!r}, a file of answers to the text that is"
+            " learned from: keep them by cache_teacher.py, and name its TEACHER_CACHE."
+        )
     tell("prepare", 0, 3, {})
     train_set, eval_set = texts_of(settings)
     tell("prepare", 1, 3, {"documents": len(train_set)})
@@ -175,11 +180,6 @@ def prepare(
         blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, tell)
     served = None
     if teacher is not None and settings.teacher_url is not None and not caches:
-        if is_file(settings.teacher_url):
-            raise SettingsError(
-                f"TEACHER_URL is {settings.teacher_url!r}, a file of answers to the text that is"
-                " learned from: keep them by cache_teacher.py, and name its TEACHER_CACHE."
-            )
         served = ServedTeacher.of(settings, teacher.tokenizer, precision.device)
     others: tuple[Beside, ...] = ()
     if isinstance(eval_blocks, AlignedBlocks):

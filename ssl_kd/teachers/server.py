@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -79,6 +79,10 @@ class PromptAnswers(ABC):
     @abstractmethod
     def check(self, tokens: int) -> None:
         """See whether prompts of so many tokens can be answered."""
+
+    @abstractmethod
+    def expect(self, prompts: Iterable[Sequence[int]], k: int) -> None:
+        """Be told what will be asked; who knows now that it has no answer to some says so."""
 
     @abstractmethod
     def _complete(self, prompt: Sequence[int], k: int) -> Any:
@@ -182,6 +186,9 @@ class CompletionServer(PromptAnswers):
                 f"takes prompts of {room - 1} tokens, and rows have {tokens}: set BLOCK_SIZE to "
                 f"{room - 1} or less, or start the server with a larger --max-model-len"
             )
+
+    def expect(self, prompts: Iterable[Sequence[int]], k: int) -> None:
+        """A server answers whatever comes."""
 
     def _complete(self, prompt: Sequence[int], k: int) -> Any:
         asked = {

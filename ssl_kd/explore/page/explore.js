@@ -194,7 +194,6 @@ function select(rows, zoom = false) {
 /** What is selected on the map. */
 function picked(rows) {
   chosen = Uint32Array.from(rows);
-  plot.selected = chosen;
   showPanel();
   $("panel").scrollTop = 0;
 }

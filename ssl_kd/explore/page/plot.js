@@ -25,7 +25,7 @@ export class Plot {
       actionKeyMap: { lasso: "shift", merge: "ctrl", remove: "alt" },
       performanceMode: n > 500000, pointOutlineWidth: 1, pointColorActive: "#ffffff" });
     const hears = { pointover: on.hover, pointout: () => on.hover(null), lassoEnd: on.lassoed,
-      select: ({ points }) => on.pick(points), deselect: () => on.pick([]),
+      select: ({ points }) => on.pick(this.selected = points), deselect: () => on.pick(this.selected = []),
       view: () => { if (this.index) { on.view(); this.moves(); } } };
     for (const [name, does] of Object.entries(hears)) this.map.subscribe(name, does);
     touches(canvas);
