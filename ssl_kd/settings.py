@@ -93,8 +93,9 @@ def _fields(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
     found = {}
     base = cls.__bases__[0]
     inherited = _fields(base) if dataclasses.is_dataclass(base) else {}
-    # A dataclass puts first what it inherits; here it comes last, in the section of every run.
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
+    # A dataclass puts first what it inherits; here it comes last, as the section of every run.
+    places = {name: place for place, name in enumerate(inherited)}
+    for field in sorted(dataclasses.fields(cls), key=lambda field: places.get(field.name, -1)):
         hint = hints[field.name]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         members = typing.get_args(hint) if union else (hint,)
