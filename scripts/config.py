@@ -48,6 +48,9 @@ CACHE_K = 128
 # Trainable weights and losses are always float32. A dtype that is slow on the device is not used,
 # and the log says so.
 MODEL_DTYPE = "auto"
+# Keep the linear layers of a frozen teacher in fewer bits, by bitsandbytes: nf4 (4 bits); None: in
+# MODEL_DTYPE. For a GPU's memory: on a CPU neither time nor memory is saved.
+TEACHER_QUANTIZATION = None
 # Run Python files that come with a model, where it needs them; read them first.
 TRUST_REMOTE_CODE = False
 # Attention of student and teacher, as transformers names it: eager | sdpa | flex_attention; None:
@@ -189,6 +192,9 @@ CLIP_GRAD = 1.0
 LORA_RANK = 0
 # LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
 LORA_ALPHA = 16.0
+# Keep the linear layers of the adapters' frozen base in fewer bits, as QLoRA does, by bitsandbytes:
+# nf4 (4 bits); None: in MODEL_DTYPE.
+LORA_QUANTIZATION = None
 # Save adapters merged into their base, as one plain model.
 LORA_MERGE = False
 

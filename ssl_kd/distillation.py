@@ -16,10 +16,11 @@ from typing_extensions import Unpack
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.language.keywords import Keywords
+from ssl_kd.language.names import GIVEN
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.task import GIVEN, Given
+from ssl_kd.language.task import Given
 from ssl_kd.ranks import following, follows
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.tables import language_table

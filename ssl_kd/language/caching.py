@@ -84,7 +84,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
     if settings.teacher_url is not None:
         teacher = served_lm(settings)
     else:
-        teacher = load_teacher(settings, name, precision.teacher)
+        teacher = load_teacher(settings, name, precision)
     blocks = lay_out(settings, texts, teacher, teacher, aligned=False)
     assert isinstance(blocks, Blocks)
     routed, dtype, rows = None, "served", None
@@ -96,6 +96,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
         answers = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
         routed = Routed(answers, settings) if is_routed(settings) else None
         dtype = str(precision.teacher).removeprefix("torch.")
+        dtype = f"{settings.teacher_quantization or ''} {dtype}".strip()
     fingerprint = TeacherFingerprint(
         **cache_of(settings, teacher, texts, blocks),
         dtype=dtype,

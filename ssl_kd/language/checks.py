@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.errors import InputError
+from ssl_kd.language.names import GIVEN
 from ssl_kd.language.schedules import check_schedule
 from ssl_kd.settings import SettingsError
 
@@ -54,6 +55,7 @@ def check_language(settings: LanguageSettings) -> None:
     if len(settings.teacher_names) > 1 or settings.teacher_weights is not None:
         _check_several(settings)
     _check_features(settings)
+    _check_quantization(settings)
     check_schedule(settings)
     _check_on_policy(settings)
     if settings.legacy_clamp is not None:
@@ -143,6 +145,35 @@ def _check_features(settings: LanguageSettings) -> None:
                 f"{asked} compares layers of the student with those of a live teacher that reads"
                 f" the same tokens, as it came, but {why}: {way}, or {asked} to 0."
             )
+
+
+def _check_quantization(settings: LanguageSettings) -> None:
+    """Weights in fewer bits are loaded for one device, and stay as they are."""
+    kind = settings.student_model.partition(":")[0]
+    made = kind in ("fresh", "llama", "layers", "prune", GIVEN)
+    absent = settings.teacher_url is not None or settings.teacher_model in ("none", GIVEN)
+    rules = {
+        "TEACHER_QUANTIZATION": (
+            (absent, "name a TEACHER_MODEL that is loaded here"),
+            (
+                kind in ("layers", "prune"),
+                f"STUDENT_MODEL {kind!r} cuts whole weights",
+            ),
+            (settings.teacher_offload, "set TEACHER_OFFLOAD to False"),
+            (settings.shard, "set SHARD to False"),
+        ),
+        "LORA_QUANTIZATION": (
+            (not settings.lora_rank, "set LORA_RANK above 0: it is of the base of adapters"),
+            (made, "name a STUDENT_MODEL that is loaded"),
+            (settings.lora_merge, "set LORA_MERGE to False: who loads the adapters merges them"),
+            (settings.shard, "set SHARD to False"),
+        ),
+    }
+    for name, rule in rules.items():
+        value = getattr(settings, name.lower())
+        for unfit, way in rule:
+            if value is not None and unfit:
+                raise SettingsError(f"{name} is {value!r}: {way}, or set it to None.")
 
 
 def _check_on_policy(settings: LanguageSettings) -> None:

@@ -63,8 +63,11 @@ def judge(
     """
     precision = precision_of(settings)
     student, teacher = (
-        None if name == "none" else load_teacher(settings, name, precision.teacher)
-        for name in (settings.student_model, settings.teacher_model)
+        None if name == "none" else load_teacher(own, name, precision)
+        for own, name in (
+            (settings.replace(teacher_quantization=None), settings.student_model),
+            (settings, settings.teacher_model),
+        )
     )
     assert student is not None
     _, texts = texts_of(settings)

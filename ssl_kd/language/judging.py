@@ -16,8 +16,9 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
+from ssl_kd.language.names import GIVEN
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.task import GIVEN, Task
+from ssl_kd.language.task import Task
 from ssl_kd.language.teacher import at_work, load_teacher
 from ssl_kd.language.witness import known_settings
 from ssl_kd.teachers.causal import CausalLM
@@ -156,10 +157,10 @@ def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: 
             " MODEL_DTYPE to 'float32'"
         )
     teacher.model.to("cpu")  # two of them may be more than the device holds
-    lm = load_teacher(settings, task.teacher.name, dtype)
     precision = dataclasses.replace(
         task.precision, teacher=dtype, why=f"{task.precision.why}; {words}"
     )
+    lm = load_teacher(settings, task.teacher.name, precision)
     return dataclasses.replace(
         task,
         precision=precision,

@@ -47,6 +47,7 @@ class Keywords(TypedDict, total=False):
     log_every: int
     lora_alpha: float
     lora_merge: bool
+    lora_quantization: Literal["nf4"] | None
     lora_rank: int
     max_megabytes: float | None
     max_new_tokens: int
@@ -81,6 +82,7 @@ class Keywords(TypedDict, total=False):
     teacher_experts: int
     teacher_offload: bool
     teacher_patience: float
+    teacher_quantization: Literal["nf4"] | None
     teacher_served_as: str | None
     teacher_size: str
     teacher_steps: int

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["MemoryEstimate", "estimate_memory", "refused"]
 
 LOWERED_BY = {
-    "teacher": ("TEACHER_CACHE", "TEACHER_OFFLOAD", "MODEL_DTYPE"),
+    "teacher": ("TEACHER_CACHE", "TEACHER_OFFLOAD", "TEACHER_QUANTIZATION", "MODEL_DTYPE"),
     "cache": ("CACHE_METHOD", "CACHE_K", "BATCH_SIZE", "BLOCK_SIZE"),
-    "student": ("STUDENT_MODEL",),
+    "student": ("STUDENT_MODEL", "LORA_QUANTIZATION"),
     "optimizer": ("LORA_RANK", "STUDENT_MODEL"),
     "guard": ("LORA_RANK", "STUDENT_MODEL"),
     "router": (
@@ -86,6 +86,8 @@ def refused(settings: LanguageSettings, device: torch.device) -> set[str]:
     tried = {
         "teacher_cache": "cache",
         "teacher_offload": True,
+        "teacher_quantization": "nf4",
+        "lora_quantization": "nf4",
         "lora_rank": 8,
         "gradient_checkpointing": True,
         "router_mode": "native",
@@ -98,6 +100,8 @@ def refused(settings: LanguageSettings, device: torch.device) -> set[str]:
             settings.replace(**{name: value})
         except SettingsError:
             found.add(name.upper())
+    if device.type == "cpu":  # bitsandbytes saves nothing there
+        found |= {"TEACHER_QUANTIZATION", "LORA_QUANTIZATION"}
     return found if DeviceInfo.of(device).halves()[0] else found | {"MODEL_DTYPE"}
 
 

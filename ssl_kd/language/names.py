@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from ssl_kd.settings import RunSettings
 
+GIVEN = "given"
+"""TEACHER_MODEL and STUDENT_MODEL of a model that was handed over in memory."""
+
 # What the settings were called up to version 0.1, and in transformers' TrainingArguments.
 ALIASES: Mapping[str, str] = {
     **RunSettings.aliases,
@@ -49,6 +52,10 @@ INSTEAD: Mapping[str, str] = {
     ),
     "beta": "Use --divergence js:BETA; forward_kl and reverse_kl are what 0 and 1 stand for.",
     "max_completion_length": "Use --rollout_tokens.",
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant"),
+        "Use --lora_quantization nf4, and --teacher_quantization nf4 for the teacher.",
+    ),
     "seq_kd": "Use --teacher_text 1.",
     "alpha": "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.",
     "load_best_model_at_end": "The student of the best evaluation is saved anyway.",

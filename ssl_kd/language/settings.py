@@ -101,6 +101,13 @@ class LanguageSettings(LoopSettings):
         " not used, and the log says so.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    teacher_quantization: str | None = setting(
+        None,
+        "keep the linear layers of a frozen teacher in fewer bits, by bitsandbytes: nf4 (4 bits);"
+        " None: in MODEL_DTYPE",
+        "For a GPU's memory: on a CPU neither time nor memory is saved.",
+        choices=("nf4",),
+    )
     trust_remote_code: bool = setting(
         False,
         "run Python files that come with a model, where it needs them; read them first",
@@ -344,6 +351,12 @@ class LanguageSettings(LoopSettings):
     )
     lora_alpha: float = setting(
         16.0, "LoRA alpha; the adapters are scaled by LORA_ALPHA / LORA_RANK", above=0
+    )
+    lora_quantization: str | None = setting(
+        None,
+        "keep the linear layers of the adapters' frozen base in fewer bits, as QLoRA does, by"
+        " bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE",
+        choices=("nf4",),
     )
     lora_merge: bool = setting(False, "save adapters merged into their base, as one plain model")
 

@@ -18,6 +18,7 @@ from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
 from ssl_kd.language.family import check_family, check_ids_are_known, check_room, check_rows
 from ssl_kd.language.features import feature_terms
+from ssl_kd.language.names import GIVEN
 from ssl_kd.language.pictures import check_ranks_see
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
@@ -44,6 +45,7 @@ from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, set_attention, without_adapters
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.remembered import RememberedTeacher
 from ssl_kd.teachers.server import is_file
 from ssl_kd.teachers.student import add_lora, build_student
@@ -54,8 +56,6 @@ from ssl_kd.training.together import FollowedFolder
 
 logger = logging.getLogger(__name__)
 
-GIVEN = "given"
-"""TEACHER_MODEL and STUDENT_MODEL of a model that was handed over in memory."""
 LEAST_HELD_OUT = 16  # rows: half of fewer would say too little
 
 
@@ -159,7 +159,7 @@ def prepare(
 
     student, teacher = _models(settings, train_set, precision, tell, ranks, given)
     aligned = teacher is not None and settings.align != "auto"
-    more = [load_teacher(settings, n, precision.teacher) for n in settings.teacher_names[1:]]
+    more = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     _attend(settings.attn_implementation, precision.device, *more)
     prompted = settings.on_policy or settings.teacher_text
     layout = settings.replace(packing=False) if prompted else settings  # a prompt a row
@@ -251,6 +251,9 @@ def _models(
         dtype=None if half else torch.float32,
         remote_code=settings.trust_remote_code,
         sample=sample,
+        quantization=Quantization.of(
+            settings.lora_quantization, precision.device, precision.student
+        ),
     )
     if teacher is not None and teacher.tokenizer is None:  # its cache knows whether it is this one
         teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
@@ -292,7 +295,7 @@ def _teacher(
         or precision.teacher == torch.float16
     )
     try:
-        return load_teacher(settings, name, None if first else precision.teacher)
+        return load_teacher(settings, name, precision, as_saved=first)
     except (CausalLMUnavailable, FileNotFoundError) as error:
         return absent_teacher(settings, name, error)
 

@@ -7,8 +7,6 @@ import logging
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from ssl_kd.datasets.blocks import isolates_documents, make_blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.text import TextDataset
@@ -25,6 +23,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, load_tokenizer
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.student import build_student, save_student
 from ssl_kd.training.clock import Progress
 
@@ -35,9 +34,17 @@ TEACHER_LR = 2e-3  # of a small teacher that is trained here
 ALONE = Ranks(0, 1, "cpu")
 
 
-def load_teacher(settings: LanguageSettings, name: str, dtype: torch.dtype | None) -> CausalLM:
-    """The teacher's model as the settings would have it loaded."""
-    return load_causal_lm(name, dtype=dtype, remote_code=settings.trust_remote_code)
+def load_teacher(
+    settings: LanguageSettings, name: str, precision: Precision, *, as_saved: bool = False
+) -> CausalLM:
+    """The teacher's model as the settings would have it loaded; `as_saved`: in its file's dtype."""
+    kind, dtype = settings.teacher_quantization, precision.teacher
+    return load_causal_lm(
+        name,
+        dtype=None if as_saved and kind is None else dtype,
+        remote_code=settings.trust_remote_code,
+        quantization=Quantization.of(kind, precision.device, dtype),
+    )
 
 
 def absent_teacher(settings: LanguageSettings, name: str, why: UserError | OSError) -> CausalLM:

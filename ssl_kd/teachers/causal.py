@@ -24,6 +24,7 @@ from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file, why_refused
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.teachers.dtypes import cast_weights
+from ssl_kd.teachers.quantization import Quantization, keep_gradients
 from ssl_kd.teachers.weights import model_files, weights_id
 
 __all__ = [
@@ -91,6 +92,7 @@ def load_causal_lm(
     *,
     dtype: torch.dtype | None = torch.float32,
     remote_code: bool = False,
+    quantization: Quantization | None = None,
 ) -> CausalLM:
     """Load a causal language model and its tokenizer, in evaluation mode on the CPU.
 
@@ -104,6 +106,7 @@ def load_causal_lm(
         dtype: of the weights (buffers such as rotary frequencies stay as the model keeps them);
             None for the one they were saved in.
         remote_code: run Python files that come with the model, where it needs them.
+        quantization: of the linear layers, and on which device; None: they are of `dtype`, too.
 
     Raises:
         ImportError: transformers is not installed.
@@ -115,10 +118,16 @@ def load_causal_lm(
     transformers = llm_module("transformers")
     folder = _local(name)
     if folder is not None and (folder / "adapter_config.json").is_file():
+        if quantization is not None:
+            raise InputError(
+                f"{folder} holds adapters, which are merged into their base as it is loaded, and a "
+                "base in 4 bits takes none: save them merged first (--lora_merge)"
+            )
         return _with_adapters(folder, dtype, remote_code)
     place = name if folder is None else str(folder)
     with quiet(transformers):
-        model = _weights(transformers, place, dtype, remote_code)
+        model = _weights(transformers, place, dtype, remote_code, quantization)
+        keep_gradients(model)
         tokenizer = load_tokenizer(place, remote_code=remote_code)
         processor = _processor(transformers, place, remote_code) if sees(model) else None
     model.eval()
@@ -285,7 +294,13 @@ def _local(name: str) -> Path | None:
     return None
 
 
-def _weights(transformers: Any, place: str, dtype: torch.dtype | None, remote_code: bool) -> Any:
+def _weights(
+    transformers: Any,
+    place: str,
+    dtype: torch.dtype | None,
+    remote_code: bool,
+    quantization: Quantization | None,
+) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=remote_code)
         model, info = auto_model(config).from_pretrained(
@@ -294,6 +309,7 @@ def _weights(transformers: Any, place: str, dtype: torch.dtype | None, remote_co
             trust_remote_code=remote_code,  # None would ask on the terminal
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named below, which transformers' error does not
+            **({} if quantization is None else quantization.arguments()),
         )
     except OSError as error:
         raise CausalLMUnavailable(place, error) from error

@@ -38,7 +38,8 @@ def halve_products(model: Any, dtype: torch.dtype) -> None:
     for module in model.modules():
         # GPT-2 keeps its linear layers transposed.
         linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if linear and module is not head and not module.weight.requires_grad:
+        floats = linear and module.weight.is_floating_point()  # those in fewer bits are cast inside
+        if floats and module is not head and not module.weight.requires_grad:
             halved |= set(module.parameters(recurse=False))
             module.register_forward_pre_hook(_as_the_weight)
             module.register_forward_hook(_as_the_others)

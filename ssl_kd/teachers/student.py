@@ -40,6 +40,7 @@ from ssl_kd.teachers.dtypes import cast_weights
 from ssl_kd.teachers.finite import not_finite
 from ssl_kd.teachers.layers import stack_of
 from ssl_kd.teachers.pruning import prune
+from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.tower import trained_linears
 
 __all__ = ["NotFinite", "add_lora", "build_student", "save_student"]
@@ -72,6 +73,7 @@ def build_student(
     experts: int = 0,
     remote_code: bool = False,
     sample: Blocks | None = None,
+    quantization: Quantization | None = None,
 ) -> CausalLM:
     """Make or load a student.
 
@@ -91,6 +93,7 @@ def build_student(
             Llama's place; 0 for Llama.
         remote_code: see `load_causal_lm`.
         sample: text in the teacher's tokens, by which `prune` sees what matters.
+        quantization: of a student that is loaded, the frozen base of adapters.
 
     Returns:
         The student, in evaluation mode on the CPU.
@@ -104,7 +107,7 @@ def build_student(
     if kind == "prune":
         return _pruned(spec, teacher, sample, seed, dtype or torch.float32)
     if kind not in ("layers", "fresh", "llama"):
-        return load_causal_lm(spec, dtype=dtype, remote_code=remote_code)
+        return load_causal_lm(spec, dtype=dtype, remote_code=remote_code, quantization=quantization)
     form = r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)"
     match = re.fullmatch(form, size)
     if match is None or 0 in (numbers := [int(n) for n in match.groups()]):

@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+from ssl_kd.guard.precision import DeviceInfo  # noqa: E402
 from ssl_kd.language.features import HiddenStates, feature_terms  # noqa: E402
 from ssl_kd.language.memory import LOWERED_BY, estimate_memory, refused  # noqa: E402
 from ssl_kd.language.objective import _checkpoint_activations  # noqa: E402
@@ -258,12 +259,22 @@ def test_the_table_names_settings_that_exist_and_are_not_used_yet():
     ],
 )
 def test_what_the_settings_refuse_is_not_recommended(monkeypatch, changes, names):
-    device = torch.device("cpu")
+    device, names = torch.device("cpu"), names | {"TEACHER_QUANTIZATION", "LORA_QUANTIZATION"}
     kind = "ssl_kd.guard.precision.DeviceInfo.halves"
     monkeypatch.setattr(kind, lambda self: ((torch.bfloat16,), "a test"))
     assert refused(LanguageSettings(**changes), device) == names
     monkeypatch.setattr(kind, lambda self: ((), "a test"))
     assert refused(LanguageSettings(**changes), device) == names | {"MODEL_DTYPE"}
+
+
+def test_fewer_bits_are_recommended_where_a_gpu_has_them(monkeypatch):
+    cpu = DeviceInfo.of(torch.device("cpu"))
+    monkeypatch.setattr(DeviceInfo, "of", lambda device: cpu)
+    cut = LanguageSettings(student_model="layers:2", lora_rank=4)
+    adapted = LanguageSettings(student_model="a/b", lora_rank=4)
+    bits = {"TEACHER_QUANTIZATION", "LORA_QUANTIZATION"}
+    assert bits <= refused(cut, torch.device("cuda"))
+    assert not bits & refused(adapted, torch.device("cuda"))
 
 
 def test_a_run_with_another_tokenizer_is_not_sent_to_a_cache(tiny, tmp_path, text_file, caplog):

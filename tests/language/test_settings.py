@@ -68,6 +68,11 @@ def test_presets_hold_the_numbers_that_their_names_promise():
         ({"router_joint": True, "divergence": "skew_kl"}, "ROUTER_JOINT takes forward_kl"),
         ({"emulate_fp16": True}, "EMULATE_FP16 is for MODEL_DTYPE 'float16' only"),
         ({"run_name": "a/b"}, "RUN_NAME is 'a/b'"),
+        ({"teacher_quantization": "nf4", "teacher_model": "none"}, "name a TEACHER_MODEL"),
+        ({"teacher_quantization": "nf4", "student_model": "layers:2"}, "cuts whole weights"),
+        ({"teacher_quantization": "nf4", "shard": True}, "set SHARD to False"),
+        ({"lora_quantization": "nf4", "student_model": "a/b"}, "set LORA_RANK above 0"),
+        ({"lora_quantization": "nf4", "lora_rank": 4}, "name a STUDENT_MODEL that is loaded"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )

@@ -1,0 +1,73 @@
+"""Frozen weights in 4 bits, by bitsandbytes.
+
+References:
+    Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, NeurIPS 2023, section 3 (NF4,
+    double quantization).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ssl_kd.errors import MissingPackage
+
+__all__ = ["Quantization", "keep_gradients"]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Linear layers in NF4, about 4.1 bits a weight; embeddings, norms and the output head stay.
+
+    bitsandbytes' 8 bits are not here: their products round what comes in to float16, where it may
+    overflow, and what a row gets depends on the rows beside it.
+
+    Args:
+        device: where the model goes: weights are packed for their device.
+        compute: dtype of the products.
+
+    Raises:
+        MissingPackage: bitsandbytes is not installed.
+    """
+
+    device: torch.device
+    compute: torch.dtype
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise MissingPackage(
+                "weights in 4 bits need bitsandbytes: pip install 'ssl_kd[quantized]'"
+            )
+
+    @classmethod
+    def of(
+        cls, kind: str | None, device: torch.device, compute: torch.dtype
+    ) -> Quantization | None:
+        """As a setting says: `nf4`, or None for none."""
+        return None if kind is None else cls(device, compute)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `from_pretrained`."""
+        from transformers import BitsAndBytesConfig
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.compute,
+        )
+        return {"quantization_config": config, "device_map": {"": self.device}}
+
+
+def keep_gradients(model: Any) -> None:
+    """Have 4-bit layers of a model, which has not run yet, multiply in a way that has gradients.
+
+    Some CPUs have a faster one, which a layer takes for good at its first forward pass in
+    evaluation mode; from then on it gives what is before it no gradient, without an error.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
