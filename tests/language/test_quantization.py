@@ -40,7 +40,8 @@ def test_a_teacher_answers_as_its_weights_say(tiny, models, bits):
     batch = tiny.blocks().batch([0, 1], CPU)
     rows = torch.arange(20)
     found, plain = (
-        FrozenTeacher(model)(batch, rows).hidden for model in both(models("teacher"), bits)
+        FrozenTeacher(model)(batch, rows).hidden  # type: ignore[union-attr]
+        for model in both(models("teacher"), bits)
     )
     assert (found - plain).norm() <= 1e-5 * plain.norm()
 
