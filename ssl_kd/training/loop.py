@@ -81,6 +81,40 @@ class Learner(Protocol[R_co]):
         ...
 
 
+class _Checkpoints:
+    """The checkpoints of a loop, of which one may be on its way.
+
+    Args:
+        begin: saves, or begins to: see `on_checkpoint` of `run_loop`.
+    """
+
+    def __init__(self, begin: Callable[[int], object]) -> None:
+        self._begin = begin
+        self._under_way: object = None
+
+    def settle(self) -> None:
+        """Wait until the one that is on its way is saved."""
+        wait, self._under_way = self._under_way, None
+        if callable(wait):
+            wait()
+
+    def save(self, done: int) -> None:
+        self.settle()
+        self._under_way = self._begin(done)
+
+    def save_last(self, done: int) -> None:
+        """Save, where what cannot be written is no reason to lose what was trained."""
+        try:
+            self.settle()
+        except OSError as error:
+            logger.warning("a checkpoint before the last could not be written: %s", error)
+        try:
+            self.save(done)
+            self.settle()
+        except OSError as error:
+            logger.warning("the last checkpoint, of step %d, could not be written: %s", done, error)
+
+
 @undisturbed()
 def run_loop(
     learner: Learner[R_co],
@@ -122,43 +156,22 @@ def run_loop(
     def is_due(done: int, every: int) -> bool:
         return done % every == 0 or done == learner.steps
 
-    begun: list[Callable[[], object]] = []  # the checkpoint that is on its way
-
-    def settle() -> None:
-        if begun:
-            begun.pop()()
-
-    def save(done: int) -> None:
-        settle()
-        wait = on_checkpoint(done)
-        if callable(wait):
-            begun.append(wait)
+    checkpoints = _Checkpoints(on_checkpoint)
 
     def checkpoint(done: int) -> None:
         learner.look(done, at_once=True)
         learner.before_checkpoint(done)
         if done == learner.steps:
-            at_the_end(done)
+            checkpoints.save_last(done)
         else:
-            save(done)
-
-    def at_the_end(done: int) -> None:
-        try:
-            settle()
-        except OSError as error:
-            logger.warning("a checkpoint before the last could not be written: %s", error)
-        try:
-            save(done)
-            settle()
-        except OSError as error:
-            logger.warning("the last checkpoint, of step %d, could not be written: %s", done, error)
+            checkpoints.save(done)
 
     done = start
     try:
         while (step := done) < learner.steps:
             if should_stop():
                 checkpoint(step)
-                settle()
+                checkpoints.settle()
                 return step
             done = step + 1
             learner.learn(step)
@@ -171,6 +184,6 @@ def run_loop(
                 if is_due(done, checkpoint_every):
                     checkpoint(done)
     except TooFewHealthyParts:
-        at_the_end(done)
+        checkpoints.save_last(done)
         raise
     return done
