@@ -167,18 +167,18 @@ def _tvd(
 
 
 def near_0(value: Tensor) -> Tensor:
-    """Where rounding takes the digits of a divergence `[n]`: rows `[k]`. Waits for the device.
+    """Where rounding takes the digits of a divergence `[n]`: boolean `[n]`.
 
     A sum of `a (log a - log b)` is as wrong as the logarithms are, some units of eps.
     """
     import torch
 
-    return (value < 2**14 * torch.finfo(value.dtype).eps).nonzero().flatten()
+    return value < 2**14 * torch.finfo(value.dtype).eps
 
 
 def _exact_(value: Tensor, exactly: Callable[..., Tensor], *tensors: Tensor) -> None:
     """Put `exactly` of the tensors' rows into `value` `[n]` where it is `near_0`."""
-    close = near_0(value)
+    close = near_0(value).nonzero().flatten()
     if len(close):
         value[close] = exactly(*(x[close] for x in tensors))
 

@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,20 @@ class _Watch(TorchDispatchMode):
         self._count(func, args, kwargs, out)
         return out
 
+    def stream(self, device):
+        """A stream whose events are waited for where nothing was since they were recorded."""
+
+        def record_event():
+            seen = len(self.device.waits)
+
+            def synchronize():
+                if len(self.device.waits) == seen:
+                    self._note(self.device.waits, "synchronize")
+
+            return SimpleNamespace(synchronize=synchronize)
+
+        return SimpleNamespace(record_event=record_event)
+
     def _faked(self, x):
         return x if isinstance(x, FakeTensor) else self._fake.from_tensor(x)
 
@@ -169,6 +184,7 @@ def pretended_cuda():
         # Autocast asks whether there is a device, and for what it can do.
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True)
+        patch.setattr(torch.cuda, "current_stream", watch.stream)
         patch.setattr(torch.Tensor, "pin_memory", pin_memory)
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor, device=None: tensor in watch.pinned)
         patch.setattr(torch.Tensor, "backward", lambda loss: _backward([loss]))

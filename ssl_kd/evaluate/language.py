@@ -23,9 +23,9 @@ from ssl_kd.evaluate.generation import (
 )
 from ssl_kd.evaluate.texts import repetition
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
-from ssl_kd.losses.linear_distillation import CHUNK_BYTES
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.losses.token_terms import CHUNK_BYTES
 from ssl_kd.teachers.causal import evaluating
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states, linear_head
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ssl_kd.guard.precision import DeviceInfo
-from ssl_kd.losses.linear_distillation import ROW_BYTES, chunk_rows
+from ssl_kd.losses.token_terms import ROW_BYTES, chunk_rows
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher, linear_head

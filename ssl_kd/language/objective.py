@@ -21,7 +21,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Source
 from ssl_kd.language.terms import Term
 from ssl_kd.losses.legacy_clamp import LegacyClamp
-from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
+from ssl_kd.losses.linear_distillation import distillation_terms
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, rows_of
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import without_adapters
@@ -123,10 +123,13 @@ class Objective:
         """The `terms` of a batch times their weights."""
         return self.weighted(self.terms(batch))
 
-    def terms(self, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
+    def terms(
+        self, batch: Batch | AlignedBatch, late: list[Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Sums over the batch: `ce`, with a teacher `kd`, and the others; float32.
 
-        Each over what `counts` counts.
+        Each over what `counts` counts. For `late` see `distillation_terms`: numbers that `kd` lacks
+        until the backward pass of the terms times their weights.
         """
         text = student_side(batch)
         rows, targets = next_token_targets(text.input_ids, text.counts)
@@ -135,6 +138,7 @@ class Objective:
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
             "teacher_weights": getattr(self.source, "weights", None),
+            "late": late,
         }
         with self.precision.autocast(), self._listening():
             outputs = self._forward(text)
@@ -166,8 +170,8 @@ class Objective:
         teachers: Sequence[TeacherOutput],
         text: int,
         options: dict[str, Any],
-    ) -> Tensor:
-        """`[2]`: both terms of the first `text` tokens, of the others the divergence alone."""
+    ) -> Sequence[Tensor]:
+        """Both terms of the first `text` tokens, of the others the divergence alone."""
         n, kind = len(targets), self.settings.kind_of_divergence
         if text == n:
             return student.distil(targets, teachers, divergence=kind, **options)
@@ -184,7 +188,7 @@ class Objective:
                 (text, n, None, self.settings.kind_on_policy),
             ]
         ]
-        return torch.stack(sums).sum(0)
+        return [torch.stack(some).sum() for some in zip(*sums, strict=True)]
 
     def _forward(self, batch: Batch) -> _Outputs:
         """The student's outputs at every position."""
@@ -239,13 +243,15 @@ class _Outputs:
         assert some.hidden is not None and self.head is not None
         return F.linear(some.hidden, self.head.weight, self.head.bias)
 
-    def distil(self, targets: Tensor, teachers: Sequence[TeacherOutput], **options: Any) -> Tensor:
-        """`[2]`, sums of cross-entropy and divergence."""
+    def distil(
+        self, targets: Tensor | None, teachers: Sequence[TeacherOutput], **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Sums of cross-entropy and divergence."""
         if self.given is not None:
-            return logits_distillation(self.given, targets, teachers, **options)
+            return distillation_terms(self.given, None, None, targets, teachers, **options)
         assert self.hidden is not None and self.head is not None
         weight, bias = self.head.weight, self.head.bias
-        return linear_distillation(self.hidden, weight, bias, targets, teachers, **options)
+        return distillation_terms(self.hidden, weight, bias, targets, teachers, **options)
 
     def as_teacher(self) -> TeacherOutput:
         """The same without gradient."""

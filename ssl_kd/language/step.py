@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
@@ -202,11 +202,14 @@ class Distiller(Objective):
             batches = []
         with self._router_moves_once(batches):
             for i, batch in enumerate(batches):
+                late: list[Tensor] = []
                 with self.trainee.averaged(last=i == len(batches) - 1):
-                    terms = self.trainee.forward(self.terms, batch)
+                    terms = self.trainee.forward(partial(self.terms, late=late), batch)
                     terms = {name: term / sizes[name] for name, term in terms.items()}
-                    sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
                     self.guard.backward(self.weighted(terms))
+                sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
+                if late:
+                    sums["kd"] = sums["kd"] + torch.stack(late).sum() / sizes["kd"]
         self.tokens += tokens
         router = self._router_events()
         # On their way while the guard waits for what it reads, behind them.

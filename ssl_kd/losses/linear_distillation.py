@@ -3,202 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.divergences import Divergence, divergence_named, near_0
+from ssl_kd.divergences import divergence_named, near_0
 from ssl_kd.losses.checks import check_targets, check_teacher, shares_of
-from ssl_kd.losses.chunked_logits import ChunkedLogits, GivenLogits
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
-from ssl_kd.losses.rows import NOWHERE, differentiated_once, log_softmax_, saturate_
-from ssl_kd.losses.teacher_output import (
-    LinearTeacher,
-    LogitsTeacher,
-    SampledTeacher,
-    TeacherOutput,
-    TopKTeacher,
-    rows_of,
-)
-
-CHUNK_BYTES = 64 << 20  # of logits in float32: fewer, larger products than at 16 MiB
-# Tokens on a GPU, at least. A chunk reads the head's weight and adds to its float32 gradient, 14
-# bytes an entry in bf16, and multiplies 6 times a token with it: as long on an H200 (990 TFLOP/s,
-# 4.8 TB/s), on which 64 MiB of a vocabulary of 128,000 would be a third of that.
-CHUNK_ROWS = 440
-ROW_BYTES = 1 << 20  # of logits that the arithmetic takes at once on a CPU: stays in its cache
-
-
-def chunk_rows(vocabulary: int, device: torch.device | str) -> int:
-    """Tokens whose logits exist at once: a chunk of the loss."""
-    rows = max(1, CHUNK_BYTES // (4 * vocabulary))
-    return max(rows, CHUNK_ROWS) if torch.device(device).type == "cuda" else rows
-
-
-@dataclass(frozen=True)
-class _Objective:
-    targets: Tensor | None
-    teachers: Sequence[TeacherOutput]
-    shares: Sequence[float]  # of each teacher in the mean of their divergences
-    temperature: float
-    divergence: Divergence
-    common: int  # the vocabulary that student and teachers share: the first entries
-    outside: Tensor | None  # entries among these that one of them leaves out
-    chunk: int
-    autocast: torch.dtype | None  # the dtype that products are in, instead of the inputs'
-    exact: bool = True  # near 0 too, chunk by chunk: each of them waits for the device
-
-
-def _top_k(
-    teacher: TopKTeacher,
-    log_q: Tensor,
-    divergence: Divergence,
-    gradient: bool,
-    exact: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The divergence over k + 1 outcomes; the tail's gradient is shared out as q has it."""
-    indices = teacher.indices.long()
-    # By logarithms: a tail that q has emptied beyond its least number is to be filled again.
-    tail = log_q.scatter(-1, indices, 2 * NOWHERE)
-    largest = tail.amax(-1, keepdim=True)
-    total = tail.sub_(largest).exp_().sum(-1, keepdim=True)
-    coarse_q = torch.cat([log_q.gather(-1, indices), total.log() + largest], -1)
-    coarse_p = torch.cat([teacher.log_probs, teacher.log_tail.unsqueeze(-1)], -1)
-    coarse_p = saturate_(coarse_p.to(log_q.dtype, copy=True))
-    pairs = coarse_p, coarse_p.exp(), coarse_q, coarse_q.exp()
-    value, slope = divergence.compute(*pairs, gradient, exact)
-    if slope is None:
-        return value, None
-    return value, tail.mul_(slope[:, -1:] / total).scatter_(-1, indices, slope[:, :-1])
-
-
-def _terms_(
-    logits: Tensor,
-    targets: Tensor | None,
-    teachers: Sequence[TeacherOutput],
-    objective: _Objective,
-    weights: tuple[float, float],
-    gradient: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and T^2 * divergence of each row, and their weighted gradient.
-
-    Args:
-        logits: `[r, vocab]`, in the dtype of the arithmetic; overwritten.
-        targets: `[r]` or None.
-        teachers: these rows of each teacher.
-        objective: what to compute.
-        weights: of the two gradients; that of a term with weight 0 is not looked at.
-        gradient: `[r, vocab]`, gets the gradient; None for values alone.
-    """
-    saturate_(logits)
-    ce = kd = logits.new_zeros(len(logits))
-    written = False
-    if targets is not None:
-        column = targets.unsqueeze(-1)
-        log_q, q = log_softmax_(logits, 1.0)  # shifts the logits, which changes no softmax
-        ce = -log_q.gather(-1, column).squeeze(-1)
-        if gradient is not None and weights[0] != 0:
-            q.scatter_add_(-1, column, q.new_full(column.shape, -1))
-            torch.mul(q, weights[0], out=gradient)
-            written = True
-    if gradient is not None and not written:
-        gradient.zero_()
-    if teachers:
-        t, wanted = objective.temperature, gradient is not None and weights[1] != 0
-        log_q, q = log_softmax_(logits[:, : objective.common], t, objective.outside)
-        for teacher, share in zip(teachers, objective.shares, strict=True):
-            value, slope = _divergence_of(teacher, log_q, q, objective, wanted)
-            kd = kd + value * (t**2 * share)
-            if slope is not None and gradient is not None:
-                scale = weights[1] * t * share
-                gradient[:, : objective.common].add_(slope, alpha=scale)
-    return ce, kd
-
-
-def _divergence_of(
-    teacher: TeacherOutput, log_q: Tensor, q: Tensor, objective: _Objective, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    if isinstance(teacher, TopKTeacher):
-        return _top_k(teacher, log_q, objective.divergence, gradient, objective.exact)
-    if isinstance(teacher, SampledTeacher):
-        assert objective.divergence.from_samples is not None  # check_teacher
-        weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)
-        indices = teacher.indices.long()
-        return objective.divergence.from_samples(indices, weights, entropy, log_q, q, gradient)
-    assert isinstance(teacher, LogitsTeacher)  # _run has multiplied a LinearTeacher out
-    logits = saturate_(teacher.logits[:, : objective.common].to(q.dtype, copy=True))
-    log_p, p = log_softmax_(logits, objective.temperature, objective.outside)
-    return objective.divergence.compute(log_p, p, log_q, q, gradient, objective.exact)
-
-
-def _student(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    objective: _Objective,
-    needs: tuple[bool, ...],
-) -> ChunkedLogits | GivenLogits:
-    if weight is None:
-        return GivenLogits(x, needs[0])
-    return ChunkedLogits(x, weight, bias, objective.chunk, objective.autocast, needs)
-
-
-def _multiplied(teacher: LinearTeacher, chunk: int, autocast: torch.dtype | None) -> ChunkedLogits:
-    # In half precision by its own dtype: what fits bfloat16 may be beyond autocast's float16.
-    if teacher.weight.itemsize == 2:
-        autocast = None
-    return ChunkedLogits(teacher.hidden, teacher.weight, teacher.bias, chunk, autocast)
-
-
-def _run(
-    student: ChunkedLogits | GivenLogits, objective: _Objective, weights: tuple[float, float]
-) -> Tensor:
-    """Both terms of each token, `[2, n]`; what they add to the gradients is left in `student`."""
-    n, vocab = student.shape
-    chunk, targets = objective.chunk, objective.targets
-    terms = torch.zeros((2, n), dtype=student.exact, device=student.device)
-    if targets is None and not objective.teachers:
-        return terms
-    rows = chunk
-    if student.device.type == "cpu":
-        rows = min(chunk, max(1, ROW_BYTES // (vocab * student.exact.itemsize)))
-    scratch = torch.empty((rows, vocab), dtype=student.exact, device=student.device)
-    slope = torch.empty_like(scratch) if any(x is not None for x in student.gradients) else None
-    teachers = [
-        _multiplied(t, chunk, objective.autocast) if isinstance(t, LinearTeacher) else t
-        for t in objective.teachers
-    ]
-    for start in range(0, n, chunk):
-        stop = min(start + chunk, n)
-        logits = student.logits(start, stop)
-        here = [
-            LogitsTeacher(t.logits(start, stop))
-            if isinstance(t, ChunkedLogits)
-            else rows_of(t, start, stop)
-            for t in teachers
-        ]
-        for first in range(0, stop - start, rows):
-            last = min(first + rows, stop - start)
-            place = slice(start + first, start + last)
-            part = None if slope is None else slope[: last - first]
-            terms[0, place], terms[1, place] = _terms_(
-                scratch[: last - first].copy_(logits[first:last]),
-                None if targets is None else targets[place],
-                [rows_of(t, first, last) for t in here],
-                objective,
-                weights,
-                part,
-            )
-            if part is not None:
-                student.gradient(start, stop)[first:last] = part
-        if slope is not None:
-            student.accumulate(start, stop)
-    return terms
+from ssl_kd.losses.rows import differentiated_once
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
+from ssl_kd.losses.token_terms import Wanted, chunk_rows, run_, student_of
 
 
 def _are_free(device: torch.device) -> bool:
@@ -206,13 +25,26 @@ def _are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _again_near_0_(
-    terms: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, objective: _Objective
-) -> None:
-    """Exact divergences in `terms` `[2, n]` where they are near 0: one wait for the device."""
-    close = near_0(terms[1] / objective.temperature**2)
+def _later(number: Tensor) -> Callable[[], int]:
+    """A number of a device, to be asked for once that was waited for: then without a wait."""
+    if number.device.type != "cuda":
+        return lambda: int(number)
+    sent = number.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream(number.device).record_event()
+
+    def get() -> int:
+        event.synchronize()
+        return int(sent)
+
+    return get
+
+
+def _exactly(
+    close: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, objective: Wanted
+) -> Tensor:
+    """Exact divergences of the rows `close` `[k]`, where they are near 0."""
     if not len(close):
-        return
+        return x.new_zeros(0)
     teachers = [
         replace(t, hidden=t.hidden[close])
         if isinstance(t, LinearTeacher)
@@ -221,8 +53,8 @@ def _again_near_0_(
     ]
     chunk = min(objective.chunk, len(close))
     some = replace(objective, targets=None, teachers=teachers, chunk=chunk, exact=True)
-    student = _student(x[close], weight, bias, some, (False, False, False))
-    terms[1, close] = _run(student, some, (0.0, 0.0))[1]
+    student = student_of(x[close], weight, bias, some, (False, False, False))
+    return run_(student, some, (0.0, 0.0))[1]
 
 
 def _factor(incoming: tuple[float, ...], weights: tuple[float, ...]) -> float | None:
@@ -238,6 +70,20 @@ def _factor(incoming: tuple[float, ...], weights: tuple[float, ...]) -> float | 
     return factor if fits else None
 
 
+def _factor_there(incoming: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | float:
+    """`_factor` without a wait, of what comes in at all; NaN where it is no multiple."""
+    largest = max(range(len(weights)), key=lambda i: abs(weights[i]))
+    if (most := incoming[largest]) is None:
+        return 1.0
+    factor = most / weights[largest]
+    for i, got in enumerate(incoming):
+        if i != largest and got is not None:
+            expected = factor * weights[i]
+            fits = (got - expected).abs() <= 1e-5 * expected.abs()
+            factor = torch.where(fits, factor, torch.nan)
+    return factor
+
+
 class _Distillation(torch.autograd.Function):
     """The two sums; their gradient is computed in the same pass over the logits."""
 
@@ -247,57 +93,89 @@ class _Distillation(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        objective: _Objective,
+        objective: Wanted,
         weights: tuple[float, float],
         needs: tuple[bool, bool, bool],
-    ) -> Tensor:
+        late: list[Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # a term that was cut out shows without a wait
+        ctx.near = None
         with torch.autocast(x.device.type, enabled=False):
-            student = _student(x, weight, bias, objective, needs)
-            terms = _run(student, objective, weights)
+            student = student_of(x, weight, bias, objective, needs)
+            terms = run_(student, objective, weights)
             if objective.teachers and not objective.exact:
-                _again_near_0_(terms, x, weight, bias, objective)
+                near = near_0(terms[1] / objective.temperature**2)
+                if late is None or not any(needs):
+                    close = near.nonzero().flatten()
+                    terms[1, close] = _exactly(close, x, weight, bias, objective)
+                else:
+                    late.append(terms.new_zeros(()))
+                    ctx.near = terms[1], _later(near.sum()), late[-1]
         ctx.save_for_backward(x, weight, bias)
         ctx.objective, ctx.weights, ctx.needs = objective, weights, needs
+        ctx.trusted = late is not None and not objective.exact
         ctx.gradients = student.gradients
-        return terms.sum(1)
+        ce, kd = terms.sum(1)
+        return ce, kd
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        if all(g is None for g in given):
+            return (None,) * 7
         x, weight, bias = ctx.saved_tensors
-        ce, kd = grad.tolist()
         # A term that is not there has no gradient, whatever comes in for it.
-        incoming = (
-            ce if ctx.objective.targets is not None else 0.0,
-            kd if ctx.objective.teachers else 0.0,
-        )
+        there = ctx.objective.targets is not None, bool(ctx.objective.teachers)
         # Handed over, not kept: a gradient that nobody else holds becomes .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None
-        factor, weights = _factor(incoming, ctx.weights), ctx.weights
-        cut = factor is None
-        if factor is None:
-            # One term left is to the bit what it would have been alone: its own weight, one factor.
-            weights = tuple(w if g else 0.0 for w, g in zip(ctx.weights, incoming, strict=True))
-            factor = _factor(incoming, weights)
-        if factor is None:
-            factor, weights = 1.0, incoming
-        if gradients is None or cut:  # a second backward, or a term was cut out
-            objective = replace(
-                ctx.objective,
-                targets=ctx.objective.targets if weights[0] != 0 else None,
-                teachers=ctx.objective.teachers if weights[1] != 0 else (),
-                exact=False,  # no value is wanted
-            )
-            gradients = None  # frees the memory for the new ones
-            student = _student(x, weight, bias, objective, ctx.needs)
-            with torch.autocast(x.device.type, enabled=False):
-                _run(student, objective, (weights[0], weights[1]))
-            gradients = student.gradients
+        if ctx.trusted:
+            kept = [g if real else None for g, real in zip(given, there, strict=True)]
+            weights = tuple(0.0 if g is None else w for w, g in zip(ctx.weights, kept, strict=True))
+            cut, factor = weights != ctx.weights, _factor_there(kept, weights)
+        else:
+            cut, factor, weights = _asked_for(given, there, ctx.weights)
+        with torch.autocast(x.device.type, enabled=False):
+            if ctx.near is not None:
+                (found, count, late), ctx.near = ctx.near, None
+                close = found.argsort()[: count()]
+                late += (_exactly(close, x, weight, bias, ctx.objective) - found[close]).sum()
+            if gradients is None or cut:  # a second backward, or a term was cut out
+                objective = replace(
+                    ctx.objective,
+                    targets=ctx.objective.targets if weights[0] != 0 else None,
+                    teachers=ctx.objective.teachers if weights[1] != 0 else (),
+                    exact=False,  # no value is wanted
+                )
+                gradients = None  # frees the memory for the new ones
+                student = student_of(x, weight, bias, objective, ctx.needs)
+                run_(student, objective, (weights[0], weights[1]))
+                gradients = student.gradients
+        one = isinstance(factor, float) and factor == 1
         scaled = (
-            None if g is None else (g if factor == 1 else g.mul_(factor)).to(like.dtype)
+            None if g is None else (g if one else g.mul_(factor)).to(like.dtype)
             for g, like in zip(gradients, (x, weight, bias), strict=True)
         )
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
+
+
+def _asked_for(
+    given: Sequence[Tensor | None], there: Sequence[bool], weights: tuple[float, float]
+) -> tuple[bool, float, tuple[float, ...]]:
+    """What the gradients that come in ask for, by a wait for the device.
+
+    Returns:
+        Whether it is another proportion than `weights`; a factor, and the weights times it.
+    """
+    some = next(g for g in given if g is not None)
+    numbers = torch.stack([some.new_zeros(()) if g is None else g for g in given]).tolist()
+    incoming = tuple(g if real else 0.0 for g, real in zip(numbers, there, strict=True))
+    if (factor := _factor(incoming, weights)) is not None:
+        return False, factor, weights
+    # One term left is to the bit what it would have been alone: its own weight, one factor.
+    left = tuple(w if g else 0.0 for w, g in zip(weights, incoming, strict=True))
+    if (factor := _factor(incoming, left)) is not None:
+        return True, factor, left
+    return True, 1.0, incoming
 
 
 def _outside(x: Tensor | None, common: int) -> Tensor | None:
@@ -307,19 +185,47 @@ def _outside(x: Tensor | None, common: int) -> Tensor | None:
     return x.reshape(-1, x.shape[-1])[:, :common].amax(0) == -torch.inf
 
 
-def _distil(
+def _common(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, teachers: Sequence[TeacherOutput]
+) -> tuple[int, Tensor | None]:
+    """The vocabulary that all share, its first entries; `[k]`, those that one of them leaves out.
+
+    None where there are none.
+    """
+    vocab = x.shape[-1] if weight is None else len(weight)
+    heads = [t.weight for t in teachers if isinstance(t, LinearTeacher)]
+    given = [t.logits for t in teachers if isinstance(t, LogitsTeacher)]
+    common = min([vocab, *(len(w) for w in heads), *(z.shape[-1] for z in given)])
+    leave_out = [t.bias for t in teachers if isinstance(t, LinearTeacher)] + given
+    masks = [_outside(y, common) for y in [x if weight is None else bias, *leave_out]]
+    if not teachers or all(mask is None for mask in masks):
+        return common, None
+    anywhere = torch.stack([mask for mask in masks if mask is not None]).any(0)
+    return common, anywhere.nonzero().flatten() if anywhere.any() else None
+
+
+def distillation_terms(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     targets: Tensor | None,
-    teachers: Sequence[TeacherOutput],
+    teachers: Sequence[TeacherOutput] = (),
+    *,
     temperature: float,
-    divergence: str,
-    weights: tuple[float, float],
-    clamp: LegacyClamp | None,
-    chunk_tokens: int | None,
-    teacher_weights: Sequence[float] | None,
-) -> Tensor:
+    divergence: str = "forward_kl",
+    weights: tuple[float, float] = (1.0, 1.0),
+    legacy_clamp: LegacyClamp | None = None,
+    chunk_tokens: int | None = None,
+    teacher_weights: Sequence[float] | None = None,
+    late: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `linear_distillation`, or without a `weight` `logits_distillation`, of two numbers.
+
+    With a list `late` there is no wait for the device here, nor in a backward pass before which the
+    sums were read. Of that pass the terms that are differentiated at all must come in the
+    proportion of `weights`: else the gradient is NaN. The list may get a number, which the backward
+    pass makes what the second sum lacks to be exact near 0.
+    """
     n, vocab = len(x), x.shape[-1] if weight is None else len(weight)
     kind = divergence_named(divergence)
     check_temperature("temperature", temperature)
@@ -330,24 +236,16 @@ def _distil(
     teachers, shares = shares_of(teachers, teacher_weights)
     if targets is not None:
         check_targets(targets, n, vocab)
-    heads = [t.weight for t in teachers if isinstance(t, LinearTeacher)]
-    given = [t.logits for t in teachers if isinstance(t, LogitsTeacher)]
-    common = min([vocab, *(len(w) for w in heads), *(z.shape[-1] for z in given)])
-    leave_out = [t.bias for t in teachers if isinstance(t, LinearTeacher)] + given
-    masks = [_outside(y, common) for y in [x if weight is None else bias, *leave_out]]
-    indices = None
-    if teachers and any(mask is not None for mask in masks):
-        anywhere = torch.stack([mask for mask in masks if mask is not None]).any(0)
-        indices = anywhere.nonzero().flatten() if anywhere.any() else None
-        if indices is not None and len(indices) == common:
-            teachers, indices = (), None  # no entry is left to compare: nothing to distil
-    if clamp is not None:
-        logits = x if weight is None else F.linear(x, weight, bias)
-        return clamped_distillation(
-            clamp, logits, targets, teachers, shares, temperature, kind, common, indices
-        )
+    common, indices = _common(x, weight, bias, teachers)
+    if indices is not None and len(indices) == common:
+        teachers, indices = (), None  # no entry is left to compare: nothing to distil
+    if legacy_clamp is not None:
+        z = x if weight is None else F.linear(x, weight, bias)
+        some = targets, teachers, shares, temperature, kind, common, indices
+        ce, kd = clamped_distillation(legacy_clamp, z, *some)
+        return ce, kd
     device = x.device.type
-    objective = _Objective(
+    objective = Wanted(
         targets,
         teachers,
         shares,
@@ -363,7 +261,7 @@ def _distil(
     needs = tuple(
         torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)
     )
-    return _Distillation.apply(x, weight, bias, objective, weights, needs)  # pyright: ignore
+    return _Distillation.apply(x, weight, bias, objective, weights, needs, late)  # pyright: ignore
 
 
 def linear_distillation(
@@ -430,19 +328,20 @@ def linear_distillation(
             f"student_hidden is {dtypes[0]} and student_weight {dtypes[1]}: cast one of them, or "
             "compute under autocast"
         )
-    return _distil(
+    terms = distillation_terms(
         student_hidden,
         student_weight,
         student_bias,
         targets,
         teachers,
-        temperature,
-        divergence,
-        weights,
-        legacy_clamp,
-        chunk_tokens,
-        teacher_weights,
+        temperature=temperature,
+        divergence=divergence,
+        weights=weights,
+        legacy_clamp=legacy_clamp,
+        chunk_tokens=chunk_tokens,
+        teacher_weights=teacher_weights,
     )
+    return torch.stack(terms)
 
 
 def logits_distillation(
@@ -463,16 +362,17 @@ def logits_distillation(
     """
     if student_logits.ndim != 2:
         raise ValueError(f"student_logits {tuple(student_logits.shape)}, expected [n, vocab]")
-    return _distil(
+    terms = distillation_terms(
         student_logits,
         None,
         None,
         targets,
         teachers,
-        temperature,
-        divergence,
-        weights,
-        legacy_clamp,
-        chunk_tokens,
-        teacher_weights,
+        temperature=temperature,
+        divergence=divergence,
+        weights=weights,
+        legacy_clamp=legacy_clamp,
+        chunk_tokens=chunk_tokens,
+        teacher_weights=teacher_weights,
     )
+    return torch.stack(terms)

@@ -100,9 +100,12 @@ def by_hand(student, teacher, batch, settings, rate):
 # --- the numbers of a step ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("packing", "are"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_a_step_equals_the_same_step_by_hand_in_float64(tiny, teacher, divergence, packing):
+def test_a_step_equals_the_same_step_by_hand_in_float64(
+    tiny, teacher, divergence, packing, free, are
+):
+    free(are)
     options = {"alpha_ce": 0.7, "alpha_kd": 0.2, "temperature": 1.5, "clip_grad": 0.5}
     distiller = tiny.distiller(teacher, divergence=divergence, weight_decay=0.1, **options)
     batch = tiny.blocks(packing=packing).batch(range(3))
@@ -122,6 +125,18 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(tiny, teacher, divergenc
         torch.testing.assert_close(
             ours[name][known].double(), p[known].detach(), rtol=1e-4, atol=1e-6
         )
+
+
+def test_a_step_that_asks_later_shows_a_distance_near_0_as_well(tiny, free):
+    model, shown = tiny.model(spread=0.3), []
+    frozen = FrozenTeacher(copy.deepcopy(model))
+    for are in (True, False):
+        free(are)
+        distiller = tiny.distiller(frozen, student=copy.deepcopy(model))
+        with torch.no_grad():
+            distiller.student.get_output_embeddings().weight.mul_(1 + 1e-4)
+        shown.append(distiller.step([tiny.blocks().batch(range(4))], 1e-3).kd)
+    assert 0 < shown[0] < 1e-6 and shown[1] == pytest.approx(shown[0], rel=0.02)
 
 
 def test_the_second_step_has_only_its_own_gradient(tiny, teacher):
@@ -227,8 +242,10 @@ def test_precision_is_what_was_asked_for_where_the_device_has_it(tiny):
 # --- a sick term ----------------------------------------------------------------------------------
 
 
-def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(tiny, teacher):
+@pytest.mark.parametrize("are", [True, False])
+def test_a_nan_of_the_teacher_leaves_a_step_of_cross_entropy_alone(tiny, teacher, free, are):
     """To the bit what it would be had the teacher not been asked."""
+    free(are)
     blocks = tiny.blocks()
     batches = [blocks.batch(range(4)), blocks.batch(range(4, 8))]
     sick, alone = tiny.distiller(Sick(teacher)), tiny.distiller(None)

@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +11,9 @@ from ssl_kd.losses import (
     TopKTeacher,
     linear_distillation,
     logits_distillation,
+    token_terms,
 )
+from ssl_kd.losses.linear_distillation import distillation_terms
 from tests.oracles import token_objectives as oracle
 
 NAMES = (*DIVERGENCES, *oracle.JS)
@@ -93,8 +93,7 @@ KINDS.append(("sampled", "forward_kl"))
 @pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_values_and_gradients_equal_the_oracle(kind, name, chunk, monkeypatch):
     # Three rows at once, so that blocks of rows within a chunk are met too.
-    module = sys.modules[linear_distillation.__module__]  # its name is the function's, too
-    monkeypatch.setattr(module, "ROW_BYTES", 3 * VOCAB * 8)
+    monkeypatch.setattr(token_terms, "ROW_BYTES", 3 * VOCAB * 8)
     student, targets = _student()
     teachers = [_teacher(kind, 1.5)]
     weights = (0.9, 0.1)
@@ -489,21 +488,45 @@ def test_under_the_clamp_a_term_that_was_cut_out_is_not_touched():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["linear", "logits", "top_k"])
-def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once(monkeypatch, kind, name):
+def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once_or_later(free, kind, name):
     student, targets = _student()
     teacher = _teacher(kind, 2.0)
     if kind == "linear":  # as the student has it, but for the last digits
         teacher = LinearTeacher(student[0].detach() * (1 + 1e-4), *student[1:])
     options = {"temperature": 2.0, "divergence": name, "chunk_tokens": 3}
-    sides = []
-    for free in (True, False):
-        monkeypatch.setattr(
-            sys.modules[linear_distillation.__module__], "_are_free", lambda device, free=free: free
-        )
-        hidden, weight, bias = (x.detach().float().requires_grad_() for x in student)
-        sides.append(linear_distillation(hidden, weight, bias, targets, [teacher], **options))
-    asked, free = sides
-    assert torch.allclose(asked, free, rtol=0.02, atol=0)  # of logits in chunks of other rows
+    sides, late = [], []
+    for here, more in ((True, None), (False, None), (False, late)):
+        free(here)
+        x, weight, bias = (x.detach().float().requires_grad_() for x in student)
+        ce, kd = distillation_terms(x, weight, bias, targets, [teacher], late=more, **options)
+        (ce + kd).backward()
+        sides.append((kd.detach() + sum(late), x.grad))
+    (free_kd, slope), *others = sides
+    for kd, grad in others:
+        assert torch.allclose(kd, free_kd, rtol=0.02, atol=0)  # of logits in chunks of other rows
+        assert torch.equal(grad, slope)
+
+
+@pytest.mark.parametrize("cut", [None, "ce", "kd"])
+def test_without_a_wait_gradients_are_the_same_and_a_cut_out_term_is_not_touched(free, cut):
+    student, targets, teacher = _poisoned() if cut == "kd" else (*_student(), _linear())
+    options, found = {"temperature": 2.0, "weights": (0.9, 0.1)}, []
+    for here, late in ((True, None), (False, [])):
+        free(here)
+        ce, kd = distillation_terms(*student, targets, [teacher], late=late, **options)
+        terms = {"ce": 0.9 / 7 * ce, "kd": 0.1 / 7 * kd}
+        total = sum(term for name, term in terms.items() if name != cut)
+        found.append(torch.autograd.grad(total, student))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.isfinite().all() and torch.equal(mine, theirs)
+
+
+def test_another_proportion_than_was_told_is_seen_without_a_wait(free):
+    free(False)
+    student, targets = _student()
+    given = {"temperature": 2.0, "weights": (0.9, 0.1), "late": []}
+    ce, kd = distillation_terms(*student, targets, [_linear()], **given)
+    assert all(x.isnan().all() for x in torch.autograd.grad(0.1 * ce + 0.9 * kd, student))
 
 
 def test_bad_arguments_are_named():
