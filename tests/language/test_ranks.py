@@ -84,6 +84,7 @@ KINDS = {
     "accumulation": {"batch_size": 3, "gradient_accumulation_steps": 2},
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
     "hidden": {"teacher_model": "foreign", "align": "hidden", "student_model": "student"},
+    "uld": {"teacher_model": "foreign", "align": "uld", "student_model": "student"},
     "features": {
         "alpha_hidden": 0.3,
         "alpha_attention": 0.2,
