@@ -36,6 +36,7 @@ from tests.ranks import run_ranks  # noqa: E402
 from tests.tiny import Tiny  # noqa: E402
 
 TINY = Tiny()
+WRITING = ("on_policy", "prompt_tokens", "rollout_tokens", "rollout_temperature", "rollout_top_p")
 
 
 def samples(n=8, seed=0, low=3):
@@ -99,7 +100,7 @@ class Witness(transformers.TrainerCallback):
 def trained(folder, teacher=None, student=None, callbacks=(), resume=None, data=None, **options):
     """A trainer after its training, what it held after each step, and what stopped it."""
     own = ("alpha_kd", "alpha_ce", "temperature", "divergence", "align", "schedule")
-    own += ("eval_dataset",)
+    own += ("eval_dataset", "processing_class", *WRITING)
     given = {name: options.pop(name) for name in own if name in options}
     witness = Witness()
     trainer = DistillationTrainer(

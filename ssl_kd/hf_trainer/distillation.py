@@ -22,7 +22,9 @@ from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate, inputs_of_mo
 from ssl_kd.hf_trainer.guarding import GuardCallback, promote
 from ssl_kd.hf_trainer.resuming import load_seeing
 from ssl_kd.hf_trainer.teachers import Teacher, asked
-from ssl_kd.language.objective import Objective
+from ssl_kd.hf_trainer.writing import check_rows, written_batches
+from ssl_kd.language.objective import Objective, student_side
+from ssl_kd.language.rollouts import seen_of
 from ssl_kd.language.routed import Routed, fixed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.store.teacher_cache import TeacherCache
@@ -65,6 +67,18 @@ class DistillationTrainer(Trainer):
         schedule: which of `temperature`, `alpha_kd` and `alpha_ce` move over the training, each
             from its own value to `NAME:END` or `NAME:END:cosine`, as in "temperature:1,
             alpha_kd:0.1:cosine"; log lines have what moves. None: nothing.
+        on_policy: share of the rows, in [0, 1], whose continuation the student writes itself, anew
+            in each step, and the teacher judges token by token, without cross-entropy (GKD's
+            lambda); 0: none. The prompt is what comes before the first label that counts. What is
+            written depends on `args.seed`, the step and the row alone. Log lines have
+            `rollout_share` (of the rows), `rollout_tokens` (of a text) and `rollout_ended` (share).
+            It takes one text a row, a teacher at work, and `processing_class`. `divergence` may be
+            `distillm2`: skew KL on the text, skew reverse KL on what was written after its prompt.
+        prompt_tokens: tokens of a text without labels of -100 that are its prompt, its first
+            included, at least 1.
+        rollout_tokens: most tokens of a continuation, its end included, at least 1.
+        rollout_temperature: that it is sampled at, in [0, 100]; 0: the likeliest tokens.
+        rollout_top_p: sampled from the likeliest tokens of this much probability, in (0, 1].
         train_dataset: samples with `input_ids`, and perhaps `labels` (-100 where there is no loss;
             not shifted), `attention_mask` and `position_ids` (which restart from 0 where a row
             holds several documents), and what a processor makes of images (`pixel_values`, ...);
@@ -84,7 +98,8 @@ class DistillationTrainer(Trainer):
         objective: the student's loss terms.
 
     References:
-        Hinton et al., Distilling the Knowledge in a Neural Network, 2015.
+        Hinton et al., Distilling the Knowledge in a Neural Network, 2015; Agarwal et al. (GKD),
+        ICLR 2024; Ko et al. (DistiLLM-2), ICML 2025.
     """
 
     def __init__(
@@ -99,6 +114,11 @@ class DistillationTrainer(Trainer):
         alpha_ce: float = 0.5,
         align: str = "auto",
         schedule: str | None = None,
+        on_policy: float = 0.0,
+        prompt_tokens: int = 16,
+        rollout_tokens: int = 128,
+        rollout_temperature: float = 1.0,
+        rollout_top_p: float = 1.0,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -113,6 +133,11 @@ class DistillationTrainer(Trainer):
             alpha_ce=alpha_ce,
             align=align,
             schedule=schedule,
+            on_policy=on_policy,
+            prompt_tokens=prompt_tokens,
+            rollout_tokens=rollout_tokens,
+            rollout_temperature=rollout_temperature,
+            rollout_top_p=rollout_top_p,
         )
         if options.get("compute_loss_func") is not None:
             raise InputError("compute_loss_func: this Trainer has losses of its own; leave it out")
@@ -132,7 +157,13 @@ class DistillationTrainer(Trainer):
             callbacks=[*(callbacks or []), *([] if given else [self.guarding])],
             **options,
         )
+        self._begin(teacher, train_dataset)
+
+    def _begin(self, teacher: Teacher | Sequence[Teacher] | None, train_dataset: Any) -> None:
+        """Check what was given, and load the teacher."""
         _check(self.args, self.accelerator)
+        if self._settings.on_policy:
+            check_rows(self.train_dataset, self.processing_class)
         given_to = self._settings, self.args.device, self.processing_class
         self._sources = asked(teacher, train_dataset, *given_to)
         if isinstance(source := self._sources[0], Routed):
@@ -151,7 +182,9 @@ class DistillationTrainer(Trainer):
             self.args.device, student, student, student == torch.float16, "as the Trainer says"
         )
         source, aligned = self._sources
-        objective = Objective(self.model, self._settings, precision, source, aligned)
+        rows = self.args.per_device_train_batch_size
+        settings = self._settings.replace(seed=self.args.seed, batch_size=rows)
+        objective = Objective(self.model, settings, precision, source, aligned)
         plugin = getattr(self.accelerator.state, "dynamo_plugin", None)
         if self.args.torch_compile and plugin is not None:
             without_adapters(self.model).base_model.compile(**plugin.to_kwargs())
@@ -172,18 +205,31 @@ class DistillationTrainer(Trainer):
     def _batch(self, inputs: Mapping[str, Any], dataset: Any) -> Batch | AlignedBatch:
         if isinstance(dataset, BlockRows) and dataset.hold_more:
             return dataset.blocks.batch(inputs["rows"].cpu(), self.args.device)
-        images = image_tokens(without_adapters(self.model).config)
-        return batch_of(inputs, self.args.device, images)
+        return batch_of(inputs, self.args.device, self._images())
+
+    def _images(self) -> Sequence[int]:
+        return image_tokens(without_adapters(self.model).config)
+
+    def _batches(self, samples: Sequence[Mapping[str, Any]]) -> Sequence[Batch | AlignedBatch]:
+        """Those of a step, of which the student may write some rows."""
+        data = self.train_dataset
+        if not self._settings.on_policy:
+            return [self._batch(inputs, data) for inputs in samples]
+        given_to = self._images(), self.processing_class, self.state.global_step
+        batches, sums = written_batches(self.objective, data, samples, *given_to)
+        for name, pair in seen_of(sums).items():
+            self._add(name, torch.tensor(pair, dtype=torch.float64, device=self.args.device))
+        return batches
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The batches of a step, and over how many tokens of all processes its loss is a mean."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = [self._batch(inputs, self.train_dataset) for inputs in samples]
-        if not batches:
+        if not samples:
             return samples, None
         self.objective.follow(self.state.global_step, self.state.max_steps)
+        batches = self._batches(samples)
         here = self.objective.counts(batches)
         counts = torch.tensor([list(here.values())], device=device)
         gathered: Any = self.accelerator.gather(counts)
@@ -206,7 +252,7 @@ class DistillationTrainer(Trainer):
                 )
         self._packs = True
 
-    def _begin_step(self, batches: list[Batch | AlignedBatch]) -> None:
+    def _begin_step(self, batches: Sequence[Batch | AlignedBatch]) -> None:
         """Let a teacher's router move once by all batches of a step, and a server see them all."""
         self._step, self._left = contextlib.ExitStack(), len(batches)
         source, objective = self.objective.source, self.objective
@@ -235,7 +281,10 @@ class DistillationTrainer(Trainer):
         batch = inputs[_BATCH]
         sums = self._terms(model, batch)
         terms = self.objective.weighted({n: x / self._sizes[n] for n, x in sums.items()})
-        self._remember(sums, self.objective.counts([batch]))
+        seen = self.objective.counts([batch]) | {"ce": student_side(batch).text_tokens}
+        if not self._settings.learns_text:
+            del sums["ce"]
+        self._remember(sums, seen)
         found = torch.stack([term.detach() for term in terms.values()])
         if (scaler := self.accelerator.scaler) is not None:
             terms = {name: scaler.scale(term) for name, term in terms.items()}
@@ -292,19 +341,23 @@ class DistillationTrainer(Trainer):
         for name, value in sums.items():
             value = value.detach()
             pair = torch.stack([value, torch.full_like(value, counts[name])])
-            pair = pair.where(value.isfinite(), 0.0).double()
-            self._seen[name] = self._seen[name] + pair if name in self._seen else pair
+            self._add(name, pair.where(value.isfinite(), 0.0).double())
+
+    def _add(self, name: str, pair: Tensor) -> None:
+        self._seen[name] = self._seen[name] + pair if name in self._seen else pair
 
     def _means(self) -> dict[str, float]:
-        """Nats a token of each term since the last call, of all processes."""
+        """The mean of each term and of what was written since the last call, of all processes."""
         names, pairs = [*self._seen], [*self._seen.values()]
         self._begin_logging()
         if not names:
             return {}
         whole: Any = self.accelerator.reduce(torch.stack(pairs), "sum")
+        empty = {*names} - {"kd"} if self._settings.on_policy else ()  # for a while, perhaps
         return {
             name: total / n if n else math.nan
             for name, (total, n) in zip(names, whole.tolist(), strict=True)
+            if n or name not in empty
         }
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

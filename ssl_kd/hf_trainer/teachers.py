@@ -40,7 +40,7 @@ def asked(
     Args:
         teacher: None for cross-entropy alone.
         dataset: what is learned from.
-        settings: ALIGN, TEMPERATURE and SCHEDULE.
+        settings: ALIGN, TEMPERATURE, SCHEDULE and ON_POLICY.
         device: where a model goes.
         processing: the student's tokenizer or processor, which that of a teacher is compared with.
 
@@ -49,6 +49,7 @@ def asked(
 
     Raises:
         InputError: teacher, dataset and settings do not fit.
+        SettingsError: a cache is to judge what the student writes.
     """
     aligned = isinstance(dataset, AlignedBlocks)
     if aligned != (settings.align != "auto"):
@@ -114,6 +115,8 @@ def _check_cache(cache: TeacherCache, dataset: Any, settings: LanguageSettings) 
             f"{cache.folder} holds answers to other rows than train_dataset, a "
             f"{type(dataset).__name__}: give the make_blocks(...) that it was written from, whole"
         )
+    if settings.on_policy:
+        settings.replace(teacher_cache=str(cache.folder))  # refuses it
     written = cache.fingerprint.temperature
     if written is None:  # hidden states serve every temperature
         return

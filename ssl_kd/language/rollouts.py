@@ -30,7 +30,16 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.seeds import seed_of
 from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
 
-__all__ = ["Generated", "Rollouts", "Written", "continued", "prompt_length", "sampler", "writer"]
+__all__ = [
+    "Generated",
+    "Rollouts",
+    "Written",
+    "continued",
+    "prompt_length",
+    "sampler",
+    "seen_of",
+    "writer",
+]
 
 _CHOICE, _DRAW = 0, 1  # what the random numbers of a row are for
 
@@ -265,18 +274,27 @@ class Written:
         blocks: text, one document a row.
         rollouts: the student's continuations, by its weights as they are when it is asked.
         ends: tokens that end a continuation.
+        numbers: of the rows, 0 or more, which what is drawn depends on; None: their places.
     """
 
     def __init__(
-        self, settings: LanguageSettings, blocks: Blocks, rollouts: Rollouts, ends: Sequence[int]
+        self,
+        settings: LanguageSettings,
+        blocks: Blocks,
+        rollouts: Rollouts,
+        ends: Sequence[int],
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self.settings, self.blocks, self.rollouts = settings, blocks, rollouts
-        self._ends = set(ends)
+        self._ends, self._numbers = set(ends), range(len(blocks)) if numbers is None else numbers
 
     def chosen(self, step: int, row: int) -> bool:
         """Whether the student writes a row of a step."""
-        generator = _generator(seed_of(self.settings.seed, step, row, _CHOICE))
+        generator = _generator(self._seed(step, row, _CHOICE))
         return float(torch.rand((), generator=generator)) < self.settings.on_policy
+
+    def _seed(self, step: int, row: int, what: int) -> int:
+        return seed_of(self.settings.seed, step, self._numbers[row], what)
 
     def batches(
         self, step: int, shares: Sequence[Tensor], device: torch.device
@@ -294,7 +312,7 @@ class Written:
         """
         every = dict.fromkeys(row for share in shares for row in share.tolist())
         rows = [row for row in every if self.chosen(step, row)]
-        seeds = [seed_of(self.settings.seed, step, row, _DRAW) for row in rows]
+        seeds = [self._seed(step, row, _DRAW) for row in rows]
         own, new = continued(self.blocks, rows, seeds, self.rollouts, self.settings)
         place = {row: i for i, row in enumerate(rows)}
         batches = [self._batch(share.tolist(), own, place, device) for share in shares]
@@ -323,19 +341,32 @@ class Written:
         return replace(batch, rows=torch.tensor(text + by_student), written=len(by_student))
 
 
-def writer(objective: Objective, blocks: Any, tokenizer: Any) -> Written | None:
+def seen_of(sums: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """What a log line says of `Written.batches`: the total of each, and over how many it is."""
+    texts = sums["written"]
+    return {
+        "rollout_share": (texts, sums["rows"]),
+        "rollout_tokens": (sums["tokens"], texts),
+        "rollout_ended": (sums["ended"], texts),
+    }
+
+
+def writer(
+    objective: Objective, blocks: Any, tokenizer: Any, numbers: Sequence[int] | None = None
+) -> Written | None:
     """Who makes the batches of a student that learns from its own text; None for any other.
 
     Args:
         objective: with the student and its settings.
         blocks: text, one document a row.
         tokenizer: the student's.
+        numbers: of the rows, see `Written`.
     """
     settings, model = objective.settings, objective.student
     if not settings.on_policy:
         return None
     rollouts = sampler(settings, model, tokenizer, objective.precision.autocast)
-    return Written(settings, blocks, rollouts, rollouts.ends)
+    return Written(settings, blocks, rollouts, rollouts.ends, numbers)
 
 
 def sampler(

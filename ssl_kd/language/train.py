@@ -19,7 +19,7 @@ from torch import Tensor
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.language.rollouts import Written
+from ssl_kd.language.rollouts import Written, seen_of
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.seeds import seed_of, seeded
 from ssl_kd.training.loop import Pace, run_loop
@@ -139,13 +139,8 @@ class _Student:
         """A step on rows of which the student writes some."""
         batches, here = written.batches(step, self._shares(step), self._device)
         sums = self.distiller.team.sums(f"step {step}, what was written", *here.values())
-        found = dict(zip(here, sums, strict=True))
-        texts = found["written"]
-        seen = {
-            "rollout_share": texts / found["rows"],
-            "rollout_tokens": found["tokens"] / texts if texts else None,
-            "rollout_ended": found["ended"] / texts if texts else None,
-        }
+        found = seen_of(dict(zip(here, sums, strict=True)))
+        seen = {name: total / n if n else None for name, (total, n) in found.items()}
         return replace(self.distiller.step(batches, rate), rollouts=seen)
 
     def _shares(self, step: int) -> list[Tensor]:
