@@ -1,6 +1,7 @@
-"""A server of a tiny model over HTTP, in the form of vLLM's `prompt_logprobs`; and its faults."""
+"""A server of a tiny model over HTTP that says what vLLM 0.32 says, word for word; and its faults."""
 
 import json
+import math
 import threading
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -20,7 +21,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         served = self.server
         model = {"id": served.name, "object": "model", "owned_by": "vllm", "root": served.name}
-        self.answer({"object": "list", "data": [model | {"max_model_len": served.room}]})
+        model |= {"parent": None, "max_model_len": served.room, "permission": []}
+        self.answer({"object": "list", "data": [model]})
 
     def do_POST(self):
         served = self.server
@@ -31,13 +33,16 @@ class Handler(BaseHTTPRequestHandler):
         if served.fault is not None and served.fault(self, asked, number):
             return
         if asked["model"] != served.name:
-            error = {"message": f"The model `{asked['model']}` does not exist.", "code": 404}
-            self.answer({"error": error}, 404)
-        elif asked["prompt_logprobs"] > served.most:
-            words = f"Cannot request prompt logprobs for more than {served.most} tokens"
-            self.answer({"error": {"message": words, "type": "BadRequestError"}}, 400)
-        else:
-            self.answer(served.completion(asked))
+            words = f"The model `{asked['model']}` does not exist. Valid aliases: {served.name}."
+            return self.refuse(words, 404)
+        try:
+            self.answer(json.dumps(served.completion(asked), allow_nan=False).encode())
+        except ValueError as error:  # of a NaN, JSON's own words: vLLM passes them on
+            self.refuse(str(error), 400)
+
+    def refuse(self, words, code):
+        kind = {400: "BadRequestError", 404: "NotFoundError"}[code]
+        self.answer({"error": {"message": words, "type": kind, "param": None, "code": code}}, code)
 
     def answer(self, content, status=200, headers=()):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -50,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(LocalServer):
-    """Serves a model as vLLM does.
+    """Serves a model as vLLM does: fields, order and refusals are those that 0.32 gave.
 
     Args:
         model: a causal LM of transformers.
@@ -88,14 +93,27 @@ class Server(LocalServer):
                 entry.setdefault(str(int(token)), {"logprob": float(value), "rank": at})
             for token, said in entry.items():
                 said["decoded_token"] = self.text(int(token))
+                if said["logprob"] == -math.inf:
+                    said["logprob"] = -9999.0
             found.append(entry)
         return found
 
     def completion(self, asked):
         prompts = asked["prompt"] if isinstance(asked["prompt"][0], list) else [asked["prompt"]]
-        found = [self.entries(prompt, asked["prompt_logprobs"]) for prompt in prompts]
+        k, vocabulary = asked["prompt_logprobs"], self.model.config.vocab_size
+        if k > self.most:
+            raise ValueError(
+                f"Requested prompt logprobs of {k}, which is greater than max allowed: {self.most} "
+                f"(parameter=prompt_logprobs, value={k})"
+            )
+        if beyond := [i for prompt in prompts for i in prompt if i >= vocabulary]:
+            raise ValueError(f"Token id {beyond[0]} is out of vocabulary")
         said = {"text": "x", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        said |= {"token_ids": None, "prompt_token_ids": None, "routed_experts": None}
+        found = [self.entries(prompt, k) for prompt in prompts]
         choices = [{"index": i, **said, "prompt_logprobs": e} for i, e in enumerate(found)]
+        if asked.get("return_token_ids"):
+            choices = [c | {"prompt_token_ids": p} for c, p in zip(choices, prompts, strict=True)]
         usage = {"prompt_tokens": sum(map(len, found)), "completion_tokens": len(found)}
         answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": self.name}
         return answer | {"choices": choices, "usage": usage}

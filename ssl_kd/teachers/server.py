@@ -269,6 +269,11 @@ class CompletionServer(PromptAnswers):
             words += f"; it takes the key in the environment variable {KEY}"
         elif error.code == 404 and path == "models":
             words += "; expected the address of an OpenAI-style API, as in http://host:8000/v1"
+        elif "not JSON compliant" in words:  # a 400 of vLLM
+            return _Wrong(
+                "cannot write log-probabilities that are not finite: the weights it serves hold a "
+                "NaN or overflow in its --dtype"
+            )
         elif body is not None:
             words += f" (TEACHER_TOP_K is {body['prompt_logprobs']}, the model {self.model!r})"
         return self._failed(words)

@@ -93,7 +93,8 @@ def test_the_forms_in_which_vllm_gives_them(made, server, tiny):
     records = answer(server, prompts, k=K + 5)  # more than are wanted
     whole = {"request_id": "1", "prompt": None, "outputs": [], "finished": True}
     records[1] = whole | records[1]
-    records[2] = {"id": "cmpl-1", "model": "a", "choices": [{"index": 0, **records[2]}]}
+    asked = {"prompt": prompts[2], "prompt_logprobs": K + 5, "return_token_ids": True}
+    records[2] = server.completion(asked)
     write(given, records)
     assert cache_teacher(given)[0].fingerprint.k == K
 

@@ -59,16 +59,9 @@ def test_an_own_token_among_the_likeliest_comes_once(server):
 
 
 def test_a_probability_of_0_is_one(server):
-    def fault(handler, asked, number):
-        answer = server.completion(asked)
-        for entry in answer["choices"][0]["prompt_logprobs"][1:]:
-            likeliest = max(entry, key=lambda i: entry[i]["logprob"])
-            for i, said in entry.items():  # as vLLM writes -inf
-                said["logprob"] = 0.0 if i == likeliest else -9999.0
-        handler.answer(answer)
-        return True
-
-    server.fault = fault
+    server.change = lambda logits: logits.where(logits == logits.amax(-1, True), -math.inf)
+    values = [said["logprob"] for entry in server.entries(PROMPT, K)[1:] for said in entry.values()]
+    assert {*values} == {0.0, -9999.0}  # as vLLM writes -inf
     assert (ask(server).log_probs.exp() == torch.tensor([1.0, 0, 0, 0])).all()
 
 
@@ -182,6 +175,16 @@ def test_garbage_is_refused_in_one_line(server, content, said):
     assert str(caught.value).isprintable()
 
 
+@fault(114)
+def test_a_served_teacher_that_is_sick_is_said_to_be(server):
+    """vLLM does not write a NaN, but refuses: JSON has none."""
+    server.change = lambda logits: logits.index_fill(0, torch.tensor(4), math.nan)
+    said = r"log-probabilities that are not finite: .* weights it serves .*\(row 3 of the text\)"
+    with pytest.raises(ServerFailed, match=said):
+        ask(server)
+    assert len(server.asked) == 1
+
+
 @fault(115)
 def test_an_answer_for_another_model_is_refused(server):
     def fault(handler, asked, number):
@@ -263,8 +266,11 @@ def test_a_server_that_is_gone_is_given_up_in_one_line(server):
 
 
 def test_a_refusal_says_what_to_change(server, monkeypatch):
-    with pytest.raises(ServerFailed, match=r"400 .*more than 1000 tokens.*TEACHER_TOP_K is 1001"):
+    most = r"400 .*of 1001, which is greater than max allowed: 1000 .*TEACHER_TOP_K is 1001"
+    with pytest.raises(ServerFailed, match=most):
         ask(server, 1001)
+    with pytest.raises(ServerFailed, match="400 .*Token id 320 is out of vocabulary"):
+        client(server).top_k([1, 320], K, 400)
     with pytest.raises(ServerFailed, match="404 .*`b` does not exist"):
         CompletionServer(server.url, "b").top_k(PROMPT, K, 320)
     server.fault = lambda handler, asked, number: handler.answer(b"", 401) or True
