@@ -131,12 +131,16 @@ TEACHER_TEXT = 0.0
 # Tokens of a plain text that are the prompt, its start token included, from 1; of other text the
 # prompt is what carries no loss.
 PROMPT_TOKENS = 16
-# Maximum tokens of a continuation, its end included, from 1; BLOCK_SIZE holds the prompt, too.
+# Maximum tokens of a continuation, with its end, from 1; BLOCK_SIZE holds the prompt, too.
 ROLLOUT_TOKENS = 128
-# Temperature that a continuation is sampled at, 0 to 100; 0: the likeliest tokens.
+# Temperature of a continuation, 0 to 100; 0: the likeliest tokens.
 ROLLOUT_TEMPERATURE = 1.0
 # Sample from the likeliest tokens alone that have this much probability, above 0 to 1; 1: from all.
 ROLLOUT_TOP_P = 1.0
+# What the student of ON_POLICY writes with: transformers | vllm (a second copy of it).
+ROLLOUT_ENGINE = "transformers"
+# Share of the memory that vLLM takes, with its copy of the student, above 0 to 1.
+ROLLOUT_MEMORY = 0.3
 
 # --- Experts, routers and other tokenizers --------------------------------------------------------
 

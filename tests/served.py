@@ -1,4 +1,4 @@
-"""A server of a tiny model over HTTP that says what vLLM 0.32 says, word for word; and its faults."""
+"""A server of a tiny model over HTTP: what vLLM 0.32 says, word for word; and its faults."""
 
 import json
 import math

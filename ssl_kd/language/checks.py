@@ -166,6 +166,7 @@ def _check_quantization(settings: LanguageSettings) -> None:
             (not settings.lora_rank, "set LORA_RANK above 0: it is of the base of adapters"),
             (made, "name a STUDENT_MODEL that is loaded"),
             (settings.lora_merge, "set LORA_MERGE to False: who loads the adapters merges them"),
+            (settings.rollout_engine == "vllm", "set ROLLOUT_ENGINE to 'transformers'"),
             (settings.shard, "set SHARD to False"),
         ),
     }
@@ -181,6 +182,11 @@ def _check_on_policy(settings: LanguageSettings) -> None:
         raise SettingsError(
             "DIVERGENCE 'distillm2' contrasts text with what the student writes: set ON_POLICY"
             " above 0, 1 for a pair of each row."
+        )
+    if settings.rollout_engine != "transformers" and not settings.on_policy:
+        raise SettingsError(
+            f"ROLLOUT_ENGINE {settings.rollout_engine!r} runs a student that writes itself: set"
+            " ON_POLICY above 0."
         )
     names = [name for name in ("on_policy", "teacher_text") if getattr(settings, name)]
     if not names:

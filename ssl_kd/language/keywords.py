@@ -60,6 +60,8 @@ class Keywords(TypedDict, total=False):
     report_to: Literal["none", "tensorboard", "wandb", "trackio"]
     restore_after: int
     resume: bool
+    rollout_engine: Literal["transformers", "vllm"]
+    rollout_memory: float
     rollout_temperature: float
     rollout_tokens: int
     rollout_top_p: float

@@ -26,6 +26,7 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
 from ssl_kd.language.objective import Objective
+from ssl_kd.language.rollouts_vllm import VllmRollouts
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.seeds import seed_of
 from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
@@ -362,11 +363,16 @@ def writer(
         tokenizer: the student's.
         numbers: of the rows, see `Written`.
     """
-    settings, model = objective.settings, objective.student
+    settings, model, precision = objective.settings, objective.student, objective.precision
     if not settings.on_policy:
         return None
-    rollouts = sampler(settings, model, tokenizer, objective.precision.autocast)
-    return Written(settings, blocks, rollouts, rollouts.ends, numbers)
+    ends = end_tokens(without_adapters(model), tokenizer)
+    if settings.rollout_engine == "vllm":
+        width = blocks.ids.shape[1]
+        rollouts = VllmRollouts(model, ends, tokenizer, width, settings, precision)
+    else:
+        rollouts = sampler(settings, model, tokenizer, precision.autocast)
+    return Written(settings, blocks, rollouts, ends, numbers)
 
 
 def sampler(

@@ -23,6 +23,7 @@ from ssl_kd.language.judging import judged_others, judged_student, judged_teache
 from ssl_kd.language.parallel import check_ranks
 from ssl_kd.language.presets import TEXT_ALONE
 from ssl_kd.language.rollouts import writer
+from ssl_kd.language.rollouts_vllm import check_engine
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
@@ -88,6 +89,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
     settings = _dry(settings) if settings.dry_run else settings
     check_ranks(settings, ranks)
     check_boards(settings.boards)
+    check_engine(settings)
     with run_folder(settings, ranks) as folder, Signals(folder) as signals:
         folder.write_config(settings, mode="language", precision=str(precision))
         settings = without_router(settings)

@@ -109,8 +109,7 @@ class LanguageSettings(LoopSettings):
         choices=("nf4",),
     )
     trust_remote_code: bool = setting(
-        False,
-        "run Python files that come with a model, where it needs them; read them first",
+        False, "run Python files that come with a model, where it needs them; read them first"
     )
     attn_implementation: str | None = setting(
         None,
@@ -254,20 +253,25 @@ class LanguageSettings(LoopSettings):
     )
     rollout_tokens: int = setting(
         128,
-        "maximum tokens of a continuation, its end included; BLOCK_SIZE holds the prompt, too",
+        "maximum tokens of a continuation, with its end; BLOCK_SIZE holds the prompt, too",
         low=1,
     )
     rollout_temperature: float = setting(
-        1.0,
-        "temperature that a continuation is sampled at; 0: the likeliest tokens",
-        low=0,
-        high=100,
+        1.0, "temperature of a continuation; 0: the likeliest tokens", low=0, high=100
     )
     rollout_top_p: float = setting(
         1.0,
         "sample from the likeliest tokens alone that have this much probability; 1: from all",
         above=0,
         high=1,
+    )
+    rollout_engine: str = setting(
+        "transformers",
+        "what the student of ON_POLICY writes with: transformers | vllm (a second copy of it)",
+        choices=("transformers", "vllm"),
+    )
+    rollout_memory: float = setting(
+        0.3, "share of the memory that vLLM takes, with its copy of the student", above=0, high=1
     )
 
     align: str = setting(
