@@ -261,8 +261,8 @@ def test_float16_weights_under_autocast_become_masters(caplog):
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_engines_that_keep_the_gradients_are_refused(engine):
     args = SimpleNamespace(**{"deepspeed": None, "fsdp": None, engine: "on"})
-    with pytest.raises(ValueError, match="DeepSpeed or FSDP"):
-        GuardCallback().on_train_begin(args, None, None)
+    with pytest.raises(ValueError, match="under DeepSpeed, nor under FSDP"):
+        GuardCallback().on_train_begin(args, None, None, model=torch.nn.Linear(1, 1))
 
 
 def test_without_transformers_the_extra_is_named():

@@ -296,6 +296,11 @@ class ModuleParts:
             part.buffers.keep()
 
 
+def without_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A guard's state without last good states, of which each rank has pieces: a step keeps one."""
+    return {**state, "parts": {name: {"good": None, "due": 0} for name in state["parts"]}}
+
+
 def _divide(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

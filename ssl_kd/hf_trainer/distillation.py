@@ -48,7 +48,9 @@ class DistillationTrainer(Trainer):
 
     Everything else is the Trainer's: datasets, collators, schedules, optimizers, PEFT, mixed
     precision (`bf16`, `fp16`), accumulation, DDP by `torchrun` or `accelerate launch`, resuming,
-    `report_to`. `torch_compile` compiles the student's backbone; the loss stays as it is.
+    `report_to`. `torch_compile` compiles the student's backbone; the loss stays as it is. `fsdp`
+    (version 2, in float32 or `bf16`) keeps a piece of each of the student's weights on each GPU;
+    `evaluate` comes after `train` there, as in any Trainer.
 
     Args:
         model: the student, a causal language model of transformers, with or without PEFT's
@@ -162,11 +164,17 @@ class DistillationTrainer(Trainer):
     def _begin(self, teacher: Teacher | Sequence[Teacher] | None, train_dataset: Any) -> None:
         """Check what was given, and load the teacher."""
         _check(self.args, self.accelerator)
+        if (plugin := _fsdp(self.accelerator)) is not None:
+            self._settings = self._settings.replace(shard=True)
+            if (policy := plugin.mixed_precision_policy) is not None:  # sums over many tokens
+                plugin.mixed_precision_policy = replace(policy, output_dtype=None)
         if self._settings.on_policy:
             check_rows(self.train_dataset, self.processing_class)
         given_to = self._settings, self.args.device, self.processing_class
         self._sources = asked(teacher, train_dataset, *given_to)
         if isinstance(source := self._sources[0], Routed):
+            if self._settings.shard:
+                raise InputError("a teacher's router learns from a whole student: leave fsdp out")
             self.guarding.beside = source
         self._packs = False  # that it may was not asked yet
         self._begin_logging()
@@ -298,20 +306,26 @@ class DistillationTrainer(Trainer):
 
     def _terms(self, model: nn.Module, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
         """The terms, in the forward pass of whatever the Trainer has around the student."""
-        student, work = self.objective.student, self.objective.terms
-        own = vars(student).get("forward")  # accelerate puts one there, for autocast
+        student = self.objective.student
+        inner = student
+        if hasattr(student, "unshard"):  # FSDP2's: the head's weights are whole while it runs
+            inner = without_adapters(student).get_output_embeddings()
+        own = {module: vars(module).get("forward") for module in (student, inner)}
 
         def restore() -> None:
-            vars(student).pop("forward", None)
-            if own is not None:
-                vars(student)["forward"] = own
+            for module, forward in own.items():  # accelerate puts one there, for autocast
+                vars(module).pop("forward", None)
+                if forward is not None:
+                    vars(module)["forward"] = forward
 
         @torch.compiler.disable
         def forward() -> dict[str, Tensor]:
             restore()
-            return work(batch)
+            terms = self.objective.terms(batch)
+            return {name: term.clone() for name, term in terms.items()}  # FSDP2 warns of views
 
-        vars(student)["forward"] = forward
+        vars(student)["forward"] = inner
+        vars(inner)["forward"] = forward
         try:
             return model()
         finally:
@@ -451,18 +465,28 @@ def _samples(data: Any) -> Any:
     return BlockRows(data) if isinstance(data, Blocks | AlignedBlocks) else data
 
 
+def _fsdp(accelerator: Any) -> Any:
+    """What accelerate shards by, on GPUs alone; None where it does not."""
+    return getattr(accelerator.state, "fsdp_plugin", None)
+
+
 def _check(args: TrainingArguments, accelerator: Any) -> None:
     """Refuse arguments of a Trainer that this one cannot do.
 
     Raises:
         InputError: names the argument, and the way out.
     """
-    world = accelerator.num_processes
+    world, fsdp = accelerator.num_processes, args.fsdp or _fsdp(accelerator)
     mesh = getattr(accelerator, "parallelism_config", None)
     split = [name for name in ("tp", "cp", "sp") if getattr(mesh, f"{name}_enabled", False)]
     refused = {
         "deepspeed": (args.deepspeed, "start plain processes by torchrun"),
-        "fsdp": (args.fsdp, "`ssl_kd distill --shard` trains by FSDP2"),
+        "fsdp": (
+            fsdp and not getattr(accelerator, "is_fsdp2", False),
+            'set fsdp_config={"version": 2}, on GPUs: only that leaves each weight its gradient',
+        ),
+        "torch_compile under FSDP": (fsdp and args.torch_compile, "leave one of them out"),
+        "fp16 under FSDP": (fsdp and accelerator.mixed_precision == "fp16", "set bf16=True"),
         "label_smoothing_factor": (args.label_smoothing_factor, "set it to 0"),
         "parallelism_config": (split, "start plain processes by torchrun"),
         "average_tokens_across_devices=False": (

@@ -18,6 +18,8 @@ from ssl_kd.files import load_tensors, save_tensors
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
+from ssl_kd.guard.modules import without_pieces
+from ssl_kd.guard.norms import is_sharded
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.training.together import Team
@@ -79,6 +81,8 @@ class GuardCallback(TrainerCallback):
     A checkpoint holds the guard's state in `guard.pt`, with the last good state as large as weights
     and optimizer state once more, and a Trainer that is resumed from it goes on with that; in
     another `output_dir`, or where the file is not there, with a new guard, and a warning says so.
+    Under FSDP2, where each process has pieces of that state, it is left out, and a step after the
+    resume keeps a new one.
 
     Args:
         thresholds: when the guard acts.
@@ -115,11 +119,14 @@ class GuardCallback(TrainerCallback):
         """Put the guard around the model and the optimizer.
 
         Raises:
-            ValueError: gradients are kept by DeepSpeed or FSDP, or weights are float16 without
-                `fp16=True`.
+            ValueError: gradients are kept by DeepSpeed or by FSDP's version 1, or weights are
+                float16 without `fp16=True`.
         """
-        if args.deepspeed or args.fsdp:
-            raise ValueError("GuardCallback sees no whole gradients under DeepSpeed or FSDP")
+        if args.deepspeed or (args.fsdp and not _in_pieces(kwargs["model"])):
+            raise ValueError(
+                "GuardCallback sees no gradients by weight under DeepSpeed, nor under FSDP of "
+                'version 1: set fsdp_config={"version": 2}'
+            )
         promote(kwargs["model"], args.fp16)
         _restore_clipping(args)  # an interrupted run did not
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
@@ -145,9 +152,12 @@ class GuardCallback(TrainerCallback):
             words = "a new guard from step %d on: there is none of this training in %s"
             logger.warning(words, state.global_step, folder / STATE)
             return
-        guard.load_state_dict(kept["guard"])
+        guard.load_state_dict(self._for_all(kept["guard"]))
         if self.beside is not None:
             self.beside.load(kept["beside"])
+
+    def _for_all(self, guard: dict[str, Any]) -> dict[str, Any]:
+        return without_pieces(guard) if _in_pieces(self.guard.model) else guard
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -158,7 +168,8 @@ class GuardCallback(TrainerCallback):
             return
         if folder.is_dir():  # a search over hyperparameters has other folders, and resumes none
             beside = {} if self.beside is None else self.beside.state()
-            kept = {"of": _identity(state), "guard": self.guard.state_dict(), "beside": beside}
+            kept = {"of": _identity(state), "guard": self._for_all(self.guard.state_dict())}
+            kept["beside"] = beside
             save_tensors(folder / STATE, kept)
 
     def on_pre_optimizer_step(
@@ -215,6 +226,10 @@ class GuardCallback(TrainerCallback):
         _restore_clipping(args)
         if self._stopped is not None:
             raise self._stopped
+
+
+def _in_pieces(model: nn.Module) -> bool:
+    return any(map(is_sharded, model.parameters()))
 
 
 def _restore_clipping(args: TrainingArguments) -> None:

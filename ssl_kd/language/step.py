@@ -19,6 +19,7 @@ from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
+from ssl_kd.guard.modules import without_pieces
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
@@ -304,7 +305,7 @@ class Distiller(Objective):
         return {
             "student": self.trainee.gathered(trained),
             "optimizer": self.trainee.gathered(self.optimizer.state_dict()),
-            "guard": self._without_pieces(self.guard.state_dict()),
+            "guard": self._for_all(self.guard.state_dict()),
             "tokens": self.tokens,
             "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
@@ -316,11 +317,8 @@ class Distiller(Objective):
             "router": self.source.state() if isinstance(self.source, Routed) else {},
         }
 
-    def _without_pieces(self, guard: dict[str, Any]) -> dict[str, Any]:
-        """Without the last good states, where they would be in pieces: the next step keeps one."""
-        if not self.trainee.sharded:
-            return guard
-        return {**guard, "parts": {name: {"good": None, "due": 0} for name in guard["parts"]}}
+    def _for_all(self, guard: dict[str, Any]) -> dict[str, Any]:
+        return without_pieces(guard) if self.trainee.sharded else guard
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
@@ -336,7 +334,7 @@ class Distiller(Objective):
             if i in rows
         }
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
-        self.guard.load_state_dict(self._without_pieces(state["guard"]))
+        self.guard.load_state_dict(self._for_all(state["guard"]))
         self.tokens, self.witness.explained = state["tokens"], set(state["explained"])
         terms, done = self.guard.terms, self.guard.steps
         healthy = {name: done - int(terms[name].skipped) for name in self.weights if name in terms}
