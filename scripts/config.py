@@ -131,7 +131,7 @@ TEACHER_TEXT = 0.0
 # Tokens of a plain text that are the prompt, its start token included, from 1; of other text the
 # prompt is what carries no loss.
 PROMPT_TOKENS = 16
-# Maximum tokens of a continuation, with its end, from 1; BLOCK_SIZE holds the prompt, too.
+# Maximum tokens of a continuation with its end, from 1; BLOCK_SIZE holds the prompt too.
 ROLLOUT_TOKENS = 128
 # Temperature of a continuation, 0 to 100; 0: the likeliest tokens.
 ROLLOUT_TEMPERATURE = 1.0

@@ -1,9 +1,4 @@
-"""What a student writes itself, written by vLLM: rows of all lengths at once, without padding.
-
-References:
-    Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention,
-    SOSP 2023.
-"""
+"""What a student writes itself, written by vLLM: rows of all lengths at once, without padding."""
 
 from __future__ import annotations
 
@@ -34,12 +29,10 @@ OFF = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
 class VllmRollouts:
     """`Rollouts` by an engine of vLLM in this process, with a copy of the student's weights.
 
-    The weights go there before each ask, adapters added to what they adapt. Every rank has an
-    engine of its own. A seed draws other tokens than it does for `Generated`; the likeliest
-    (ROLLOUT_TEMPERATURE 0) are the same, but for rounding. Rows share their arithmetic with those
-    beside them: on a GPU that may decide between near ties, unless the environment has
-    VLLM_BATCH_INVARIANT=1. A row whose logits are not finite goes on with any tokens: the next
-    forward pass over it shows them to whoever looks at the loss.
+    The weights go there before each ask, adapters added to what they adapt. A seed draws other
+    tokens than for `Generated`; the likeliest (ROLLOUT_TEMPERATURE 0) are the same, but for
+    rounding. On a GPU the rows beside it may decide a near tie (vLLM: VLLM_BATCH_INVARIANT=1). A
+    row whose logits are not finite goes on: the next forward pass shows them to the loss.
 
     Args:
         model: a causal language model of transformers, with or without adapters.
@@ -62,7 +55,7 @@ class VllmRollouts:
         settings: LanguageSettings,
         precision: Precision,
     ) -> None:
-        self.model, self.settings = model, settings
+        self.model = model
         causal, ids = without_adapters(model), n_ids(tokenizer)
         padded = ids < causal.get_output_embeddings().weight.shape[0]
         self._sampling = {
@@ -80,7 +73,7 @@ class VllmRollouts:
         config = copy.deepcopy(causal.config)
         config.architectures = [type(causal).__name__]
         gpus = [precision.device] if precision.device.type == "cuda" else []
-        # It sets everybody's random numbers.
+        # seeded: it sets everybody's random numbers
         with tempfile.TemporaryDirectory() as folder, seeded(settings.seed, gpus):
             config.save_pretrained(folder)
             try:
@@ -98,16 +91,14 @@ class VllmRollouts:
                     distributed_executor_backend="external_launcher" if several_ranks() else None,
                 )
             except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
-                raise InputError(
-                    f"vLLM {self._vllm.__version__} does not start with the student "
-                    f"({printable(str(error))[:400]}): set ROLLOUT_ENGINE to 'transformers'; where "
-                    "it lacks memory, ROLLOUT_MEMORY is its share"
-                ) from error
+                words = f"does not start with the student ({printable(str(error))[:400]})"
+                raise self._unfit(f"{words}; where it lacks memory, see ROLLOUT_MEMORY") from error
         client = self._engine.llm_engine.engine_core
         if several_ranks() and hasattr(client, "_finalizer"):
             client._finalizer.detach()  # once forgotten, it would end the ranks' process group
-        names = self._engine.apply_model(lambda model: [n for n, _ in model.named_modules()])
-        self._has_head = "lm_head" in names[0]
+        (self._modules,) = self._engine.apply_model(
+            lambda model: dict(model.named_modules()).keys()
+        )
         self._check([*range(min(ids, width - 1, 64))], precision)
 
     def __call__(
@@ -115,22 +106,18 @@ class VllmRollouts:
     ) -> list[list[int]]:
         """As `Rollouts`."""
         asked = [{"max_tokens": n, "seed": seed} for n, seed in zip(rooms, seeds, strict=True)]
-        return [[*one.outputs[0].token_ids] for one in self._said(prompts, asked)]
+        return [[*one.outputs[0].token_ids] for one in self._said(prompts, asked)] if asked else []
 
     def _said(self, prompts: Sequence[Sequence[int]], asked: list[dict[str, int]]) -> list[Any]:
         """What vLLM answers by the student's weights as they are."""
-        if not prompts:
-            return []
         weights = named_weights(self.model)
-        if not self._has_head:  # of a tied embedding
+        if "lm_head" not in self._modules:  # of a tied embedding
             weights.pop("lm_head.weight", None)
         given = {"weights_iterator": iter(weights.items())}
         self._engine.collective_rpc("reload_weights", kwargs=given)
-        return self._engine.generate(
-            [{"prompt_token_ids": [*ids]} for ids in prompts],
-            [self._vllm.SamplingParams(**self._sampling, **one) for one in asked],
-            use_tqdm=False,
-        )
+        texts = [{"prompt_token_ids": [*ids]} for ids in prompts]
+        params = [self._vllm.SamplingParams(**self._sampling, **one) for one in asked]
+        return self._engine.generate(texts, params, use_tqdm=False)
 
     def _check(self, prompt: list[int], precision: Precision) -> None:
         """See that the weights arrived: those of experts do not on a CPU (0.32), without a word."""
@@ -142,21 +129,18 @@ class VllmRollouts:
         ours = logits.double().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
         off = float((ours - torch.tensor(theirs).double()).abs().mean())
         if not off <= (most := OFF[precision.student]):
-            raise InputError(
-                f"the student in vLLM {self._vllm.__version__} is off by {off:.3g} nats a token "
-                f"from itself (allowed {most:g}): vLLM does not take such weights "
-                f"({type(without_adapters(self.model)).__name__}); set ROLLOUT_ENGINE to "
-                "'transformers'"
-            )
+            name = type(without_adapters(self.model)).__name__
+            words = f"has not got the student's weights ({name}): it is off by {off:.3g} nats a"
+            raise self._unfit(f"{words} token, allowed {most:g}")
+
+    def _unfit(self, words: str) -> InputError:
+        version = self._vllm.__version__
+        return InputError(f"vLLM {version} {words}: set ROLLOUT_ENGINE to 'transformers'")
 
 
 @torch.no_grad()
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """A model's weights as its files would have them, by name; adapters are added to theirs.
-
-    Args:
-        model: of transformers, with or without LoRA adapters of peft; it stays as it is.
-    """
+    """A model's weights by the names that its files have; LoRA adapters of peft are added."""
     from transformers.core_model_loading import revert_weight_conversion
 
     causal = without_adapters(model)

@@ -27,13 +27,7 @@ from ssl_kd.language.rollouts_vllm import check_engine
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
-from ssl_kd.language.task import (
-    NOTHING,
-    Given,
-    Task,
-    make_distiller,
-    prepare,
-)
+from ssl_kd.language.task import NOTHING, Given, Task, make_distiller, prepare
 from ssl_kd.language.train import Row, train
 from ssl_kd.language.words import (
     about,
@@ -322,12 +316,7 @@ def train_alone(
 
     on_eval(0)
     train(
-        distiller,
-        task.blocks,
-        steps,
-        on_step=on_step,
-        on_eval=on_eval,
-        should_stop=best.is_final,
+        distiller, task.blocks, steps, on_step=on_step, on_eval=on_eval, should_stop=best.is_final
     )
     best.put_back()
 

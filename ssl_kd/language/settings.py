@@ -252,9 +252,7 @@ class LanguageSettings(LoopSettings):
         low=1,
     )
     rollout_tokens: int = setting(
-        128,
-        "maximum tokens of a continuation, with its end; BLOCK_SIZE holds the prompt, too",
-        low=1,
+        128, "maximum tokens of a continuation with its end; BLOCK_SIZE holds the prompt too", low=1
     )
     rollout_temperature: float = setting(
         1.0, "temperature of a continuation; 0: the likeliest tokens", low=0, high=100
