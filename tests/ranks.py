@@ -82,6 +82,12 @@ def _received(end: Any, who: str) -> Any:
         return None
 
 
+def as_torchrun(rank: int, world: int) -> None:
+    """Set what torchrun sets, in a process that is in a group already."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": 0}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(v) for name, v in told.items()}
+
+
 def _joined(end: Any, variables: dict[str, str], work: Callable, words: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(variables)

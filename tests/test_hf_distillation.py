@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import shutil
 import textwrap
 import warnings
 from typing import Any
@@ -22,6 +22,7 @@ from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.settings import SettingsError
+from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +33,7 @@ from ssl_kd.hf_trainer import DistillationTrainer, GuardCallback  # noqa: E402
 from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.ranks import as_torchrun, run_ranks  # noqa: E402
 from tests.tiny import Tiny  # noqa: E402
 
 TINY = Tiny()
@@ -416,9 +417,12 @@ def test_a_foreign_guard_state_is_not_taken_over(tmp_path, caplog):
     assert rest.guarding.guard.updates.tolist() == [2] and "a new guard from step 2" in caplog.text
 
 
-def test_the_backbone_is_compiled_and_the_loss_is_not(tmp_path):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_backbone_is_compiled_and_the_loss_is_not(tmp_path, backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor compiles by g++")
     rows = samples()
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    compiled = {"torch_compile": True, "torch_compile_backend": backend}
     plain, _ = one_step(tmp_path, teacher_model(), rows, 4, 2)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -491,18 +495,24 @@ def test_blocks_are_samples_that_come_back_as_they_were():
         assert same(found.position_ids[real], expected.position_ids[real])
 
 
-def test_a_cache_is_a_teacher_of_its_own_rows_alone(tmp_path):
-    from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write
-
-    blocks = TINY.blocks(24)
+def cached(folder, blocks, **answers):
+    """The teacher's cache of `TINY.blocks(24)`."""
     whose = identity("a", "b", TINY.tokenizer, TINY.texts(24), blocks)
-    of = TeacherFingerprint(**whose, dtype="float32", method="topk", k=300, temperature=1.0)
-    cache = write(FrozenTeacher(teacher_model()), blocks, tmp_path / "cache", of)
+    of = TeacherFingerprint(**whose, dtype="float32", **answers)
+    return write(FrozenTeacher(teacher_model()), blocks, folder / "cache", of)
+
+
+HIDDEN = {"method": "hidden", "k": None, "temperature": None}
+
+
+def test_a_cache_is_a_teacher_of_its_own_rows_alone(tmp_path):
+    blocks = TINY.blocks(24)
+    cache = cached(tmp_path, blocks, method="topk", k=300, temperature=1.0)
     live, one, _ = trained(tmp_path, teacher_model(), data=blocks)
-    cached, two, _ = trained(tmp_path, cache, data=blocks, eval_dataset=samples(4))
+    stored, two, _ = trained(tmp_path, cache, data=blocks, eval_dataset=samples(4))
     for a, b in zip(one.logs[:4], two.logs[:4], strict=True):
         assert a["kd"] == pytest.approx(b["kd"], rel=2e-3)
-    assert "eval_kd" not in cached.evaluate()
+    assert "eval_kd" not in stored.evaluate()
     for data, said in ((samples(4), "a list"), (blocks.part(slice(4, 20)), "whole")):
         with pytest.raises(InputError, match=said):
             trained(tmp_path, cache, data=data)
@@ -513,15 +523,11 @@ def test_a_cache_is_a_teacher_of_its_own_rows_alone(tmp_path):
 
 
 def test_a_cache_of_hidden_states_serves_every_temperature(tmp_path):
-    from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write
-
     blocks = TINY.blocks(24)
-    whose = identity("a", "b", TINY.tokenizer, TINY.texts(24), blocks)
-    of = TeacherFingerprint(**whose, dtype="float32", method="hidden", k=None, temperature=None)
-    cache = write(FrozenTeacher(teacher_model()), blocks, tmp_path / "cache", of)
+    cache = cached(tmp_path, blocks, **HIDDEN)
     _, live, _ = trained(tmp_path, teacher_model(), data=blocks, **MOVES)
-    _, cached, _ = trained(tmp_path, cache, data=blocks, **MOVES)
-    for a, b in zip(live.logs[:4], cached.logs[:4], strict=True):
+    _, stored, _ = trained(tmp_path, cache, data=blocks, **MOVES)
+    for a, b in zip(live.logs[:4], stored.logs[:4], strict=True):
         assert a["kd"] == pytest.approx(b["kd"], rel=1e-5)
 
 
@@ -658,8 +664,7 @@ def test_float16_weights_without_autocast_are_refused(tmp_path):
 def train_on(rank, folder, world, bad, accumulation):
     """A rank of a training, as torchrun starts it; or all of it in one process."""
     if world > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+        as_torchrun(rank, world)
     options = {"ddp_backend": "gloo"} if world > 1 else {}
     options |= {"optim": "sgd", "learning_rate": 0.1}  # AdamW makes much of what is near 0
     options |= {"per_device_train_batch_size": 4 // world, "max_grad_norm": 0.1}

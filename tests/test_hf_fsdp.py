@@ -1,7 +1,6 @@
 """The Trainer that distils with a piece of each weight on each process (FSDP2)."""
 
 import json
-import os
 import re
 
 import pytest
@@ -22,7 +21,7 @@ from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
-from tests.ranks import in_pieces, run_ranks  # noqa: E402
+from tests.ranks import as_torchrun, in_pieces, run_ranks  # noqa: E402
 from tests.test_hf_distillation import (  # noqa: E402
     TINY,
     InOrder,
@@ -72,14 +71,13 @@ def train(folder, world=1, bad=(), resume=None, **options):
     numbers = [line[name] for line in lines for name in ("loss", "ce", "kd", "grad_norm")]
     found = trainer.evaluate()
     events = [event.line() for event in trainer.guarding.guard.events.events]
-    numbers += [found["eval_loss"], found["eval_kd"]]
-    return numbers, {name: p.detach().tolist() for name, p in weights.items()}, events
+    weights = {name: p.detach().tolist() for name, p in weights.items()}
+    return [*numbers, found["eval_loss"], found["eval_kd"]], weights, events
 
 
 def shard(rank, folder):
     """A rank, as torchrun starts it: a training, its second half again, and others."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+    as_torchrun(rank, 2)
     ddp = {"world": 2, "ddp_backend": "gloo"}
     pieces = {**ddp, "fsdp": True, "fsdp_config": FSDP}
     whole = train(folder, **pieces, save_strategy="steps", save_steps=2)
@@ -88,8 +86,8 @@ def shard(rank, folder):
     return whole, rest, *sick, train(folder, **pieces, bf16=True, max_steps=1)
 
 
-def near(one, two, rel=1e-6):
-    assert one[0] == pytest.approx(two[0], rel=rel)
+def near(one, two):
+    assert one[0] == pytest.approx(two[0], rel=1e-6)
     for name, p in one[1].items():
         assert torch.allclose(torch.tensor(p), torch.tensor(two[1][name]), rtol=0, atol=1e-6), name
 

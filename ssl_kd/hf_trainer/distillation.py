@@ -71,11 +71,10 @@ class DistillationTrainer(Trainer):
             alpha_kd:0.1:cosine"; log lines have what moves. None: nothing.
         on_policy: share of the rows, in [0, 1], whose continuation the student writes itself, anew
             in each step, and the teacher judges token by token, without cross-entropy (GKD's
-            lambda); 0: none. The prompt is what comes before the first label that counts. What is
-            written depends on `args.seed`, the step and the row alone. Log lines have
-            `rollout_share` (of the rows), `rollout_tokens` (of a text) and `rollout_ended` (share).
-            It takes one text a row, a teacher at work, and `processing_class`. `divergence` may be
-            `distillm2`: skew KL on the text, skew reverse KL on what was written after its prompt.
+            lambda), by `args.seed`, step and row alone; 0: none. Takes one text a row, a teacher at
+            work and `processing_class`; the prompt is what comes before the first label that
+            counts. `divergence` may be `distillm2`: skew KL on text, skew reverse KL on what was
+            written. Log lines have `rollout_share`, `rollout_tokens` and `rollout_ended` (a text).
         prompt_tokens: tokens of a text without labels of -100 that are its prompt, its first
             included, at least 1.
         rollout_tokens: most tokens of a continuation, its end included, at least 1.

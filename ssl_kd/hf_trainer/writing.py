@@ -21,11 +21,7 @@ from ssl_kd.teachers.causal import positions
 
 
 def check_rows(dataset: Any, processing: Any) -> None:
-    """Refuse what no student can continue, before the first step.
-
-    Raises:
-        InputError: rows of several documents or with images; no tokenizer.
-    """
+    """Raise InputError where no student can continue the rows, before the first step."""
     if processing is None:
         raise InputError(
             "on_policy needs the student's tokenizer, which says what ends a text: give it as "
@@ -37,12 +33,13 @@ def check_rows(dataset: Any, processing: Any) -> None:
 
 
 def _check(packed: bool, images: bool) -> None:
-    for found, what, way in (
-        (packed, "holds several documents", "put one in a row (packing=False)"),
-        (images, "holds images", "leave them out"),
-    ):
-        if found:
-            raise InputError(f"on_policy continues one text a row, and a row {what}: {way}")
+    if packed or images:
+        what = (
+            "several documents: put one in a row (packing=False)"
+            if packed
+            else "images: leave them out"
+        )
+        raise InputError(f"on_policy continues one text a row, and a row holds {what}")
 
 
 def written_batches(
@@ -72,7 +69,6 @@ def written_batches(
     Raises:
         InputError: a row holds several documents, or images.
     """
-    tokenizer = getattr(processing, "tokenizer", processing)
     if isinstance(dataset, BlockRows):
         blocks, numbers = dataset.blocks, None
         own, shares = torch.arange(len(blocks)), [inputs["rows"].cpu() for inputs in samples]
@@ -85,6 +81,7 @@ def written_batches(
         shares = [*torch.arange(len(blocks)).split([len(batch.rows) for batch in plain])]
         own = torch.cat([batch.rows for batch in plain])
         numbers = [n if n >= 0 else _number(blocks, at) for at, n in enumerate(own.tolist())]
+    tokenizer = getattr(processing, "tokenizer", processing)
     written = writer(objective, blocks, tokenizer, numbers)
     assert written is not None
     with torch.compiler.set_stance("force_eager"):  # each length would be compiled
