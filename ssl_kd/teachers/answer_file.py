@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,13 +94,14 @@ class AnswerFile(PromptAnswers):
             )
         )
 
-    def _complete(self, prompt: Sequence[int], k: int) -> Any:
+    def _complete(self, prompt: Sequence[int], k: int) -> Callable[[], Any]:
         if (found := self._lines.get(_key(prompt))) is None:
             raise self._failed(f"has no answer to the prompt {short(list(prompt))}", prompt)
         number, place = found
         with self.path.open("rb") as file:
             file.seek(place)
-            return self._record(file.readline(), number)["prompt_logprobs"]
+            line = file.readline()
+        return lambda: self._record(line, number)["prompt_logprobs"]
 
     def _failed(self, words: str, prompt: Sequence[int] = ()) -> InputError:
         number, _ = self._lines.get(_key(prompt), (0, 0))

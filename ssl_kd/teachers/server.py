@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 KEY = "TEACHER_API_KEY"  # of the environment: a setting would stand in the run's files
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds between two attempts
 TRY_AGAIN = (408, 409, 425, 429)  # of HTTP; and all from 500
+# One answer at a time is Python objects, many times its numbers: in a row they take no longer.
+_READING = threading.Lock()
 TOLERANCE = 1e-3  # of a probability: what a server's rounding may do
 
 
@@ -85,8 +87,8 @@ class PromptAnswers(ABC):
         """Be told what will be asked; who knows now that it has no answer to some says so."""
 
     @abstractmethod
-    def _complete(self, prompt: Sequence[int], k: int) -> Any:
-        """The `prompt_logprobs`, unchecked."""
+    def _complete(self, prompt: Sequence[int], k: int) -> Callable[[], Any]:
+        """Ask; what reads the `prompt_logprobs` of the answer, unchecked."""
 
     @abstractmethod
     def _failed(self, words: str, prompt: Sequence[int] = ()) -> UserError:
@@ -113,7 +115,9 @@ class PromptAnswers(ABC):
             InputError: the same of a file; names its line.
         """
         try:
-            return _read(self._complete(prompt, k), prompt, k, vocabulary)
+            entries = self._complete(prompt, k)
+            with _READING:
+                return _read(entries(), prompt, k, vocabulary)
         except _Wrong as fault:
             place = "" if fault.token is None else f", token {first + fault.token}"
             raise self._failed(f"{fault.words} ({where}{place})", prompt) from None
@@ -127,7 +131,7 @@ class PromptAnswers(ABC):
             ServerFailed: as by `top_k`, of which `prompt` and `k` are.
         """
         try:
-            entries = [entry for entry in self._complete(prompt, k) if entry]
+            entries = [entry for entry in self._complete(prompt, k)() if entry]
             said = {
                 int(i): one.get("decoded_token") for entry in entries for i, one in entry.items()
             }
@@ -169,7 +173,7 @@ class CompletionServer(PromptAnswers):
         Raises:
             ServerFailed: it has not; or as by `top_k`.
         """
-        listed = self._ask("models")
+        listed = self._parsed(self._ask("models"))
         models = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(models, list) or not all(isinstance(m, dict) for m in models):
             raise self._failed(f"lists no models: {short(listed)}")
@@ -190,7 +194,7 @@ class CompletionServer(PromptAnswers):
     def expect(self, prompts: Iterable[Sequence[int]], k: int) -> None:
         """A server answers whatever comes."""
 
-    def _complete(self, prompt: Sequence[int], k: int) -> Any:
+    def _complete(self, prompt: Sequence[int], k: int) -> Callable[[], Any]:
         asked = {
             "model": self.model,
             "prompt": list(prompt),
@@ -198,13 +202,14 @@ class CompletionServer(PromptAnswers):
             "temperature": 0,
             "prompt_logprobs": k,
         }
-        return _entries(self._ask("completions", asked), self.model)
+        content = self._ask("completions", asked)
+        return lambda: _entries(self._parsed(content), self.model)
 
     def _failed(self, words: str, prompt: Sequence[int] = ()) -> ServerFailed:
         return ServerFailed(printable(f"the teacher's server {self.url} {words}"))
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that the server answers, in as many attempts as the patience allows."""
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """What the server answers, in as many attempts as the patience allows."""
         until, pause = time.monotonic() + self._patience, FIRST_PAUSE
         while True:
             try:
@@ -231,7 +236,7 @@ class CompletionServer(PromptAnswers):
         if not told:
             logger.warning("the teacher's server %s %s", self.url, printable(words))
 
-    def _attempt(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    def _attempt(self, path: str, body: Mapping[str, Any] | None) -> bytes:
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -239,7 +244,7 @@ class CompletionServer(PromptAnswers):
         request = urllib.request.Request(f"{self.url}/{path}", data=data, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                content = response.read()
+                return response.read()
         except urllib.error.HTTPError as error:
             raise self._refused(error, path, body) from None
         except (OSError, http.client.HTTPException) as error:
@@ -247,6 +252,8 @@ class CompletionServer(PromptAnswers):
             if isinstance(reason, TimeoutError):
                 reason = f"nothing came for {self._timeout:g} s, TEACHER_TIMEOUT"
             raise _Again(f"does not answer ({reason or type(error).__name__})") from None
+
+    def _parsed(self, content: bytes) -> Any:
         try:
             return json.loads(content)
         except ValueError:

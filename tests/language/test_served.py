@@ -188,6 +188,18 @@ def test_what_is_asked_ahead_is_asked_once_and_its_faults_come_when_it_is_wanted
         teacher(first, positions(first))
 
 
+def test_answers_come_together_and_are_read_one_after_another(tiny, server, monkeypatch):
+    batch, plain, inside = tiny.blocks().batch(range(8)), module._read, []
+
+    def read(*arguments):
+        inside.append(module._READING.locked())
+        return plain(*arguments)
+
+    monkeypatch.setattr(module, "_read", read)
+    teacher_at(server, tiny)(batch, positions(batch))
+    assert inside == [True] * 8
+
+
 def test_a_step_is_asked_about_while_the_one_before_is_learned_from(served, server, monkeypatch):
     whole = weights(run(served(run_name="whole")))
     ahead, step = [], Distiller.step
