@@ -18,6 +18,7 @@ from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents
 from ssl_kd.datasets.picture_blocks import image_tokens
 from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
+from ssl_kd.hf_trainer.arguments import check_arguments, sharding
 from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate, inputs_of_model
 from ssl_kd.hf_trainer.guarding import GuardCallback, promote
 from ssl_kd.hf_trainer.resuming import load_seeing
@@ -162,8 +163,8 @@ class DistillationTrainer(Trainer):
 
     def _begin(self, teacher: Teacher | Sequence[Teacher] | None, train_dataset: Any) -> None:
         """Check what was given, and load the teacher."""
-        _check(self.args, self.accelerator)
-        if (plugin := _fsdp(self.accelerator)) is not None:
+        check_arguments(self.args, self.accelerator)
+        if (plugin := sharding(self.accelerator)) is not None:
             self._settings = self._settings.replace(shard=True)
             if (policy := plugin.mixed_precision_policy) is not None:  # sums over many tokens
                 plugin.mixed_precision_policy = replace(policy, output_dtype=None)
@@ -462,39 +463,3 @@ def _samples(data: Any) -> Any:
     if isinstance(data, dict):  # several by name
         return {name: _samples(one) for name, one in data.items()}
     return BlockRows(data) if isinstance(data, Blocks | AlignedBlocks) else data
-
-
-def _fsdp(accelerator: Any) -> Any:
-    """What accelerate shards by, on GPUs alone; None where it does not."""
-    return getattr(accelerator.state, "fsdp_plugin", None)
-
-
-def _check(args: TrainingArguments, accelerator: Any) -> None:
-    """Refuse arguments of a Trainer that this one cannot do.
-
-    Raises:
-        InputError: names the argument, and the way out.
-    """
-    world, fsdp = accelerator.num_processes, args.fsdp or _fsdp(accelerator)
-    mesh = getattr(accelerator, "parallelism_config", None)
-    split = [name for name in ("tp", "cp", "sp") if getattr(mesh, f"{name}_enabled", False)]
-    refused = {
-        "deepspeed": (args.deepspeed, "start plain processes by torchrun"),
-        "fsdp": (
-            fsdp and not getattr(accelerator, "is_fsdp2", False),
-            'set fsdp_config={"version": 2}, on GPUs: only that leaves each weight its gradient',
-        ),
-        "torch_compile under FSDP": (fsdp and args.torch_compile, "leave one of them out"),
-        "fp16 under FSDP": (fsdp and accelerator.mixed_precision == "fp16", "set bf16=True"),
-        "label_smoothing_factor": (args.label_smoothing_factor, "set it to 0"),
-        "parallelism_config": (split, "start plain processes by torchrun"),
-        "average_tokens_across_devices=False": (
-            world > 1 and not args.average_tokens_across_devices,
-            "the loss is a mean over the tokens of all processes",
-        ),
-        "several GPUs in one process": (args.n_gpu > 1, "torchrun --nproc_per_node N"),
-        "fp8": (accelerator.mixed_precision == "fp8", "set bf16=True"),
-    }
-    for name, (given, way) in refused.items():
-        if given:
-            raise InputError(f"DistillationTrainer does not take {name}: {way}")
