@@ -60,6 +60,7 @@ INSTEAD: Mapping[str, str] = {
     "alpha": "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.",
     "load_best_model_at_end": "The student of the best evaluation is saved anyway.",
     "torch_empty_cache_steps": "Use --clear_cache_every_step.",
+    "use_vllm": "Use --rollout_engine vllm.",
 }
 
 FREE_ON_RESUME = RunSettings.free_on_resume | {
@@ -67,6 +68,7 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
     "clear_cache_every_step",
     "force_recompute",
     "log_every",
+    "rollout_memory",
     "shard",
     "teacher_offload",
     "teacher_patience",

@@ -96,9 +96,7 @@ class VllmRollouts:
         client = self._engine.llm_engine.engine_core
         if several_ranks() and hasattr(client, "_finalizer"):
             client._finalizer.detach()  # once forgotten, it would end the ranks' process group
-        (self._modules,) = self._engine.apply_model(
-            lambda model: dict(model.named_modules()).keys()
-        )
+        (self._modules,) = self._engine.apply_model(lambda model: dict(model.named_modules()))
         self._check([*range(min(ids, width - 1, 64))], precision)
 
     def __call__(
@@ -134,8 +132,8 @@ class VllmRollouts:
             raise self._unfit(f"{words} token, allowed {most:g}")
 
     def _unfit(self, words: str) -> InputError:
-        version = self._vllm.__version__
-        return InputError(f"vLLM {version} {words}: set ROLLOUT_ENGINE to 'transformers'")
+        who = f"vLLM {self._vllm.__version__}"
+        return InputError(f"{who} {words}: set ROLLOUT_ENGINE to 'transformers'")
 
 
 @torch.no_grad()
