@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 accelerate = pytest.importorskip("accelerate", minversion="1.15")
 
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
