@@ -67,6 +67,9 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
     settings = settings.replace(
         teacher_model="none",
         teacher_cache=None,
+        teacher_quantization=None,
+        lora_quantization=None,
+        rollout_engine="transformers",
         alpha_ce=1.0,
         alpha_kd=0.0,
         alpha_hidden=0.0,

@@ -169,7 +169,7 @@ class DistillationTrainer(Trainer):
             if (policy := plugin.mixed_precision_policy) is not None:  # sums over many tokens
                 plugin.mixed_precision_policy = replace(policy, output_dtype=None)
         if self._settings.on_policy:
-            check_rows(self.train_dataset, self.processing_class)
+            check_rows(self.train_dataset, self.processing_class, self.model)
         given_to = self._settings, self.args.device, self.processing_class
         self._sources = asked(teacher, train_dataset, *given_to)
         if isinstance(source := self._sources[0], Routed):

@@ -13,19 +13,26 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
+from ssl_kd.evaluate.generation import end_tokens
 from ssl_kd.hf_trainer.batches import BlockRows, batch_of
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.rollouts import writer
 from ssl_kd.seeds import seed_of
-from ssl_kd.teachers.causal import positions
+from ssl_kd.teachers.causal import positions, without_adapters
 
 
-def check_rows(dataset: Any, processing: Any) -> None:
+def check_rows(dataset: Any, processing: Any, model: Any) -> None:
     """Raise InputError where no student can continue the rows, before the first step."""
     if processing is None:
         raise InputError(
             "on_policy needs the student's tokenizer, which says what ends a text: give it as "
             "processing_class"
+        )
+    tokenizer = getattr(processing, "tokenizer", processing)
+    if not hasattr(tokenizer, "eos_token_id") or not end_tokens(without_adapters(model), tokenizer):
+        raise InputError(
+            f"on_policy: processing_class, a {type(processing).__name__}, names no token that ends "
+            "a text, and neither does the model's generation_config: set its eos_token"
         )
     if isinstance(dataset, BlockRows):
         assert isinstance(dataset.blocks, Blocks)  # LanguageSettings.check_together

@@ -16,6 +16,7 @@ TEXT_ALONE: Mapping[str, Any] = MappingProxyType(
         "schedule": None,
         "legacy_clamp": None,
         "on_policy": 0.0,
+        "rollout_engine": "transformers",
         "divergence": "auto",
     }
 )

@@ -214,13 +214,14 @@ def _generator(seed: int) -> torch.Generator:
 def prompt_length(blocks: Blocks, row: int, prompt_tokens: int) -> int:
     """How many tokens of a row, which holds one document, are its prompt.
 
-    All before the first that counts. Where that is a start token alone, the row is of plain text,
-    and its first `prompt_tokens` are the prompt, but never its last token.
+    All before the first that counts, or all where none does. Where that is a start token alone, the
+    row is of plain text, and its first `prompt_tokens` are the prompt, but never its last token.
     """
-    first = int(blocks.counts[row].int().argmax())
-    if first > 1:
+    length, counts = int((blocks.documents[row] > 0).sum()), blocks.counts[row]
+    if not counts.any():
+        return length
+    if (first := int(counts.int().argmax())) > 1:
         return first
-    length = int((blocks.documents[row] > 0).sum())
     return max(1, min(prompt_tokens, length - 1))
 
 
@@ -244,12 +245,17 @@ def continued(
         The rows, with the digest of `blocks`; and the continuations.
 
     Raises:
-        InputError: a continuation has more tokens than there is room for.
+        InputError: a prompt leaves no room, or a continuation has more tokens than there is.
     """
     width = blocks.ids.shape[1]
     lengths = [prompt_length(blocks, row, settings.prompt_tokens) for row in rows]
     prompts = [blocks.ids[row, :n].tolist() for row, n in zip(rows, lengths, strict=True)]
     rooms = [min(settings.rollout_tokens, width - n) for n in lengths]
+    if 0 in rooms:
+        raise InputError(
+            f"row {rows[rooms.index(0)]} is a prompt of all {width} tokens that there is room for, "
+            "so nothing can follow it: shorten it"
+        )
     new = rollouts(prompts, rooms, seeds)
     ids, counts = blocks.ids[list(rows)], torch.zeros((len(rows), width), dtype=torch.bool)
     documents = torch.zeros((len(rows), width), dtype=blocks.documents.dtype)

@@ -55,6 +55,7 @@ class VllmRollouts:
         settings: LanguageSettings,
         precision: Precision,
     ) -> None:
+        check_engine(settings)
         self.model = model
         causal, ids = without_adapters(model), n_ids(tokenizer)
         padded = ids < causal.get_output_embeddings().weight.shape[0]
@@ -147,6 +148,11 @@ def named_weights(model: Any) -> dict[str, Tensor]:
         if hasattr(module, "get_delta_weight"):
             for adapter in module.active_adapters:
                 key = f"{name}.base_layer.weight"
+                if key not in weights:
+                    raise InputError(
+                        f"ROLLOUT_ENGINE 'vllm' does not take the adapters of {name}, which is no "
+                        "linear layer: set it to 'transformers'"
+                    )
                 weights[key] = weights[key] + module.get_delta_weight(adapter)
     plain = {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
     return revert_weight_conversion(causal, plain)

@@ -41,7 +41,7 @@ def load_teacher(
     kind, dtype = settings.teacher_quantization, precision.teacher
     return load_causal_lm(
         name,
-        dtype=None if as_saved and kind is None else dtype,
+        dtype=None if as_saved else dtype,
         remote_code=settings.trust_remote_code,
         quantization=Quantization.of(kind, precision.device, dtype),
     )
@@ -132,7 +132,9 @@ def trained_teacher(
         **TEXT_ALONE,
         learning_rate=TEACHER_LR,
         clip_grad=1.0,
+        teacher_quantization=None,
         lora_rank=0,
+        lora_quantization=None,
         shard=False,
         teacher_text=0.0,
     )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssl_kd.divergences import divergence_named, near_0
+from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.checks import check_targets, check_teacher, shares_of
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
@@ -44,7 +45,7 @@ def _exactly(
 ) -> Tensor:
     """Exact divergences of the rows `close` `[k]`, where they are near 0."""
     if not len(close):
-        return x.new_zeros(0)
+        return x.new_zeros(0, dtype=compute_dtype(x))
     teachers = [
         replace(t, hidden=t.hidden[close])
         if isinstance(t, LinearTeacher)
@@ -73,7 +74,7 @@ def _factor(incoming: tuple[float, ...], weights: tuple[float, ...]) -> float | 
 def _factor_there(incoming: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | float:
     """`_factor` without a wait, of what comes in at all; NaN where it is no multiple."""
     largest = max(range(len(weights)), key=lambda i: abs(weights[i]))
-    if (most := incoming[largest]) is None:
+    if (most := incoming[largest]) is None or weights[largest] == 0:
         return 1.0
     factor = most / weights[largest]
     for i, got in enumerate(incoming):

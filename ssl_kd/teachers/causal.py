@@ -24,7 +24,7 @@ from ssl_kd.errors import InputError, MissingPackage, UserError
 from ssl_kd.files import sha256_file, why_refused
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.teachers.dtypes import cast_weights
-from ssl_kd.teachers.quantization import Quantization, keep_gradients
+from ssl_kd.teachers.quantization import Quantization, keep_gradients, stacked_bytes
 from ssl_kd.teachers.weights import model_files, weights_id
 
 __all__ = [
@@ -106,7 +106,8 @@ def load_causal_lm(
         dtype: of the weights (buffers such as rotary frequencies stay as the model keeps them);
             None for the one they were saved in.
         remote_code: run Python files that come with the model, where it needs them.
-        quantization: of the linear layers, and on which device; None: they are of `dtype`, too.
+        quantization: of the linear layers, and on which device the model then is; None: they are of
+            `dtype`, too.
 
     Raises:
         ImportError: transformers is not installed.
@@ -121,13 +122,16 @@ def load_causal_lm(
         if quantization is not None:
             raise InputError(
                 f"{folder} holds adapters, which are merged into their base as it is loaded, and a "
-                "base in 4 bits takes none: save them merged first (--lora_merge)"
+                "base in 4 bits takes none: save what load_causal_lm(folder) gives, and name that"
             )
         return _with_adapters(folder, dtype, remote_code)
     place = name if folder is None else str(folder)
     with quiet(transformers):
         model = _weights(transformers, place, dtype, remote_code, quantization)
         keep_gradients(model)
+        if quantization is not None and (whole := stacked_bytes(model)):
+            words = "%s: its experts are no linear layers: %.0f MiB of them stay as they are"
+            logger.warning(words, name, whole / 2**20)
         tokenizer = load_tokenizer(place, remote_code=remote_code)
         processor = _processor(transformers, place, remote_code) if sees(model) else None
     model.eval()

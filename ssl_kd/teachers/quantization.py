@@ -15,7 +15,7 @@ import torch
 
 from ssl_kd.errors import MissingPackage
 
-__all__ = ["Quantization", "keep_gradients"]
+__all__ = ["Quantization", "keep_gradients", "stacked_bytes"]
 
 
 @dataclass(frozen=True)
@@ -71,3 +71,8 @@ def keep_gradients(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def stacked_bytes(model: Any) -> int:
+    """Bytes of a model's experts, which are stacked in tensors that nothing packs."""
+    return sum(p.nbytes for p in model.parameters() if p.ndim > 2 and p.is_floating_point())

@@ -364,7 +364,7 @@ def _heads(dim: int, wished: float) -> int:
 
 def _changed(config: Any, kept: Sequence[int], changes: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a configuration with some of its layers and other changes."""
-    values = config.to_dict()
+    values = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
     for name, value in values.items():  # layer_types, no_rope_layers, ...: an entry per layer
         if isinstance(value, list) and len(value) == config.num_hidden_layers and "layer" in name:
             values[name] = [value[i] for i in kept]

@@ -166,6 +166,8 @@ def test_the_prompt_is_what_carries_no_loss_or_the_beginning_of_a_text(tiny):
     counts = blocks.counts.clone()
     counts[0, :7] = False
     assert prompt_length(replace(blocks, counts=counts), 0, 4) == 7
+    counts[0] = False  # a prompt alone
+    assert prompt_length(replace(blocks, counts=counts), 0, 4) == length
 
 
 def test_a_batch_is_text_first_and_of_the_rest_the_continuations_alone_count(make, tiny):
@@ -216,6 +218,15 @@ def test_too_long_a_rollout_is_refused(make):
     _, written = make(on_policy=1.0)
     written.rollouts = lambda prompts, rooms, seeds: [[5] * (room + 1) for room in rooms]
     with pytest.raises(InputError, match="a rollout of row 3 has 7 tokens, expected 6 at most"):
+        written.batches(0, [torch.tensor([3])], CPU)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(make):
+    _, written = make(on_policy=1.0)
+    blocks = written.blocks
+    full = torch.ones_like(blocks.documents)
+    written.blocks = replace(blocks, counts=torch.zeros_like(blocks.counts), documents=full)
+    with pytest.raises(InputError, match="row 3 is a prompt of all 24 tokens.*shorten it"):
         written.batches(0, [torch.tensor([3])], CPU)
 
 

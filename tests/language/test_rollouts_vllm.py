@@ -85,6 +85,12 @@ def test_adapters_are_added_and_the_student_keeps_them(tiny, rollouts):
     assert rollouts(model)(PROMPTS, ROOMS, SEEDS) == ours
 
 
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+def test_adapters_of_experts_are_refused(tiny):
+    with pytest.raises(InputError, match="does not take the adapters of .*experts"):
+        named_weights(add_lora(tiny.model("Mixtral"), 2))
+
+
 def test_each_prompt_has_its_room_and_its_seed(tiny, rollouts):
     write = rollouts(tiny.model(spread=0.1), rollout_temperature=0.7, rollout_top_p=0.9)
     found = write(PROMPTS, ROOMS, SEEDS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.language.presets import PRESETS
+from ssl_kd.language.presets import PRESETS, TEXT_ALONE
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from tests.language import keywords
@@ -159,3 +159,19 @@ def test_the_divergences_to_choose_from_are_known_without_torch():
 def test_an_editor_knows_every_setting_that_distillation_takes():
     file = Path(sys.modules[LanguageSettings.__module__].__file__).with_name("keywords.py")
     assert file.read_text() == keywords.text(), keywords.__doc__
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"on_policy": 0.5, "rollout_engine": "vllm"},
+        {"on_policy": 1.0, "divergence": "distillm2"},
+        {"alpha_hidden": 1.0, "schedule": "alpha_kd:0"},
+        {"teacher_quantization": "nf4", "student_model": "a/b"},
+        {"lora_quantization": "nf4", "lora_rank": 2, "student_model": "a/b"},
+    ],
+    ids=str,
+)
+def test_whatever_a_run_learns_from_its_baseline_can_learn_from_text(changes):
+    own = LanguageSettings(**changes, baseline=True).replace(**TEXT_ALONE)
+    assert own.alpha_kd == own.on_policy == 0

@@ -507,6 +507,40 @@ def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once_or_later(free, 
         assert torch.equal(grad, slope)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", ["linear", "logits"])
+def test_half_precision_is_as_where_a_device_is_free(free, make, dtype):
+    """Where nothing is near 0, as is usual, and where all is."""
+    student, targets = _student()
+    for teacher, close in (
+        (_linear(), False),
+        (LinearTeacher(student[0].detach(), *student[1:]), True),
+    ):
+        found = []
+        for here in (True, False):
+            free(here)
+            x, weight, bias = (y.detach().to(dtype).requires_grad_() for y in student)
+            own = LinearTeacher(*(y.detach().to(dtype) for y in vars(teacher).values()))
+            if make == "linear":
+                terms = linear_distillation(x, weight, bias, targets, [own], temperature=2.0)
+            else:
+                terms = logits_distillation(x @ weight.T + bias, targets, [own], temperature=2.0)
+            terms.sum().backward()
+            found.append((terms.detach(), x.grad))
+        (terms, slope), (others, grad) = found
+        assert torch.allclose(others, terms, rtol=0.02, atol=1e-6) and torch.equal(grad, slope)
+        assert close == bool(terms[1] < 0.1)
+
+
+def test_a_term_of_weight_0_has_a_gradient_of_0_without_a_wait(free):
+    """As in the last step of a schedule to 0 beside a term that is computed elsewhere."""
+    free(False)
+    student, targets = _student()
+    given = {"temperature": 2.0, "weights": (0.0, 0.5), "late": []}
+    ce, _ = distillation_terms(*student, targets, [], **given)
+    assert all(not x.any() for x in torch.autograd.grad(0.0 * ce, student))
+
+
 @pytest.mark.parametrize("cut", [None, "ce", "kd"])
 def test_without_a_wait_gradients_are_the_same_and_a_cut_out_term_is_not_touched(free, cut):
     student, targets, teacher = _poisoned() if cut == "kd" else (*_student(), _linear())
