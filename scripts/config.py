@@ -104,6 +104,9 @@ TEMPERATURE = 1.0
 ALPHA_KD = 0.5
 # Weight of the cross-entropy with the text, from 0.
 ALPHA_CE = 0.5
+# What cross-entropy and divergence are a mean over: tokens (those of a step count alike) |
+# sequences (of each row its own mean, one document a row: GKD's length-normalised form).
+LOSS_MEAN = "tokens"
 # Weight of the distance between hidden states of student and teacher, layer by layer, from 0; 0:
 # not compared. For a live teacher with the student's tokenizer.
 ALPHA_HIDDEN = 0.0

@@ -70,6 +70,7 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
         teacher_quantization=None,
         lora_quantization=None,
         rollout_engine="transformers",
+        loss_mean="tokens",
         alpha_ce=1.0,
         alpha_kd=0.0,
         alpha_hidden=0.0,

@@ -54,6 +54,13 @@ def check_language(settings: LanguageSettings) -> None:
         _check_served(settings, settings.teacher_url)
     if len(settings.teacher_names) > 1 or settings.teacher_weights is not None:
         _check_several(settings)
+    packed = settings.packing and not (settings.on_policy or settings.teacher_text)
+    unfit = packed or settings.align != "auto" or settings.legacy_clamp is not None
+    if settings.loss_mean == "sequences" and unfit:
+        raise SettingsError(
+            "LOSS_MEAN 'sequences' takes a row for a sequence, and weighs its tokens in both terms:"
+            " set PACKING to False, ALIGN to 'auto' and LEGACY_CLAMP to None."
+        )
     _check_features(settings)
     _check_quantization(settings)
     check_schedule(settings)

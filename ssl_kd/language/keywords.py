@@ -49,6 +49,7 @@ class Keywords(TypedDict, total=False):
     lora_merge: bool
     lora_quantization: Literal["nf4"] | None
     lora_rank: int
+    loss_mean: Literal["tokens", "sequences"]
     max_megabytes: float | None
     max_new_tokens: int
     max_steps: int

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.guard.memory import sent
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.aligned import Aligned, unfit_for_hidden
 from ssl_kd.language.schedules import at_step, moves_of
@@ -52,6 +53,8 @@ class Objective:
         beside: what is trained with the student, by the name of what it belongs to.
         settings: as they are in this step.
         moves: the names of those that SCHEDULE moves.
+        tokens_per_sequence: of the step, the mean; where LOSS_MEAN is `sequences`, sums of means of
+            sequences are multiplied by it, so that they, too, are divided by the tokens.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Objective:
         weights = {"ce": ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
         weights |= {term.name: term.weight for term in others}
         self.weights = {name: weight for name, weight in weights.items() if weight}
+        self.tokens_per_sequence = 1.0
         self._began, self.moves = settings, [move.name for move in moves_of(settings)]
 
     @property
@@ -151,7 +155,8 @@ class Objective:
                 teachers: Sequence[TeacherOutput] = ()
                 if self.source is not None:
                     teachers = self.source(text, rows, student.as_teacher())
-                sums = self._sums(student, targets, teachers, text.text_tokens, options)
+                each = self._token_weights(text)
+                sums = self._sums(student, targets, teachers, text.text_tokens, each, options)
                 terms = {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
             return terms | {term.name: term(text, rows) for term in self.others}
 
@@ -169,18 +174,23 @@ class Objective:
         targets: Tensor,
         teachers: Sequence[TeacherOutput],
         text: int,
+        each: Tensor | None,
         options: dict[str, Any],
     ) -> Sequence[Tensor]:
-        """Both terms of the first `text` tokens, of the others the divergence alone."""
+        """Both terms of the first `text` tokens, of the others the divergence alone.
+
+        `each` says by how much each token counts.
+        """
         n, kind = len(targets), self.settings.kind_of_divergence
         if text == n:
-            return student.distil(targets, teachers, divergence=kind, **options)
+            return student.distil(targets, teachers, divergence=kind, token_weights=each, **options)
         parts = [(0, text, targets[:text], kind)] if text else []
         sums = [
             student.at(slice(start, stop)).distil(
                 own,
                 [rows_of(teacher, start, stop) for teacher in teachers],
                 divergence=divergence,
+                token_weights=None if each is None else each[start:stop],
                 **options,
             )
             for start, stop, own, divergence in [
@@ -189,6 +199,14 @@ class Objective:
             ]
         ]
         return [torch.stack(some).sum() for some in zip(*sums, strict=True)]
+
+    def _token_weights(self, text: Batch) -> Tensor | None:
+        """By how much each token counts: `[n]`, or None for all alike."""
+        if self.settings.loss_mean == "tokens":
+            return None
+        lengths = text.counts.sum(1)
+        of_row = self.tokens_per_sequence / lengths.clamp(min=1)
+        return sent(of_row.repeat_interleave(lengths), self.precision.device)
 
     def _forward(self, batch: Batch) -> _Outputs:
         """The student's outputs at every position."""

@@ -195,6 +195,12 @@ class LanguageSettings(LoopSettings):
         0.5, "weight of the divergence; it is multiplied by the temperature squared", low=0
     )
     alpha_ce: float = setting(0.5, "weight of the cross-entropy with the text", low=0)
+    loss_mean: str = setting(
+        "tokens",
+        "what cross-entropy and divergence are a mean over: tokens (those of a step count alike) |"
+        " sequences (of each row its own mean, one document a row: GKD's length-normalised form)",
+        choices=("tokens", "sequences"),
+    )
     alpha_hidden: float = setting(
         0.0,
         "weight of the distance between hidden states of student and teacher, layer by layer; 0:"

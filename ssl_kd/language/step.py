@@ -194,7 +194,7 @@ class Distiller(Objective):
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens, text, sizes = self._sizes(batches)
+        tokens, (whole, text), sizes = self._sizes(batches)
         sums = dict.fromkeys(sizes, torch.zeros((), device=self.precision.device))
         rng = rng_state(self.precision.device)
         if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
@@ -230,8 +230,8 @@ class Distiller(Objective):
         finite = [value for value in weighted if math.isfinite(value)]
         if not text:
             found.pop("ce", None)
-        elif tokens != text:
-            found["ce"] *= tokens / text
+        elif whole != text:
+            found["ce"] *= whole / text
         done = StudentStep(
             terms=found,
             loss=sum(finite) if finite else float("nan"),
@@ -260,19 +260,23 @@ class Distiller(Objective):
         self.guard.events.extend([Event(step, "run", "escalation", why, "stopped")])
         raise TooFewHealthyParts(f"step {step}: {why}")
 
-    def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> tuple[int, int, dict[str, float]]:
-        """Real tokens of all ranks, those of text, and each term's divisor, a rank's share of it.
+    def _sizes(
+        self, batches: Sequence[Batch | AlignedBatch]
+    ) -> tuple[int, tuple[int, int], dict[str, float]]:
+        """Real tokens of all ranks; tokens or sequences, and those of text; each term's divisor.
 
-        See `counts`. Gradients are averaged over ranks:
-        sums over a rank's share become means over all.
+        See `counts`. Gradients are averaged over ranks: sums over a rank's share of a divisor
+        become means over all.
         """
-        what = f"step {self.guard.steps}, the tokens"
-        here = self.counts(batches)
-        text = sum(student_side(batch).text_tokens for batch in batches)
-        of_text, *of_all = map(int, self.team.sums(what, text, *here.values()))
+        what, texts = f"step {self.guard.steps}, the tokens", [student_side(b) for b in batches]
+        here, by_row = self.counts(batches), self.settings.loss_mean == "sequences"
+        own = sum(t.sequences for t in texts) if by_row else here["ce"]
+        of_text = sum(t.text_sequences if by_row else t.text_tokens for t in texts)
+        whole, text, *of_all = map(int, self.team.sums(what, own, of_text, *here.values()))
         sizes = dict(zip(here, of_all, strict=True))
+        self.tokens_per_sequence = sizes["ce"] / max(whole, 1)
         shares = {name: max(n, 1) / self.team.world for name, n in sizes.items()}
-        return sizes["ce"], of_text, shares
+        return sizes["ce"], (whole, text), shares
 
     def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
         alone = len(batches) == self.team.world == 1

@@ -130,6 +130,7 @@ def trained_teacher(
         max_steps=settings.teacher_steps,
         epochs=None,
         **TEXT_ALONE,
+        loss_mean="tokens",
         learning_rate=TEACHER_LR,
         clip_grad=1.0,
         teacher_quantization=None,

@@ -49,6 +49,7 @@ class Wanted:
     chunk: int
     autocast: torch.dtype | None  # the dtype that products are in, instead of the inputs'
     exact: bool = True  # near 0 too, chunk by chunk: each of them waits for the device
+    token_weights: Tensor | None = None  # [n], what each token counts in the gradient
 
 
 def _top_k(
@@ -156,7 +157,7 @@ def _multiplied(teacher: LinearTeacher, chunk: int, autocast: torch.dtype | None
 def run_(
     student: ChunkedLogits | GivenLogits, objective: Wanted, weights: tuple[float, float]
 ) -> Tensor:
-    """Both terms of each token, `[2, n]`; what they add to the gradients is left in `student`."""
+    """Both terms of each token, unweighted `[2, n]`; what they add to gradients is in `student`."""
     n, vocab = student.shape
     chunk, targets = objective.chunk, objective.targets
     terms = torch.zeros((2, n), dtype=student.exact, device=student.device)
@@ -193,6 +194,8 @@ def run_(
                 part,
             )
             if part is not None:
+                if objective.token_weights is not None:
+                    part.mul_(objective.token_weights[place].unsqueeze(-1))
                 student.gradient(start, stop)[first:last] = part
         if slope is not None:
             student.accumulate(start, stop)

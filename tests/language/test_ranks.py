@@ -85,6 +85,7 @@ KINDS = {
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
     "hidden": {"teacher_model": "foreign", "align": "hidden", "student_model": "student"},
     "uld": {"teacher_model": "foreign", "align": "uld", "student_model": "student"},
+    "sequences": {"loss_mean": "sequences", "packing": False, "gradient_accumulation_steps": 2},
     "features": {
         "alpha_hidden": 0.3,
         "alpha_attention": 0.2,

@@ -240,16 +240,19 @@ def by_hand(distiller, batch, text):
     teacher = copy.deepcopy(distiller.source.model).double()
     own, theirs = (m(**batch.model_inputs(), use_cache=False).logits for m in (student, teacher))
     ce, kd, n = torch.zeros(()).double(), torch.zeros(()).double(), 0
+    lengths = batch.counts.sum(1)
+    scale = lengths.sum() / (lengths > 0).sum() if settings.loss_mean == "sequences" else None
     for row in range(len(batch.input_ids)):
         name = settings.kind_of_divergence if row < text else settings.kind_on_policy
         for place in range(1, batch.input_ids.shape[1]):
             if not batch.counts[row, place]:
                 continue
             z, t = own[row, place - 1], settings.temperature
+            weight = 1 if scale is None else scale / lengths[row]
             if row < text:
-                ce = ce - z.log_softmax(-1)[batch.input_ids[row, place]]
+                ce = ce - weight * z.log_softmax(-1)[batch.input_ids[row, place]]
             log_p, log_q = (x.log_softmax(-1) for x in (theirs[row, place - 1].detach() / t, z / t))
-            kd = kd + t**2 * oracle.divergence(name, log_p, log_q)
+            kd = kd + weight * t**2 * oracle.divergence(name, log_p, log_q)
             n += 1
     ((settings.alpha_ce * ce + settings.alpha_kd * kd) / n).backward()
     gradients = {name: p.grad for name, p in student.named_parameters()}
@@ -262,6 +265,8 @@ def by_hand(distiller, batch, text):
     {"divergence": "distillm2"},
     {"divergence": "distillm2", "on_policy": 1.0},
     {"divergence": "reverse_kl", "on_policy": 1.0, "alpha_kd": 0.7},
+    {"divergence": "js:0.2", "loss_mean": "sequences"},
+    {"divergence": "distillm2", "loss_mean": "sequences"},
 ], ids=str)  # fmt: skip
 def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     distiller, written = make(temperature=1.5, clip_grad=None, **changes)
@@ -272,6 +277,7 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     assert len(batch.rows) == 5 + (batch.written if both else 0)
     ce, kd, gradients, n = by_hand(distiller, batch, text)
 
+    distiller._sizes([batch])
     terms = distiller.terms(batch)
     divisor = distiller.counts([batch])["kd"]
     loss = sum(distiller.weighted(terms).values()) / divisor
@@ -286,7 +292,10 @@ def test_a_step_equals_the_same_step_by_hand_in_float64(make, changes):
     result = distiller.step([batch], 1e-3)
     assert result.updated and result.tokens == n
     if text:
-        assert result.ce == pytest.approx(ce / batch.text_tokens, rel=1e-4)
+        of_text = batch.text_tokens / n
+        if "loss_mean" in changes:
+            of_text = batch.text_sequences / batch.sequences
+        assert result.ce == pytest.approx(ce / n / of_text, rel=1e-4)
     else:
         assert result.ce is None and "ce" not in distiller.weights
     assert result.kd == pytest.approx(kd, rel=1e-4)

@@ -68,6 +68,8 @@ def test_presets_hold_the_numbers_that_their_names_promise():
         ({"router_joint": True, "divergence": "skew_kl"}, "ROUTER_JOINT takes forward_kl"),
         ({"emulate_fp16": True}, "EMULATE_FP16 is for MODEL_DTYPE 'float16' only"),
         ({"run_name": "a/b"}, "RUN_NAME is 'a/b'"),
+        ({"loss_mean": "sequences"}, "set PACKING to False"),
+        ({"loss_mean": "sequences", "packing": False, "align": "uld"}, "ALIGN to 'auto'"),
         ({"teacher_quantization": "nf4", "teacher_model": "none"}, "name a TEACHER_MODEL"),
         ({"teacher_quantization": "nf4", "student_model": "layers:2"}, "cuts whole weights"),
         ({"teacher_quantization": "nf4", "shard": True}, "set SHARD to False"),
