@@ -17,7 +17,6 @@ from tests.explore.chromium import chromium, launch, until
 from tests.explore.conftest import answering
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = pytest.mark.slow
 LIMIT = 60_000  # milliseconds, of any one wait, on a machine that does much else
 
 
