@@ -96,7 +96,8 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
         answers = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
         routed = Routed(answers, settings) if is_routed(settings) else None
         dtype = str(precision.teacher).removeprefix("torch.")
-        dtype = f"{settings.teacher_quantization or ''} {dtype}".strip()
+        if settings.teacher_quantization is not None:
+            dtype = f"{settings.teacher_quantization} {dtype}"
     fingerprint = TeacherFingerprint(
         **cache_of(settings, teacher, texts, blocks),
         dtype=dtype,

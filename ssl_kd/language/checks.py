@@ -54,13 +54,7 @@ def check_language(settings: LanguageSettings) -> None:
         _check_served(settings, settings.teacher_url)
     if len(settings.teacher_names) > 1 or settings.teacher_weights is not None:
         _check_several(settings)
-    packed = settings.packing and not (settings.on_policy or settings.teacher_text)
-    unfit = packed or settings.align != "auto" or settings.legacy_clamp is not None
-    if settings.loss_mean == "sequences" and unfit:
-        raise SettingsError(
-            "LOSS_MEAN 'sequences' takes a row for a sequence, and weighs its tokens in both terms:"
-            " set PACKING to False, ALIGN to 'auto' and LEGACY_CLAMP to None."
-        )
+    _check_mean(settings)
     _check_features(settings)
     _check_quantization(settings)
     check_schedule(settings)
@@ -154,6 +148,16 @@ def _check_features(settings: LanguageSettings) -> None:
             )
 
 
+def _check_mean(settings: LanguageSettings) -> None:
+    packed = settings.packing and not (settings.on_policy or settings.teacher_text)
+    unfit = packed or settings.align != "auto" or settings.legacy_clamp is not None
+    if settings.loss_mean == "sequences" and unfit:
+        raise SettingsError(
+            "LOSS_MEAN 'sequences' takes a row for a sequence, and weighs its tokens in both terms:"
+            " set PACKING to False, ALIGN to 'auto' and LEGACY_CLAMP to None."
+        )
+
+
 def _check_quantization(settings: LanguageSettings) -> None:
     """Weights in fewer bits are loaded for one device, and stay as they are."""
     kind = settings.student_model.partition(":")[0]
@@ -162,10 +166,7 @@ def _check_quantization(settings: LanguageSettings) -> None:
     rules = {
         "TEACHER_QUANTIZATION": (
             (absent, "name a TEACHER_MODEL that is loaded here"),
-            (
-                kind in ("layers", "prune"),
-                f"STUDENT_MODEL {kind!r} cuts whole weights",
-            ),
+            (kind in ("layers", "prune"), f"STUDENT_MODEL {kind!r} cuts whole weights"),
             (settings.teacher_offload, "set TEACHER_OFFLOAD to False"),
             (settings.shard, "set SHARD to False"),
         ),
