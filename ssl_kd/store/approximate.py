@@ -12,15 +12,12 @@ References:
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import json
 import logging
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -40,6 +37,7 @@ from ssl_kd.files import (
     sha256_file,
 )
 from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.guard.memory import leave_to_the_system
 from ssl_kd.lock import Lock
 from ssl_kd.store.embeddings import EmbeddingStore
 from ssl_kd.store.neighbours import (
@@ -290,28 +288,29 @@ def _merge(index: Any, parts: list[Path], cells: Path) -> None:
     """Fill an empty index with the vectors of others, in a file that it maps."""
     faiss = load_faiss()
     held = [faiss.read_index(str(part), faiss.IO_FLAG_MMAP) for part in parts]
-    lists = faiss.OnDiskInvertedLists(index.nlist, index.code_size, str(cells.resolve()))
-    theirs = faiss.InvertedListsPtrVector()
-    for part in held:
-        theirs.push_back(part.invlists)
-    with _silent():
-        index.ntotal = lists.merge_from_multiple(theirs.data(), theirs.size())
-    index.replace_invlists(lists, True)
-    lists.this.disown()
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Let FAISS print nothing, which it does past Python's `sys.stdout`."""
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1)) as screen, open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-        try:
-            yield
-        finally:
-            # What C's own buffer holds would come out later.
-            (ctypes.CDLL(None) if os.name == "posix" else ctypes.cdll.msvcrt).fflush(None)
-            os.dup2(screen.fileno(), 1)
+    theirs = [faiss.downcast_InvertedLists(part.invlists) for part in held]
+    each = [np.array([lists.list_size(i) for i in range(index.nlist)]) for lists in theirs]
+    sizes = np.sum(each, 0, dtype=np.uint64)
+    whole = faiss.OnDiskInvertedLists(index.nlist, index.code_size, str(cells.resolve()))
+    whole.set_all_lists_sizes(faiss.swig_ptr(sizes))
+    index.ntotal, row_bytes, copied = int(sizes.sum()), index.code_size + 8, 0
+    whole.totsize = index.ntotal * row_bytes
+    with open(cells, "wb") as file:
+        file.truncate(whole.totsize)
+    whole.do_mmap()
+    for cell, size in enumerate(sizes.tolist()):
+        start = 0
+        for lists, counts in zip(theirs, each, strict=True):
+            n = int(counts[cell])
+            whole.update_entries(cell, start, n, lists.get_ids(cell), lists.get_codes(cell))
+            start += n
+        copied += size * row_bytes
+        if copied > BLOCK_BYTES or cell == index.nlist - 1:
+            copied = 0
+            for lists in (*theirs, whole):  # mapped twice, they would be resident twice
+                leave_to_the_system(int(lists.ptr), lists.totsize)
+    index.replace_invlists(whole, True)
+    whole.this.disown()
 
 
 def _trained(store: EmbeddingStore) -> Any:
