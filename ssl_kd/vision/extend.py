@@ -31,6 +31,7 @@ from ssl_kd.training.clock import Clock, untold
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of
 from ssl_kd.vision.extract import fingerprint
+from ssl_kd.vision.learn import save_model
 from ssl_kd.vision.model import ClusterModel, read_config, read_metrics
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import (
@@ -40,7 +41,6 @@ from ssl_kd.vision.run import (
     about_data,
     embedded,
     pictures,
-    save_model,
     teacher_of,
 )
 from ssl_kd.vision.settings import VisionSettings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,6 @@ class Source:
         settings: VisionSettings,
         projection: Projection | None = None,
     ) -> None:
-        self._held: Tensor | None = None
         by_graph = settings.by_graph or settings.n_clusters == AUTO
         self.store, most = store, GRAPH_ROWS if by_graph else store.n
         self.n = min(store.n, most)
@@ -46,10 +47,17 @@ class Source:
             sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
             projection = Projection.fit(sample, settings.pca_dim)
         self.projection = projection
-        if self.n * self.projection.dim * 4 / 2**30 <= settings.keep_in_memory_gib:
-            self._held = torch.empty(self.n, self.projection.dim)
-            for rows in torch.arange(self.n).split(ROWS_PER_BLOCK):
-                self._held[rows] = self.projection(self.embeddings(rows))
+        self._most_bytes = settings.keep_in_memory_gib * 2**30
+
+    @cached_property
+    def _held(self) -> Tensor | None:
+        """All of them, if they fit: not before the first is read, neighbours need memory, too."""
+        if self.n * self.projection.dim * 4 > self._most_bytes:
+            return None
+        held = torch.empty(self.n, self.projection.dim)
+        for rows in torch.arange(self.n).split(ROWS_PER_BLOCK):
+            held[rows] = self.projection(self.embeddings(rows))
+        return held
 
     @property
     def whole(self) -> bool:

@@ -16,7 +16,8 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
-from ssl_kd.vision import run as running
+from ssl_kd.vision import learn
+from ssl_kd.vision.run import run
 from tests.bits import same
 from tests.faults.inject import (
     CLUSTERS,
@@ -186,7 +187,7 @@ def test_a_head_that_is_always_bad_is_reinitialised_once_then_retired():
 @pytest.fixture
 def strike_runs(monkeypatch):
     """Every run's trainer gets a fault in its students' forward pass from some step on."""
-    make = running.make_trainer
+    make = learn.make_trainer
 
     def use(change, start=0, learning=None):
         def struck(*arguments):
@@ -200,7 +201,7 @@ def strike_runs(monkeypatch):
             monkeypatch.setattr(trainer, "step", with_fault)
             return trainer
 
-        monkeypatch.setattr(running, "make_trainer", struck if change is not None else make)
+        monkeypatch.setattr(learn, "make_trainer", struck if change is not None else make)
 
     return use
 
@@ -208,7 +209,7 @@ def strike_runs(monkeypatch):
 @row(34)
 def test_a_retired_head_is_told_of_in_the_report_and_does_not_vote(settings, strike_runs):
     strike_runs(set_gradient(math.nan))
-    path = running.run(settings(max_steps=45)).path
+    path = run(settings(max_steps=45)).path
     heads = metrics(path)["heads"]
     assert [head["retired"] for head in heads] == [False, False, True, False]
     assert not heads[SICK]["chosen"] and heads[SICK]["skipped"] == 30

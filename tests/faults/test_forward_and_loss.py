@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ssl_kd import losses
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision import run as running
+from ssl_kd.vision import learn
+from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import train
 from tests.bits import same
@@ -290,7 +291,7 @@ def test_an_empty_cluster_in_training_is_finite_and_said_once(caplog):
 
 @row(21)
 def test_collapse_of_one_head_is_flagged_for_that_head(settings, monkeypatch):
-    make = running.make_trainer
+    make = learn.make_trainer
 
     def collapsed_trainer(*arguments):
         """Head 2 answers cluster 0 to whatever comes, from the start, and cannot learn."""
@@ -304,8 +305,8 @@ def test_collapse_of_one_head_is_flagged_for_that_head(settings, monkeypatch):
             named["prototypes"][2, 0] = 1.0
         return trainer
 
-    monkeypatch.setattr(running, "make_trainer", collapsed_trainer)
-    path = running.run(settings(learning_rate=1e-9, max_steps=5)).path
+    monkeypatch.setattr(learn, "make_trainer", collapsed_trainer)
+    path = run(settings(learning_rate=1e-9, max_steps=5)).path
     heads = metrics(path)["heads"]
     assert heads[2]["collapsed"] and heads[2]["clusters_used"] == 1
     assert not any(head["collapsed"] for head in heads if head["head"] != 2)
@@ -315,7 +316,7 @@ def test_collapse_of_one_head_is_flagged_for_that_head(settings, monkeypatch):
 @row(21)
 def test_collapse_of_every_head_is_flagged_and_finite(settings, tmp_path):
     np.savez(tmp_path / "one.npz", features=np.tile(np.linspace(0, 1, 8), (40, 1)))
-    path = running.run(settings(dataset=str(tmp_path / "one.npz"), n_clusters=4)).path
+    path = run(settings(dataset=str(tmp_path / "one.npz"), n_clusters=4)).path
     assert all_finite(path) and len({line["cluster"] for line in assignments(path)}) == 1
     assert all(head["collapsed"] for head in metrics(path)["heads"])
     assert "4 of 4 heads collapsed" in write_report(path).read_text()
