@@ -164,6 +164,9 @@ USE_TF32 = False
 # Compile the training step with torch.compile: half a minute or more before the first step. For
 # long trainings; the last digits differ from those without it, but not between runs.
 COMPILE = False
+# On GPUs, record the training step once and replay it: one launch instead of hundreds. A recording
+# that does not give the same to the bit is not used, and a warning says so.
+CUDA_GRAPH = False
 # Rebuild cached embeddings that are damaged or stale; verified shards are kept.
 FORCE_RECOMPUTE = False
 # Write TensorBoard files into the run folder, beside metrics.jsonl.

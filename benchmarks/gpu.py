@@ -96,6 +96,13 @@ TINY = Size((32, 16, 5, 4), (16, 8, 3, 2), 2, 2, 12, 32, ("1x64", "1x64", 500, 2
 # Seconds; times that of the official step; of bare forward passes.
 TARGETS = {"large": 3e-3, "default": 0.5e-3, "official": 50.0, "extraction": 0.95, "language": 1.0}
 
+WAYS: tuple[dict[str, bool], ...] = (
+    {},
+    {"compile": True},
+    {"cuda_graph": True},
+    {"compile": True, "cuda_graph": True},
+)
+
 
 def waited(device: torch.device) -> None:
     """Wait for the device."""
@@ -121,12 +128,12 @@ def heads_step(
     widths: tuple[int, int],
     device: torch.device,
     products: str,
-    fast: bool,
+    how: dict[str, bool],
 ) -> tuple[Callable[[], object], Tensor]:
     """A guarded step with the paper's instance weights, and its views."""
     batch, dim, clusters, heads = shape
     bank = HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads)
-    settings = VisionSettings(batch_size=batch, instance_weight="mean", compile=fast)
+    settings = VisionSettings(batch_size=batch, instance_weight="mean", **how)
     precision = Precision.for_device(device, products == "half", products == "TF32")
     trainer = HeadTrainer(bank, settings, precision, clusters)
     views = torch.randn(2, batch, dim).to(device)
@@ -138,13 +145,12 @@ def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iter
     for name, shape, widths in (("large", size.large, FULL), ("default", size.default, DEFAULT)):
         target, best, views = TARGETS[name], float("inf"), torch.empty(0)
         for products in ("fp32", "TF32", "half"):
-            for fast in (False, True):
+            for how in WAYS:
                 torch.compiler.reset()
-                step, views = heads_step(shape, widths, device, products, fast)
+                step, views = heads_step(shape, widths, device, products, how)
                 taken = seconds(step, size, device)
                 best = min(best, taken)
-                how = f"{products}, {'compiled' if fast else 'plain'}"
-                what = f"vision step {shape}, {how}"
+                what = f"vision step {shape}, {products}, {' and '.join(how) or 'plain'}"
                 yield Row(what, f"{1e3 * taken:.3f} ms", f"{1e3 * target:g} ms", taken <= target)
         if official is None:
             continue
@@ -166,7 +172,7 @@ def waits_rows(size: Size, device: torch.device) -> Iterator[Row]:
     """Whether a step really waits for no device, as its own driver says."""
     if device.type != "cuda":
         return
-    step, _ = heads_step(size.large, FULL, device, "fp32", fast=False)
+    step, _ = heads_step(size.large, FULL, device, "fp32", {})
     step()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -202,7 +202,7 @@ class Together:
         The wish to stop rides along: in step with each other, ranks need not meet for it.
         """
         self._wanted = torch.zeros((), device=trainer.precision.device)
-        trainer.weigh = self._weigh
+        trainer.weigh, trainer.graphed = self._weigh, None  # an all-reduce is not recorded
 
     def _weigh(self, agreements: Tensor) -> Tensor | None:
         healthy = torch.isfinite(agreements).all(-1, keepdim=True)

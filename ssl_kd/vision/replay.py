@@ -163,7 +163,7 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         raise damaged(path, f"its settings are not those of this version: {names}")
     try:
         # Not compiled: the microscope looks at each operation.
-        run = VisionSettings(**settings).replace(n_heads=1, compile=False)
+        run = VisionSettings(**settings).replace(n_heads=1, compile=False, cuda_graph=False)
     except SettingsError as error:
         raise damaged(path, str(error)) from error
     own = {"head": (head, OWN_HEADS), "loss": (loss, OBJECTIVES)}

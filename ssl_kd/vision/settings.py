@@ -366,6 +366,11 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "compile the training step with torch.compile: half a minute or more before the first step",
         "For long trainings; the last digits differ from those without it, but not between runs.",
     )
+    cuda_graph: bool = setting(
+        False,
+        "on GPUs, record the training step once and replay it: one launch instead of hundreds",
+        "A recording that does not give the same to the bit is not used, and a warning says so.",
+    )
     force_recompute: bool = setting(
         False,
         "rebuild cached embeddings that are damaged or stale; verified shards are kept",

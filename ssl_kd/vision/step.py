@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from ssl_kd.guard.update import (
 )
 from ssl_kd.heads.bank import HeadBank
 from ssl_kd.seeds import seed_of
-from ssl_kd.settings import SettingsError
+from ssl_kd.vision.fast import Graphed, as_it_is, compiled
 from ssl_kd.vision.objectives import make_objective
 from ssl_kd.vision.settings import VisionSettings
 
@@ -138,6 +137,12 @@ class HeadsStep:
     smoothed: Tensor
     before: dict[str, Tensor]
 
+    def clone(self) -> HeadsStep:
+        """The same in memory of its own."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        before = {name: tensor.clone() for name, tensor in named.pop("before").items()}
+        return HeadsStep(**{n: t.clone() for n, t in named.items()}, before=before)
+
 
 class HeadTrainer:
     """The guarded step over a bank of heads.
@@ -155,6 +160,7 @@ class HeadTrainer:
         state: everything the heads own.
         objective: what they are trained for.
         recovery: reports sick heads and brings them back.
+        graphed: replays steps, with CUDA_GRAPH; else None.
     """
 
     def __init__(
@@ -171,9 +177,10 @@ class HeadTrainer:
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(settings.loss, vars(settings))
         keep_freed_memory()
-        as_set = compiled if settings.compile else _as_it_is
+        as_set = compiled if settings.compile else as_it_is
         self._answer_of, self._loss_of = as_set(self._answer), as_set(self._loss)
         self._judged, self._updated = as_set(self._judge), as_set(self._update)
+        self.graphed = Graphed.of(self) if settings.cuda_graph else None
         self.decay = bank.decay_mask().to(precision.device) * settings.weight_decay
         self.state = self._fresh(bank.initial_weights(settings.seed))
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
@@ -181,6 +188,11 @@ class HeadTrainer:
         self.recovery = Recovery(
             self._rows, self.state.health, lambda: self.thresholds, first=bank.first
         )
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether a batch has to keep its size."""
+        return self.settings.compile or self.graphed is not None
 
     def _fresh(self, students: Tensor) -> HeadsState:
         marginal = self.objective.initial_marginal(self.n_clusters)
@@ -246,15 +258,25 @@ class HeadTrainer:
             given: `[view, batch, cluster]` probabilities that all heads learn by cross-entropy,
                 each from another view; None: from their EMA teachers, by their objective.
         """
+        rate: float | Tensor = learning_rate
+        if self._fixed:  # a number would be compiled in, or recorded
+            rate = torch.full((), learning_rate, device=self.precision.device)
         with self.precision.products():
-            return self._step(views, learning_rate, step, given)
+            if isinstance(rate, Tensor) and self.graphed is not None and not _is_kept(step):
+                return self.graphed(views, rate, given)
+            return self.plain_step(views, rate, step, given)
 
-    def _step(
-        self, views: Tensor, learning_rate: float, step: int | None, given: Tensor | None
+    def plain_step(
+        self,
+        views: Tensor,
+        learning_rate: float | Tensor,
+        step: int | None,
+        given: Tensor | None,
     ) -> HeadsStep:
+        """The step itself, kernel by kernel."""
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
-        kept = good_samples(bad, in_place=self.settings.compile)
+        kept = good_samples(bad, in_place=self._fixed)
         if kept is not None:
             views = views[:, kept]
             given = None if given is None else given[:, kept.to(given.device)]
@@ -332,7 +354,7 @@ class HeadTrainer:
         targets: Tensor,
         marginal: Tensor,
         weights: Tensor | None,
-        learning_rate: float,
+        learning_rate: float | Tensor,
         step: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The students' half of the step for some heads: loss, norm and stage, `[head]` each."""
@@ -348,12 +370,9 @@ class HeadTrainer:
         loss = loss.detach()
         with torch.no_grad():
             gradient, norm, stage, healthy = self._judged(state, gradients, loss, marginal)
-            if step is not None and step % SNAPSHOT_EVERY == 0:
+            if step is not None and _is_kept(step):
                 self._rows.snapshot(rows, healthy, step)
-            rate: float | Tensor = learning_rate
-            if self.settings.compile:  # a number would be compiled in, and each one anew
-                rate = torch.full((), learning_rate, device=views.device)
-            self._updated(state, gradient, norm, stage, healthy, loss, marginal, rate)
+            self._updated(state, gradient, norm, stage, healthy, loss, marginal, learning_rate)
         return loss, norm, stage
 
     def _loss(
@@ -411,35 +430,9 @@ class HeadTrainer:
             rescale_(state.scale, healthy, stage == int(Stage.OVERFLOW), state.updates)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _as_it_is(function: F) -> F:
-    return function
-
-
-def compiled(function: F) -> F:
-    """The function by torch.compile, as one graph, for each shape anew.
-
-    Raises:
-        SettingsError: when called, it cannot be compiled.
-    """
-    fast = torch.compile(function, fullgraph=True, dynamic=False)
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
-
-        try:
-            return fast(*args)
-        except TorchDynamoException as error:
-            said = next(line for line in str(error).splitlines() if line.strip())
-            raise SettingsError(
-                f"COMPILE: torch.compile cannot compile this step: {said.strip()}. Set COMPILE to "
-                "False; a head or loss of your own that is to be compiled may not look at numbers"
-            ) from error
-
-    return run  # pyright: ignore[reportReturnType]
+def _is_kept(step: int | None) -> bool:
+    """Whether the state before this step is kept, to go back to."""
+    return step is not None and step % SNAPSHOT_EVERY == 0
 
 
 def bad_samples(views: Tensor) -> Tensor:
