@@ -6,10 +6,12 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -210,6 +212,13 @@ class DistillationTrainer(Trainer):
         super()._set_signature_columns_if_needed()
         self._signature_columns = [*dict.fromkeys([*self._signature_columns, "rows"])]
 
+    def get_train_dataloader(self) -> Any:
+        """As of a Trainer, but batches stay on the CPU until they were looked at."""
+        loader = super().get_train_dataloader()
+        if isinstance(loader, DataLoaderShard):
+            loader.device = None
+        return loader
+
     def _batch(self, inputs: Mapping[str, Any], dataset: Any) -> Batch | AlignedBatch:
         if isinstance(dataset, BlockRows) and dataset.hold_more:
             return dataset.blocks.batch(inputs["rows"].cpu(), self.args.device)
@@ -233,16 +242,15 @@ class DistillationTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """The batches of a step, and over how many tokens of all processes its loss is a mean."""
-        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not samples:
+        if not (samples := [*islice(epoch_iterator, num_batches)]):
             return samples, None
         self.objective.follow(self.state.global_step, self.state.max_steps)
         batches = self._batches(samples)
         here = self.objective.counts(batches)
-        counts = torch.tensor([list(here.values())], device=device)
+        world = self.accelerator.num_processes  # gradients are averaged over them
+        counts = torch.tensor([list(here.values())], device=device if world > 1 else None)
         gathered: Any = self.accelerator.gather(counts)
         whole = gathered.sum(0).tolist()
-        world = self.accelerator.num_processes  # gradients are averaged over them
         self._sizes = {name: max(n, 1) / world for name, n in zip(here, whole, strict=True)}
         if any(b.packed for b in batches if isinstance(b, Batch)) and not self._packs:
             self._check_packing()
@@ -287,16 +295,20 @@ class DistillationTrainer(Trainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()  # a schedule-free optimizer
         batch = inputs[_BATCH]
-        sums = self._terms(model, batch)
-        terms = self.objective.weighted({n: x / self._sizes[n] for n, x in sums.items()})
+        late: list[Tensor] = []
+        sums = self._terms(model, batch, late)
+        terms = self._weighted(sums)
+        if (scaler := self.accelerator.scaler) is not None:
+            terms = {name: scaler.scale(term) for name, term in terms.items()}
+        self.guarding.guard.backward(terms)
+        sums = {name: value.detach() for name, value in sums.items()}
+        if late:
+            sums["kd"] = sums["kd"] + torch.stack(late).sum()
+        found = torch.stack([*self._weighted(sums).values()])
         seen = self.objective.counts([batch]) | {"ce": student_side(batch).text_tokens}
         if not self._settings.learns_text:
             del sums["ce"]
         self._remember(sums, seen)
-        found = torch.stack([term.detach() for term in terms.values()])
-        if (scaler := self.accelerator.scaler) is not None:
-            terms = {name: scaler.scale(term) for name, term in terms.items()}
-        self.guarding.guard.backward(terms)
         self._left -= 1
         if not self._left:
             self._step.close()
@@ -304,7 +316,12 @@ class DistillationTrainer(Trainer):
         finite = found.isfinite()
         return torch.where(finite.any(), found.where(finite, 0.0).sum(), torch.nan)
 
-    def _terms(self, model: nn.Module, batch: Batch | AlignedBatch) -> dict[str, Tensor]:
+    def _weighted(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.objective.weighted({n: x / self._sizes[n] for n, x in sums.items()})
+
+    def _terms(
+        self, model: nn.Module, batch: Batch | AlignedBatch, late: list[Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """The terms, in the forward pass of whatever the Trainer has around the student."""
         student = self.objective.student
         inner = student
@@ -321,7 +338,7 @@ class DistillationTrainer(Trainer):
         @torch.compiler.disable
         def forward() -> dict[str, Tensor]:
             restore()
-            terms = self.objective.terms(batch)
+            terms = self.objective.terms(batch, late)
             return {name: term.clone() for name, term in terms.items()}  # FSDP2 warns of views
 
         vars(student)["forward"] = inner

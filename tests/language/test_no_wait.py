@@ -13,7 +13,7 @@ from ssl_kd.losses import linear_distillation
 from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.pretended import pretended_cuda
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 GPU = DeviceInfo("cuda", "H200", (9, 0))
 
@@ -42,6 +42,43 @@ def test_a_batch_waits_once_and_so_does_a_step(tiny, batches, with_teacher):
     device = _step(tiny, batches, with_teacher)
     assert len(device.waits) == batches + 1, device.waits
     assert device.pageable == []
+
+
+class _Steps(transformers.TrainerCallback):
+    """What waited, and what was sent from memory that is not pinned, in the last step."""
+
+    def __init__(self, device):
+        self.device, self.seen = device, ()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen = [*self.device.waits], [*self.device.pageable]
+        self.device.clear()
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_batch_of_a_trainer_waits_once_and_so_does_a_step(tiny, batches, tmp_path, monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    from ssl_kd.hf_trainer import DistillationTrainer
+
+    there = property(lambda self: self._setup_devices and torch.device("cuda"))
+    monkeypatch.setattr(transformers.TrainingArguments, "device", there)
+    monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("cuda"))
+    # transformers' own filter looks at the loss of each batch.
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, gradient_accumulation_steps=batches, use_cpu=True,
+        report_to="none", save_strategy="no", logging_strategy="no", logging_nan_inf_filter=False,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    blocks = tiny.blocks()
+    with pretended_cuda() as device:
+        with torch.device("cuda"):
+            teacher, student = tiny.model(), tiny.model(seed=1)
+        steps = _Steps(device)
+        given = {"args": args, "train_dataset": blocks, "callbacks": [steps]}
+        DistillationTrainer(student, teacher, **given).train()
+    waits, pageable = steps.seen
+    assert len(waits) == batches + 1, waits
+    assert pageable == []
 
 
 def test_it_waits_no_oftener_for_a_loss_of_many_chunks(tiny, monkeypatch):
