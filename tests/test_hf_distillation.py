@@ -226,6 +226,21 @@ def test_a_nan_in_kd_of_one_step_changes_that_step_alone(tmp_path):
     assert not same(sick.bits[2], sick.bits[1])
 
 
+def test_where_a_device_is_asked_later_steps_and_log_lines_are_the_same(tmp_path, free):
+    """A teacher near the student, whose answer to one batch is NaN."""
+    found = []
+    for are in (True, False):
+        free(are)
+        teacher = TINY.model(seed=1)
+        teacher.get_output_embeddings().weight.data.mul_(1 + 1e-4)
+        _, witness, _ = trained(tmp_path, Moods(teacher, bad={2}), learning_rate=1e-9)
+        found.append((witness.bits, [line["kd"] for line in witness.logs if "kd" in line]))
+    (bits, kd), (others, later) = found
+    assert same(bits, others)
+    assert 0 < kd[0] < 1e-6 and len(kd) == 4
+    assert later == pytest.approx(kd, rel=0.02, nan_ok=True)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @fault(123)
 def test_a_nan_in_both_skips_the_step(tmp_path, accumulation):
