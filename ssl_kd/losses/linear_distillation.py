@@ -324,8 +324,8 @@ def linear_distillation(
         `[2]`, float32 (float64 for float64): the sum of cross-entropies, and of T^2 D.
 
     Raises:
-        ValueError: names the argument that does not fit. Targets on a GPU that are no tokens are
-            found by CUDA's own assertion instead.
+        ValueError: names the argument that does not fit. Targets and a teacher's indices on a GPU
+            that are no tokens are found by CUDA's own assertion instead.
 
     >>> hidden, weight = torch.zeros(3, 4), torch.zeros(8, 4)
     >>> teacher = LinearTeacher(hidden, weight)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
+from ssl_kd.guard.memory import sent
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import ShardStore, ShardWriter
@@ -174,7 +175,8 @@ class TeacherCache(ShardStore):
         width = batch.input_ids.shape[1]
 
         def column(name: str) -> Tensor:
-            return self.take(name, batch.rows)[:, :width].flatten(0, 1).to(rows.device)[rows]
+            taken = self.take(name, batch.rows)[:, :width].flatten(0, 1)
+            return sent(taken, rows.device)[rows]
 
         return self.kept.answer(column)
 

@@ -10,6 +10,7 @@ from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.train import _Student
 from ssl_kd.losses import linear_distillation
+from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write
 from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.pretended import pretended_cuda
 
@@ -18,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 GPU = DeviceInfo("cuda", "H200", (9, 0))
 
 
-def _step(tiny, batches, with_teacher=True, **changes):
+def _step(tiny, batches, with_teacher=True, cache=None, **changes):
     """What the second step did: the first takes a snapshot."""
     settings = tiny.settings(gradient_accumulation_steps=batches, **changes)
     blocks = tiny.blocks()
@@ -27,7 +28,8 @@ def _step(tiny, batches, with_teacher=True, **changes):
             teacher, student = tiny.model(), tiny.model(seed=1)
         precision = Precision.for_device(GPU, True)
         frozen = FrozenTeacher(teacher, device="cuda", dtype=precision.teacher)
-        distiller = Distiller(student, settings, precision, Plain(frozen) if with_teacher else None)
+        source = Plain(cache or frozen) if with_teacher else None
+        distiller = Distiller(student, settings, precision, source)
         loop = _Student(distiller, blocks, 100, lambda step, result: None, None)
         for step in range(2):
             device.clear()
@@ -41,6 +43,20 @@ def _step(tiny, batches, with_teacher=True, **changes):
 def test_a_batch_waits_once_and_so_does_a_step(tiny, batches, with_teacher):
     device = _step(tiny, batches, with_teacher)
     assert len(device.waits) == batches + 1, device.waits
+    assert device.pageable == []
+
+
+@pytest.mark.parametrize("method", ["topk", "sample", "hidden"])
+def test_so_does_a_batch_of_a_cached_teacher(tiny, method, tmp_path):
+    blocks, rest = tiny.blocks(), {"k": None, "temperature": None}
+    if method != "hidden":
+        rest = {"k": 4, "temperature": tiny.settings().temperature}
+    whose = identity("a", "b", tiny.tokenizer, tiny.texts(), blocks)
+    of = TeacherFingerprint(**whose, dtype="float32", method=method, **rest)
+    cache = write(FrozenTeacher(tiny.model()), blocks, tmp_path, of)
+    cache(blocks.batch(range(len(blocks))), torch.arange(1))  # files that are opened later are fake
+    device = _step(tiny, 3, cache=cache)
+    assert len(device.waits) == 3 + 1, device.waits
     assert device.pageable == []
 
 
