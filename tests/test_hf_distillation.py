@@ -101,6 +101,7 @@ class Witness(transformers.TrainerCallback):
 def trained(folder, teacher=None, student=None, callbacks=(), resume=None, data=None, **options):
     """A trainer after its training, what it held after each step, and what stopped it."""
     own = ("alpha_kd", "alpha_ce", "temperature", "divergence", "align", "schedule")
+    own += ("loss_mean",)
     own += ("eval_dataset", "processing_class", *WRITING)
     given = {name: options.pop(name) for name in own if name in options}
     witness = Witness()
@@ -190,6 +191,31 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_its_tokens(
     assert loss == pytest.approx(expected, rel=1e-5)
     for found, exact in zip(moved, gradient, strict=True):
         assert torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2)])
+def test_the_mean_over_sequences_is_that_of_the_own_loop(tmp_path, batch, accumulation):
+    blocks, options = TINY.blocks(8), {"temperature": 2.0, "loss_mean": "sequences"}
+    own = TINY.distiller(FrozenTeacher(teacher_model()), packing=False, **options)
+    expected = own.step([blocks.batch(range(8))], 0.0)
+    args = arguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=batch, learning_rate=0.0,
+        gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    trainer, by_token = (
+        InOrder(
+            TINY.model(seed=1), teacher_model(), args, train_dataset=blocks, eval_dataset=blocks,
+            temperature=2.0, loss_mean=mean,
+        )
+        for mean in ("sequences", "tokens")
+    )  # fmt: skip
+    trainer.train()
+    seen = trainer.state.log_history[0]
+    for name in ("loss", "ce", "kd"):
+        assert seen[name] == pytest.approx(getattr(expected, name), rel=1e-5)
+    assert seen["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
+    judged, plain = (one.evaluate() for one in (trainer, by_token))
+    assert judged["eval_loss"] == plain["eval_loss"] != pytest.approx(expected.ce, rel=1e-3)
 
 
 def test_a_batch_whose_kd_is_nan_adds_its_cross_entropy_to_the_step(tmp_path):
@@ -630,6 +656,8 @@ def test_packed_rows_need_models_that_keep_documents_apart(tmp_path, monkeypatch
     monkeypatch.setattr(where, lambda model: False)
     with pytest.raises(InputError, match="does not keep apart"):
         trained(tmp_path, teacher_model(), data=blocks)
+    with pytest.raises(InputError, match="loss_mean='sequences' takes for one"):
+        trained(tmp_path, teacher_model(), data=blocks, loss_mean="sequences")
 
 
 # --- what cannot be -------------------------------------------------------------------------------

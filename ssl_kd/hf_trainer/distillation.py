@@ -67,6 +67,8 @@ class DistillationTrainer(Trainer):
         temperature: of both softmaxes in the divergence, in [0.05, 100].
         alpha_kd: weight of the divergence, at least 0.
         alpha_ce: weight of the cross-entropy, at least 0.
+        loss_mean: what both are a mean over: `tokens` of a step, or `sequences`, rows of one
+            document, of each its own mean. An evaluation's are means over tokens.
         align: for a teacher with another tokenizer: `chunks` or `uld`, with `aligned_blocks(...)`
             as datasets. A dictionary of token ids alone cannot be aligned: it holds no text.
         schedule: which of `temperature`, `alpha_kd` and `alpha_ce` move over the training, each
@@ -116,6 +118,7 @@ class DistillationTrainer(Trainer):
         temperature: float = 1.0,
         alpha_kd: float = 0.5,
         alpha_ce: float = 0.5,
+        loss_mean: str = "tokens",
         align: str = "auto",
         schedule: str | None = None,
         on_policy: float = 0.0,
@@ -130,11 +133,14 @@ class DistillationTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         **options: Any,
     ) -> None:
+        self._by_row = loss_mean == "sequences"
         self._settings = LanguageSettings(
             divergence=divergence,
             temperature=temperature,
             alpha_kd=alpha_kd,
             alpha_ce=alpha_ce,
+            loss_mean=loss_mean,
+            packing=not self._by_row,
             align=align,
             schedule=schedule,
             on_policy=on_policy,
@@ -241,12 +247,12 @@ class DistillationTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The batches of a step, and over how many tokens of all processes its loss is a mean."""
+        """The batches of a step, and over how much of all processes its loss is a mean."""
         if not (samples := [*islice(epoch_iterator, num_batches)]):
             return samples, None
         self.objective.follow(self.state.global_step, self.state.max_steps)
         batches = self._batches(samples)
-        here = self.objective.counts(batches)
+        here = self._counts(batches)
         world = self.accelerator.num_processes  # gradients are averaged over them
         counts = torch.tensor([list(here.values())], device=device if world > 1 else None)
         gathered: Any = self.accelerator.gather(counts)
@@ -257,15 +263,21 @@ class DistillationTrainer(Trainer):
         self._begin_step(batches)
         return [{**s, _BATCH: b} for s, b in zip(samples, batches, strict=True)], whole[0]
 
+    def _counts(self, batches: Sequence[Batch | AlignedBatch]) -> dict[str, int]:
+        """What each term is a mean over, as `Objective.counts`, or sequences."""
+        found, rows = self.objective.counts(batches), [student_side(b).sequences for b in batches]
+        return dict.fromkeys(found, sum(rows)) if self._by_row else found
+
     def _check_packing(self) -> None:
-        """Refuse rows of several documents where a model would let them see each other."""
+        """Refuse rows of several documents where a row is one, or a model would mix them."""
         live = [self.model, getattr(self.objective.source, "model", None)]
-        for model in live:
-            if model is not None and not isolates_documents(model):
-                raise InputError(
-                    f"a row holds several documents, which {type(model).__name__} does not keep "
-                    "apart by position_ids: put one document in a row (packing=False)"
-                )
+        mixing = [m for m in live if m is not None and not isolates_documents(m)]
+        why = [f"{type(model).__name__} does not keep apart by position_ids" for model in mixing]
+        if why := ["loss_mean='sequences' takes for one"] * self._by_row + why:
+            raise InputError(
+                f"a row holds several documents, which {why[0]}: put one document in a row "
+                "(packing=False)"
+            )
         self._packs = True
 
     def _begin_step(self, batches: Sequence[Batch | AlignedBatch]) -> None:
@@ -305,7 +317,9 @@ class DistillationTrainer(Trainer):
         if late:
             sums["kd"] = sums["kd"] + torch.stack(late).sum()
         found = torch.stack([*self._weighted(sums).values()])
-        seen = self.objective.counts([batch]) | {"ce": student_side(batch).text_tokens}
+        text = student_side(batch)
+        of_text = text.text_sequences if self._by_row else text.text_tokens
+        seen = self._counts([batch]) | {"ce": of_text}
         if not self._settings.learns_text:
             del sums["ce"]
         self._remember(sums, seen)
@@ -441,7 +455,7 @@ class DistillationTrainer(Trainer):
         batch = self._batch(inputs, dataset)
         if isinstance(batch, Batch):
             batch = self._without_repeated(batch)
-        with torch.no_grad(), fixed(self.objective.source), self._without_cache():
+        with torch.no_grad(), fixed(self.objective.source), self._judging():
             sums = self._terms(model, batch)
         counts = self.objective.counts([batch])
         self._remember(sums, counts)
@@ -453,15 +467,17 @@ class DistillationTrainer(Trainer):
         return loss, logits, labels
 
     @contextlib.contextmanager
-    def _without_cache(self) -> Iterator[None]:
-        """A cache knows the rows of the training alone: no `kd` of others."""
-        source = self.objective.source
+    def _judging(self) -> Iterator[None]:
+        """By tokens; a cache knows the rows of the training alone: no `kd` of others."""
+        objective = self.objective
+        source, settings = objective.source, objective.settings
         if any(isinstance(answer, TeacherCache) for answer in getattr(source, "answers", ())):
-            self.objective.source = None
+            objective.source = None
+        objective.settings = replace(settings, loss_mean="tokens")
         try:
             yield
         finally:
-            self.objective.source = source
+            objective.source, objective.settings = source, settings
 
     def _without_repeated(self, batch: Batch) -> Batch:
         """Let rows not count that processes get once more, so that all have equally many."""

@@ -18,18 +18,14 @@ from ssl_kd.losses.teacher_output import (
 )
 
 
-def _are_there(ids: Tensor) -> bool:
-    """Whether to look: on a GPU one would wait for it, and its own assertion finds these."""
-    return ids.device.type == "cpu" and bool(ids.numel())
-
-
 def check_targets(targets: Tensor, n: int, vocab: int) -> None:
     """Raise ValueError or TypeError where targets are not `n` tokens of the vocabulary."""
     if targets.shape != (n,):
         raise ValueError(f"targets {tuple(targets.shape)} do not fit {n} tokens, expected ({n},)")
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise TypeError(f"targets are {targets.dtype}, expected the ids of tokens, int64")
-    if _are_there(targets) and not 0 <= targets.min() <= targets.max() < vocab:
+    # On a GPU looking would wait for it, and its own assertion finds these.
+    if n and targets.device.type == "cpu" and not 0 <= targets.min() <= targets.max() < vocab:
         raise ValueError(
             f"targets go from {targets.min()} to {targets.max()}, expected 0 to {vocab - 1}: "
             "leave out the positions that do not count (next_token_targets)"
@@ -51,10 +47,10 @@ def check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -
             "for that"
         )
     if isinstance(teacher, (TopKTeacher, SampledTeacher)):
-        indices = teacher.indices
-        if _are_there(indices) and not 0 <= indices.min() <= indices.max() < vocab:
+        looks = n and teacher.indices.device.type == "cpu"  # as at targets
+        if looks and not 0 <= teacher.indices.min() <= teacher.indices.max() < vocab:
             raise ValueError(
-                f"{kind}.indices go from {indices.min()} to {indices.max()}, the "
+                f"{kind}.indices go from {teacher.indices.min()} to {teacher.indices.max()}, the "
                 f"student's vocabulary to {vocab - 1}: not the same tokenizer"
             )
 

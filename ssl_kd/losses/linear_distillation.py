@@ -204,8 +204,8 @@ def _common(
     masks = [_outside(y, common) for y in [x if weight is None else bias, *leave_out]]
     if not teachers or all(mask is None for mask in masks):
         return common, None
-    anywhere = torch.stack([mask for mask in masks if mask is not None]).any(0)
-    return common, anywhere.nonzero().flatten() if anywhere.any() else None
+    left_out = torch.stack([mask for mask in masks if mask is not None]).any(0).nonzero().flatten()
+    return common, left_out if len(left_out) else None
 
 
 def distillation_terms(

