@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ TINY = Size((32, 16, 5, 4), (16, 8, 3, 2), 2, 2, 12, 32, ("1x64", "1x64", 500, 2
 # Seconds; times that of the official step; of bare forward passes.
 TARGETS = {"large": 3e-3, "default": 0.5e-3, "official": 50.0, "extraction": 0.95, "language": 1.0}
 
-WAYS: tuple[dict[str, bool], ...] = (
+WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"compile": True},
     {"cuda_graph": True},
@@ -128,7 +129,7 @@ def heads_step(
     widths: tuple[int, int],
     device: torch.device,
     products: str,
-    how: dict[str, bool],
+    how: dict[str, Any],
 ) -> tuple[Callable[[], object], Tensor]:
     """A guarded step with the paper's instance weights, and its views."""
     batch, dim, clusters, heads = shape

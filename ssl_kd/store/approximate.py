@@ -289,8 +289,8 @@ def _merge(index: Any, parts: list[Path], cells: Path) -> None:
     faiss = load_faiss()
     held = [faiss.read_index(str(part), faiss.IO_FLAG_MMAP) for part in parts]
     theirs = [faiss.downcast_InvertedLists(part.invlists) for part in held]
-    each = [np.array([lists.list_size(i) for i in range(index.nlist)]) for lists in theirs]
-    sizes = np.sum(each, 0, dtype=np.uint64)
+    each = np.array([[lists.list_size(i) for i in range(index.nlist)] for lists in theirs])
+    sizes = each.sum(0).astype(np.uint64)
     whole = faiss.OnDiskInvertedLists(index.nlist, index.code_size, str(cells.resolve()))
     whole.set_all_lists_sizes(faiss.swig_ptr(sizes))
     index.ntotal, row_bytes, copied = int(sizes.sum()), index.code_size + 8, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,7 +74,7 @@ def recorded(step: Replay, device: torch.device) -> Replay:
 class _Recording:
     """One shape's replay, and the memory that it reads its arguments from."""
 
-    slots: list[Tensor | None]
+    slots: list[Tensor]
     replay: Replay
 
 
@@ -124,7 +124,7 @@ class Graphed:
             SettingsError: the step cannot be recorded.
         """
         device = self._trainer.precision.device
-        inputs = [x if x is None else sent(x, device) for x in (views, learning_rate, given)]
+        inputs = [sent(x, device) for x in (views, learning_rate, given) if x is not None]
         shape = views.shape, given is None
         if shape not in self._recordings:
             self._seen[shape] += 1
@@ -135,18 +135,17 @@ class Graphed:
         _fill(recording.slots, inputs)
         return recording.replay().clone()
 
-    def _plain(self, inputs: Sequence[Tensor | None]) -> HeadsStep:
-        views, learning_rate, given = inputs
-        assert views is not None and learning_rate is not None
-        return self._trainer.plain_step(views, learning_rate, None, given)
+    def _plain(self, inputs: list[Tensor]) -> HeadsStep:
+        views, learning_rate, *given = inputs
+        return self._trainer.plain_step(views, learning_rate, None, *given)
 
-    def _begin(self, shape: object, inputs: list[Tensor | None]) -> HeadsStep:
+    def _begin(self, shape: object, inputs: list[Tensor]) -> HeadsStep:
         """One step, as it is; and recorded, if both change and give the same."""
         state = list(self._trainer.state.tensors().values())
         before = [tensor.clone() for tensor in state]
         result = self._plain(inputs)
         after = [tensor.clone() for tensor in state]
-        slots = [x if x is None else x.clone() for x in inputs]
+        slots = [x.clone() for x in inputs]
         try:
             replay = self._record(lambda: self._plain(slots), self._trainer.precision.device)
         except RuntimeError as error:
@@ -176,10 +175,9 @@ def _all(result: HeadsStep) -> list[Tensor]:
     return [*values, *result.before.values()]
 
 
-def _fill(slots: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+def _fill(slots: list[Tensor], values: list[Tensor]) -> None:
     for slot, value in zip(slots, values, strict=True):
-        if slot is not None and value is not None:
-            slot.copy_(value)
+        slot.copy_(value)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

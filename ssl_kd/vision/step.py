@@ -270,10 +270,10 @@ class HeadTrainer:
         self,
         views: Tensor,
         learning_rate: float | Tensor,
-        step: int | None,
-        given: Tensor | None,
+        step: int | None = None,
+        given: Tensor | None = None,
     ) -> HeadsStep:
-        """The step itself, kernel by kernel."""
+        """As `step`, kernel by kernel."""
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
         kept = good_samples(bad, in_place=self._fixed)
