@@ -37,7 +37,7 @@ from ssl_kd.files import (
     sha256_file,
 )
 from ssl_kd.guard.finite import safe_normalize
-from ssl_kd.guard.memory import leave_to_the_system
+from ssl_kd.guard.memory import give_back_memory, leave_to_the_system
 from ssl_kd.lock import Lock
 from ssl_kd.store.embeddings import EmbeddingStore
 from ssl_kd.store.neighbours import (
@@ -333,6 +333,7 @@ def _trained(store: EmbeddingStore) -> Any:
     for some in torch.arange(len(rows)).split(max(1, BLOCK_BYTES // (4 * store.dim))):
         x[some] = _unit(store.gather(rows[some]))
     index.train(x.numpy())
+    give_back_memory()
     return index
 
 
@@ -349,6 +350,7 @@ def _filled(work: Path, store: EmbeddingStore, empty: Any) -> Iterator[Path]:
             _write(part, path)
             yield path
             part, held = faiss.clone_index(empty), 0
+            give_back_memory()  # its lists grew piece by piece
 
 
 def _plan(work: Path, store: EmbeddingStore, index: Any, k: int) -> dict[str, Any]:
