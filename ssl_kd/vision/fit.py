@@ -15,12 +15,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.confidence import stability, temperature_for
-from ssl_kd.vision.consensus import (
-    judging_pairs,
-    neighbour_information,
-    sample_rows,
-    vote_tables,
-)
+from ssl_kd.vision.consensus import judging_pairs, neighbour_information, sample_rows, vote_tables
 from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty

@@ -50,8 +50,7 @@ class Projection(nn.Module):
         centred = x - mean
         projection.mean.copy_(mean)
         if projection.basis is not None:
-            directions = torch.linalg.eigh(centred.T @ centred).eigenvectors
-            projection.basis.copy_(directions[:, -dim:].flip(1))
+            projection.basis.copy_(_leading(centred, dim))
             centred = centred @ projection.basis.double()
         root_mean_square = float(centred.square().mean().sqrt())
         if 0 < root_mean_square < 1 / torch.finfo(torch.float32).max:
@@ -66,3 +65,13 @@ class Projection(nn.Module):
         """Embeddings `[batch, D]` -> `[batch, d]`, float32."""
         x = (x.float() - self.mean) * self.scale
         return x if self.basis is None else x @ self.basis
+
+
+def _leading(centred: Tensor, dim: int) -> Tensor:
+    """Rows `[n, D]` -> their `dim` leading principal directions, orthonormal columns `[D, dim]`."""
+    n, in_dim = centred.shape
+    if max(n, dim) >= in_dim:
+        return torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -dim:].flip(1)
+    more = torch.eye(max(n, dim) - n, in_dim).to(centred)  # rows span few of all D directions
+    within, coordinates = torch.linalg.qr(torch.cat([centred, more]).T)
+    return within @ _leading(coordinates[:, :n].T, dim)

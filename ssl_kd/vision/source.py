@@ -34,10 +34,7 @@ class Source:
     """
 
     def __init__(
-        self,
-        store: EmbeddingStore,
-        settings: VisionSettings,
-        projection: Projection | None = None,
+        self, store: EmbeddingStore, settings: VisionSettings, projection: Projection | None = None
     ) -> None:
         by_graph = settings.by_graph or settings.n_clusters == AUTO
         self.store, most = store, GRAPH_ROWS if by_graph else store.n

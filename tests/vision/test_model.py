@@ -1,6 +1,7 @@
 """The model that a run leaves: votes of heads, in blocks, saved and loaded again."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,19 @@ def model(request):
     model.weights.copy_(model.bank.initial_weights(0) * 20)
     model.votes.copy_(torch.rand(3, K, K).softmax(-1))
     return model
+
+
+@pytest.mark.parametrize("dim", [3, 19, 25])
+def test_wide_rows_that_are_few_are_rotated_as_by_all_their_covariances(dim):
+    x = torch.randn(20, 40) * torch.arange(1.0, 41)
+    found = Projection.fit(x, dim)
+    basis: Any = found.basis
+    centred = (x - x.mean(0)).double()
+    expected = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -min(dim, 19) :].flip(1)
+    same = (basis[:, :19].double() * expected).sum(0).abs()
+    torch.testing.assert_close(same, torch.ones_like(same))
+    torch.testing.assert_close(basis.T @ basis, torch.eye(dim))
+    assert abs(found(x).square().mean() - 1) < 1e-5
 
 
 def test_forward_is_the_mean_vote_of_the_heads(model):
