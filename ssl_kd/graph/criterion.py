@@ -117,11 +117,8 @@ def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
         Karrer & Newman, Stochastic blockmodels and community structure in networks, 2011, eq. 25;
         Theil, Statistical decomposition analysis, 1972.
     """
-    return float(_value(_information(joint), entropy(joint), alpha))
-
-
-def _information(joint: Floats) -> float:
-    return _xlogx(joint).sum() - 2 * _xlogx(joint.sum(1)).sum()
+    sizes = _xlogx(joint.sum(1)).sum()
+    return float(_value(_xlogx(joint).sum() - 2 * sizes, -sizes, alpha))
 
 
 def _value(information: Floats | float, entropy: Floats | float, alpha: float) -> Floats:
@@ -160,16 +157,17 @@ def merge_losses(joint: Floats, alpha: float = ALPHA) -> Floats:
     """What the value loses by merging two clusters: `[k, k]`, above the diagonal, else infinite."""
     a, b = np.triu_indices(len(joint), 1)
     cells, share, pair = _xlogx(joint), joint.sum(1), np.arange(len(a))
-    rows, own = cells.sum(1), np.diag(cells)
+    rows, own, sizes = cells.sum(1), np.diag(cells), _xlogx(share)
     merged = joint[a] + joint[b]
     both = _xlogx(merged)
     new = 2 * (both.sum(1) - both[pair, a] - both[pair, b])
     new += _xlogx(merged[pair, a] + merged[pair, b])
     of_cells = 2 * (rows[a] + rows[b]) - own[a] - own[b] - 2 * cells[a, b] - new
-    of_sizes = _xlogx(share[a] + share[b]) - _xlogx(share[a]) - _xlogx(share[b])
-    left = _information(joint) - of_cells - 2 * of_sizes, entropy(joint) - of_sizes
+    of_sizes = _xlogx(share[a] + share[b]) - sizes[a] - sizes[b]
+    now = cells.sum() - 2 * sizes.sum(), -sizes.sum()
+    left = now[0] - of_cells - 2 * of_sizes, now[1] - of_sizes
     losses = np.full(joint.shape, np.inf)
-    losses[a, b] = partition_value(joint, alpha) - _value(*left, alpha)
+    losses[a, b] = _value(*now, alpha) - _value(*left, alpha)
     return losses
 
 
