@@ -69,7 +69,7 @@ def test_a_resumed_one_ends_where_it_would_have():
 def test_steps_that_are_given_win_over_the_rule():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(300, 8)).astype(np.float32) + 6 * np.eye(8)[rng.integers(0, 3, 300)]
-    common = {"n_clusters": 3, "n_heads": 2, "batch_size": 100}
+    common = {"n_clusters": 3, "n_heads": 2, "batch_size": 100, "hidden_dim": 16}
     steps = {}
     for name, given in {"max_steps": 7, "epochs": 2, "neither": None}.items():
         options = {} if given is None else {name: given}
