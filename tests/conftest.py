@@ -1,12 +1,17 @@
+import gc
+import hashlib
+import importlib
 import os
 import random
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from ssl_kd.graph import best_partitions
 from ssl_kd.losses import linear_distillation
 from tests.photos import photo_run
 from tests.tiny import text_file, tiny
@@ -15,6 +20,13 @@ __all__ = ["photo_run", "text_file", "tiny"]  # fixtures of many folders
 
 # Tensors in tests are small: more threads than two only wait for each other.
 torch.set_num_threads(min(2, torch.get_num_threads()))
+gc.disable()  # while tests are collected: what they import is no garbage
+
+
+def pytest_collection_finish():
+    """What is imported stays: no collection, such as that of each Trainer, looks through it."""
+    importlib.import_module("tests.frozen")
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +35,24 @@ def _seeded():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _each_graph_is_searched_once():
+    """The search sees its arguments alone, as tests/graph shows, and is most of a tiny run."""
+    known = {}
+
+    def remembered(graph, n_clusters, starts=None, **options):
+        csr, given = graph.matrix, starts or {}
+        seen = hashlib.sha256(repr((n_clusters, [*given], sorted(options.items()))).encode())
+        for x in (csr.indptr, csr.indices, csr.data, *given.values()):
+            seen.update(x.tobytes())
+        if (key := seen.digest()) not in known:
+            known[key] = best_partitions(graph, n_clusters, starts=starts, **options)
+        return [*known[key]]
+
+    with mock.patch("ssl_kd.vision.partition.best_partitions", remembered):
+        yield
 
 
 @pytest.fixture

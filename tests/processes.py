@@ -24,7 +24,10 @@ _context.set_forkserver_preload(  # whatever of this is missing is left out
         "tests.faults.inject_language",
         "transformers.models.llama.modeling_llama",
         "transformers.models.mixtral.modeling_mixtral",
+        "transformers.trainer",
+        "accelerate",
         "hypothesis",
+        "tests.frozen",
     ]
 )
 
