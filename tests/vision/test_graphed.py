@@ -5,6 +5,7 @@ gives where the last replay's lay, as a graph does.
 """
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ class StandIn:
     """Records like a GPU; `off` is added to what a replay leaves of the students."""
 
     def __init__(self, off=0.0):
-        self.off, self.replays, self.trainer = off, 0, None
+        self.off, self.replays = off, 0
+        self.trainer: Any = None
 
     def __call__(self, step, device):
         lies = []
