@@ -473,7 +473,7 @@ def test_the_backbone_is_compiled_and_the_loss_is_not(tmp_path, backend):
         assert torch.allclose(found, exact, rtol=1e-4, atol=1e-6)
 
 
-# peft 0.18, which asks the hub for the files of a base that has none.
+# peft 0.20, which asks the hub for the files of a base that has none.
 @pytest.mark.filterwarnings("ignore:Could not find a config file in  - will assume")
 def test_adapters_learn_and_their_base_stays(tmp_path):
     peft = pytest.importorskip("peft")
