@@ -687,7 +687,7 @@ def test_too_few_heads_left_stop_the_run():
 
 
 def test_a_spike_is_skipped_and_does_not_move_the_median():
-    clean, _ = _struck("none", lambda trainer, views: None, steps=30, at=25)
+    clean, _ = _struck("none", lambda trainer, views: None, steps=26, at=25)
     sick, result = _struck("none", _poison_gradient(1e4), steps=26, at=25)
     assert result.stage.tolist() == [0, 0, Stage.SPIKE, 0, 0]
     level = clean.state.health.level[2] - sick.state.health.level[2]
