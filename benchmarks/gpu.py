@@ -124,21 +124,20 @@ def seconds(step: Callable[[], object], size: Size, device: torch.device) -> flo
     return statistics.median(taken[1:])
 
 
-def heads_step(
+def heads_of(
     shape: tuple[int, int, int, int],
     widths: tuple[int, int],
     device: torch.device,
     products: str,
     how: dict[str, Any],
-) -> tuple[Callable[[], object], Tensor]:
-    """A guarded step with the paper's instance weights, and its views."""
+) -> tuple[HeadTrainer, Tensor]:
+    """Heads with the paper's instance weights, and views for a guarded step."""
     batch, dim, clusters, heads = shape
     bank = HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads)
     settings = VisionSettings(batch_size=batch, instance_weight="mean", **how)
     precision = Precision.for_device(device, products == "half", products == "TF32")
     trainer = HeadTrainer(bank, settings, precision, clusters)
-    views = torch.randn(2, batch, dim).to(device)
-    return lambda: trainer.step(views, 1e-4), views
+    return trainer, torch.randn(2, batch, dim).to(device)
 
 
 def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iterator[Row]:
@@ -148,10 +147,12 @@ def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iter
         for products in ("fp32", "TF32", "half"):
             for how in WAYS:
                 torch.compiler.reset()
-                step, views = heads_step(shape, widths, device, products, how)
-                taken = seconds(step, size, device)
+                trainer, views = heads_of(shape, widths, device, products, how)
+                taken = seconds(lambda: trainer.step(views, 1e-4), size, device)  # noqa: B023
                 best = min(best, taken)
                 what = f"vision step {shape}, {products}, {' and '.join(how) or 'plain'}"
+                if "cuda_graph" in how and not (trainer.graphed and trainer.graphed.replays):
+                    what += " (not replayed)"
                 yield Row(what, f"{1e3 * taken:.3f} ms", f"{1e3 * target:g} ms", taken <= target)
         if official is None:
             continue
@@ -173,11 +174,11 @@ def waits_rows(size: Size, device: torch.device) -> Iterator[Row]:
     """Whether a step really waits for no device, as its own driver says."""
     if device.type != "cuda":
         return
-    step, _ = heads_step(size.large, FULL, device, "fp32", {})
-    step()
+    trainer, views = heads_of(size.large, FULL, device, "fp32", {})
+    trainer.step(views, 1e-4)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        trainer.step(views, 1e-4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     yield Row("a vision step waits for the device", "never", "never", True)

@@ -1,3 +1,4 @@
+import copy
 import gc
 import hashlib
 import importlib
@@ -49,7 +50,7 @@ def _each_graph_is_searched_once():
             seen.update(x.tobytes())
         if (key := seen.digest()) not in known:
             known[key] = best_partitions(graph, n_clusters, starts=starts, **options)
-        return [*known[key]]
+        return copy.deepcopy(known[key])
 
     with mock.patch("ssl_kd.vision.partition.best_partitions", remembered):
         yield

@@ -136,7 +136,8 @@ def adamw_(
     torch.addcmul(correct2.new_full((), eps), update, correct2.rsqrt(), out=update)
     torch.div(state.exp_avg, update, out=update)
     weights.mul_(1 - learning_rate * weight_decay)
-    weights.addcmul_(update, learning_rate / correct1, value=-1)
+    # A number over a tensor is this product, too: a rate on the device gives the same bits.
+    weights.addcmul_(update, correct1.reciprocal() * learning_rate, value=-1)
 
 
 def rescale_(

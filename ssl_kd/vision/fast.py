@@ -59,7 +59,7 @@ def compiled(function: F) -> F:
 def recorded(step: Replay, device: torch.device) -> Replay:
     """A step's kernels on a GPU, recorded and not run."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    # Threads of checkpoints and of prefetching go on meanwhile.
+    # What other threads ask of the device meanwhile, such as that of checkpoints, is no fault.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = step()
 
@@ -82,11 +82,15 @@ class Graphed:
     """A trainer's plain step, recorded once for each shape and then replayed.
 
     A recording is used when, from the same state, it has given what the step gives to the last bit;
-    else a warning says so and steps run as they are: a run is resumed by steps of both kinds.
+    else a warning says so and steps run as they are: a run has steps of both kinds. It writes into
+    the memory that the trainer's state had when it was made, and takes that of a step for itself.
 
     Args:
         trainer: whose steps they are.
         record: what records one.
+
+    Attributes:
+        replays: how many steps were replayed.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Graphed:
         self._trainer, self._record = trainer, record
         self._seen: Counter[object] = Counter()
         self._recordings: dict[object, _Recording] = {}
-        self._differs = False
+        self._off, self.replays = False, 0
 
     @classmethod
     def of(cls, trainer: HeadTrainer) -> Graphed | None:
@@ -125,14 +129,15 @@ class Graphed:
         """
         device = self._trainer.precision.device
         inputs = [sent(x, device) for x in (views, learning_rate, given) if x is not None]
-        shape = views.shape, given is None
+        shape = tuple((x.shape, x.dtype) for x in inputs)
         if shape not in self._recordings:
             self._seen[shape] += 1
-            if self._differs or self._seen[shape] <= WARM_UP:
+            if self._off or self._seen[shape] <= WARM_UP:
                 return self._plain(inputs)
             return self._begin(shape, inputs)
         recording = self._recordings[shape]
         _fill(recording.slots, inputs)
+        self.replays += 1
         return recording.replay().clone()
 
     def _plain(self, inputs: list[Tensor]) -> HeadsStep:
@@ -148,26 +153,28 @@ class Graphed:
         slots = [x.clone() for x in inputs]
         try:
             replay = self._record(lambda: self._plain(slots), self._trainer.precision.device)
+            _fill(state, before)
+            pairs = zip([*after, *_all(result)], [*state, *_all(replay())], strict=True)
+            same = all(_same_bits(mine, theirs) for mine, theirs in pairs)
         except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            raise SettingsError(
-                f"CUDA_GRAPH: this step cannot be recorded: {str(error).splitlines()[0]}. Set "
-                "CUDA_GRAPH to False; a head or loss of your own may not look at numbers"
-            ) from error
-        _fill(state, before)
-        again = replay()
-        pairs = zip([*state, *_all(again)], [*after, *_all(result)], strict=True)
-        if all(_same_bits(mine, theirs) for mine, theirs in pairs):
-            self._recordings[shape] = _Recording(slots, replay)
+            cause = error.__context__ or error  # what ended the recording, which then failed to end
+            if not (is_out_of_memory(error) or is_out_of_memory(cause)):
+                raise SettingsError(
+                    f"CUDA_GRAPH: this step cannot be recorded: {str(cause).splitlines()[0]}. Set "
+                    "CUDA_GRAPH to False; a head or loss of your own may not look at numbers"
+                ) from error
+            self._leave_off("there is no memory for a recording")
         else:
-            _fill(state, after)
-            self._differs = True
-            logger.warning(
-                "CUDA_GRAPH: the recorded step gave other bits than the step itself, so steps run "
-                "as they are"
-            )
+            if same:
+                self._recordings[shape] = _Recording(slots, replay)
+                return result
+            self._leave_off("the recorded step gave other bits than the step itself")
+        _fill(state, after)
         return result
+
+    def _leave_off(self, why: str) -> None:
+        self._off = True
+        logger.warning("CUDA_GRAPH: %s, so steps run as they are", why)
 
 
 def _all(result: HeadsStep) -> list[Tensor]:

@@ -73,6 +73,7 @@ def learn(
     learnt = found if settings.by_graph else None
     clusters = None if learnt is None else learnt.clusters
     with clock("train"):
+        source.hold()  # before it is seen whether the heads fit beside
         trainer, plan = _prepared(
             settings, folder, source, n_clusters, neighbours, clusters, precision, together
         )
@@ -81,6 +82,7 @@ def learn(
             steps = train_recorded(
                 settings, folder, trainer, plan, gather, clusters, signals, tell, together
             )
+        trainer.graphed = None  # with the memory of its recordings
         trainer = trainer if together is None else together.whole(trainer)
     with clock("consensus"):
         model, chosen, information = _consensus(

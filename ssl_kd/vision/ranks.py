@@ -202,7 +202,12 @@ class Together:
         The wish to stop rides along: in step with each other, ranks need not meet for it.
         """
         self._wanted = torch.zeros((), device=trainer.precision.device)
-        trainer.weigh, trainer.graphed = self._weigh, None  # an all-reduce is not recorded
+        trainer.weigh = self._weigh
+        if trainer.graphed is not None:
+            trainer.graphed = None
+            logger.info(
+                "CUDA_GRAPH: steps with an all-reduce (INSTANCE_WEIGHT mean) run as they are"
+            )
 
     def _weigh(self, agreements: Tensor) -> Tensor | None:
         healthy = torch.isfinite(agreements).all(-1, keepdim=True)

@@ -56,6 +56,10 @@ class Source:
             held[rows] = self.projection(self.embeddings(rows))
         return held
 
+    def hold(self) -> None:
+        """Project all of them now, if they fit."""
+        _ = self._held
+
     @property
     def whole(self) -> bool:
         """Whether these are all rows of the store."""

@@ -189,11 +189,6 @@ class HeadTrainer:
             self._rows, self.state.health, lambda: self.thresholds, first=bank.first
         )
 
-    @property
-    def _fixed(self) -> bool:
-        """Whether a batch has to keep its size."""
-        return self.settings.compile or self.graphed is not None
-
     def _fresh(self, students: Tensor) -> HeadsState:
         marginal = self.objective.initial_marginal(self.n_clusters)
         return HeadsState.fresh(students, self.n_clusters, marginal, self.precision)
@@ -259,10 +254,12 @@ class HeadTrainer:
                 each from another view; None: from their EMA teachers, by their objective.
         """
         rate: float | Tensor = learning_rate
-        if self._fixed:  # a number would be compiled in, or recorded
+        if self.settings.compile or self.graphed:  # a number would be compiled in, or recorded
             rate = torch.full((), learning_rate, device=self.precision.device)
+        if step is not None and step % SNAPSHOT_EVERY:
+            step = None  # the state before it is not kept
         with self.precision.products():
-            if isinstance(rate, Tensor) and self.graphed is not None and not _is_kept(step):
+            if self.graphed is not None and isinstance(rate, Tensor) and step is None:
                 return self.graphed(views, rate, given)
             return self.plain_step(views, rate, step, given)
 
@@ -273,10 +270,11 @@ class HeadTrainer:
         step: int | None = None,
         given: Tensor | None = None,
     ) -> HeadsStep:
-        """As `step`, kernel by kernel."""
+        """As `step`, kernel by kernel; with a number of the step, the state before it is kept."""
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
-        kept = good_samples(bad, in_place=self._fixed)
+        in_place = self.settings.compile or self.precision.device.type == "cuda"
+        kept = good_samples(bad, in_place=in_place)
         if kept is not None:
             views = views[:, kept]
             given = None if given is None else given[:, kept.to(given.device)]
@@ -370,7 +368,7 @@ class HeadTrainer:
         loss = loss.detach()
         with torch.no_grad():
             gradient, norm, stage, healthy = self._judged(state, gradients, loss, marginal)
-            if step is not None and _is_kept(step):
+            if step is not None:
                 self._rows.snapshot(rows, healthy, step)
             self._updated(state, gradient, norm, stage, healthy, loss, marginal, learning_rate)
         return loss, norm, stage
@@ -428,11 +426,6 @@ class HeadTrainer:
             state.loss.copy_(torch.lerp(loss, state.loss, memory))
         if self.precision.scale:
             rescale_(state.scale, healthy, stage == int(Stage.OVERFLOW), state.updates)
-
-
-def _is_kept(step: int | None) -> bool:
-    """Whether the state before this step is kept, to go back to."""
-    return step is not None and step % SNAPSHOT_EVERY == 0
 
 
 def bad_samples(views: Tensor) -> Tensor:
