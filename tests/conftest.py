@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 from unittest import mock
@@ -21,6 +22,9 @@ __all__ = ["photo_run", "text_file", "tiny"]  # fixtures of many folders
 
 # Tensors in tests are small: more threads than two only wait for each other.
 torch.set_num_threads(min(2, torch.get_num_threads()))
+# What a shell starts with & ignores Ctrl-C, and so would the processes that tests stop by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # while tests are collected: what they import is no garbage
 
 
