@@ -117,8 +117,12 @@ def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
         Karrer & Newman, Stochastic blockmodels and community structure in networks, 2011, eq. 25;
         Theil, Statistical decomposition analysis, 1972.
     """
-    sizes = _xlogx(joint.sum(1)).sum()
-    return float(_value(_xlogx(joint).sum() - 2 * sizes, -sizes, alpha))
+    return float(_value(*_parts(_xlogx(joint), _xlogx(joint.sum(1))), alpha))
+
+
+def _parts(cells: Floats, sizes: Floats) -> tuple[float, float]:
+    """Information and entropy, of `x log x` of all cells `[K, K]` and of their sums `[K]`."""
+    return cells.sum() - 2 * sizes.sum(), -sizes.sum()
 
 
 def _value(information: Floats | float, entropy: Floats | float, alpha: float) -> Floats:
@@ -164,8 +168,8 @@ def merge_losses(joint: Floats, alpha: float = ALPHA) -> Floats:
     new += _xlogx(merged[pair, a] + merged[pair, b])
     of_cells = 2 * (rows[a] + rows[b]) - own[a] - own[b] - 2 * cells[a, b] - new
     of_sizes = _xlogx(share[a] + share[b]) - sizes[a] - sizes[b]
-    now = cells.sum() - 2 * sizes.sum(), -sizes.sum()
-    left = now[0] - of_cells - 2 * of_sizes, now[1] - of_sizes
+    information, own_entropy = now = _parts(cells, sizes)
+    left = information - of_cells - 2 * of_sizes, own_entropy - of_sizes
     losses = np.full(joint.shape, np.inf)
     losses[a, b] = _value(*now, alpha) - _value(*left, alpha)
     return losses

@@ -93,13 +93,9 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         ranks.from_first(partial(folder.keep_to, task.digest))
         folder.update_json("config.json", **about(task), resolved=_resolved(settings))
         steps, student = n_steps(settings, len(task.blocks)), task.student.model
-        table, generations = [], {}
         with clock("judge"):
             tell("judge", 0, 2, {})
-            if task.teacher is not None and (task.teacher.model or task.served):
-                task, row, generations["teacher"] = judged_teacher(settings, task)
-                table += [row, *judged_others(settings, task)]
-                folder.update_json("config.json", precision=str(task.precision))
+            task, table, generations = _judged_teachers(settings, task, folder)
         alone = copy.deepcopy(student) if settings.baseline else None
         # Where a piece is on each rank, the first saves the student from this copy.
         whole = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
@@ -138,6 +134,18 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
             **facts(task, distiller, done),
         )
     return folder.path
+
+
+def _judged_teachers(
+    settings: LanguageSettings, task: Task, folder: RunFolder
+) -> tuple[Task, list[dict[str, Any]], dict[str, Any]]:
+    """The task in the precision that the teacher runs in, its rows of the table, what it writes."""
+    if task.teacher is None or not (task.teacher.model or task.served):
+        return task, [], {}
+    task, row, written = judged_teacher(settings, task)
+    rows = [row, *judged_others(settings, task)]
+    folder.update_json("config.json", precision=str(task.precision))
+    return task, rows, {"teacher": written}
 
 
 def _by_first(ranks: Ranks, distiller: Distiller, work: Callable[..., T], *arguments: Any) -> T:
@@ -242,15 +250,7 @@ def _train(
 ) -> Best:
     """Train the student, from the last checkpoint if there is one; its best weights."""
     inside, team = partial(_by_first, task.ranks, distiller), distiller.team
-    start, state = load_checkpoint(folder, task.ranks)
-    best = Best(distiller)
-    if not state or not state["best"]["weights"]:
-        best.offer(0, inside(judge.validation, distiller.student))
-    if state:
-        distiller.load(state["distiller"])
-        best.load(state["best"])
-    folder.rewind(start)
-    folder.become_latest()
+    start, best = _begun(folder, task, distiller, judge)
     if start < settings.verbose_steps:
         logger.info("%s", first_forward(settings, task))
 
@@ -292,6 +292,22 @@ def _train(
         except TooFewHealthyParts as error:
             raise TooFewHealthyParts(why(error, settings, distiller)) from error
     return best
+
+
+def _begun(
+    folder: RunFolder, task: Task, distiller: Distiller, judge: LanguageJudge
+) -> tuple[int, Best]:
+    """The steps done and the best weights so far: of the last checkpoint if there is one."""
+    start, state = load_checkpoint(folder, task.ranks)
+    best = Best(distiller)
+    if not state or not state["best"]["weights"]:
+        best.offer(0, _by_first(task.ranks, distiller, judge.validation, distiller.student))
+    if state:
+        distiller.load(state["distiller"])
+        best.load(state["best"])
+    folder.rewind(start)
+    folder.become_latest()
+    return start, best
 
 
 def train_alone(

@@ -148,11 +148,7 @@ def prepare(
     Raises:
         SettingsError: teacher, student, cache and text do not fit.
     """
-    if is_file(settings.teacher_url) and settings.teacher_cache is None:
-        raise SettingsError(
-            f"TEACHER_URL is {settings.teacher_url!r}, a file of answers to the text that is"
-            " learned from: keep them by cache_teacher.py, and name its TEACHER_CACHE."
-        )
+    _check_answers(settings)
     tell("prepare", 0, 3, {})
     train_set, eval_set = texts_of(settings)
     tell("prepare", 1, 3, {"documents": len(train_set)})
@@ -204,6 +200,14 @@ def prepare(
         served=served,
         others=others,
     )
+
+
+def _check_answers(settings: LanguageSettings) -> None:
+    if is_file(settings.teacher_url) and settings.teacher_cache is None:
+        raise SettingsError(
+            f"TEACHER_URL is {settings.teacher_url!r}, a file of answers to the text that is"
+            " learned from: keep them by cache_teacher.py, and name its TEACHER_CACHE."
+        )
 
 
 def test_and_validation(n: int, most: int) -> tuple[slice, slice]:

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,11 +25,6 @@ WARM_UP = 3  # steps of a shape before it is recorded, in which libraries choose
 
 Replay = Callable[[], "HeadsStep"]
 """Does once more what was recorded; what it gives lies where the last replay's lay."""
-
-
-def as_it_is(function: F) -> F:
-    """The function."""
-    return function
 
 
 def compiled(function: F) -> F:
@@ -70,14 +65,6 @@ def recorded(step: Replay, device: torch.device) -> Replay:
     return replay
 
 
-@dataclass(frozen=True)
-class _Recording:
-    """One shape's replay, and the memory that it reads its arguments from."""
-
-    slots: list[Tensor]
-    replay: Replay
-
-
 class Graphed:
     """A trainer's plain step, recorded once for each shape and then replayed.
 
@@ -100,7 +87,8 @@ class Graphed:
     ) -> None:
         self._trainer, self._record = trainer, record
         self._seen: Counter[object] = Counter()
-        self._recordings: dict[object, _Recording] = {}
+        # Of each shape, the memory that a replay reads its arguments from, and the replay.
+        self._recordings: dict[object, tuple[list[Tensor], Replay]] = {}
         self._off, self.replays = False, 0
 
     @classmethod
@@ -135,10 +123,10 @@ class Graphed:
             if self._off or self._seen[shape] <= WARM_UP:
                 return self._plain(inputs)
             return self._begin(shape, inputs)
-        recording = self._recordings[shape]
-        _fill(recording.slots, inputs)
+        slots, replay = self._recordings[shape]
+        _fill(slots, inputs)
         self.replays += 1
-        return recording.replay().clone()
+        return replay().clone()
 
     def _plain(self, inputs: list[Tensor]) -> HeadsStep:
         views, learning_rate, *given = inputs
@@ -166,7 +154,7 @@ class Graphed:
             self._leave_off("there is no memory for a recording")
         else:
             if same:
-                self._recordings[shape] = _Recording(slots, replay)
+                self._recordings[shape] = slots, replay
                 return result
             self._leave_off("the recorded step gave other bits than the step itself")
         _fill(state, after)

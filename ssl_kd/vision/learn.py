@@ -88,7 +88,12 @@ def learn(
         model, chosen, information = _consensus(
             settings, folder, trainer, neighbours, source, learnt, tell
         )
-    about = _about_training(trainer, plan, steps) | {"neighbours": searched}
+    about = {
+        "steps": steps,
+        "convergence": None if plan.until is None else plan.until.seen(),
+        "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
+        "neighbours": searched,
+    }
     return Learnt(trainer, model, chosen, information, found, about)
 
 
@@ -107,15 +112,6 @@ def _consensus(
     save_model(answer[0], folder)
     tell("consensus", 1, 1, {"heads": len(answer[1])})
     return answer
-
-
-def _about_training(trainer: HeadTrainer, plan: Plan, steps: int) -> dict[str, Any]:
-    """What `metrics.json` says of it."""
-    return {
-        "steps": steps,
-        "convergence": None if plan.until is None else plan.until.seen(),
-        "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
-    }
 
 
 def _prepared(

@@ -26,7 +26,7 @@ from ssl_kd.guard.update import (
 )
 from ssl_kd.heads.bank import HeadBank
 from ssl_kd.seeds import seed_of
-from ssl_kd.vision.fast import Graphed, as_it_is, compiled
+from ssl_kd.vision.fast import Graphed, compiled
 from ssl_kd.vision.objectives import make_objective
 from ssl_kd.vision.settings import VisionSettings
 
@@ -177,7 +177,7 @@ class HeadTrainer:
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(settings.loss, vars(settings))
         keep_freed_memory()
-        as_set = compiled if settings.compile else as_it_is
+        as_set = compiled if settings.compile else lambda function: function
         self._answer_of, self._loss_of = as_set(self._answer), as_set(self._loss)
         self._judged, self._updated = as_set(self._judge), as_set(self._update)
         self.graphed = Graphed.of(self) if settings.cuda_graph else None
@@ -439,17 +439,16 @@ def bad_samples(views: Tensor) -> Tensor:
 def good_samples(bad: Tensor, *, in_place: bool = False) -> Tensor | None:
     """Which samples to take so that none is bad: rows `[sample]`; None where all are good.
 
-    On a GPU, where it is not known how many there are, or `in_place`, the first good sample stands
-    in for each bad one, and the batch keeps its size; elsewhere it has only the good ones.
+    `in_place`, as on a GPU, where it is not known how many there are, the first good sample stands
+    in for each bad one, and the batch keeps its size; else it has only the good ones.
 
     Args:
         bad: boolean `[view, batch]`.
         in_place: keep the size.
     """
     good = ~bad.any(0)
-    free = bad.device.type == "cpu"
-    if free and good.all():
+    if bad.device.type == "cpu" and good.all():
         return None
-    if free and not in_place:
+    if not in_place:
         return good.nonzero().flatten()
     return torch.where(good, torch.arange(len(good), device=bad.device), good.byte().argmax())
