@@ -19,7 +19,6 @@ _HELP = {
     "tasks": "of lm-evaluation-harness, with commas between: hellaswag,arc_easy",
     "include_path": "folder with task files of your own",
     "limit": "samples of each task at most; default: all",
-    "drafted": "tokens that the student drafts before each verification; default: 5",
     "out": "file for the results as JSON; default: judged.json in the run's folder, or here",
 }
 # Of the settings, what evaluation takes; a run's own hold where no flag says otherwise.
@@ -46,11 +45,9 @@ def judge(argv: Sequence[str], config: Path, prog: str) -> int:
             f"and of the settings (ssl_kd distill --help): {settings}"
         )
         return OK
-    numbers = ("limit", "drafted")
-    given, rest = flags_after(argv, prog, "the student", _HELP, numbers=numbers)
-    for name in numbers:
-        if (value := getattr(given, name)) is not None and value < 1:
-            raise InputError(f"--{name} is {value}; expected at least 1")
+    given, rest = flags_after(argv, prog, "the student", _HELP, numbers=("limit",))
+    if given.limit is not None and given.limit < 1:
+        raise InputError(f"--limit is {given.limit}; expected at least 1")
     if given.include_path is not None and given.tasks is None:
         raise InputError("--include_path came without --tasks: name the tasks that are in it")
     rest += [] if given.teacher is None else ["--teacher_model", given.teacher]
@@ -80,7 +77,6 @@ def _judge(settings: LanguageSettings, given: Any, out: Path) -> int:
     with ProgressBars(screen) as progress:
         found = judge(
             settings,
-            drafted=given.drafted or 5,
             tasks=tasks,
             limit=given.limit,
             progress=progress,

@@ -1,4 +1,4 @@
-"""A student that is done, judged as the field does: by held-out text, its writing, as a draft."""
+"""A student that is done, judged as the field does: by held-out text and its writing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.harness import Tasks
-from ssl_kd.evaluate.language import LanguageJudge, Reading, judge_tokens
-from ssl_kd.evaluate.speculative import draft, expected_tokens, own_text
+from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.evaluate.texts import distinct, rouge_l
 from ssl_kd.guard.precision import undisturbed
 from ssl_kd.language.settings import LanguageSettings
@@ -29,15 +28,11 @@ __all__ = ["judge"]
 
 logger = logging.getLogger(__name__)
 
-TIMED = 8
-"""Prompts that drafting is timed on, each in both ways of writing."""
-
 
 @undisturbed()
 def judge(
     settings: LanguageSettings,
     *,
-    drafted: int = 5,
     tasks: Tasks | None = None,
     limit: int | None = None,
     progress: Progress = untold,
@@ -48,15 +43,14 @@ def judge(
 
     Args:
         settings: STUDENT_MODEL, TEACHER_MODEL (`none` for none), the text and how it is judged.
-        drafted: tokens that the student drafts before each verification of its teacher.
         tasks: of lm-evaluation-harness; None for none.
         limit: samples of each task at most.
         progress: called as `progress(stage, done, total, info)`.
 
     Returns:
         Plain numbers and texts, ready for JSON: `table`, a row for each model; `generations`, each
-        prompt with what followed it; `speculative`, None without a teacher of the same tokenizer;
-        `tasks`, a row for each task, metric and model; and what was judged.
+        prompt with what followed it; `tasks`, a row for each task, metric and model; and what was
+        judged.
 
     Raises:
         InputError, FileNotFoundError: a model or the text cannot be read.
@@ -89,13 +83,9 @@ def judge(
     )
     models = {"teacher": frozen} if frozen is not None else {}
     models["student"] = answering.model
-    stages = len(models) * (2 if tasks else 1) + alike
+    stages = len(models) * (2 if tasks else 1)
     tell = partial(progress, "judge")
     table, shown = _looked_at(looks, models, readings, lambda i, who: tell(i, stages, {"of": who}))
-    speculative = None
-    if alike and frozen is not None:
-        tell(len(models), stages, {"of": "drafts"})
-        speculative = _as_draft(settings, looks, frozen, student, drafted)
     asked = []
     if tasks is not None:
         ask = partial(tasks.ask, batch_size=settings.batch_size, limit=limit)
@@ -109,7 +99,6 @@ def judge(
         "data": {"name": texts.name, "tokens": int(readings[0].blocks.counts.sum())},
         "precision": str(precision),
         "table": table,
-        "speculative": speculative,
         "tasks": asked,
         "generations": shown,
     }
@@ -182,67 +171,3 @@ def _asked(
         tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
         found += [{"name": name} | row for row in ask(whole, tokenizer)]
     return found
-
-
-# --- drafts ---------------------------------------------------------------------------------------
-
-
-def _as_draft(
-    settings: LanguageSettings,
-    looks: LanguageJudge,
-    teacher: FrozenTeacher,
-    student: CausalLM,
-    drafted: int,
-) -> dict[str, Any] | None:
-    """The student as its teacher's draft: expected on the teacher's own text, and measured."""
-    sides = teacher.model, student.model
-    sizes = [model.config.get_text_config() for model in sides]
-    rooms = [room for model in sides if (room := positions(model))]
-    most = settings.max_new_tokens
-    fits = [ids for ids in looks.prompts if len(ids) + most + drafted < min(rooms, default=2**62)]
-    if not fits:
-        logger.warning(
-            "no prompt leaves room for %d tokens more in %s positions, so drafts are not judged: "
-            "lower MAX_NEW_TOKENS, or ask for prompts (GENERATIONS)",
-            *(most + drafted, min(rooms, default=None)),
-        )
-        return None
-    tokenizer = student.tokenizer
-    rows = own_text(
-        teacher,
-        tokenizer,
-        fits,
-        max_new_tokens=most,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-    )
-    found = judge_tokens(student.model, rows, teacher=teacher, batch_size=settings.batch_size)
-    rate = found.acceptance
-    facts: dict[str, Any] = {
-        "drafted": drafted,
-        "tokens": found.tokens,
-        "acceptance": rate,
-        "tokens_per_verification": None if rate is None else expected_tokens(rate, drafted),
-        "not_measured": None,
-    }
-    if sizes[0].vocab_size != sizes[1].vocab_size:
-        facts["not_measured"] = (
-            f"the teacher's logits have {sizes[0].vocab_size} entries and the student's "
-            f"{sizes[1].vocab_size}, and transformers' assisted generation wants as many"
-        )
-        return facts
-    try:
-        for name, sample in (("sampled", True), ("greedy", False)):
-            facts[name] = draft(
-                teacher,
-                student.model,
-                tokenizer,
-                fits[:TIMED],
-                max_new_tokens=most,
-                drafted=drafted,
-                sample=sample,
-                seed=settings.seed,
-            ).facts(drafted)
-    except ValueError as error:  # of an architecture whose state cannot go back
-        facts["not_measured"] = str(error)
-    return facts

@@ -21,15 +21,6 @@ SCORES = {
     "answer_accuracy": ("right answers", "{:.1%}"),
     "answer_rate": ("questions answered", "{:.1%}"),
 }
-DRAFTS = {
-    "acceptance": ("drafted tokens accepted", "{:.1%}"),
-    "accepted_per_verification": ("accepted in each verification", "{:.2f}"),
-    "tokens_per_verification": ("tokens written in each", "{:.2f}"),
-    "cost": ("student's time for a token / teacher's", "{:.2f}"),
-    "speedup": ("speed-up", "{:.2f}"),
-    "speedup_by_theory": ("speed-up without the loop's own time", "{:.2f}"),
-    "same_text": ("prompts with the same text", "{:d}"),
-}
 
 
 def judged_tables(found: dict[str, Any]) -> Iterator[Table | str]:
@@ -43,19 +34,7 @@ def judged_tables(found: dict[str, Any]) -> Iterator[Table | str]:
             scores.add_row(name, *(_cell(value, form) for value in values))
     yield scores
     if found["same_tokenizer"] is False:
-        yield "Perplexity, agreement and drafts compare models of one tokenizer: these have two."
-    drafts = found["speculative"]
-    if drafts is not None:
-        ways = {"expected": drafts} | {n: drafts[n] for n in ("sampled", "greedy") if n in drafts}
-        title = f"As the teacher's draft, {drafts['drafted']} tokens before each verification"
-        table = _table(title, "", *ways)
-        for key, (name, form) in DRAFTS.items():
-            values = [way.get(key) for way in ways.values()]
-            if any(value is not None for value in values):
-                table.add_row(name, *(_cell(value, form) for value in values))
-        yield table
-        if drafts["not_measured"]:
-            yield f"Drafting was not measured: {drafts['not_measured']}"
+        yield "Perplexity and agreement compare models of one tokenizer: these have two."
     if found["tasks"]:
         yield _tasks(found["tasks"], list(rows))
 

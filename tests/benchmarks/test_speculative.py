@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from benchmarks.speculative import draft, expected_tokens, own_text
 from ssl_kd.evaluate.generation import sample_tokens
 from ssl_kd.evaluate.language import judge_tokens
-from ssl_kd.evaluate.speculative import draft, expected_tokens, own_text
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 
