@@ -17,7 +17,7 @@ from ssl_kd.losses.checks import check_targets, check_teacher, shares_of
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import Outside, differentiated_once, outside_of
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, chosen
 from ssl_kd.losses.token_terms import Wanted, chunk_rows, run_, student_of
 
 
@@ -46,12 +46,7 @@ def _exactly(
     """Exact divergences of the rows `close` `[k]`, where they are near 0."""
     if not len(close):
         return x.new_zeros(0, dtype=compute_dtype(x))
-    teachers = [
-        replace(t, hidden=t.hidden[close])
-        if isinstance(t, LinearTeacher)
-        else type(t)(*(part[close] for part in vars(t).values()))
-        for t in objective.teachers
-    ]
+    teachers = [chosen(t, close) for t in objective.teachers]
     chunk = min(objective.chunk, len(close))
     outside = None if objective.outside is None else objective.outside.of(close)
     some = replace(objective, targets=None, teachers=teachers, chunk=chunk, outside=outside)
