@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def seed_of(*key: int) -> int:
@@ -31,3 +33,30 @@ def seeded(seed: int, devices: Iterable[torch.device | int] = ()) -> Iterator[No
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
+
+
+class drawing(TorchDispatchMode):
+    """Draw by `seed` inside, on the CPU and in this thread; nothing outside notices.
+
+    The numbers are those of `seeded`, but from a generator of its own. The global one belongs to
+    all threads: putting it back would take from another thread what that has drawn meanwhile. Each
+    operation inside costs some microseconds more, and a compiled function cannot run there.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
+            return func(*args, **kwargs)
+        where = args[0].device if args and isinstance(args[0], torch.Tensor) else None
+        if torch.device(where or kwargs.get("device") or "cpu").type != "cpu":
+            return func(*args, **kwargs)
+        if not any(argument.name == "generator" for argument in func._schema.arguments):
+            name = func._overloadname.removesuffix("default")
+            func = getattr(func.overloadpacket, f"{name}_generator".lstrip("_"))
+        return func(*args, **kwargs, generator=self._generator)

@@ -5,6 +5,9 @@ import inspect
 import json
 import pickle
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import joblib
@@ -28,6 +31,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
+from tests.faults.matrix import row
 
 
 def k_means(n_clusters: int) -> KMeans:
@@ -211,6 +215,39 @@ def test_global_random_states_are_left_alone(blobs):
         assert random.getstate() == before[0]
         assert _numpy_state() == before[1]
         assert torch.equal(torch.get_rng_state(), before[2])
+
+
+class Dropped(torch.nn.Sequential):
+    """A head that draws in each step."""
+
+    def __init__(self, in_dim: int, n_clusters: int) -> None:
+        super().__init__(torch.nn.Dropout(0.5), torch.nn.Linear(in_dim, n_clusters))
+
+
+@row(1501)
+@pytest.mark.parametrize("head", [None, f"{__name__}.Dropped"])
+def test_another_thread_draws_what_it_draws_without_a_fit(blobs, head):
+    def drawn(n: int | None, stop: threading.Event) -> list[Any]:
+        values: list[Any] = []
+        while n is None and not stop.is_set() or n is not None and len(values) < n:
+            values.append((torch.rand(3).tolist(), np.random.rand(), random.random()))  # noqa: NPY002
+            time.sleep(1e-5)
+        return values
+
+    def begin() -> None:
+        torch.manual_seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        random.seed(5)
+
+    begin()
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(drawn, None, stop)
+        small(max_steps=12, **({"head": head} if head else {})).fit(blobs[0])
+        stop.set()
+        beside = other.result()
+    begin()
+    assert len(beside) > 100 and beside == drawn(len(beside), stop)
 
 
 def test_random_state_decides_the_seed(blobs):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ssl_kd.evaluate.calibration import Reliability
 from ssl_kd.guard.finite import compute_dtype
+from ssl_kd.losses.rows import outside_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def token_values(
         targets: `[n]` int64 in `[0, V)`.
         teacher_logits: `[n, V']`. What compares is of the common vocabulary, both sides
             renormalised: the first `min(V, V')` entries (the rest is padding), without those that
-            either side excludes (-inf) at all n tokens.
+            either side excludes (-inf) at all n tokens, as `token_kd` has it.
 
     Returns:
         `TokenValues`. Where the student excludes an entry of that vocabulary at a token, and the
@@ -70,9 +71,11 @@ def token_values(
         return TokenValues(nll, top.exp(), correct)
     common = min(logits.shape[-1], teacher_logits.shape[-1])
     log_q, log_p = log_q[:, :common], teacher_logits[:, :common].to(log_q.dtype)
-    outside = log_q.isneginf().all(0) | log_p.isneginf().all(0)
-    log_q = log_q.masked_fill(outside, -torch.inf).log_softmax(-1)
-    log_p = log_p.masked_fill(outside, -torch.inf).log_softmax(-1)
+    if (outside := outside_of([(log_q, False), (log_p, True)])) is not None:
+        log_q, log_p = log_q.clone(), log_p.clone()
+        outside.fill_(log_q, -torch.inf)
+        outside.fill_(log_p, -torch.inf)
+    log_q, log_p = log_q.log_softmax(-1), log_p.log_softmax(-1)
     agrees = (log_q.argmax(-1) == log_p.argmax(-1)).to(nll.dtype)
     p, q = log_p.exp(), log_q.exp()
     # 0 log 0 = 0: what the teacher excludes does not count.

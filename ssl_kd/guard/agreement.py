@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ssl_kd.guard.norms import narrow
 from ssl_kd.ranks import LOST, RankLost
 
 _COLUMNS, _TERMS = 4, 16  # numbers of each part, and terms that fit into one message at least
@@ -339,8 +340,8 @@ class Probes:
         """Look at a gradient that is about to be accumulated; waits for no device."""
         values = gradient._values() if gradient.is_sparse else gradient
         if values.numel():
-            norm = torch.linalg.vector_norm(values, math.inf, dtype=torch.float32)
-            self.largest[part] = torch.maximum(self.largest[part], norm)
+            norm = torch.linalg.vector_norm(values, math.inf)
+            self.largest[part] = torch.maximum(self.largest[part], narrow(norm))
 
 
 class _Probe:

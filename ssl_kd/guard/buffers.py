@@ -63,14 +63,19 @@ class Buffers:
         self._places = [
             (module, key, f"{name}.{key}" if name else key)
             for name, module in modules
-            for key in module._buffers
+            for key in module._buffers.keys()  # noqa: SIM118 - TorchScript's cannot be iterated
             if key not in module._non_persistent_buffers_set
         ]
         self._beside = beside
         self.keep()
         self.end_step()
         hook = _BeforeForward(self)
-        for module in {id(m): m for m, _, _ in self._places}.values():
+        for module, _, name in {id(place[0]): place for place in self._places}.values():
+            if isinstance(module, torch.jit.RecursiveScriptModule):
+                raise ValueError(
+                    f"the buffer {name} is a scripted module's (torch.jit.script), which takes no "
+                    "hooks: make the Guard around the Python module, and script it once trained"
+                )
             handle = module.register_forward_pre_hook(hook)
             weakref.finalize(self, handle.remove)
 

@@ -20,8 +20,9 @@ from ssl_kd.guard.events import Event
 WARM_UP, FEW = 20, 5
 """Gradient norms after which a part's running median is trusted, and trusted by its magnitude."""
 
-JUMP = 1e4
-"""How many times a running median of a few norms no first steps of training come to."""
+JUMP, FIRST_JUMP, FIRST_PATIENCE = 1e4, 1e5, 2
+"""How many times a running median of a few norms no first steps of training come to; how many times
+that of fewer; and after how many of those in a row it was their beginning that was small."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class Thresholds:
 
     Attributes:
         spike_factor: a gradient norm this many times its running median is a spike; before the
-            20th norm its square is, or 1e4 where that is more, and before the fifth nothing.
-        spike_patience: spikes in a row before they count as the new normal.
+            20th norm its square is, or 1e4 where that is more, and before the fifth 1e5 where that
+            is more. The first norm has nothing to be judged by, and a fall is never a spike.
+        spike_patience: spikes in a row before they count as the new normal; before the fifth norm
+            2 are enough.
         dead_after: steps of exactly zero gradient before a part is reported as dead.
         restore_after: bad steps in a row before a part is restored; again as many before it is
             re-initialised, and again before it is retired.
@@ -120,8 +123,9 @@ def _large(seen: Observation) -> Tensor | None:
 def _spike(seen: Observation) -> Tensor:
     factor = math.log(seen.thresholds.spike_factor)
     above = seen.norm.log() - seen.memory.level
+    first = (seen.memory.seen >= 1) & (above > max(math.log(FIRST_JUMP), 2 * factor))
     early = (seen.memory.seen >= FEW) & (above > max(math.log(JUMP), 2 * factor))
-    return early | (seen.memory.seen >= WARM_UP) & (above > factor)
+    return first | early | (seen.memory.seen >= WARM_UP) & (above > factor)
 
 
 def _gradient(seen: Observation) -> Tensor:
@@ -205,11 +209,12 @@ class Stage(IntEnum):
     LARGE = (
         12,
         Kind(
-            "the gradient's norm is above the fixed threshold",
+            "the gradient's norm is above the fixed threshold, or too large for the optimizer to "
+            "square",
             _large,
             value="norm",
             advice="lower the learning rate; if norms of this size are normal, raise "
-            "Thresholds.max_norm or leave it out",
+            "Thresholds.max_norm or leave it out, or set clip_grad",
             remedy="lower LEARNING_RATE; where norms of this size are normal, raise "
             "GRAD_NORM_THRESHOLD",
         ),

@@ -13,7 +13,16 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.faults import WARM_UP, Observation, Stage, Thresholds, is_healthy, judge
+from ssl_kd.guard.faults import (
+    FEW,
+    FIRST_PATIENCE,
+    WARM_UP,
+    Observation,
+    Stage,
+    Thresholds,
+    is_healthy,
+    judge,
+)
 from ssl_kd.guard.parts import TooFewHealthyParts
 
 __all__ = ["Health", "Stage", "Thresholds", "is_healthy"]
@@ -162,7 +171,9 @@ class Health:
         stride = (WARM_UP / (self.seen + 1)).clamp(_SHORTEST, 1)  # a nat at first, to get there
         moved = self.level + stride * (log - self.level).sign()
         # Spikes that do not end are no spikes: the level has changed.
-        jump = (self.seen == 0) | (self.spikes >= thresholds.spike_patience)
+        most = self.spikes.new_full((), thresholds.spike_patience)
+        patience = torch.where(self.seen <= FEW, most.clamp(max=FIRST_PATIENCE), most)
+        jump = (self.seen == 0) | (self.spikes >= patience)
         self.level.copy_(torch.where(counts, torch.where(jump, log, moved), self.level))
         self.seen.copy_(torch.where(jump & counts, 1, self.seen + counts))
         self.zeros.add_(1).mul_(healthy & (norm == 0))

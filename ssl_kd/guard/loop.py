@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.faults import Stage, Thresholds
+from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.guard.health import Health, is_healthy
 from ssl_kd.guard.modules import SHARED, ModuleParts, check_closure
 from ssl_kd.guard.norms import look, norm_of, read
@@ -33,6 +34,7 @@ from ssl_kd.guard.verdicts import Verdicts, check_late
 _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
 """All of this process: a bad batch may have run through the model of another one."""
 
+_SQUARED = 1e38  # a norm in float64 of which an optimizer's second moment would not be finite
 _FIRST_SCALE = 1024.0  # ten halvings from the floor: as many as the guard has patience for
 
 
@@ -143,6 +145,7 @@ class Guard:
         self._scales = bool(self._masters) if scaler is None else scaler
         self.scale = torch.full((n,), _FIRST_SCALE if self._scales else 1.0)
         self._one_scale = bool(self._shared)
+        self._squares = bool({"betas", "alpha", "rho", "lr_decay"} & optimizer.defaults.keys())
         self.grad_norm = torch.zeros(n)
         # A fixed limit is one of a part's whole gradient.
         self._terms = LossTerms(lambda: replace(self.thresholds, max_norm=None), in_run)
@@ -161,6 +164,7 @@ class Guard:
         self,
         losses: Tensor | Mapping[str, Tensor],
         through: Tensor | Sequence[Tensor] | None = None,
+        again: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         """In place of `loss.backward()`; may be called several times before a `step`.
 
@@ -172,6 +176,8 @@ class Guard:
                 each loss is first taken there alone, so that a NaN in one never reaches the weights
                 that they share; this runs what lies between twice. Without it a loss is cut out
                 only where its own value is bad.
+            again: of loss terms: called on every rank where one is not finite on some, it gives the
+                same terms without the rows of the batch that are at fault.
 
         Raises:
             TypeError: a loss is no tensor.
@@ -192,7 +198,10 @@ class Guard:
             named = by_name(losses, self._named)
             if self._ranks is not None:
                 self._ranks.check_graph(named.values())
-            (self._backward_parts if self._named else self._backward_terms)(named, through)
+            if self._named:
+                self._backward_parts(named, through)
+            else:
+                self._backward_terms(named, through, again)
 
     def discard(self) -> None:
         """Give up the step that was begun: forget its losses and gradients.
@@ -242,7 +251,10 @@ class Guard:
         self.grad_norm = norm
         scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
         scale = scale.masked_fill(self._mask(self._cut), 1.0)  # its NaN is no overflow
-        stage = self.health.judge(loss, norm, self.thresholds, scale=scale)
+        thresholds = self.thresholds
+        if self._squares and self.clip_grad is None and thresholds.max_norm is None:
+            thresholds = replace(thresholds, max_norm=_SQUARED)
+        stage = self.health.judge(loss, norm, thresholds, scale=scale)
         healthy = is_healthy(stage)
         absent = absent & healthy
         self._judged = loss, norm, stage, absent
@@ -330,35 +342,33 @@ class Guard:
         apart = bool(cut) or bool(self.health.retired.any())
         self._run(told, [x for i, x in given.items() if i not in told] if apart else None)
 
-    def _backward_terms(self, losses: dict[str, Tensor], through: Any) -> None:
+    def _backward_terms(
+        self,
+        losses: dict[str, Tensor],
+        through: Any,
+        again: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> None:
         """Cut out the sick terms; the step is lost only where none is left."""
-        loss, norm = look(losses, through)
-        needs = [x.requires_grad for x in losses.values()]
-        where: list[Callable[[], str]] = [str] * len(losses)
-        if self._ranks is not None:
-            seen, where = self._ranks.terms(self.steps, losses, loss, norm)
-            loss, norm, needs = seen.loss, seen.norm, seen.differentiable.tolist()
-        healthy = [*map(self._terms.judge, losses, loss, norm, where)]
-        kept = [x for x, well in zip(losses.values(), healthy, strict=True) if well]
-        out = [x for x, well in zip(losses.values(), healthy, strict=True) if not well]
-        if not out or any(need for need, well in zip(needs, healthy, strict=True) if well):
+        kept, out, needs = self._terms.look(losses, through, self._ranks, self.steps, again)
+        if not out or any(needs):
             total = sum(kept[1:], kept[0])
             self._remember({0: total})
             self._run({0: total}, out or None)
         else:
             self._remember({0: sum(losses.values(), torch.zeros(()))})
             self._cut.add(0)
-            self._run({}, [*losses.values()])
+            self._run({}, [*kept, *out])
 
     def _remember(self, told: dict[int, Tensor]) -> None:
         for i, loss in told.items():
-            seen = loss.detach() if loss.dtype == torch.float64 else loss.detach().float()
+            seen = loss.detach().to(compute_dtype(loss))
             self._loss[i] = self._loss[i] + seen if i in self._loss else seen
 
     def _run(self, losses: dict[int, Tensor], left_out: list[Tensor] | None = None) -> None:
         """The backward pass of each part's loss, times its scale; `left_out` stays beside."""
         if self._scales:  # in float32: a scaled loss overflows float16 long before its gradients
-            losses = {i: loss.float() * self._scale_of(i) for i, loss in losses.items()}
+            wide = {i: loss.to(compute_dtype(loss)) for i, loss in losses.items()}
+            losses = {i: loss * self._scale_of(i) for i, loss in wide.items()}
         values = [*losses.values()]  # beside others, a constant is no mistake
         roots = [loss for loss in values if loss.requires_grad]
         if self._ranks is not None and left_out is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -13,12 +14,20 @@ if TYPE_CHECKING:
 
 
 def norm_of(gradients: list[Tensor]) -> Tensor:
-    """L2 norm of all of them as one, in float32 at least; whole, where they are sharded."""
+    """L2 norm of all of them as one, in float32 at least; whole, where they are sharded.
+
+    In float64 it is finite where they are, also where their squares are not.
+    """
     rows = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     wide = (torch.float32, torch.float64)
-    norm = get_total_norm(
-        [g if g.dtype in wide else torch.linalg.vector_norm(g, dtype=torch.float32) for g in rows]
-    )
+    rows = [
+        g if g.dtype in wide else torch.linalg.vector_norm(g, dtype=torch.float32) for g in rows
+    ]
+    norm = get_total_norm(rows)
+    if norm.dtype == torch.float64 and (norm.device.type != "cpu" or not norm.isfinite()):
+        largest = get_total_norm(rows, math.inf)
+        scaled = get_total_norm([g / largest for g in rows]) * largest
+        norm = torch.where(norm.isfinite(), norm, scaled)
     return norm.full_tensor() if is_sharded(norm) else norm
 
 

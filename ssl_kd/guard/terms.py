@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health, is_healthy
+from ssl_kd.guard.norms import look
+
+if TYPE_CHECKING:
+    from ssl_kd.guard.verdicts import Verdicts
 
 
 class LossTerms:
@@ -28,7 +32,52 @@ class LossTerms:
     def __init__(self, thresholds: Callable[[], Thresholds], in_run: bool = False) -> None:
         self._thresholds, self._in_run = thresholds, in_run
         self.health: dict[str, Health] = {}
-        self._seen: dict[str, tuple[Tensor, Tensor, Tensor, str]] = {}  # in this step
+        self.forget()
+
+    def look(
+        self,
+        losses: Mapping[str, Tensor],
+        through: Any,
+        ranks: Verdicts | None,
+        step: int,
+        again: Callable[[], Mapping[str, Tensor]] | None,
+    ) -> tuple[list[Tensor], list[Tensor], list[bool]]:
+        """Look at the terms of one batch, as all ranks see them.
+
+        Args:
+            losses: by name.
+            through: as `Guard.backward`.
+            ranks: this process and the others; None for one alone.
+            step: its number.
+            again: gives the losses anew, without the rows in which some are not finite.
+
+        Returns:
+            The losses that are healthy; the others; which of the healthy ones need a gradient on
+            some rank.
+        """
+        loss, norm, needs, where = self._numbers(losses, through, ranks, step)
+        if again is not None and not bool(loss.isfinite().all()):
+            sick, losses = ~loss.isfinite(), again()
+            loss, norm, needs, where = self._numbers(losses, through, ranks, step)
+            lost = (sick & loss.isfinite()).tolist()
+            self._partly |= {name for name, less in zip(losses, lost, strict=True) if less}
+        healthy = [*map(self.judge, losses, loss, norm, where)]
+        pairs = [*zip(losses.values(), needs, healthy, strict=True)]
+        return (
+            [x for x, _, well in pairs if well],
+            [x for x, _, well in pairs if not well],
+            [need for _, need, well in pairs if well],
+        )
+
+    @staticmethod
+    def _numbers(
+        losses: Mapping[str, Tensor], through: Any, ranks: Verdicts | None, step: int
+    ) -> tuple[Tensor, Tensor, list[bool], Sequence[Callable[[], str]]]:
+        loss, norm = look(dict(losses), through)
+        if ranks is None:
+            return loss, norm, [x.requires_grad for x in losses.values()], [str] * len(losses)
+        seen, where = ranks.terms(step, losses, loss, norm)
+        return seen.loss, seen.norm, seen.differentiable.tolist(), where
 
     def judge(self, name: str, loss: Tensor, norm: Tensor, where: Callable[[], str] = str) -> bool:
         """Whether a term of one batch is healthy.
@@ -55,18 +104,21 @@ class LossTerms:
             health, found = self.health[name], Stage(int(stage))
             missed = int(health.streak)
             health.record_(stage, norm[None], self._thresholds())
+            if name in self._partly and not int(health.streak):
+                health.streak.fill_(missed + 1)  # what is asked for and lacks rows is not healthy
             if found.kind.reason:
                 value = float(loss if found.kind.value == "loss" else norm)
                 action = "" if found.kind.updates else self._cut_out(found, health)
                 events.append(found.event(step, name, value, action, where))
-            elif missed:
+            elif missed and name not in self._partly:
                 reason = f"healthy again after {missed} steps"
                 events.append(Event(step, name, "loss", reason, "used again"))
         return events
 
     def forget(self) -> None:
         """Give up the step that was begun."""
-        self._seen = {}
+        self._seen: dict[str, tuple[Tensor, Tensor, Tensor, str]] = {}  # in this step
+        self._partly: set[str] = set()  # those that were finite once some rows were left out
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name -> its health, for a checkpoint."""

@@ -6,9 +6,10 @@ import contextlib
 import inspect
 import logging
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +19,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.imports import import_class, said
+from ssl_kd.seeds import drawing, seeded
 
 logger = logging.getLogger(__name__)
 
 OWN_HEADS = ("ssl_kd.heads.TEMIHead", "ssl_kd.heads.temi.TEMIHead")
 """Import paths of this library's heads."""
-
-_RANDOM_STATE = threading.Lock()
-
-
-@contextlib.contextmanager
-def _global_random_state_kept() -> Iterator[None]:
-    """Give the global generator back as it was; one thread at a time, for there is only one."""
-    with _RANDOM_STATE:
-        state = torch.get_rng_state()
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
 
 
 class HeadBank:
@@ -47,7 +36,7 @@ class HeadBank:
     pass; any other head is batched by `torch.vmap`.
 
     Args:
-        make_head: builds one head; called with the global random state forked, never touched.
+        make_head: builds one head; called where draws leave the global random state alone.
         n_heads: number of heads H.
         first: number of the first of them, where another process runs those before it.
 
@@ -62,7 +51,7 @@ class HeadBank:
     def __init__(self, make_head: Callable[[], nn.Module], n_heads: int, first: int = 0) -> None:
         self.make_head = make_head
         self.n_heads, self.first = n_heads, first
-        with _global_random_state_kept():
+        with drawing():
             self._template = make_head().to("meta")
         if any(True for _ in self._template.buffers()):
             raise InputError(
@@ -104,8 +93,7 @@ class HeadBank:
         Raises:
             ValueError: the head's own initialisation is not finite.
         """
-        with _global_random_state_kept():
-            torch.default_generator.manual_seed(seed)
+        with drawing(seed):
             row = self.flatten(self.make_head())
         if not torch.isfinite(row).all():
             name = type(self._template).__name__
@@ -114,16 +102,17 @@ class HeadBank:
             )
         return row
 
-    @contextlib.contextmanager
-    def draws_seeded(self, seed: int) -> Iterator[None]:
-        """Let heads that have dropout draw by `seed` inside, and nothing change outside."""
+    def draws_seeded(self, seed: int, compiled: bool = False) -> AbstractContextManager[Any]:
+        """Let heads that have dropout draw by `seed` inside, and nothing change outside.
+
+        On a GPU, or where the step is `compiled`, other threads must not draw meanwhile.
+        """
         if not self.draws:
-            yield
-            return
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with _RANDOM_STATE, torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            yield
+            return contextlib.nullcontext()
+        if compiled or torch.cuda.is_initialized():
+            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+            return seeded(seed, devices)
+        return drawing(seed)
 
     def flatten(self, head: nn.Module) -> Tensor:
         """One head's parameters as a row `[parameter]` float32."""
@@ -131,7 +120,7 @@ class HeadBank:
 
     def head(self, weights: Tensor, i: int) -> nn.Module:
         """Head `i` as a plain module of its own, with row `i` of `weights` `[head, parameter]`."""
-        with _global_random_state_kept():
+        with drawing():
             module = self.make_head()
         parameters = self.unflatten(weights[i : i + 1].detach().cpu())
         module.load_state_dict({name: value[0] for name, value in parameters.items()})
@@ -222,7 +211,7 @@ def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) 
     x = torch.zeros(2, in_dim, device=weights.device)
     rows = {n: p.detach().requires_grad_() for n, p in bank.unflatten(weights[:1]).items()}
     try:
-        with _global_random_state_kept(), torch.enable_grad():
+        with drawing(), torch.enable_grad():
             answer = bank(rows, x)
             if wrong := _wrong_answer(answer, expected):
                 raise InputError(f"{name} turns embeddings [2, {in_dim}] into {wrong}")
@@ -255,7 +244,7 @@ def _wrong_answer(answer: object, expected: tuple[int, ...]) -> str:
 def parameters_of(make_head: Callable[[], nn.Module]) -> int | None:
     """How many weights one head has, found without memory for them; None where it cannot be."""
     try:
-        with _global_random_state_kept(), torch.device("meta"):
+        with drawing(), torch.device("meta"):
             return sum(p.numel() for p in make_head().parameters())
     except InputError:  # a head that looks at its numbers cannot be built without any
         return None

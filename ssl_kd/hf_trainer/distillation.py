@@ -30,8 +30,10 @@ from ssl_kd.language.objective import Objective, student_side
 from ssl_kd.language.rollouts import seen_of
 from ssl_kd.language.routed import Routed, fixed
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sick_rows import FirstPass
 from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import without_adapters
+from ssl_kd.training.together import Team
 
 _BATCH = "batch"  # of ours, among the inputs of a step
 
@@ -44,8 +46,8 @@ class DistillationTrainer(Trainer):
     chunk of tokens at a time: no logits of a whole batch exist, neither the student's nor the
     teacher's.
 
-    The two terms fail alone. A NaN in one leaves a step that is to the bit that of the other; one
-    in both is skipped; see `GuardCallback`, which is there by itself. Log lines have `ce` and `kd`,
+    The two terms fail alone, row by row: rows in which one is not finite are left out of it. A NaN
+    in all rows of one leaves a step that is to the bit that of the other; in both it is skipped; see `GuardCallback`, which is there by itself. Log lines have `ce` and `kd`,
     nats a token; `evaluate` gives `eval_loss` (cross-entropy), `eval_perplexity` and, but for a
     cache, `eval_kd`.
 
@@ -308,11 +310,26 @@ class DistillationTrainer(Trainer):
             train()  # a schedule-free optimizer
         batch = inputs[_BATCH]
         late: list[Tensor] = []
-        sums = self._terms(model, batch, late)
-        terms = self._weighted(sums)
-        if (scaler := self.accelerator.scaler) is not None:
-            terms = {name: scaler.scale(term) for name, term in terms.items()}
-        self.guarding.guard.backward(terms)
+        lost: dict[str, int] = {}
+        first = FirstPass.of(batch, self.args.device)
+        objective, guard = self.objective, self.guarding.guard
+
+        def losses() -> dict[str, Tensor]:
+            terms, scaler = self._weighted(sums), self.accelerator.scaler
+            return terms if scaler is None else {n: scaler.scale(x) for n, x in terms.items()}
+
+        def again() -> dict[str, Tensor]:
+            late.clear()
+            second = self._forward(model, lambda: objective.without_sick_rows(first, late))
+            team = Team(self.args.device)
+            left, events, here = first.again(team, guard.steps, sums, second, objective.lost)
+            sums.update(left)
+            lost.update(here)
+            guard.events.extend(events)
+            return losses()
+
+        sums = self._forward(model, lambda: objective.terms(batch, late, first))
+        guard.backward(losses(), again=again)
         sums = {name: value.detach() for name, value in sums.items()}
         if late:
             sums["kd"] = sums["kd"] + torch.stack(late).sum()
@@ -320,6 +337,7 @@ class DistillationTrainer(Trainer):
         text = student_side(batch)
         of_text = text.text_sequences if self._by_row else text.text_tokens
         seen = self._counts([batch]) | {"ce": of_text}
+        seen |= {name: seen[name] - n for name, n in lost.items()}
         if not self._settings.learns_text:
             del sums["ce"]
         self._remember(sums, seen)
@@ -333,10 +351,10 @@ class DistillationTrainer(Trainer):
     def _weighted(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.objective.weighted({n: x / self._sizes[n] for n, x in sums.items()})
 
-    def _terms(
-        self, model: nn.Module, batch: Batch | AlignedBatch, late: list[Tensor] | None = None
+    def _forward(
+        self, model: nn.Module, work: Callable[[], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """The terms, in the forward pass of whatever the Trainer has around the student."""
+        """The terms of `work`, in the forward pass of what the Trainer has around the student."""
         student = self.objective.student
         inner = student
         if hasattr(student, "unshard"):  # FSDP2's: the head's weights are whole while it runs
@@ -352,8 +370,7 @@ class DistillationTrainer(Trainer):
         @torch.compiler.disable
         def forward() -> dict[str, Tensor]:
             restore()
-            terms = self.objective.terms(batch, late)
-            return {name: term.clone() for name, term in terms.items()}  # FSDP2 warns of views
+            return {name: term.clone() for name, term in work().items()}  # FSDP2 warns of views
 
         vars(student)["forward"] = inner
         vars(inner)["forward"] = forward
@@ -456,7 +473,7 @@ class DistillationTrainer(Trainer):
         if isinstance(batch, Batch):
             batch = self._without_repeated(batch)
         with torch.no_grad(), fixed(self.objective.source), self._judging():
-            sums = self._terms(model, batch)
+            sums = self._forward(model, lambda: self.objective.terms(batch))
         counts = self.objective.counts([batch])
         self._remember(sums, counts)
         loss = sums["ce"] / max(counts["ce"], 1)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.aligned import Aligned, unfit_for_hidden
 from ssl_kd.language.schedules import at_step, moves_of
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sick_rows import FirstPass, Out, overwritten, without
 from ssl_kd.language.sources import Source
 from ssl_kd.language.terms import Term
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.linear_distillation import distillation_terms
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, rows_of
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, chosen
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
@@ -128,15 +130,75 @@ class Objective:
         return self.weighted(self.terms(batch))
 
     def terms(
-        self, batch: Batch | AlignedBatch, late: list[Tensor] | None = None
+        self,
+        batch: Batch | AlignedBatch,
+        late: list[Tensor] | None = None,
+        first: FirstPass[Any] | None = None,
     ) -> dict[str, Tensor]:
         """Sums over the batch: `ce`, with a teacher `kd`, and the others; float32.
 
         Each over what `counts` counts. For `late` see `distillation_terms`: numbers that `kd` lacks
-        until the backward pass of the terms times their weights.
+        until the backward pass of the terms times their weights. `first` gets what the teacher
+        answers, for `without_sick_rows`.
         """
-        text = student_side(batch)
-        rows, targets = next_token_targets(text.input_ids, text.counts)
+        with self.precision.autocast(), self._listening():
+            outputs = self._forward(text := student_side(batch))
+            rows, targets = next_token_targets(text.input_ids, text.counts)
+            teachers: Sequence[TeacherOutput] = ()
+            if self.source is not None:
+                teachers = self.source(text, rows, outputs.at(rows).as_teacher())
+            if first is not None:
+                first.answers = teachers
+            return self._terms_of(batch, (rows, targets), outputs, teachers, late)
+
+    def without_sick_rows(
+        self, first: FirstPass[Any], late: list[Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """`terms` of a batch again, each without the rows in which it is not finite.
+
+        A row whose hidden states or cross-entropy are not finite is left out of every term, and of
+        the student's forward pass. `first.out` gets the rows. Sums over the other rows are to the
+        bit what they are where the rows' targets do not count.
+        """
+        batch, device = first.batch, self.precision.device
+        text, answers = student_side(batch), first.answers or ()
+        with self.precision.autocast(), torch.no_grad(), self._listening(), first.as_before(device):
+            outputs = self._forward(text)
+            healthy: dict[str, list[bool]] = {}
+            for row in torch.eye(len(text.counts), dtype=torch.bool):
+                some = without(batch, ~row)
+                given = self._given(text, student_side(some), answers)
+                for name, term in self._terms_of(some, given[0], outputs, given[1]).items():
+                    healthy.setdefault(name, []).append(bool(term.isfinite()))
+            sick = {name: ~torch.tensor(rows) for name, rows in healthy.items()}
+            cut = sick["ce"] | ~outputs.finite(len(text.counts)).cpu()
+        first.out = {name: rows | cut for name, rows in sick.items()}
+        left = overwritten(batch, cut)
+        places, theirs = self._given(text, student_side(left), answers)
+        with self.precision.autocast(), self._listening(), first.as_before(device):
+            outputs = self._forward(student_side(left))
+            return self._terms_of(left, places, outputs, theirs, late, first.out)
+
+    @staticmethod
+    def _given(
+        text: Batch, some: Batch, answers: Sequence[TeacherOutput]
+    ) -> tuple[tuple[Tensor, Tensor], list[TeacherOutput]]:
+        """Positions and targets of `some`; what was answered there, of answers to all of `text`."""
+        here = some.counts[:, 1:][text.counts[:, 1:]].nonzero().flatten()
+        theirs = [chosen(answer, sent(here, text.input_ids.device)) for answer in answers]
+        return next_token_targets(some.input_ids, some.counts), theirs
+
+    def _terms_of(
+        self,
+        batch: Batch | AlignedBatch,
+        places: tuple[Tensor, Tensor],
+        outputs: _Outputs,
+        teachers: Sequence[TeacherOutput],
+        late: list[Tensor] | None = None,
+        out: Out = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """The terms, from what student and teachers put out; each without some rows."""
+        text, (rows, targets) = student_side(batch), places
         options: dict[str, Any] = {
             "temperature": self.settings.temperature,
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
@@ -144,21 +206,40 @@ class Objective:
             "teacher_weights": getattr(self.source, "weights", None),
             "late": late,
         }
-        with self.precision.autocast(), self._listening():
-            outputs = self._forward(text)
-            student = outputs.at(rows)
-            if isinstance(batch, AlignedBatch) and self.aligned is not None:
-                ce = student.distil(targets, (), **options)[0]
-                kd = self.aligned(batch, outputs.hidden, outputs.logits)
-                terms = {"ce": ce, "kd": kd.float()}
+        student = outputs.at(rows)
+        if isinstance(batch, AlignedBatch) and self.aligned is not None:
+            ce = student.distil(targets, (), **options)[0]
+            some = without(batch, out["kd"]) if out else batch
+            kd = self.aligned(some, outputs.hidden, outputs.logits)
+            terms = {"ce": ce, "kd": kd.float()}
+        else:
+            each = self._token_weights(text)
+            judged = None
+            if "kd" in out:
+                judged = without(text, out["kd"]).counts[:, 1:][text.counts[:, 1:]]
+            sums = self._sums(student, targets, teachers, text.text_tokens, each, options, judged)
+            terms = {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
+        for term in self.others:
+            if out:
+                some = without(text, out[term.name])
+                rows = next_token_targets(some.input_ids, some.counts)[0]
+            terms[term.name] = term(some if out else text, rows)
+        return terms
+
+    def lost(self, batch: Batch | AlignedBatch, out: Out) -> dict[str, int]:
+        """How much of what each term is a mean over is in the rows that it is without."""
+        lost = {}
+        for name, rows in out.items():
+            some, by_row = without(batch, rows), self.settings.loss_mean == "sequences"
+            sides = [student_side(one) for one in (batch, some)]
+            if name == "ce":
+                whole, left = (t.text_sequences if by_row else t.text_tokens for t in sides)
+            elif by_row and name == "kd":
+                whole, left = (t.sequences for t in sides)
             else:
-                teachers: Sequence[TeacherOutput] = ()
-                if self.source is not None:
-                    teachers = self.source(text, rows, student.as_teacher())
-                each = self._token_weights(text)
-                sums = self._sums(student, targets, teachers, text.text_tokens, each, options)
-                terms = {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
-            return terms | {term.name: term(text, rows) for term in self.others}
+                whole, left = (self.counts([one])[name] for one in (batch, some))
+            lost[name] = whole - left
+        return lost
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -176,27 +257,35 @@ class Objective:
         text: int,
         each: Tensor | None,
         options: dict[str, Any],
+        judged: Tensor | None,
     ) -> Sequence[Tensor]:
         """Both terms of the first `text` tokens, of the others the divergence alone.
 
-        `each` says by how much each token counts.
+        `each` says by how much each token counts, `judged` which have a divergence: all for None.
         """
         n, kind = len(targets), self.settings.kind_of_divergence
-        if text == n:
+        whole = judged is None or bool(judged.all())
+        if text == n and whole:
             return student.distil(targets, teachers, divergence=kind, token_weights=each, **options)
-        parts = [(0, text, targets[:text], kind)] if text else []
+        written = self.settings.kind_on_policy
+        parts: list[tuple[slice | Tensor, bool, str | None]] = [(slice(text), True, kind)]
+        parts = [*parts * bool(text), (slice(text, n), False, written)]
+        if judged is not None and not whole:
+            of_text = torch.arange(n) < text
+            kinds = (judged, True, kind), (~judged, True, None), (judged, False, written)
+            parts = [
+                (sent((which & (of_text == has)).nonzero().flatten(), targets.device), has, how)
+                for which, has, how in kinds
+            ]
         sums = [
-            student.at(slice(start, stop)).distil(
-                own,
-                [rows_of(teacher, start, stop) for teacher in teachers],
-                divergence=divergence,
-                token_weights=None if each is None else each[start:stop],
+            student.at(at).distil(
+                targets[at] if has_target else None,
+                [chosen(teacher, at) for teacher in teachers] if divergence else (),
+                divergence=divergence or kind,
+                token_weights=None if each is None else each[at],
                 **options,
             )
-            for start, stop, own, divergence in [
-                *parts,
-                (text, n, None, self.settings.kind_on_policy),
-            ]
+            for at, has_target, divergence in parts
         ]
         return [torch.stack(some).sum() for some in zip(*sums, strict=True)]
 
@@ -252,6 +341,13 @@ class _Outputs:
         """At some positions."""
         hidden, given = (None if x is None else x[rows] for x in (self.hidden, self.given))
         return _Outputs(hidden, given, self.head)
+
+    def finite(self, batch: int) -> Tensor:
+        """Whether all of a row is: boolean `[batch]`. An entry of given logits may be infinite."""
+        if self.hidden is not None:
+            return self.hidden.isfinite().view(batch, -1).all(1)
+        assert self.given is not None
+        return ~self.given.isnan().view(batch, -1).any(1)
 
     def logits(self, rows: Tensor) -> Tensor:
         """The logits at some positions."""

@@ -28,6 +28,7 @@ from ssl_kd.language.objective import Objective, student_side
 from ssl_kd.language.parallel import Trainee
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sick_rows import FirstPass
 from ssl_kd.language.sources import Source, named_rows
 from ssl_kd.language.terms import Term
 from ssl_kd.language.witness import Witness, examine, rng_state
@@ -113,9 +114,12 @@ class Distiller(Objective):
     Its terms are means over the real tokens of the whole step (`kd` of a teacher with another
     tokenizer over its groups), however many batches it is made of; `ce`, too, where some of these
     the student wrote itself, so that each token has its weight whoever wrote the others. Each term
-    fails alone: a NaN in one leaves the others training on that step; without any of those that
-    have a weight, and without a token, the step is skipped. A term that is cut out of STOP_AFTER
-    steps in a row ends the run, as a student does that is sick for so long.
+    fails alone, row by row: rows in which it is not finite are left out of it, by an event that
+    names them, and the others count what they counted (what a mean divides by stays; the log has
+    the mean of the others). A term without a row left leaves the others training on that step;
+    without any of those that have a weight, and without a token, the step is skipped. A term that
+    is cut out of STOP_AFTER steps in a row, in whole or of rows, ends the run, as a student does
+    that is sick for so long.
 
     Where `torch.distributed` has several ranks, a step is of the batches of all of them, and so are
     its means; every rank makes a distiller and calls it equally often.
@@ -195,6 +199,7 @@ class Distiller(Objective):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         tokens, (whole, text), sizes = self._sizes(batches)
+        self._lost: dict[str, int] = {}
         sums = dict.fromkeys(sizes, torch.zeros((), device=self.precision.device))
         rng = rng_state(self.precision.device)
         if not tokens:  # no loss, so the guard sees nothing to update by, and counts the step
@@ -203,14 +208,9 @@ class Distiller(Objective):
             batches = []
         with self._router_moves_once(batches):
             for i, batch in enumerate(batches):
-                late: list[Tensor] = []
                 with self.trainee.averaged(last=i == len(batches) - 1):
-                    terms = self.trainee.forward(partial(self.terms, late=late), batch)
-                    terms = {name: term / sizes[name] for name, term in terms.items()}
-                    self.guard.backward(self.weighted(terms))
-                sums |= {name: sums[name] + term.detach() for name, term in terms.items()}
-                if late:
-                    sums["kd"] = sums["kd"] + torch.stack(late).sum() / sizes["kd"]
+                    terms = self._learn_from(batch, sizes)
+                sums |= {name: sums[name] + term for name, term in terms.items()}
         self.tokens += tokens
         router = self._router_events()
         # On their way while the guard waits for what it reads, behind them.
@@ -228,6 +228,7 @@ class Distiller(Objective):
         found = dict(zip(sums, means, strict=True)) if tokens else {}
         weighted = [weight * found[name] for name, weight in self.weights.items() if name in found]
         finite = [value for value in weighted if math.isfinite(value)]
+        self._without_lost(found, text, whole, sizes)
         if not text:
             found.pop("ce", None)
         elif whole != text:
@@ -244,6 +245,44 @@ class Distiller(Objective):
         self._stop_without_a_term()
         return done
 
+    def _learn_from(
+        self, batch: Batch | AlignedBatch, sizes: Mapping[str, float]
+    ) -> dict[str, Tensor]:
+        """Gradients of a batch; its part of each mean. A term leaves out rows that spoil it."""
+        late: list[Tensor] = []
+        first = FirstPass.of(batch, self.precision.device)
+
+        def shares(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: term / sizes[name] for name, term in sums.items()}
+
+        def again() -> dict[str, Tensor]:
+            late.clear()
+            sums = self.trainee.forward(self.without_sick_rows, first, late)
+            step = self.guard.steps
+            sums, events, lost = first.again(self.team, step, terms, sums, self.lost)
+            self.guard.events.extend(events)
+            for name in {event.part for event in events}:
+                self._lost[name] = self._lost.get(name, 0) + lost[name]
+            terms.update(shares(sums))
+            return self.weighted(terms)
+
+        terms = shares(self.trainee.forward(partial(self.terms, late=late, first=first), batch))
+        self.guard.backward(self.weighted(terms), again=again)
+        seen = {name: term.detach() for name, term in terms.items()}
+        if late:
+            seen["kd"] = seen["kd"] + torch.stack(late).sum() / sizes["kd"]
+        return seen
+
+    def _without_lost(
+        self, found: dict[str, float], text: int, whole: int, sizes: Mapping[str, float]
+    ) -> None:
+        """Make means of the terms that lost rows what they are over the others; on every rank."""
+        for name in sorted(self._lost):
+            (lost,) = self.team.sums(f"step {self.guard.steps - 1}, {name} lost", self._lost[name])
+            by_row = self.settings.loss_mean == "sequences"
+            of = text if name == "ce" else whole if by_row else sizes[name] * self.team.world
+            found[name] *= of / (of - lost) if lost < of else math.nan
+
     def _stop_without_a_term(self) -> None:
         """Raise TooFewHealthyParts where a term was cut out for as long as a sick model may be."""
         patience = self.settings.stop_after or 2 * self.settings.restore_after
@@ -255,6 +294,7 @@ class Distiller(Objective):
             terms[name].streak.zero_()
         left = [name for name in terms if name not in lost]
         why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps"
+        why += ", in whole or of some rows" if self._lost else ""
         why += f", which learned from {' and '.join(left)} alone" if left else ""
         step = self.guard.steps - 1
         self.guard.events.extend([Event(step, "run", "escalation", why, "stopped")])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssl_kd.divergences import Divergence
 from ssl_kd.errors import InputError
-from ssl_kd.losses.rows import row_divergences, saturated
+from ssl_kd.losses.rows import Outside, row_divergences, saturated
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, logits_of
 
 
@@ -110,7 +110,7 @@ def clamped_distillation(
     temperature: float,
     divergence: Divergence,
     common: int,
-    outside: Tensor | None,
+    outside: Outside | None,
 ) -> Tensor:
     """`logits_distillation` as older scripts had it: by autograd, with all logits held at once.
 
@@ -123,7 +123,7 @@ def clamped_distillation(
         temperature: of both softmaxes in the distillation.
         divergence: of teacher and student.
         common: size of the vocabulary that all share, its first part.
-        outside: `[k]`, entries of it that one of them leaves out; None for none.
+        outside: entries of it that one of them leaves out; None for none.
 
     Returns:
         `[2]`, the sum of cross-entropies, and of T^2 D averaged over the teachers.
@@ -136,13 +136,10 @@ def clamped_distillation(
     ce = kd = z[:0].sum()  # 0, on the graph
     if targets is not None:
         ce = clamp.in_window(F.cross_entropy(z, targets, reduction="none")).sum()
-    kept = torch.ones(common, dtype=torch.bool, device=z.device)
-    if outside is not None:
-        kept[outside] = False
-    student = z[:, :common][:, kept]
+    student = z[:, :common]
     for teacher, share in zip(teachers, shares, strict=False):  # none where nothing is common
-        logits = clamp.held(_logits(teacher).to(z.dtype))[:, :common][:, kept]
-        rows = row_divergences(student, logits, temperature, divergence)
+        logits = clamp.held(_logits(teacher).to(z.dtype))[:, :common]
+        rows = row_divergences(student, logits, temperature, divergence, outside)
         kd = kd + clamp.in_window(rows).sum() * share
     return torch.stack([ce, kd])
 

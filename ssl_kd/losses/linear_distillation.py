@@ -16,8 +16,8 @@ from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.checks import check_targets, check_teacher, shares_of
 from ssl_kd.losses.legacy_clamp import LegacyClamp, clamped_distillation
 from ssl_kd.losses.mutual_information import check_temperature
-from ssl_kd.losses.rows import differentiated_once
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput
+from ssl_kd.losses.rows import Outside, differentiated_once, outside_of
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, chosen
 from ssl_kd.losses.token_terms import Wanted, chunk_rows, run_, student_of
 
 
@@ -46,14 +46,11 @@ def _exactly(
     """Exact divergences of the rows `close` `[k]`, where they are near 0."""
     if not len(close):
         return x.new_zeros(0, dtype=compute_dtype(x))
-    teachers = [
-        replace(t, hidden=t.hidden[close])
-        if isinstance(t, LinearTeacher)
-        else type(t)(*(part[close] for part in vars(t).values()))
-        for t in objective.teachers
-    ]
+    teachers = [chosen(t, close) for t in objective.teachers]
     chunk = min(objective.chunk, len(close))
-    some = replace(objective, targets=None, teachers=teachers, chunk=chunk, exact=True)
+    outside = None if objective.outside is None else objective.outside.of(close)
+    some = replace(objective, targets=None, teachers=teachers, chunk=chunk, outside=outside)
+    some = replace(some, exact=True)
     student = student_of(x[close], weight, bias, some, (False, False, False))
     return run_(student, some, (0.0, 0.0))[1]
 
@@ -182,30 +179,20 @@ def _asked_for(
     return True, 1.0, incoming
 
 
-def _outside(x: Tensor | None, common: int) -> Tensor | None:
-    """`[common]` bool, entries that are -inf in every row; None where there are no rows."""
-    if x is None or not x.numel():
-        return None
-    return x.reshape(-1, x.shape[-1])[:, :common].amax(0) == -torch.inf
-
-
 def _common(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, teachers: Sequence[TeacherOutput]
-) -> tuple[int, Tensor | None]:
-    """The vocabulary that all share, its first entries; `[k]`, those that one of them leaves out.
-
-    None where there are none.
-    """
+) -> tuple[int, Outside | None]:
+    """The vocabulary that all share, its first entries; those that one of them leaves out."""
     vocab = x.shape[-1] if weight is None else len(weight)
     heads = [t.weight for t in teachers if isinstance(t, LinearTeacher)]
     given = [t.logits for t in teachers if isinstance(t, LogitsTeacher)]
     common = min([vocab, *(len(w) for w in heads), *(z.shape[-1] for z in given)])
-    leave_out = [t.bias for t in teachers if isinstance(t, LinearTeacher)] + given
-    masks = [_outside(y, common) for y in [x if weight is None else bias, *leave_out]]
-    if not teachers or all(mask is None for mask in masks):
-        return common, None
-    left_out = torch.stack([mask for mask in masks if mask is not None]).any(0).nonzero().flatten()
-    return common, left_out if len(left_out) else None
+    biases = [bias, *(t.bias for t in teachers if isinstance(t, LinearTeacher))]
+    sides = [(x, False)] if weight is None else []
+    sides += [(y.unsqueeze(0), False) for y in biases if y is not None]
+    sides += [(z, True) for z in given]
+    sides = [(y[:, :common], answered) for y, answered in sides if len(x)]
+    return common, outside_of(sides) if teachers else None
 
 
 def distillation_terms(
@@ -241,9 +228,9 @@ def distillation_terms(
     teachers, shares = shares_of(teachers, teacher_weights)
     if targets is not None:
         check_targets(targets, n, vocab)
-    common, indices = _common(x, weight, bias, teachers)
-    if indices is not None and len(indices) == common:
-        teachers, indices = (), None  # no entry is left to compare: nothing to distil
+    common, outside = _common(x, weight, bias, teachers)
+    if outside is not None and outside.at is None and len(outside.entries) == common:
+        teachers, outside = (), None  # no entry is left to compare: nothing to distil
     if token_weights is not None:
         if token_weights.shape != (n,) or legacy_clamp is not None:
             raise ValueError(
@@ -252,7 +239,7 @@ def distillation_terms(
         token_weights = token_weights.to(compute_dtype(x))
     if legacy_clamp is not None:
         z = x if weight is None else F.linear(x, weight, bias)
-        some = targets, teachers, shares, temperature, kind, common, indices
+        some = targets, teachers, shares, temperature, kind, common, outside
         ce, kd = clamped_distillation(legacy_clamp, z, *some)
         return ce, kd
     device = x.device.type
@@ -263,7 +250,7 @@ def distillation_terms(
         temperature,
         kind,
         common,
-        indices,
+        outside,
         min(chunk_tokens or chunk_rows(vocab, x.device), max(1, n)),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         _are_free(x.device),

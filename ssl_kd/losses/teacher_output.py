@@ -73,8 +73,13 @@ def logits_of(teacher: LinearTeacher | LogitsTeacher, rows: slice = slice(None))
     return F.linear(teacher.hidden[rows], teacher.weight, teacher.bias)
 
 
+def chosen(teacher: TeacherOutput, tokens: slice | Tensor) -> TeacherOutput:
+    """What a teacher gives at some of the tokens."""
+    if isinstance(teacher, LinearTeacher):
+        return replace(teacher, hidden=teacher.hidden[tokens])
+    return type(teacher)(*(x[tokens] for x in vars(teacher).values()))
+
+
 def rows_of(teacher: TeacherOutput, start: int, stop: int) -> TeacherOutput:
     """Rows `start` to `stop` of a teacher."""
-    if isinstance(teacher, LinearTeacher):
-        return replace(teacher, hidden=teacher.hidden[start:stop])
-    return type(teacher)(*(x[start:stop] for x in vars(teacher).values()))
+    return chosen(teacher, slice(start, stop))

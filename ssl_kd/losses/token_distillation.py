@@ -13,7 +13,7 @@ from ssl_kd.divergences import divergence_named
 from ssl_kd.guard.memory import sent
 from ssl_kd.losses.linear_distillation import logits_distillation
 from ssl_kd.losses.mutual_information import check_temperature
-from ssl_kd.losses.rows import row_divergences, saturated
+from ssl_kd.losses.rows import outside_of, row_divergences, saturated
 from ssl_kd.losses.teacher_output import LogitsTeacher
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -35,6 +35,16 @@ def token_kd(
     vocabulary: both sides are normalised without it; where none is left the loss is 0. Any other
     logit beyond +-65504, infinite or not, is an overflow and counts as that, with the gradient of
     that value. A NaN in a real token stays one.
+
+    A teacher's logits that were filtered (top-k, top-p) are -inf at most entries of a token, at
+    others in each token. Each token then has its own support, whatever stands beside it in the
+    batch: no entry is dropped, the teacher's probability of an entry that is -inf is 0 (its
+    `exp(-65504 / T)` up to T = 600), and the student is normalised over the whole vocabulary.
+    `forward_kl`, `js`, `skew_kl`, `skew_reverse_kl` and `tvd` are exact there. `reverse_kl` would
+    be infinite: what the student puts on an entry outside the support costs 65504 / T nats more
+    than the teacher's other entries do, and its gradient moves that mass away. A token counts as
+    filtered where more than half of the entries are -inf; with less, tokens do where most of their
+    -inf entries are not the same.
 
     Args:
         student_logits: `[batch, token, vocab]`, any floating dtype.
@@ -131,18 +141,16 @@ def _check_reduction(reduction: str, items: float | Tensor | None) -> None:
 
 
 def _of_each(student: Tensor, teacher: Tensor, temperature: float, divergence: str) -> Tensor:
-    """`T^2 D` of each row `[n]`, of the entries that neither side leaves out in every row."""
+    """`T^2 D` of each row `[n]`, of the entries that neither side leaves out."""
     check_temperature("temperature", temperature)
     kind = divergence_named(divergence)
     common = min(student.shape[-1], teacher.shape[-1])
     student, teacher = student[:, :common], teacher[:, :common]
-    outside = (student == -torch.inf).all(0) | (teacher == -torch.inf).all(0)
-    if outside.any():
-        student, teacher = student[:, ~outside], teacher[:, ~outside]
+    outside = outside_of([(student, False), (teacher, True)])
     student, teacher = saturated(student), saturated(teacher)
-    if not student.numel():
-        return student.sum(-1)
-    return row_divergences(student, teacher, temperature, kind)
+    if not len(student) or (outside and outside.at is None and len(outside.entries) == common):
+        return student[:, :0].sum(-1)
+    return row_divergences(student, teacher, temperature, kind, outside)
 
 
 def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ssl_kd.divergences import Divergence
 from ssl_kd.losses.chunked_logits import ChunkedLogits, GivenLogits
-from ssl_kd.losses.rows import NOWHERE, log_softmax_, saturate_
+from ssl_kd.losses.rows import NOWHERE, Outside, log_softmax_, saturate_
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
@@ -45,7 +45,7 @@ class Wanted:
     temperature: float
     divergence: Divergence
     common: int  # the vocabulary that student and teachers share: the first entries
-    outside: Tensor | None  # entries among these that one of them leaves out
+    outside: Outside | None  # entries among these that one of them leaves out
     chunk: int
     autocast: torch.dtype | None  # the dtype that products are in, instead of the inputs'
     exact: bool = True  # near 0 too, chunk by chunk: each of them waits for the device
@@ -185,11 +185,15 @@ def run_(
             last = min(first + rows, stop - start)
             place = slice(start + first, start + last)
             part = None if slope is None else slope[: last - first]
+            outside = objective.outside
+            some = objective
+            if outside is not None and outside.at is not None:
+                some = replace(objective, outside=outside.of(place))
             terms[0, place], terms[1, place] = _terms_(
                 scratch[: last - first].copy_(logits[first:last]),
                 None if targets is None else targets[place],
                 [rows_of(t, first, last) for t in here],
-                objective,
+                some,
                 weights,
                 part,
             )

@@ -193,7 +193,7 @@ class Heads:
             given = functional.one_hot(self.clusters[here], trainer.n_clusters).float()
         first = trainer.bank.first
         key = (step, first) if first else (step,)  # no two heads draw alike
-        with trainer.bank.draws_seeded(seed_of(settings.seed, *key)):
+        with trainer.bank.draws_seeded(seed_of(settings.seed, *key), settings.compile):
             result = trainer.step(views, rate, step, given)
         self._results.append(result)
         self._unread.append(_Step(step, samples, views, given, rate, result))

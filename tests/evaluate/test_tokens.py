@@ -202,3 +202,15 @@ def test_bits_per_character_do_not_depend_on_the_tokenizer():
     assert triples.bits_per_character == pytest.approx(1)
     assert letters.perplexity == pytest.approx(2) and triples.perplexity == pytest.approx(8)
     assert scored(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)).bits_per_character is None
+
+
+def test_a_filtered_teacher_is_compared_over_the_whole_vocabulary_of_each_token():
+    logits, targets, teacher = case()
+    least = teacher.topk(3).values[:, -1:]
+    teacher = teacher.masked_fill(teacher < least, -INF)
+    every = token_values(logits, targets, teacher)
+    one = token_values(logits[4:5], targets[4:5], teacher[4:5])
+    torch.testing.assert_close(one.kl, every.kl[4:5])
+    assert every.kl is not None and every.acceptance is not None
+    p, q = teacher.softmax(-1), logits.softmax(-1)
+    torch.testing.assert_close(every.acceptance, torch.minimum(p, q).sum(-1).to(q.dtype))

@@ -184,12 +184,14 @@ class Struck:
 
     Args:
         module: whose output, or the first tensor of it.
-        place: index into it.
+        place: index into it; by default a position of every row.
         value: what is put there.
         when: asked with the output of a forward pass whether to spoil it.
     """
 
-    def __init__(self, module, place=(0, 4), value=float("nan"), when=lambda output: True):
+    def __init__(
+        self, module, place=(slice(None), 4), value=float("nan"), when=lambda output: True
+    ):
         self.on, self.place, self.value, self.when = False, place, value, when
         module.register_forward_hook(self._spoil)
 

@@ -135,8 +135,10 @@ ROWS = {
         "the same; beta = 1 is the valid edge",
     ),
     25: Row(
-        "token distillation: all labels masked, NaN under the mask, infinities, other padding",
-        "zero loss on the graph; ignored; dropped or saturated; common vocabulary",
+        "token distillation: all labels masked, NaN under the mask, infinities, other padding, "
+        "logits filtered by top-k or top-p",
+        "zero loss on the graph; ignored; dropped or saturated; common vocabulary; each token by "
+        "its own support, whatever stands beside it",
     ),
     26: Row(
         "kd term NaN, ce finite",

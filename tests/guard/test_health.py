@@ -11,6 +11,7 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage, Thresholds, is_healthy
 from ssl_kd.guard.health import Health
 from ssl_kd.guard.update import rescale_
+from tests.faults.matrix import row
 
 DEFAULT = Thresholds()
 
@@ -80,12 +81,16 @@ def test_an_event_knows_the_kind_of_fault_that_it_is_of():
     assert Stage.of(Event(3, "head 1", "escalation", "10 bad steps in a row", "retired")) is None
 
 
-def test_a_median_is_trusted_after_twenty_norms_and_not_before():
+def test_a_median_is_trusted_the_more_the_more_norms_it_is_of():
     for norms, jump, stage in (
         (19, 9e3, Stage.HEALTHY),
         (20, 9e3, Stage.SPIKE),
-        (4, 1e6, Stage.HEALTHY),
-        (5, 1e6, Stage.SPIKE),  # no first steps of training come to this
+        (0, 1e30, Stage.HEALTHY),  # nothing to judge it by
+        (1, 5e4, Stage.HEALTHY),
+        (1, 1e6, Stage.SPIKE),
+        (4, 5e4, Stage.HEALTHY),
+        (4, 1e6, Stage.SPIKE),
+        (5, 5e4, Stage.SPIKE),  # no first steps of training come to this
     ):
         health = Health.fresh(1)
         feed(health, [1.0] * norms)
@@ -357,3 +362,26 @@ def test_one_parts_overflows_move_no_other_scale(overflows, until):
         rescale_(scale, ~overflow, overflow, count.expand(3), grow_every=10)
         rescale_(alone, ~overflow[2:], overflow[2:], count, grow_every=10)
     assert scale[2] == alone[0] and scale[0] >= 1.0 and torch.isfinite(scale).all()
+
+
+@row(1502)
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
+def test_spikes_among_the_first_steps_are_found_each(scale):
+    norms = [1.0, 1e6, 0.8, 1e6, 0.6, 0.5, 1e6]
+    stages = feed(Health.fresh(1), [scale * norm for norm in norms])
+    assert [i for i, stage in enumerate(stages) if stage == Stage.SPIKE] == [1, 3, 6]
+
+
+def test_first_norms_that_fall_or_grow_quickly_are_all_healthy():
+    for norms in (
+        [10.0**-i for i in range(12)],  # as gradients do in the first steps
+        [1e8, 1.0, 1e-3, 1.0, 2.0, 5.0],
+        [3.0**i for i in range(20)],
+    ):
+        assert set(feed(Health.fresh(1), norms)) == {Stage.HEALTHY}
+
+
+def test_a_beginning_that_was_small_costs_two_steps_and_no_more():
+    """As at a saddle, which one step of Adam leaves however small the gradient was."""
+    stages = feed(Health.fresh(1), [1e-9, 1.0, 1.1, 0.9, 1.0, 1.2, 1.0])
+    assert stages == [Stage.HEALTHY, *[Stage.SPIKE] * 2, *[Stage.HEALTHY] * 4]

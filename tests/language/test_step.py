@@ -34,7 +34,7 @@ class Sick:
         said = self.teacher(batch, rows)
         logits = said.hidden @ said.weight.T
         if self.sick:
-            logits[3, 5] = math.nan
+            logits[:, 5] = math.nan  # in every row
         return LogitsTeacher(logits)
 
 

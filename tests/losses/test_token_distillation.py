@@ -429,3 +429,91 @@ def test_a_weight_of_js_is_above_0_and_below_1(name):
     student, teacher = _case()
     with pytest.raises(ValueError, match="js:BETA with BETA between 0 and 1"):
         token_kd(student, teacher, divergence=name)
+
+
+def _filtered(logits, k):
+    """The k largest of each token; the others are -inf."""
+    return logits.masked_fill(logits < logits.topk(k).values[..., -1:], -INF)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 100.0])
+def test_a_filtered_teacher_is_exact_and_gives_other_entries_probability_0(name, temperature):
+    student, teacher = _case(vocab=12)
+    teacher = _filtered(teacher, 3)
+    options = {"temperature": temperature}
+    value, gradient = _ours(student, teacher, divergence=name, **options)
+    expected, slope = oracle.token_kd(student, teacher, name=name, **options)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-14)
+    if name == "forward_kl":
+        p, log_q = (teacher / temperature).softmax(-1), (student / temperature).log_softmax(-1)
+        exact = torch.where(p == 0, 0, p * (p.log() - log_q)).sum(-1).mean() * temperature**2
+        torch.testing.assert_close(value, exact, rtol=1e-12, atol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    seed=st.integers(0, 2**31),
+    k=st.sampled_from([1, 2, 5, 9]),
+    padding=st.integers(0, 4),
+    tokens=st.integers(1, 4),
+    beside=st.sampled_from(["filtered", "otherwise filtered", "whole"]),
+    chunked=st.booleans(),
+)
+def test_the_loss_of_a_row_is_the_same_alone_and_in_any_batch(
+    name, seed, k, padding, tokens, beside, chunked
+):
+    student, teacher = _case(batch=5, tokens=tokens, vocab=24, seed=seed)
+    batch = torch.full_like(teacher, -INF)
+    real = teacher[..., : 24 - padding]  # a vocabulary that is padded, for all
+    others = {"filtered": _filtered(real, k), "otherwise filtered": _filtered(real, 11 - k)}
+    batch[..., : 24 - padding] = others.get(beside, real)
+    batch[:2, :, : 24 - padding] = _filtered(real, k)[:2]
+
+    def rows(student, teacher):
+        student = student.clone().requires_grad_()
+        if chunked:
+            flat = [x.flatten(0, 1) for x in (student, teacher)]
+            total = losses.logits_distillation(
+                flat[0], None, [losses.LogitsTeacher(flat[1])], temperature=2.0, divergence=name
+            )[1]
+            return (total, *torch.autograd.grad(total, student))
+        each = token_kd(student, teacher, divergence=name, reduction="none").sum(-1)
+        return (each, *torch.autograd.grad(each.sum(), student))
+
+    together = rows(student, batch)
+    alone = [rows(student[i : i + 1], batch[i : i + 1]) for i in range(5)]
+    values = torch.stack([value.squeeze() for value, _ in alone])
+    torch.testing.assert_close(values.sum() if chunked else values, together[0], rtol=1e-9, atol=0)
+    gradient = torch.cat([gradient for _, gradient in alone])
+    torch.testing.assert_close(gradient, together[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wide_nucleus_is_no_vocabulary_and_a_stray_infinity_is_no_nucleus(name):
+    student, teacher = _case(tokens=8, vocab=12)
+    wide = _filtered(teacher, 8)  # less than half is -inf, but not the same at each token
+    wide[..., 11] = -INF
+    exact = wide.clone().clamp_(min=-65504)
+    torch.testing.assert_close(
+        token_kd(student, wide, divergence=name), token_kd(student, exact, divergence=name)
+    )
+    padded = teacher.clone()
+    padded[..., 10:] = -INF
+    padded[0, 1, 3] = padded[1, 5, 2] = -INF
+    torch.testing.assert_close(
+        token_kd(student, padded, divergence=name),
+        token_kd(student[..., :10], padded[..., :10], divergence=name),
+    )
+
+
+def test_one_row_is_worth_the_same_beside_another_and_the_exact_divergence():
+    student, teacher = _case(tokens=5, vocab=32, scale=1.0, dtype=torch.float32)
+    teacher = _filtered(teacher, 6)
+    alone = token_kd(student[:1], teacher[:1], reduction="none")
+    torch.testing.assert_close(alone, token_kd(student, teacher, reduction="none")[:1])
+    p, log_q = (teacher[0] / 2).softmax(-1), (student[0] / 2).log_softmax(-1)
+    exact = 4 * torch.where(p == 0, 0, p * (p.log() - log_q)).sum(-1)
+    torch.testing.assert_close(alone[0], exact)

@@ -50,14 +50,12 @@ def token_kd(student, teacher, *, mask=None, temperature=2.0, name="forward_kl")
     real = [(b, t) for b in range(z.shape[0]) for t in range(z.shape[1])]
     if mask is not None:
         real = [(b, t) for b, t in real if mask[b, t]]
-    kept = [
-        v
-        for v in range(common)
-        if not all(z[b, t, v] == -torch.inf for b, t in real)
-        and not all(teacher[b, t, v] == -torch.inf for b, t in real)
-    ]
+    whole = [v for v in range(common) if not all(z[b, t, v] == -torch.inf for b, t in real)]
+    answered = [v for v in whole if not all(teacher[b, t, v] == -torch.inf for b, t in real)]
     total = torch.zeros((), dtype=torch.float64)
     for b, t in real:
+        absent = int((teacher[b, t, :common] == -torch.inf).sum())
+        kept = whole if common / 2 < absent < common else answered  # a filter, or a vocabulary
         row = _saturated(z[b, t, kept]).requires_grad_()
         log_q = torch.log_softmax(row / temperature, -1)
         log_p = torch.log_softmax(_saturated(teacher[b, t, kept].double()) / temperature, -1)
