@@ -247,7 +247,8 @@ class _Chat:
             return False
         there = {part for _, message, part in self._shown(i + 1)[1] if message == i}
         if never := {_PARTS[part[0]] for part in absent - there}:
-            raise TemplateError(f"does not show the {' and '.join(sorted(never, reverse=True))}")
+            what = " and ".join(sorted(never, reverse=True))
+            raise TemplateError(f"does not show the {what}: take one that does, or leave them out")
         return True
 
     def _by_prefixes(self, i: int) -> list[tuple[int, int]]:
