@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from ssl_kd.datasets.held import held
 from ssl_kd.datasets.packing import best_fit, digest_of, padded
 from ssl_kd.datasets.picture import Pictures
 from ssl_kd.datasets.records import Example
-from ssl_kd.datasets.render import Rendered, render
+from ssl_kd.datasets.render import Rendered, check_located, render
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
@@ -97,6 +98,7 @@ class Blocks:
         row_characters: int64 `[n]`, characters of text that the row's targets stand for.
         left_out: documents that were left out, shortened or split, the first few.
         digest: SHA-256 of ids, counts and documents.
+        turns: of the assistant, see `Rendered`.
     """
 
     ids: Tensor
@@ -105,6 +107,7 @@ class Blocks:
     row_characters: Tensor
     left_out: tuple[str, ...]
     digest: str
+    turns: Counter[str] = field(default_factory=Counter)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -243,7 +246,7 @@ def make_blocks(
       them (and BOS before them where the tokenizer puts it there itself). Tokens that reach
       beyond the prompt count, and the end token.
     - messages: what the tokenizer's own chat template makes of them. The assistant's turns count,
-      with what the template puts after them.
+      from the generation prompt to what the template ends them with (`ssl_kd.datasets.render`).
 
     A document longer than a block loses the beginning of its prompt, as far as that goes; what is
     still too long is split. Each further part begins with the last token of the part before, as
@@ -264,8 +267,8 @@ def make_blocks(
 
     Raises:
         ValueError: a tokenizer that is not fast, lacks an EOS, or lacks the chat template
-            that messages need; a block size below 2; a data set that holds images, or of which no
-            target is left.
+            that messages need; a block size below 2; a data set that holds images, of which no
+            target is left, or of whose turns more than 1 % cannot be located.
     """
     if block_size < 2:
         raise ValueError(
@@ -277,21 +280,23 @@ def make_blocks(
     left_out: list[str] = []
     cut: list[str] = []
     lengths: list[int] = []
+    turns: Counter[str] = Counter()
 
     def cut_up() -> Iterator[_Part]:
         for start in range(0, len(dataset), _BATCH):
             batch = dataset.examples[start : start + _BATCH]
-            for example, document in _tokenize(batch, tokenizer, frame, left_out):
+            for example, document in _tokenize(batch, tokenizer, frame, left_out, turns):
                 for piece in cut_to_fit(document, block_size, example.where, left_out, cut):
                     lengths.append(len(piece.ids))
                     yield piece
 
     pieces = held(cut_up())
+    check_located(dataset.name, turns, left_out)
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = best_fit(lengths, block_size) if packing else [[i] for i in range(len(pieces))]
     told = (*first_few(left_out), *first_few(cut, 5))
-    return in_rows(pieces, rows, block_size, frame.end, told)
+    return replace(in_rows(pieces, rows, block_size, frame.end, told), turns=turns)
 
 
 def _tokenize(
@@ -299,13 +304,14 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerFast,
     frame: Frame,
     left_out: list[str],
+    turns: Counter[str],
 ) -> Iterator[tuple[Example, Document]]:
     kept: list[tuple[Example, Rendered]] = []
     for example in examples:
         rendered = render(example, tokenizer)
-        if isinstance(rendered, str):
-            left_out.append(rendered)
-        else:
+        left_out.extend(rendered.left_out)
+        turns.update(rendered.turns)
+        if rendered.spans:
             kept.append((example, rendered))
     if not kept:
         return

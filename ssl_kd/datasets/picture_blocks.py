@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import (
@@ -25,7 +27,7 @@ from ssl_kd.datasets.blocks import (
 from ssl_kd.datasets.decode import UnreadableImage
 from ssl_kd.datasets.picture import Picture, Pictures
 from ssl_kd.datasets.records import IMAGE, Example
-from ssl_kd.datasets.render import render
+from ssl_kd.datasets.render import check_located, render, show_chat
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
@@ -121,8 +123,8 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
     pieces, pictures = [], []
     for example in dataset.examples:
         document = reader.read(example)
-        if isinstance(document, str):
-            left_out.append(document)
+        if not isinstance(document, Document):
+            left_out += [document] if document else []
             continue
         if example.images and len(document.ids) > block_size:
             n = int(np.isin(document.ids, reader.images).sum())
@@ -134,6 +136,8 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
         parts = cut_to_fit(document, block_size, example.where, left_out, cut)
         pieces += parts
         pictures += [example.images] * len(parts)
+    left_out = [*reader.lost, *left_out]
+    check_located(dataset.name, reader.turns, left_out)
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = [[i] for i in range(len(pieces))]
@@ -141,7 +145,11 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
     blocks = in_rows(pieces, rows, block_size, reader.frame.end, told)
     of = [[picture.digest for picture in some] for some in pictures]
     said = json.dumps([blocks.digest, of, processor_state(processor)], default=str, sort_keys=True)
-    fields = {**vars(blocks), "digest": hashlib.sha256(said.encode()).hexdigest()}
+    fields = {
+        **vars(blocks),
+        "digest": hashlib.sha256(said.encode()).hexdigest(),
+        "turns": reader.turns,
+    }
     return PictureBlocks(**fields, processor=processor, pictures=tuple(pictures))
 
 
@@ -151,6 +159,8 @@ class _Reader:
     def __init__(self, processor: Any) -> None:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.images = image_tokens(processor)
+        self.turns: Counter[str] = Counter()
+        self.lost: list[str] = []  # turns and chats that the template does not show
         self.frame = Frame.of(self.tokenizer)
         self.template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
         self._in_parts: bool | None = None
@@ -160,11 +170,13 @@ class _Reader:
         around = _OF_QWEN if all(mark in known for mark in _OF_QWEN) else ("", "")
         self._place = token.join(around)
 
-    def read(self, example: Example) -> Document | str:
-        """The tokens of a document, or why it is left out."""
+    def read(self, example: Example) -> Document | str | None:
+        """The tokens of a document, or why it is left out; None where `lost` says it."""
         rendered = render(self._written_for(example), self.tokenizer, self.template)
-        if isinstance(rendered, str):
-            return rendered
+        self.turns.update(rendered.turns)
+        self.lost += rendered.left_out
+        if not rendered.spans:
+            return None
         encoded: Any = self.tokenizer(
             rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -215,12 +227,10 @@ class _Reader:
         if self._in_parts is None and self.template is not None:
             asked = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
             try:
-                shown = self.tokenizer.apply_chat_template(
-                    asked, chat_template=self.template, tokenize=False
-                )
-            except Exception:  # each template has its own way to fail
+                shown, _ = show_chat(asked, None, self.tokenizer, self.template)
+            except TemplateError:
                 shown = ""
-            self._in_parts = "x" in str(shown) and "'type'" not in str(shown)
+            self._in_parts = "x" in shown and "'type'" not in shown
         return bool(self._in_parts)
 
     def _expanded(self, example: Example, text: str, images: list[Any]) -> np.ndarray:

@@ -31,7 +31,9 @@ _ROLES = {  # who speaks in ShareGPT's records
     "function_call": "assistant",
     "system": "system",
 }
-_OF_A_TURN = ("name", "tool_call_id", "reasoning_content", "thinking")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Where data sets write what an assistant thought before it spoke."""
+_OF_A_TURN = ("name", "tool_call_id", *THOUGHTS)
 """What chat templates read of a message beside role, content and tool calls."""
 _EXPECTED = (
     "strings in messages or conversations (of a chat), prompt and completion (or lists of "

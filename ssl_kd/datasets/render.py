@@ -1,90 +1,324 @@
-"""The text of an example as a tokenizer gets it, and which stretches of it are to be learned."""
+"""The text of an example as a tokenizer gets it, and which stretches of it are to be learned.
+
+A turn of the assistant is learned from the end of the generation prompt to where the template has
+ended the turn: thoughts, content, tool calls and end-of-turn token, as the whole conversation shows
+them. Templates rewrite earlier turns (Qwen3 and gpt-oss drop thoughts, Mistral moves the tools), so
+what the first messages render to is no prefix of the whole; contents repeat, so they cannot be
+searched for. Instead the conversation is rendered once more with marks in it: rare characters at
+the edges of each content and thought, inside the whitespace that templates strip and beside the
+`</think>` that they split at, and behind the name of each tool call. Without its marks the second
+text must equal the first, so they tell which part of which message stands where. What precedes a
+turn's first mark is then compared with what the template writes there as a generation prompt, and
+what follows its last one with how a conversation ends there. Where the template has
+`{% generation %}`, its blocks are taken, less that prompt.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ssl_kd.datasets.records import Example
+from jinja2 import TemplateError
+
+from ssl_kd.datasets.records import THOUGHTS, Example
 from ssl_kd.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_CONTROL = re.compile(r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])")  # <|im_end|>, </s>, [/INST]
+_ENDED = re.compile(_CONTROL.pattern + r"\s*")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = re.compile("\U00013000(\\d+)([ct]|f\\d+)\U00013001")  # two Egyptian hieroglyphs
+_PARTS = {"f": "tool calls", "t": "thoughts", "c": "content"}
+_NOT_LOCATED = "cannot be located in what the chat template shows"
+_EDGES: dict[tuple[object, ...], int | None] = {}  # see `_Chat._edge`
+
+_Mark = tuple[int, int, str]  # position, number of the message, part: c(ontent), t(hought), f0...
+
 
 @dataclass(frozen=True)
 class Rendered:
-    """A string, and the spans of it that count: (begin, end, characters of the text itself)."""
+    """A string, and the spans of it that count: (begin, end, characters of the text itself).
+
+    Attributes:
+        text: the string.
+        spans: none where nothing of it can be learned.
+        left_out: what is not learned, and why.
+        turns: of the assistant, how many are `there`, `learned`, and `lost` as they could not be
+            located; and of how many earlier ones thoughts are `hidden` by the template's design.
+    """
 
     text: str
-    spans: tuple[tuple[int, int, int], ...]
+    spans: tuple[tuple[int, int, int], ...] = ()
+    left_out: tuple[str, ...] = ()
+    turns: Counter[str] = field(default_factory=Counter)
 
 
 def render(
     example: Example, tokenizer: PreTrainedTokenizerFast, template: str | None = None
-) -> Rendered | str:
-    """The text of an example, or why there is none; `template`: one that is not the tokenizer's."""
-    if example.messages is not None:
-        return _render_chat(example, example.messages, tokenizer, template)
-    if example.text is not None:
-        return Rendered(example.text, ((0, len(example.text), len(example.text)),))
-    prompt, completion = example.prompt or "", example.completion or ""
-    whole = prompt + completion
-    return Rendered(whole, ((len(prompt), len(whole), len(completion)),))
-
-
-def _render_chat(
-    example: Example,
-    messages: Sequence[Any],
-    tokenizer: PreTrainedTokenizerFast,
-    template: str | None,
-) -> Rendered | str:
-    from jinja2 import TemplateError
-
-    where, tools = example.where, list(example.tools) if example.tools else None
-    shown: Any = template or tokenizer.chat_template
-    if shown is None:
+) -> Rendered:
+    """The text of an example and what counts; `template`: one that is not the tokenizer's."""
+    if example.messages is None:
+        prompt, learned = example.prompt or "", example.text or example.completion or ""
+        whole = prompt + learned
+        return Rendered(whole, ((len(prompt), len(whole), len(learned)),))
+    if not (template or tokenizer.chat_template):
         raise InputError(
-            f"{where}: messages need a chat template, and the tokenizer "
+            f"{example.where}: messages need a chat template, and the tokenizer "
             f"{tokenizer.name_or_path!r} has none: take the tokenizer of a chat model, set "
             "tokenizer.chat_template, or write the data as prompt and completion"
         )
+    roles = [message["role"] for message in example.messages]
+    turns = [i for i in range(example.given, len(roles)) if roles[i] == "assistant"]
+    try:
+        return _Chat(example, tokenizer, template).rendered(turns)
+    except TemplateError as error:
+        line = f"{example.where}: the chat template {error}"
+        return Rendered("", (), (line,), Counter(there=len(turns)))
 
-    def render(upto: int, prompt: bool = False) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages[:upto]),
-                tools=tools,
-                chat_template=shown,
-                tokenize=False,
-                add_generation_prompt=prompt,
-            )
+
+def check_located(name: str, turns: Counter[str], left_out: Sequence[str]) -> None:
+    """Raise InputError where more than 1 % of a data set's turns were not located."""
+    if 100 * turns["lost"] > turns["there"]:
+        first = next(line for line in left_out if _NOT_LOCATED in line)
+        raise InputError(
+            f"{name}: {turns['lost']:,} of {turns['there']:,} turns of the assistant are not "
+            f"learned ({first}): give the tokenizer a template with {{% generation %}} around what "
+            "is to be learned, or write the data as prompt and completion"
         )
 
-    spans = []
+
+def describe_turns(turns: Counter[str]) -> str:
+    """Say how many turns are learned of those that are there; nothing where there are none.
+
+    >>> describe_turns(Counter(there=3, learned=2, hidden=1))
+    '2 of 3 turns of the assistant are learned; the template hides the thoughts of 1 earlier turn'
+    """
+    learned = f"{turns['learned']:,} of {turns['there']:,} turns of the assistant are learned"
+    earlier = f"{turns['hidden']:,} earlier turn{'s' * (turns['hidden'] != 1)}"
+    hidden = f"; the template hides the thoughts of {earlier}" if turns["hidden"] else ""
+    return learned + hidden if turns["there"] else ""
+
+
+def show_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    tokenizer: Any,
+    template: str | None = None,
+    *,
+    prompt: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return what a chat template makes of messages, and where its `{% generation %}` blocks are.
+
+    Args:
+        messages: of the chat.
+        tools: JSON schemas.
+        tokenizer: of transformers, with a chat template.
+        template: one that is not the tokenizer's.
+        prompt: whether the generation prompt is added.
+
+    Raises:
+        TemplateError: the template fails, in whatever way.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def show(messages: Sequence[Mapping[str, Any]]) -> Any:
+        chosen = tokenizer.get_chat_template(template, tools or None)
+        return render_jinja_template(
+            [[*map(dict, messages)]],
+            tools=list(tools) if tools else None,
+            chat_template=chosen,
+            return_assistant_tokens_mask=bool(_GENERATION.search(chosen)),
+            add_generation_prompt=prompt,
+            **tokenizer.special_tokens_map,
+        )
+
+    def in_json(_: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
     try:
-        whole = render(len(messages))
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant" and i >= example.given:
-                before, after = render(i, prompt=True) if i else "", render(i + 1)
-                # A template that rewrites earlier turns (drops thoughts, say) hides where they are.
-                if whole.startswith(before) and whole.startswith(after):
-                    calls = [call["function"] for call in message.get("tool_calls", ())]
-                    if any(call["name"] not in after[len(before) :] for call in calls):
-                        return f"{where}: the chat template does not show the tool calls"
-                    said = len(_written(message["content"])) + sum(
-                        len(json.dumps(call)) for call in calls
-                    )
-                    spans.append((len(before), len(after), said))
-    except TemplateError as error:
-        return f"{where}: the chat template refuses the messages: {error}"
-    if not spans:
-        return f"{where}: the chat template shows no turn of the assistant as it was generated"
-    return Rendered(whole, tuple(spans))
+        try:
+            texts, blocks = show(messages)
+        except TypeError:  # DeepSeek's templates add the arguments to strings
+            texts, blocks = show([_with_calls(message, in_json) for message in messages])
+    except Exception as error:  # each template has its own way to fail
+        reason = " ".join(str(error).split())[:200]
+        raise TemplateError(f"refuses the messages: {reason}") from error
+    return texts[0], blocks[0] if blocks else []
 
 
-def _written(content: Any) -> str:
-    """The text of a message's content, which may be in parts."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+def _with_calls(
+    message: Mapping[str, Any], change: Callable[[int, Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """A message with other functions in its tool calls."""
+    calls = enumerate(message.get("tool_calls", ()))
+    changed = [{**call, "function": change(n, call["function"])} for n, call in calls]
+    return {**message, "tool_calls": changed} if changed else dict(message)
+
+
+class _Chat:
+    """A conversation under a template."""
+
+    def __init__(self, example: Example, tokenizer: Any, template: str | None) -> None:
+        messages, self._where, self._tools = example.messages or (), example.where, example.tools
+        self._messages, self._chosen = messages, (tokenizer, template)
+        self._template = tokenizer.get_chat_template(template, example.tools)
+        self._text, self._blocks = show_chat(messages, example.tools, tokenizer, template)
+        self._sizes: list[dict[str, int]] = [{} for _ in messages]  # part -> its characters
+        self._marked = [self._mark(i, message) for i, message in enumerate(messages)]
+        self._shown = cache(self._show)
+
+    def _mark(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with marks."""
+
+        def mark(part: str, size: int) -> str:
+            self._sizes[i][part] = size
+            return f"\U00013000{i}{part}\U00013001"
+
+        def edged(text: str, part: str, size: int) -> str:
+            core = text.strip()
+            return text.replace(core, core.join([mark(part, size)] * 2), 1) if core else text
+
+        def spoken(text: str) -> str:
+            if message["role"] != "assistant":  # templates ask whether a user's is <tool_response>
+                return text if text.lstrip().startswith("<") else edged(text, "c", 0)
+            before, close, answer = text.rpartition("</think>")
+            begin, tag, thought = before.rpartition("<think>")
+            if not text.strip() and not message.keys() & {"tool_calls", *THOUGHTS}:
+                return text + mark("c", len(text))  # an empty turn: its end is learned
+            thought = edged(thought, "t", len(before + close))
+            return begin + tag + thought + close + edged(answer, "c", len(answer))
+
+        def called(n: int, call: Mapping[str, Any]) -> dict[str, Any]:
+            return {**call, "name": call["name"] + mark(f"f{n}", len(json.dumps(call)))}
+
+        content = message["content"]
+        if isinstance(content, str):
+            content = spoken(content)
+        else:
+            content = [{**p, "text": spoken(p["text"])} if "text" in p else p for p in content]
+        thoughts = {n: edged(message[n], "t", len(message[n])) for n in THOUGHTS if n in message}
+        return {**_with_calls(message, called), **thoughts, "content": content}
+
+    def _show(self, upto: int, prompt: bool = False) -> tuple[str, list[_Mark]]:
+        """What the template shows of the first messages, and where their marks were."""
+        text, _ = show_chat(self._marked[:upto], self._tools, *self._chosen, prompt=prompt)
+        marks, cut = {}, 0
+        for n, match in enumerate(_MARK.finditer(text)):
+            i, part = int(match[1]), match[2]
+            # gpt-oss repeats a call's name where the tool answers: the first one counts.
+            marks.setdefault((i, part, part in "ct" and n), (match.start() - cut, i, part))
+            cut += len(match[0])
+        return _MARK.sub("", text), [*marks.values()]
+
+    def rendered(self, turns: Sequence[int]) -> Rendered:
+        """The text with the spans of these turns."""
+        spans, lost, hidden = [], [], 0
+        try:
+            whole, marks = self._shown(len(self._messages))
+        except TemplateError:
+            whole, marks = "", []
+        for number, i in enumerate(turns, 1):
+            sizes = self._sizes[i]
+            if whole == self._text:
+                parts = {part for _, message, part in marks if message == i}
+                hidden += self._hides(i, parts)
+                located = self._by_marks(i, marks)
+            else:  # the marks have disturbed the template
+                parts, located = sizes.keys(), self._by_prefixes(i)
+            characters = [0] * (len(located) - 1) + [sum(sizes[part] for part in parts)]
+            spans += [(*span, n) for span, n in zip(located, characters, strict=False)]
+            if not located:
+                lost.append(f"{self._where}: turn {number} of the assistant {_NOT_LOCATED}")
+        counts = Counter(there=len(turns), learned=len(turns) - len(lost), lost=len(lost))
+        return Rendered(self._text, tuple(spans), tuple(lost), counts + Counter(hidden=hidden))
+
+    def _hides(self, i: int, shown: set[str]) -> bool:
+        """Whether a thought of an earlier turn is left out; what never is shown is refused."""
+        absent = self._sizes[i].keys() - shown
+        if not absent or not shown and absent == {"c"}:  # the whole turn, which is not located
+            return False
+        there = {part for _, message, part in self._shown(i + 1)[1] if message == i}
+        if never := {_PARTS[part[0]] for part in absent - there}:
+            what = " and ".join(sorted(never, reverse=True))
+            raise TemplateError(f"does not show the {what}: take one that does, or leave them out")
+        return True
+
+    def _by_prefixes(self, i: int) -> list[tuple[int, int]]:
+        """Where a turn stands if what the first messages render to begins the whole."""
+        message, earlier = self._messages[i], self._messages[:i]
+        before = show_chat(earlier, self._tools, *self._chosen, prompt=True)[0] if i else ""
+        after, _ = show_chat([*earlier, message], self._tools, *self._chosen)
+        there = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        there += [message[name].strip() for name in THOUGHTS if name in message]
+        fits = self._text.startswith(before) and self._text.startswith(after)
+        whole = fits and all(part in after[len(before) :] for part in there)
+        return [(len(before), len(after))] if whole else []
+
+    def _by_marks(self, i: int, marks: list[_Mark]) -> list[tuple[int, int]]:
+        """Where a turn stands; nothing where that cannot be told."""
+        at = [n for n, (_, message, _) in enumerate(marks) if message == i]
+        if not at or at != [*range(at[0], at[-1] + 1)]:
+            return []
+        begin, end = self._begin(i, marks, at[0]), len(self._text)
+        if self._blocks:
+            blocks = [b for b in self._blocks if any(b[0] <= marks[n][0] <= b[1] for n in at)]
+            return [(max(first, begin or 0), last) for first, last in blocks]
+        if i < len(self._messages) - 1:
+            following = marks[at[-1] + 1 :] or [(end, 0, "")]
+            end = self._edge(i + 1, marks[at[-1]], following[0][0])
+        return [] if begin is None or end is None else [(begin, end)]
+
+    def _begin(self, i: int, marks: list[_Mark], at: int) -> int | None:
+        """Where the generation prompt before a turn ends, whose first mark is the one `at`."""
+        if i:
+            return self._edge(i, marks[at - 1] if at else (0, -1, ""), marks[at][0], prompt=True)
+        # No message is before it: what a prompt adds behind all stands before it, too.
+        more, _ = self._shown(len(self._messages), prompt=True)
+        prompt = more[_common(self._text, more) :]
+        place = self._text.rfind(prompt, 0, marks[at][0])
+        return place + len(prompt) if prompt and place >= 0 else 0
+
+    def _edge(self, upto: int, mark: _Mark, stop: int, *, prompt: bool = False) -> int | None:
+        """Where the first messages (and a generation prompt) end, behind their last mark.
+
+        The same text between two marks has the same edge, which is kept for other conversations.
+        """
+        gap, role = self._text[mark[0] : stop], self._messages[upto - 1]["role"]
+        key = (self._template, bool(self._tools), role, mark[2], prompt, gap)
+        edges = _EDGES if len(gap) < 256 and len(_EDGES) < 65536 else {}
+        if key not in edges:
+            try:
+                edges[key] = self._reach(gap, mark, upto, prompt)
+            except TemplateError:
+                edges[key] = None
+        return None if (length := edges[key]) is None else mark[0] + length
+
+    def _reach(self, gap: str, mark: _Mark, upto: int, prompt: bool) -> int | None:
+        """How far what the first messages have behind their last mark reaches into a gap."""
+        text, marks = self._shown(upto, prompt=prompt)
+        last = marks[-1] if marks else (0, -1, "")
+        tail = text[last[0] :]
+        if last[1:] != mark[1:]:
+            return None
+        if gap.startswith(tail):
+            return len(tail)
+        # The prompt may hold `<think>`, which the turn does not; the last turn may end with EOS.
+        common = _common(gap, tail)
+        if _CONTROL.search(gap, 0, common):
+            return common
+        ended = None if prompt else _ENDED.match(gap, common)
+        return ended.end() if ended else None
+
+
+def _common(text: str, other: str) -> int:
+    """How far two texts are the same, without a control token that would be cut."""
+    end = len(os.path.commonprefix([text, other]))
+    return next((m.start() for m in _CONTROL.finditer(text) if m.start() < end < m.end()), end)

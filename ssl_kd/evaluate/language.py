@@ -10,10 +10,12 @@ from itertools import islice
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.datasets.records import Example
+from ssl_kd.datasets.render import show_chat
 from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
 from ssl_kd.evaluate.generation import (
     Autocast,
@@ -239,15 +241,8 @@ def _asked(example: Example, tokenizer: Any) -> _Question | None:
 
 def _chat_prompt(messages: list[Any], tools: Sequence[Any] | None, tokenizer: Any) -> str | None:
     """The messages by the tokenizer's own template; None where it refuses them."""
-    from jinja2 import TemplateError
-
-    told = list(tools) if tools else None
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tools=told, tokenize=False, add_generation_prompt=True
-            )
-        )
+        return show_chat(messages, tools, tokenizer, prompt=True)[0]
     except TemplateError:  # the blocks name such an example among those left out
         return None
 

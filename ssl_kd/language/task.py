@@ -11,6 +11,7 @@ import torch
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
+from ssl_kd.datasets.render import describe_turns
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
@@ -352,6 +353,8 @@ def _plain(settings: LanguageSettings, task: Task, frozen: FrozenTeacher) -> Pla
 
 def _say_rows(texts: TextDataset, own: Blocks, blocks: Blocks | AlignedBlocks) -> None:
     """Log what was split or left out, and how much of the text two tokenizers share."""
+    if turns := describe_turns(own.turns):
+        logger.info("%s: %s", texts.name, turns)
     for line in [*texts.left_out[:1], *own.left_out[:1]]:
         logger.info("some of the text was split or left out: %s; the report has more", line)
     if isinstance(blocks, AlignedBlocks):

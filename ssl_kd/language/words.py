@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ssl_kd.datasets.aligned import AlignedBlocks
+from ssl_kd.datasets.render import describe_turns
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.best import Best
@@ -50,6 +51,7 @@ def about(task: Task) -> dict[str, Any]:
             "eval_tokens": int(task.eval_blocks.counts.sum()),
             "validation_tokens": int(task.validation_blocks.counts.sum()),
             "validated_apart": task.validated_apart,
+            "turns": describe_turns(own.turns),
             "left_out": [*task.train_set.left_out, *own.left_out],
         },
     }

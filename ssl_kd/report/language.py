@@ -378,4 +378,5 @@ def _data(data: dict[str, Any]) -> str:
     if data.get("validated_apart"):
         names["validation_tokens"] = "more of them to choose the best step by"
     parts = [f"{v:,.0f} {name}" for key, name in names.items() if finite(v := data.get(key))]
+    parts += [str(data["turns"])] if data.get("turns") else []
     return ": ".join(part for part in (str(data.get("name", "")), ", ".join(parts)) if part)

@@ -639,4 +639,12 @@ ROWS = {
         "every label of a batch is ignored, or a mask is empty: a mean over nothing",
         "skipped, and named as that",
     ),
+    1400: Row(
+        "a chat template never shows the thoughts, calls or content that a turn holds",
+        "the chat is left out by name; what a template hides of earlier turns by design is counted",
+    ),
+    1401: Row(
+        "a chat template shows turns of the assistant that cannot be located",
+        "each is named and counted; above 1 % of the turns refused, with the way out",
+    ),
 }
