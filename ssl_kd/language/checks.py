@@ -69,7 +69,7 @@ def check_language(settings: LanguageSettings) -> None:
 
 
 def _check_served(settings: LanguageSettings, url: str) -> None:
-    from ssl_kd.teachers.server import check_url  # --help does without torch
+    from ssl_kd.teachers.http_client import check_url  # --help does without torch
 
     try:
         check_url(url)

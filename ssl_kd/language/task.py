@@ -45,9 +45,9 @@ from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, set_attention, without_adapters
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.http_client import is_file
 from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.remembered import RememberedTeacher
-from ssl_kd.teachers.server import is_file
 from ssl_kd.teachers.student import add_lora, build_student
 from ssl_kd.teachers.tower import freeze_tower
 from ssl_kd.training.clock import Progress

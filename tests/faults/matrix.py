@@ -637,4 +637,16 @@ ROWS = {
         "every label of a batch is ignored, or a mask is empty: a mean over nothing",
         "skipped, and named as that",
     ),
+    1000: Row(
+        "a teacher's server redirects, repeats the key, or the key cannot be sent; a proxy, .netrc",
+        "the key goes to the host of TEACHER_URL alone, and into no message",
+    ),
+    1001: Row(
+        "a teacher's server drips its answer, or sends one without end, or a compressed bomb",
+        "given up after TEACHER_TIMEOUT as a whole; no more is read than what was asked for",
+    ),
+    1002: Row(
+        "TEACHER_URL cannot be an address, or holds a secret",
+        "one line before anything is loaded; the secret is not shown",
+    ),
 }
