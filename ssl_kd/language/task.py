@@ -336,6 +336,11 @@ def _answers(
                 "settings of this run, or name another folder"
             )
         caches = [TeacherCache.open(folder, expect=wanted) for folder in folders]
+        if odd := [cache for cache in caches if cache.n != len(blocks)]:
+            raise SettingsError(
+                f"TEACHER_CACHE: {odd[0].folder} holds {odd[0].n} rows, and the text has"
+                f" {len(blocks)}: write it anew by cache_teacher.py --force_recompute"
+            )
         check_divergence(settings, caches[0].fingerprint.method)
         if teacher.model is not None:
             teacher.model.requires_grad_(False)

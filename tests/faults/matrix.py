@@ -649,4 +649,9 @@ ROWS = {
         "TEACHER_URL cannot be an address, or holds a secret",
         "one line before anything is loaded; the secret is not shown",
     ),
+    1003: Row(
+        "a teacher's cache with right checksums holds what cannot be: tokens beyond the"
+        " vocabulary, masses above 1, rows of other blocks",
+        "named on open (file, row, block), with the range that was expected",
+    ),
 }
