@@ -131,7 +131,10 @@ class AnswerFile(PromptAnswers):
         text = record.get("text") or record.get("prompt")
         ids: Any = record.get("prompt_token_ids")
         if ids is None and isinstance(text, str):
-            ids = self._tokenizer(text)["input_ids"]
+            try:
+                ids = self._tokenizer(text)["input_ids"]
+            except (TypeError, UnicodeError):  # half of a surrogate pair, which JSON may have
+                raise self._odd(number, f"has a text that is no Unicode: {short(text)}") from None
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**63 for i in ids):
             raise self._odd(
                 number, f"has no prompt_token_ids, and no text or prompt: {short(sorted(record))}"

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
-from textwrap import shorten
 from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -183,7 +182,8 @@ def short(value: Any, width: int = 120) -> str:
     shown.maxstring = shown.maxother = shown.maxlong = width
     # The key first, and whole: a cut one would not be recognized.
     text = hidden(value) if isinstance(value, str) else hidden(shown.repr(value))
-    return shorten(text[: 10 * width], width, placeholder=" …")
+    text = " ".join(text[: 10 * width].split())
+    return text if len(text) <= width else f"{text[: width - 2]} …"
 
 
 def _proxy(url: str) -> str | None:
@@ -235,8 +235,8 @@ def check_url(url: str) -> None:
         wrong = parts["ipv6"] is not None and not _is_ipv6(parts["ipv6"])
     if wrong:
         raise InputError(
-            f"TEACHER_URL is {short([url])[1:-1]}, expected an address of ASCII characters as "
-            "http://host:8000/v1, with a port up to 65535, or a file of answers.jsonl"
+            f"TEACHER_URL is {short([url])[1:-1]}, expected an address as "
+            "http://host:8000/v1 in ASCII, with a port up to 65535, or a file of answers.jsonl"
         )
 
 

@@ -137,7 +137,9 @@ class PromptAnswers(ABC):
             entries = [entry for entry in self._complete(prompt, k)() if entry]
             pairs = [(i, one.get("decoded_token")) for entry in entries for i, one in entry.items()]
             return {_token_id(i, 0): text for i, text in pairs if isinstance(text, str)}
-        except (_Wrong, TypeError, AttributeError) as fault:
+        except _Wrong as fault:
+            raise self._failed(fault.words, prompt) from None
+        except (TypeError, AttributeError) as fault:
             words = f"gives no log-probabilities: {short(str(fault))}"
             raise self._failed(words, prompt) from None
 

@@ -120,7 +120,11 @@ def spelt(name):
     """The prompt's own token comes a second time under another name of the same number."""
 
     def change(entries, asked):
-        entries[2][name.format(asked["prompt"][2])] = {"logprob": -9.0, "rank": 300}
+        entries[2][name.format(asked["prompt"][2])] = {
+            "logprob": -9.0,
+            "rank": 300,
+            "decoded_token": "a",
+        }
         return entries
 
     return change
@@ -175,7 +179,7 @@ FAULTS = [
             "{}\n",
         )
     ),
-    (spelt("9" * 5000), r"gives the id '9+.*', expected a number as '10'"),
+    (spelt("9" * 5000), r"gives the id '9+.*, expected a number as '10'"),
     (spelt(str(2**70)), r"gives the id '1180591620717411303424', expected a number"),
     (spelt(str(2**64 + 5)), "gives the id '18446744073709551621', expected a number"),
     *(
@@ -187,7 +191,7 @@ FAULTS = [
         for value in (True, 0, -1, 1.0, "1", [], 2**31, 10**400)
     ),
     (lambda e, a: [*e[:2], [[]], *e[3:]], r"no log-probabilities: \[\[\]\] \(.*token 12\)"),
-    (lambda e, a: [*e[:2], {"5": nested(900)}, *e[3:]], r"own token 8 .*token 12\)"),
+    (lambda e, a: [*e[:2], {"5": nested(900)}, *e[3:]], r"gives \{'5': \[+\.\.\..*token 12\)"),
     (lambda e, a: nested(900), r"of 1 tokens for a prompt of 7"),
     (shifted_on, r"own token 5, but of the previous one: .* misaligned by one position"),
 ]
