@@ -32,8 +32,10 @@ from ssl_kd.language.task import NOTHING, Given, Task, make_distiller, prepare
 from ssl_kd.language.train import Row, train
 from ssl_kd.language.words import (
     about,
+    cut_from,
     facts,
     first_forward,
+    made_by,
     say_memory,
     say_step,
     say_what_was_learned,
@@ -185,6 +187,8 @@ def _save(
             merge=settings.lora_merge,
             dtype=getattr(torch, settings.save_dtype),
             processor=task.student.processor,
+            base=cut_from(settings, task),
+            made=made_by(settings, task),
         )
         if isinstance(source, Routed) and source.router is not None:
             source.mixture.save_router(folder.path / "router.safetensors")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -206,6 +207,8 @@ def save_student(
     merge: bool = False,
     dtype: torch.dtype = torch.float32,
     processor: Any = None,
+    base: str = "",
+    made: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a student that `AutoModelForCausalLM` loads, or adapters that peft loads.
 
@@ -223,6 +226,8 @@ def save_student(
             memory, for nobody could load the adapters. The model itself keeps its adapters.
         dtype: of the written weights; the model itself keeps its own.
         processor: of a model of images and text, for `AutoProcessor`.
+        base: the model that one made in memory was cut from.
+        made: how it came to be, for the card: the teacher, the data, the settings.
 
     Raises:
         NotFinite: a weight holds a NaN or an infinity, or would in `dtype`; nothing is written.
@@ -235,11 +240,14 @@ def save_student(
             f"{folder} is not written: {sick} of the model holds NaN or infinity. A checkpoint of "
             "an earlier step, or the model that training began with, may be well"
         )
-    base = getattr(without_adapters(model).config, "_name_or_path", "")
+    loaded = getattr(without_adapters(model).config, "_name_or_path", "")
     adapters = without_adapters(model) is not model
-    if adapters and not merge and not base:
+    if adapters and not merge and not loaded:
         logger.info("the adapters are merged into their base, which was made in memory")
         merge = True
+    if adapters and not merge and (place := Path(loaded).expanduser()).exists():
+        for config in model.peft_config.values():  # they are loaded from elsewhere, too
+            config.base_model_name_or_path = str(place.resolve())
     if adapters and merge:
         model = copy.deepcopy(model)
         cast_weights(model, torch.float32)  # a base in half precision would round what is added
@@ -259,7 +267,8 @@ def save_student(
             file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         generation.save_pretrained(new)  # adapters come without
         (processor or tokenizer).save_pretrained(new)
-        text = model_card(folder.name, card, base, adapters, processor is not None)
+        sees_images = processor is not None
+        text = model_card(folder.name, card, loaded or base, adapters, sees_images, made)
         (new / "README.md").write_text(text, encoding="utf-8")
         again = transformers.AutoTokenizer.from_pretrained(new)
     if tokenizer_id(again) != tokenizer_id(tokenizer):

@@ -654,4 +654,12 @@ ROWS = {
         " vocabulary, masses above 1, rows of other blocks",
         "named on open (file, row, block), with the range that was expected",
     ),
+    1004: Row(
+        "adapters are given a rank above the width of the model",
+        "refused with the largest useful one, before a teacher is trained or loaded",
+    ),
+    1005: Row(
+        "a package that the run needs is not installed",
+        "one line with the command that installs it, before torch and any folder",
+    ),
 }
