@@ -421,9 +421,10 @@ def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], li
     """Ids and log-probabilities, the likeliest first, and at least k of them."""
     found = []
     for name, said in entry.items():
-        value, rank = (said.get("logprob"), said.get("rank")) if isinstance(said, dict) else (0, 0)
-        number = isinstance(value, float) or type(value) is int and abs(value) < 2**53
-        if not number or not (rank is None or type(rank) is int and 0 < rank < 2**31):
+        fields = said if isinstance(said, dict) else {}
+        value, rank = fields.get("logprob", ""), fields.get("rank")
+        number = isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
+        if not number or not (rank is None or (type(rank) is int and 0 < rank < 2**31)):
             words = f"gives {short(entry)}, expected {{id: {{'logprob': ..., 'rank': ...}}, ...}}"
             raise _Wrong(words, token)
         found.append((_token_id(name, token), float(value), rank))
