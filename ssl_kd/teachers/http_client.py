@@ -171,17 +171,23 @@ def api_key() -> str | None:
 
 def hidden(text: str) -> str:
     """Return the text without the key, which a server may repeat."""
-    key = os.environ.get(KEY)
-    return text.replace(key, "***") if key else text
+    return text.replace(os.environ.get(KEY) or "\0", "***")
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = 8
+        self.maxstring = self.maxother = self.maxlong = 120
+
+    def repr_str(self, x: str, level: int) -> str:
+        """Hide the key while it is whole: a cut one would not be recognized."""
+        return super().repr_str(hidden(x), level)
 
 
 def short(value: Any, width: int = 120) -> str:
     """Return what a message shows of a foreign value, however large and deep it is."""
-    shown = reprlib.Repr()
-    shown.maxdict = shown.maxlist = 8
-    shown.maxstring = shown.maxother = shown.maxlong = width
-    # The key first, and whole: a cut one would not be recognized.
-    text = hidden(value) if isinstance(value, str) else hidden(shown.repr(value))
+    text = hidden(value) if isinstance(value, str) else _Shown().repr(value)
     text = " ".join(text[: 10 * width].split())
     return text if len(text) <= width else f"{text[: width - 2]} …"
 
@@ -228,20 +234,13 @@ def check_url(url: str) -> None:
             "TEACHER_URL holds a query or a fragment ('?', '#'), expected the address alone, as "
             f"http://host:8000/v1; a key belongs into the environment variable {KEY}"
         )
-    parts = ADDRESS.fullmatch(url)
-    if parts is None or len(parts["host"]) > 253 or not 0 < int(parts["port"] or 80) < 2**16:
-        wrong = True
-    else:
-        wrong = parts["ipv6"] is not None and not _is_ipv6(parts["ipv6"])
-    if wrong:
+    try:
+        parts = ADDRESS.fullmatch(url)
+        if parts is None or len(parts["host"]) > 253 or not 0 < int(parts["port"] or 80) < 2**16:
+            raise ValueError
+        ipaddress.IPv6Address(parts["ipv6"] or "::1")
+    except ValueError:
         raise InputError(
             f"TEACHER_URL is {short([url])[1:-1]}, expected an address as "
             "http://host:8000/v1 in ASCII, with a port up to 65535, or a file of answers.jsonl"
-        )
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.IPv6Address(text).version == 6
-    except ValueError:
-        return False
+        ) from None

@@ -45,12 +45,12 @@ def test_a_tracker_that_is_missing_is_named_before_any_work(settings, tmp_path):
 
 BLOCKED = """
 import runpy, sys
+missing, *sys.argv = sys.argv[1:]
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == sys.argv[1]:
+        if name.partition(".")[0] == missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocked())
-sys.argv = sys.argv[2:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
@@ -73,7 +73,7 @@ def test_a_missing_package_is_one_line_before_torch_and_any_folder(
 ):
     path = Path(__file__).parents[2] / "scripts" / script
     words = [sys.executable, "-c", BLOCKED, missing, str(path), *flags]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     expected = f"what was asked for needs the package {missing}: pip install 'ssl_kd[llm]'"
     assert expected in done.stderr and done.returncode == 1
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())

@@ -411,3 +411,11 @@ def test_what_a_message_shows_of_a_value_is_short_and_has_no_key(value):
     start = time.monotonic()
     assert len(short(value)) <= 120 and KEY not in short(value)
     assert time.monotonic() - start < 1
+
+
+@fault(1000)
+def test_a_key_is_hidden_before_what_it_stands_in_is_cut():
+    for before in range(150):
+        text = "x" * before + KEY + "y" * 100
+        for value in (text, [text], {text: text}, {"a": {"b": text}}):
+            assert not any(KEY[at : at + 4] in short(value) for at in range(len(KEY) - 4))
