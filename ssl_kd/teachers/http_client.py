@@ -21,7 +21,6 @@ from ssl_kd.errors import InputError, MissingPackage
 __all__ = [
     "Answer",
     "NoAnswer",
-    "Unwanted",
     "KEY",
     "api_key",
     "check_url",
@@ -53,11 +52,11 @@ class Answer(NamedTuple):
 
 
 class NoAnswer(Exception):
-    """No whole answer came; one may come to another attempt."""
+    """No whole answer came: if `again`, one may come to another attempt."""
 
-
-class Unwanted(Exception):
-    """The answer is not read: it is larger than what was asked for, or compressed."""
+    def __init__(self, message: str, again: bool = True) -> None:
+        super().__init__(message)
+        self.again = again
 
 
 def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> Answer:
@@ -75,7 +74,7 @@ def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> A
         largest: bytes that an answer may have.
 
     Raises:
-        NoAnswer, Unwanted: see there.
+        NoAnswer: none came; or it is larger than that, or compressed.
         InputError: the key, or the environment's proxy, cannot be used.
     """
     answer: Future[Answer] = Future()
@@ -125,13 +124,13 @@ async def _content(response: Any, most: int, whole: bool) -> bytes:
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         if whole:
-            raise Unwanted(f"answers in the encoding {short(encoding)}, which was not asked for")
+            raise NoAnswer(f"answers in the encoding {short(encoding)}, unasked for", again=False)
         return b""
     content = bytearray()
     async for chunk in response.content.iter_chunked(2**16):
         content += chunk
         if len(content) > most and whole:
-            raise Unwanted(f"answers with more than {most:,} bytes")
+            raise NoAnswer(f"answers with more than {most:,} bytes", again=False)
         if len(content) > most:
             break
     return bytes(content[:most])

@@ -22,7 +22,6 @@ from ssl_kd.teachers.http_client import (
     KEY,
     Answer,
     NoAnswer,
-    Unwanted,
     api_key,
     check_url,
     client_module,
@@ -259,8 +258,8 @@ class CompletionServer(PromptAnswers):
                 largest=min(largest, LARGEST),
             )
         except NoAnswer as error:
-            raise _Again(f"does not answer ({error})") from None
-        except Unwanted as error:
+            if error.again:
+                raise _Again(f"does not answer ({error})") from None
             of = "" if body is None else f" to a prompt of {len(body['prompt']):,} tokens"
             raise self._failed(f"{error}{of}: see that it is the server that is meant") from None
         if 200 <= answer.status < 300:

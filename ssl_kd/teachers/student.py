@@ -190,7 +190,8 @@ def check_rank(rank: int, config: Any) -> None:
     largest = config
     if not isinstance(config, int):
         towers = [config.get_text_config(), getattr(config, "vision_config", None)]
-        largest = max(getattr(tower, "hidden_size", 0) for tower in towers) or rank
+        widths = [getattr(tower, "hidden_size", 0) for tower in towers]
+        largest = max(width for width in widths if isinstance(width, int)) or rank
     if rank > largest:
         raise InputError(
             f"LORA_RANK is {rank:,}, and a model that is {largest:,} wide learns no more by it than"

@@ -262,7 +262,7 @@ def test_of_a_refusal_the_beginning_is_read(local):
 def test_nothing_compressed_is_asked_for_or_inflated(local, encoding):
     bomb = gzip.compress(b" " * 2**24)
     local.act = lambda handler: handler.answer(bomb, Content_Encoding=encoding)
-    with pytest.raises(ServerFailed, match="which was not asked for|does not answer") as caught:
+    with pytest.raises(ServerFailed, match="unasked for|does not answer") as caught:
         ask(local)
     assert local.seen[0][2]["Accept-Encoding"] == "identity" and str(caught.value).isprintable()
     local.act = lambda handler: handler.answer(bomb, 403, Content_Encoding="gzip")

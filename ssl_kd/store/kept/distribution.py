@@ -77,7 +77,7 @@ class KeptTokens(Kept):
     @property
     def bounds(self) -> Mapping[str, tuple[float, float]]:
         """As `Kept.bounds`; a rounded log-probability may be slightly above 0."""
-        most = math.log(self.vocabulary) + 0.01
+        most = math.log(max(self.vocabulary, 1)) + 0.01
         return {
             "tokens": (0, self.vocabulary - 1),
             "log_probs": (-math.inf, 0.01),
