@@ -151,7 +151,7 @@ def _other_tokenizer(served: ServedTeacher, batch: Batch, local: CausalLM) -> Fi
     i = other[0]
     return Finding(
         TRIED,
-        f"it has another tokenizer: token {i} is {short(said[i])!r} there and {here[i]!r} here, and "
-        f"so with {len(other)} of {len(whole)} tokens",
+        f"it has another tokenizer: token {i} is {short(said[i])!r} there and {here[i]!r} "
+        f"here, and so with {len(other)} of {len(whole)} tokens",
         "name the model that is served as TEACHER_MODEL",
     )
