@@ -30,7 +30,7 @@ TEACHER_SERVED_AS = None
 # Likeliest tokens that a server is asked for at each position, and that a cache of its answers
 # keeps (as topk), 1 to 65535. vLLM gives as many as its --max-logprobs, 20 if not told otherwise.
 TEACHER_TOP_K = 20
-# Seconds without an answer after which a server is asked again, above 0.
+# Seconds without a whole answer after which a server is asked again, above 0.
 TEACHER_TIMEOUT = 120.0
 # Seconds for which a server that fails is asked again before the run stops, from 0.
 TEACHER_PATIENCE = 300.0

@@ -370,10 +370,13 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def _language_settings(
     argv: Sequence[str], prog: str, config: Path = LANGUAGE_CONFIG, preset: str | None = None
 ) -> LanguageSettings:
+    from ssl_kd.language.checks import check_packages
     from ssl_kd.language.presets import PRESETS
     from ssl_kd.language.settings import LanguageSettings
 
-    return read_settings(LanguageSettings, argv, config, prog=prog, presets=PRESETS, preset=preset)
+    found = read_settings(LanguageSettings, argv, config, prog=prog, presets=PRESETS, preset=preset)
+    check_packages(found)
+    return found
 
 
 def program(prog: str) -> list[str]:
@@ -426,6 +429,9 @@ def _train(settings: VisionSettings) -> int:
 
 
 def _distill(settings: LanguageSettings) -> int:
+    from ssl_kd.language.checks import check_packages
+
+    check_packages(settings)
     from ssl_kd.screen import ProgressBars, open_screen
 
     screen = open_screen()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import sys
 import traceback
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from ssl_kd.errors import InputError
+from ssl_kd.errors import InputError, MissingPackage
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,23 @@ def said(error: BaseException) -> str:
         words = f"it ends the process by sys.exit({error.code!r})"
     frames = traceback.extract_tb(error.__traceback__)
     return f"{words} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else words
+
+
+def check_installed(names: Collection[str], extra: str) -> None:
+    """Raise MissingPackage where one of these packages is not installed; none is imported."""
+
+    def is_there(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ImportError:  # of a finder that refuses it
+            return False
+
+    if missing := [name for name in names if not is_there(name)]:
+        packages = "s" if len(missing) > 1 else ""
+        raise MissingPackage(
+            f"what was asked for needs the package{packages} {', '.join(missing)}: "
+            f"pip install 'ssl_kd[{extra}]'"
+        )
 
 
 def import_class(path: str, base: type[T], what: str) -> type[T]:

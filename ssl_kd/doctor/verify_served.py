@@ -14,6 +14,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.texts import texts_of
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, positions
+from ssl_kd.teachers.http_client import short
 from ssl_kd.teachers.server import PromptTopK, ServerFailed
 
 __all__ = ["compare_served"]
@@ -150,7 +151,7 @@ def _other_tokenizer(served: ServedTeacher, batch: Batch, local: CausalLM) -> Fi
     i = other[0]
     return Finding(
         TRIED,
-        f"it has another tokenizer: token {i} is {said[i]!r} there and {here[i]!r} here, and so "
-        f"with {len(other)} of {len(whole)} tokens",
+        f"it has another tokenizer: token {i} is {short(said[i])!r} there and {here[i]!r} "
+        f"here, and so with {len(other)} of {len(whole)} tokens",
         "name the model that is served as TEACHER_MODEL",
     )

@@ -13,6 +13,7 @@ import torch
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.language.checks import check_packages
 from ssl_kd.language.routed import Routed, RoutedDraw
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
@@ -58,6 +59,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) ->
         FingerprintMismatch: the folder holds a cache of something else, and not FORCE_RECOMPUTE.
         RankLost: another rank does not answer.
     """
+    check_packages(settings)
     if settings.teacher_cache is None:
         raise SettingsError("TEACHER_CACHE is None: name the folder that the cache goes to.")
     if settings.teacher_model == "none":

@@ -7,12 +7,25 @@ from typing import TYPE_CHECKING
 
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.errors import InputError
+from ssl_kd.imports import check_installed
 from ssl_kd.language.names import GIVEN
 from ssl_kd.language.schedules import check_schedule
 from ssl_kd.settings import SettingsError
 
 if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
+
+
+def check_packages(settings: LanguageSettings) -> None:
+    """Raise MissingPackage where what these settings need is not installed, before any work."""
+    texts = (settings.data_path, settings.eval_path or "")
+    needed = {
+        "transformers": True,
+        "peft": settings.lora_rank > 0,
+        "datasets": any(text.startswith("hf:") for text in texts),
+        "aiohttp": "://" in (settings.teacher_url or ""),
+    }
+    check_installed([name for name, needs in needed.items() if needs], "llm")
 
 
 def check_language(settings: LanguageSettings) -> None:
@@ -69,7 +82,7 @@ def check_language(settings: LanguageSettings) -> None:
 
 
 def _check_served(settings: LanguageSettings, url: str) -> None:
-    from ssl_kd.teachers.server import check_url  # --help does without torch
+    from ssl_kd.teachers.http_client import check_url  # --help does without torch
 
     try:
         check_url(url)

@@ -19,6 +19,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import undisturbed
 from ssl_kd.language.best import Best
 from ssl_kd.language.caching import without_router
+from ssl_kd.language.checks import check_packages
 from ssl_kd.language.judging import judged_others, judged_student, judged_teacher, make_judge
 from ssl_kd.language.parallel import check_ranks
 from ssl_kd.language.presets import TEXT_ALONE
@@ -31,8 +32,10 @@ from ssl_kd.language.task import NOTHING, Given, Task, make_distiller, prepare
 from ssl_kd.language.train import Row, train
 from ssl_kd.language.words import (
     about,
+    cut_from,
     facts,
     first_forward,
+    made_by,
     say_memory,
     say_step,
     say_what_was_learned,
@@ -84,6 +87,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
     check_ranks(settings, ranks)
     check_boards(settings.boards)
     check_engine(settings)
+    check_packages(settings)
     with run_folder(settings, ranks) as folder, Signals(folder) as signals:
         folder.write_config(settings, mode="language", precision=str(precision))
         settings = without_router(settings)
@@ -183,6 +187,8 @@ def _save(
             merge=settings.lora_merge,
             dtype=getattr(torch, settings.save_dtype),
             processor=task.student.processor,
+            base=cut_from(settings, task),
+            made=made_by(settings, task),
         )
         if isinstance(source, Routed) and source.router is not None:
             source.mixture.save_router(folder.path / "router.safetensors")

@@ -17,7 +17,8 @@ from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store.given import LOWEST, as_cached
 from ssl_kd.teachers.answer_file import AnswerFile
 from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
-from ssl_kd.teachers.server import CompletionServer, PromptAnswers, PromptTopK, is_file
+from ssl_kd.teachers.http_client import is_file
+from ssl_kd.teachers.server import CompletionServer, PromptAnswers, PromptTopK
 
 __all__ = ["ServedTeacher", "served_lm", "server_of"]
 

@@ -68,7 +68,7 @@ class LanguageSettings(LoopSettings):
         high=65_535,
     )
     teacher_timeout: float = setting(
-        120.0, "seconds without an answer after which a server is asked again", above=0
+        120.0, "seconds without a whole answer after which a server is asked again", above=0
     )
     teacher_patience: float = setting(
         300.0, "seconds for which a server that fails is asked again before the run stops", low=0

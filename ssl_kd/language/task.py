@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -43,13 +44,19 @@ from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache
-from ssl_kd.teachers.causal import CausalLM, CausalLMUnavailable, set_attention, without_adapters
+from ssl_kd.teachers.causal import (
+    CausalLM,
+    CausalLMUnavailable,
+    llm_module,
+    set_attention,
+    without_adapters,
+)
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
+from ssl_kd.teachers.http_client import is_file
 from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.remembered import RememberedTeacher
-from ssl_kd.teachers.server import is_file
-from ssl_kd.teachers.student import add_lora, build_student
+from ssl_kd.teachers.student import add_lora, build_student, check_rank
 from ssl_kd.teachers.tower import freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder
@@ -232,6 +239,7 @@ def _models(
     given: Given,
 ) -> tuple[CausalLM, CausalLM | None]:
     """Student and teacher."""
+    _check_rank(settings)
     for who, lm in vars(given).items():
         if lm is None and getattr(settings, f"{who}_model") == GIVEN:
             raise SettingsError(
@@ -277,6 +285,20 @@ def _models(
             halve_products(adapted, precision.student)
         student = dataclasses.replace(student, model=adapted)
     return student, teacher
+
+
+def _check_rank(settings: LanguageSettings) -> None:
+    """Raise InputError where LORA_RANK is above a width that is known before a model is there."""
+    kind, _, size = settings.student_model.partition(":")
+    width = size.rpartition("x")[2]
+    if kind in ("fresh", "llama") and width.isdecimal():
+        check_rank(settings.lora_rank, int(width))
+    elif settings.lora_rank and (folder := Path(settings.student_model).expanduser()).is_dir():
+        try:
+            config = llm_module("transformers").AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError):  # what is wrong is found when the student is loaded
+            return
+        check_rank(settings.lora_rank, config)
 
 
 def _teacher(
@@ -337,6 +359,11 @@ def _answers(
                 "settings of this run, or name another folder"
             )
         caches = [TeacherCache.open(folder, expect=wanted) for folder in folders]
+        if odd := [cache for cache in caches if cache.n != len(blocks)]:
+            raise SettingsError(
+                f"TEACHER_CACHE: {odd[0].folder} holds {odd[0].n} rows, and the text has"
+                f" {len(blocks)}: write it anew by cache_teacher.py --force_recompute"
+            )
         check_divergence(settings, caches[0].fingerprint.method)
         if teacher.model is not None:
             teacher.model.requires_grad_(False)

@@ -19,7 +19,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.task import Task
 from ssl_kd.teachers.causal import CausalLM, without_adapters
-from ssl_kd.training.folder import RunFolder
+from ssl_kd.training.folder import RunFolder, versions
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,26 @@ def about(task: Task) -> dict[str, Any]:
             "turns": describe_turns(own.turns),
             "left_out": [*task.train_set.left_out, *own.left_out],
         },
+    }
+
+
+def cut_from(settings: LanguageSettings, task: Task) -> str:
+    """Return the teacher where the student's weights are some of its, for the model card."""
+    cut = settings.student_model.startswith(("layers:", "prune:"))
+    return task.teacher.name if cut and task.teacher is not None else ""
+
+
+def made_by(settings: LanguageSettings, task: Task) -> dict[str, str]:
+    """Return what a model card says of how the student came to be."""
+    usual = LanguageSettings().to_dict()
+    changed = {n: v for n, v in settings.to_dict().items() if v != usual[n]}
+    names = [lm.name for lm in (task.teacher, *(other.lm for other in task.others)) if lm]
+    data = task.train_set
+    return {
+        "teacher": ", ".join(names) or "none",
+        "data": f"{data.name}, {len(data):,} documents (SHA-256 {data.digest[:16]})",
+        "settings": ", ".join(f"{n} {v!r}" for n, v in changed.items()) or "as they come",
+        "versions": ", ".join(f"{n} {v}" for n, v in versions().items()),
     }
 
 

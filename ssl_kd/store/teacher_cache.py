@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.memory import sent
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import ShardStore, ShardWriter
 from ssl_kd.store.kept import HEADS, KINDS, Kept, Live
+from ssl_kd.store.kept.distribution import widened
 from ssl_kd.store.shards import Columns, Content, Manifest
 from ssl_kd.store.teacher_fingerprint import METHODS, TeacherFingerprint, identity
 from ssl_kd.teachers.finite import first_fault, in_words
@@ -90,6 +92,11 @@ class TeacherCache(ShardStore):
 
     def __init__(self, folder: str | Path, name: str, **options: Any) -> None:
         super().__init__(folder, name, **options)
+        if self.n != self.manifest["n"]:
+            raise CorruptFileError(
+                f"{self.folder / name}.json says {self.manifest['n']} rows, and its shards hold "
+                f"{self.n}; write the cache anew with --force-recompute"
+            )
         self.kept = _kept(self.manifest).load(self.folder)
 
     @classmethod
@@ -114,6 +121,23 @@ class TeacherCache(ShardStore):
                 bad |= ~(column.amin(1) > -torch.inf)
             found |= {at: f"{name} is NaN or infinite" for at in bad.nonzero()[:, 0].tolist()}
         return found
+
+    @classmethod
+    def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
+        """As of any store; each row is of its own block and holds only what can be."""
+        faults = super().check_shard(path, entry, manifest)
+        shard, bounds = cls.read_shard(path, entry, manifest), _kept(manifest).bounds
+        for at, block in enumerate(shard["indices"].tolist()):
+            if block != (expected := entry["start"] + at):
+                faults.setdefault(at, f"it is of block {block}, expected block {expected}")
+            for name in bounds.keys() & shard.keys():
+                (low, high), row = bounds[name], shard[name][at]
+                values = widened(row) if name == "tokens" else row
+                least, most = values.min().item(), values.max().item()
+                if not low <= least <= most <= high:
+                    fault = f"{name} from {least:g} to {most:g}, expected {low:g} to {high:g}"
+                    faults.setdefault(at, fault)
+        return faults
 
     @classmethod
     def statistics(cls, content: Content) -> Manifest:

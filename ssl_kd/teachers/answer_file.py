@@ -13,7 +13,8 @@ import numpy as np
 from ssl_kd.datasets.held import held
 from ssl_kd.errors import InputError, printable
 from ssl_kd.files import atomic_write
-from ssl_kd.teachers.server import PromptAnswers, short
+from ssl_kd.teachers.http_client import short
+from ssl_kd.teachers.server import LARGEST, PromptAnswers, read_json
 
 __all__ = ["AnswerFile"]
 
@@ -42,7 +43,9 @@ class AnswerFile(PromptAnswers):
             return
         with self.path.open("rb") as file:
             place = 0
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(LARGEST + 1), b""), 1):
+                if len(line) > LARGEST:
+                    raise self._odd(number, f"is longer than {LARGEST:,} bytes")
                 if line.strip():
                     ids = self._ids(self._record(line, number), number)
                     self._lines[_key(ids)] = number, place
@@ -113,10 +116,9 @@ class AnswerFile(PromptAnswers):
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
         """What a line holds."""
         try:
-            found = json.loads(line)
-        except ValueError:
-            said = short(line.decode(errors="replace"))
-            raise self._odd(number, f"is not JSON: {said}") from None
+            found = read_json(line)
+        except ValueError as error:
+            raise self._odd(number, f"is {error}") from None
         if isinstance(found, dict) and isinstance(found.get("choices"), list):
             one = found["choices"][0] if len(found["choices"]) == 1 else None
             found = {**found, **one, "text": None} if isinstance(one, dict) else None
@@ -129,7 +131,10 @@ class AnswerFile(PromptAnswers):
         text = record.get("text") or record.get("prompt")
         ids: Any = record.get("prompt_token_ids")
         if ids is None and isinstance(text, str):
-            ids = self._tokenizer(text)["input_ids"]
+            try:
+                ids = self._tokenizer(text)["input_ids"]
+            except (TypeError, UnicodeError):  # half of a surrogate pair, which JSON may have
+                raise self._odd(number, f"has a text that is no Unicode: {short(text)}") from None
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**63 for i in ids):
             raise self._odd(
                 number, f"has no prompt_token_ids, and no text or prompt: {short(sorted(record))}"

@@ -403,7 +403,12 @@ def _base_of_adapters(folder: Path, above: tuple[Path, ...] = ()) -> str | None:
     if folder.resolve() in above:
         folders = ", ".join(map(str, above))
         raise InputError(f"{folders}: adapters that are their own base: {_BASE}")
-    base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    try:
+        base = json.loads(config.read_bytes()).get("base_model_name_or_path") or ""
+        if not isinstance(base, str) or "\0" in base:
+            raise ValueError("base_model_name_or_path is no name")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{config} cannot be used ({_reason(error)}): {_BASE}") from error
     if base:
         _base_of_adapters(Path(base).expanduser(), (*above, folder.resolve()))
     return base

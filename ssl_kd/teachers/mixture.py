@@ -371,7 +371,10 @@ class Mixture:
                     f"{path} is not a router of this teacher: {key} is {said.get(key)!r} there and "
                     f"{own!r} here; load it onto the teacher that it was saved from"
                 )
-        theirs = torch.tensor(json.loads(said.get("original_rows", "[]")), dtype=torch.float64)
+        try:
+            theirs = torch.tensor(json.loads(said.get("original_rows", "[]")), dtype=torch.float64)
+        except (ValueError, TypeError, RuntimeError, OverflowError, RecursionError):
+            theirs = torch.empty(0)
         own, norms = self._original_rows()
         if theirs.shape != own.shape or not ((theirs - own).abs() <= _ROUNDING * norms).all():
             raise InputError(

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import math
-import os
+import re
 import threading
 import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import shorten
 from typing import Any, NamedTuple
+from urllib.parse import urljoin, urlsplit
 
 import torch
 from torch import Tensor
 
-from ssl_kd.errors import InputError, UserError, printable
+from ssl_kd.errors import UserError, printable
+from ssl_kd.teachers.http_client import (
+    KEY,
+    Answer,
+    NoAnswer,
+    api_key,
+    check_url,
+    client_module,
+    exchange,
+    hidden,
+    short,
+)
 
-__all__ = [
-    "CompletionServer",
-    "PromptAnswers",
-    "PromptTopK",
-    "ServerFailed",
-    "check_url",
-    "is_file",
-]
+__all__ = ["CompletionServer", "PromptAnswers", "PromptTopK", "ServerFailed", "read_json"]
 
 logger = logging.getLogger(__name__)
 
-KEY = "TEACHER_API_KEY"  # of the environment: a setting would stand in the run's files
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds between two attempts
 TRY_AGAIN = (408, 409, 425, 429)  # of HTTP; and all from 500
 # One answer at a time is Python objects, many times its numbers: in a row they take no longer.
 _READING = threading.Lock()
 TOLERANCE = 1e-3  # of a probability: what a server's rounding may do
+# Bytes that are read of an answer: vLLM writes about 90 for a token; never more than LARGEST.
+PER_TOKEN, LISTED, LARGEST = 512, 2**24, 2**30
 
 
 class ServerFailed(UserError, RuntimeError):
@@ -132,13 +134,13 @@ class PromptAnswers(ABC):
         """
         try:
             entries = [entry for entry in self._complete(prompt, k)() if entry]
-            said = {
-                int(i): one.get("decoded_token") for entry in entries for i, one in entry.items()
-            }
-        except (_Wrong, TypeError, ValueError, AttributeError) as fault:
+            pairs = [(i, one.get("decoded_token")) for entry in entries for i, one in entry.items()]
+            return {_token_id(i, 0): text for i, text in pairs if isinstance(text, str)}
+        except _Wrong as fault:
+            raise self._failed(fault.words, prompt) from None
+        except (TypeError, AttributeError) as fault:
             words = f"gives no log-probabilities: {short(str(fault))}"
             raise self._failed(words, prompt) from None
-        return {i: text for i, text in said.items() if isinstance(text, str)}
 
 
 class CompletionServer(PromptAnswers):
@@ -149,17 +151,23 @@ class CompletionServer(PromptAnswers):
 
     Args:
         url: of the API, such as `http://host:8000/v1`. Where the environment has TEACHER_API_KEY,
-            it is sent as a bearer token.
+            it is sent as a bearer token, to this host alone.
         model: the name that the server knows the teacher by.
-        timeout: seconds without a byte after which an attempt counts as failed.
+        timeout: seconds after which an attempt without a whole answer counts as failed.
         patience: seconds for which an attempt that failed is made again, at growing intervals or
             as the server's Retry-After says.
+
+    Raises:
+        InputError: the address, or the key in the environment, cannot be one.
+        MissingPackage: aiohttp is not installed.
     """
 
     def __init__(
         self, url: str, model: str, *, timeout: float = 120.0, patience: float = 300.0
     ) -> None:
         check_url(url)
+        api_key()
+        client_module()
         self.url, self.model = url.rstrip("/"), model
         self._timeout, self._patience = timeout, patience
         self._lock, self._in_trouble = threading.Lock(), False
@@ -179,13 +187,14 @@ class CompletionServer(PromptAnswers):
             raise self._failed(f"lists no models: {short(listed)}")
         known = {str(model.get("id")): model for model in models}
         if self.model not in known:
-            names = ", ".join(map(repr, list(known)[:5])) + (", ..." if len(known) > 5 else "")
+            names = ", ".join(_quoted(m) for m in [*known][:5])
+            names += ", ..." if len(known) > 5 else ""
             raise self._failed(
                 f"does not have the model {self.model!r}, but {names or 'none'}: set "
                 "TEACHER_SERVED_AS to the one that is meant"
             )
         room = known[self.model].get("max_model_len")
-        if isinstance(room, int) and tokens + 1 > room:  # one token is generated, at least
+        if type(room) is int and tokens + 1 > room:  # one token is generated, at least
             raise self._failed(
                 f"takes prompts of {room - 1} tokens, and rows have {tokens}: set BLOCK_SIZE to "
                 f"{room - 1} or less, or start the server with a larger --max-model-len"
@@ -206,7 +215,7 @@ class CompletionServer(PromptAnswers):
         return lambda: _entries(self._parsed(content), self.model)
 
     def _failed(self, words: str, prompt: Sequence[int] = ()) -> ServerFailed:
-        return ServerFailed(printable(f"the teacher's server {self.url} {words}"))
+        return ServerFailed(printable(hidden(f"the teacher's server {self.url} {words}")))
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """What the server answers, in as many attempts as the patience allows."""
@@ -234,47 +243,48 @@ class CompletionServer(PromptAnswers):
         with self._lock:
             told, self._in_trouble = self._in_trouble, True
         if not told:
-            logger.warning("the teacher's server %s %s", self.url, printable(words))
+            logger.warning("the teacher's server %s %s", self.url, printable(hidden(words)))
 
     def _attempt(self, path: str, body: Mapping[str, Any] | None) -> bytes:
-        headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        if key := os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/{path}", data=data, headers=headers)
+        largest, data = LISTED, None
+        if body is not None:
+            data = json.dumps(body).encode()
+            largest += len(body["prompt"]) * (body["prompt_logprobs"] + 1) * PER_TOKEN
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            raise self._refused(error, path, body) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                reason = f"nothing came for {self._timeout:g} s, TEACHER_TIMEOUT"
-            raise _Again(f"does not answer ({reason or type(error).__name__})") from None
+            answer = exchange(
+                f"{self.url}/{path}",
+                data,
+                timeout=self._timeout,
+                largest=min(largest, LARGEST),
+            )
+        except NoAnswer as error:
+            if error.again:
+                raise _Again(f"does not answer ({error})") from None
+            of = "" if body is None else f" to a prompt of {len(body['prompt']):,} tokens"
+            raise self._failed(f"{error}{of}: see that it is the server that is meant") from None
+        if 200 <= answer.status < 300:
+            return answer.content
+        raise self._refused(answer, path, body)
 
     def _parsed(self, content: bytes) -> Any:
         try:
-            return json.loads(content)
-        except ValueError:
-            said = short(content.decode(errors="replace"))
-            raise self._failed(f"answers what is not JSON: {said}") from None
+            return read_json(content)
+        except ValueError as error:
+            raise self._failed(f"answers what is {error}") from None
 
-    def _refused(
-        self, error: urllib.error.HTTPError, path: str, body: Mapping[str, Any] | None
-    ) -> Exception:
-        """What an HTTP status other than 200 means."""
-        with error:
-            try:
-                content = error.read()
-            except (OSError, http.client.HTTPException):
-                content = b""
-        words = f"answers {error.code} {error.reason}{_message(content)}"
-        if error.code in TRY_AGAIN or error.code >= 500:
-            return _Again(words, _seconds(error.headers.get("Retry-After")))
-        if error.code in (401, 403):
+    def _refused(self, answer: Answer, path: str, body: Mapping[str, Any] | None) -> Exception:
+        """What an HTTP status other than 2xx means."""
+        words = f"answers {answer.status} {short(answer.reason)}{_message(answer.content)}"
+        if answer.status in TRY_AGAIN or answer.status >= 500:
+            return _Again(words, _seconds(answer.headers.get("Retry-After")))
+        if 300 <= answer.status < 400:
+            words += (
+                f" and sends on to {_target(f'{self.url}/{path}', answer.headers)}, which is not"
+                " followed, as the key would go there: set TEACHER_URL to the address that is meant"
+            )
+        elif answer.status in (401, 403):
             words += f"; it takes the key in the environment variable {KEY}"
-        elif error.code == 404 and path == "models":
+        elif answer.status == 404 and path == "models":
             words += "; expected the address of an OpenAI-style API, as in http://host:8000/v1"
         elif "not JSON compliant" in words:  # a 400 of vLLM
             return _Wrong(
@@ -286,47 +296,63 @@ class CompletionServer(PromptAnswers):
         return self._failed(words)
 
 
-def is_file(url: str | None) -> bool:
-    """Whether TEACHER_URL is a file of answers."""
-    return url is not None and "://" not in url and url.endswith(".jsonl")
+def read_json(content: bytes) -> Any:
+    """Parse JSON from elsewhere, in which no object may have a name twice.
+
+    Raises:
+        ValueError: it is no such thing; the message begins with "not JSON" and shows it.
+    """
+    try:
+        return json.loads(content, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        reason = " that can be read (its brackets are too deep)"
+    except _Repeated as error:
+        reason = f" with one meaning (it has the name {error} twice in an object)"
+    except ValueError:
+        reason = ""
+    raise ValueError(f"not JSON{reason}: {short(content[:4096].decode(errors='replace'))}")
 
 
-def check_url(url: str) -> None:
-    """Raise InputError where this is neither a file nor an API's address, or holds a password."""
-    if is_file(url):
-        return
-    host = url.partition("://")[2].partition("/")[0]
-    if not url.startswith(("http://", "https://")) or not host:
-        raise InputError(
-            f"TEACHER_URL is {url!r}, expected an address as http://host:8000/v1, or a "
-            "file of answers.jsonl"
-        )
-    if "@" in host:
-        raise InputError(
-            f"TEACHER_URL holds a name or password, which would stand in the run's files: put the "
-            f"key into the environment variable {KEY}"
-        )
+class _Repeated(ValueError):
+    """A name that an object has twice."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(values := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Repeated(_quoted(next(name for name in names if names.count(name) > 1)))
+    return values
+
+
+def _quoted(name: Any) -> str:
+    """Return what a message shows of a foreign name."""
+    return short([name])[1:-1]
+
+
+def _target(url: str, headers: Mapping[str, str]) -> str:
+    """Return the address that a redirect names, without what may be secret in it."""
+    try:
+        parts = urlsplit(urljoin(url, headers["Location"]))
+    except (KeyError, ValueError):
+        return "no address"
+    return short(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
 
 
 def _seconds(retry_after: str | None) -> float:
     """Of a Retry-After in seconds; 0 for none, or for a date."""
-    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else 0.0
-
-
-def short(value: Any) -> str:
-    return shorten(value if isinstance(value, str) else repr(value), 120, placeholder=" …")
+    return float(retry_after) if retry_after and re.fullmatch("[0-9]+", retry_after) else 0.0
 
 
 def _message(content: bytes) -> str:
     """What a server says of its refusal, with a colon before it."""
-    text = content.decode(errors="replace")
+    text: Any = content.decode(errors="replace")
     try:
-        found = json.loads(text)
-        found = found.get("error", found)
-        text = str(found["message"] if isinstance(found, dict) else found)
+        text = read_json(content)
+        text = text.get("error", text)
+        text = text["message"] if isinstance(text, dict) else text
     except (ValueError, KeyError, AttributeError):
         pass  # not in OpenAI's form: as it came
-    return f": {shorten(text, 240, placeholder=' …')}" if text.strip() else ""
+    return f": {shown}" if (shown := short(text, 240).strip()) else ""
 
 
 def _entries(answer: Any, model: str) -> Any:
@@ -337,7 +363,7 @@ def _entries(answer: Any, model: str) -> Any:
     except (TypeError, KeyError, ValueError, AttributeError):
         raise _Wrong(f"answers what is no completion: {short(answer)}") from None
     if name != model:
-        raise _Wrong(f"was asked for the model {model!r} and answers as {name!r}")
+        raise _Wrong(f"was asked for the model {model!r} and answers as {_quoted(name)}")
     if entries is None:
         raise _Wrong("gives no prompt_logprobs: expected vLLM, or a server that gives them as it")
     return entries
@@ -383,13 +409,24 @@ def _check_alignment(entries: list[Any], prompt: Sequence[int]) -> None:
     raise _Wrong(words, token)
 
 
+def _token_id(name: str, token: int) -> int:
+    """Return the id that a name writes in its one form, so that no two names are the same id."""
+    if re.fullmatch("0|[1-9][0-9]{0,8}", name) is None:
+        raise _Wrong(f"gives the id {_quoted(name)}, expected a number as '10'", token)
+    return int(name)
+
+
 def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], list[float]]:
     """Ids and log-probabilities, the likeliest first, and at least k of them."""
-    try:
-        found = [(int(i), float(said["logprob"]), said.get("rank")) for i, said in entry.items()]
-    except (TypeError, ValueError, KeyError, AttributeError):
-        words = f"gives {short(entry)}, expected {{id: {{'logprob': ..., 'rank': ...}}, ...}}"
-        raise _Wrong(words, token) from None
+    found = []
+    for name, said in entry.items():
+        fields = said if isinstance(said, dict) else {}
+        value, rank = fields.get("logprob", ""), fields.get("rank")
+        number = isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
+        if not number or not (rank is None or (type(rank) is int and 0 < rank < 2**31)):
+            words = f"gives {short(entry)}, expected {{id: {{'logprob': ..., 'rank': ...}}, ...}}"
+            raise _Wrong(words, token)
+        found.append((_token_id(name, token), float(value), rank))
     for i, value, _ in found:
         if math.isnan(value) or value > TOLERANCE:
             raise _Wrong(f"gives the token {i} the log-probability {value:g}", token)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sync_folder
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.seeds import seeded
+from ssl_kd.teachers.card import model_card
 from ssl_kd.teachers.causal import (
     CausalLM,
     auto_model,
@@ -161,6 +163,7 @@ def add_lora(
         raise InputError(
             f"adapters need a rank of at least 1 and a dropout in [0, 1), got {rank} and {dropout}"
         )
+    check_rank(rank, model.config)
     peft = llm_module("peft")
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -177,6 +180,25 @@ def add_lora(
         return peft.get_peft_model(model, config)
 
 
+def check_rank(rank: int, config: Any) -> None:
+    """Raise InputError where adapters have a higher rank than the matrices that they change.
+
+    Args:
+        rank: of the adapters.
+        config: of the model, or its width: one side of each matrix is at most that.
+    """
+    largest = config
+    if not isinstance(config, int):
+        towers = [config.get_text_config(), getattr(config, "vision_config", None)]
+        widths = [getattr(tower, "hidden_size", 0) for tower in towers]
+        largest = max(width for width in widths if isinstance(width, int)) or rank
+    if rank > largest:
+        raise InputError(
+            f"LORA_RANK is {rank:,}, and a model that is {largest:,} wide learns no more by it than"
+            f" by {largest:,}: set it to that or less; 8 to 64 is usual"
+        )
+
+
 def save_student(
     model: Any,
     tokenizer: Any,
@@ -186,6 +208,8 @@ def save_student(
     merge: bool = False,
     dtype: torch.dtype = torch.float32,
     processor: Any = None,
+    base: str = "",
+    made: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a student that `AutoModelForCausalLM` loads, or adapters that peft loads.
 
@@ -203,6 +227,8 @@ def save_student(
             memory, for nobody could load the adapters. The model itself keeps its adapters.
         dtype: of the written weights; the model itself keeps its own.
         processor: of a model of images and text, for `AutoProcessor`.
+        base: the model that one made in memory was cut from.
+        made: how it came to be, for the card: the teacher, the data, the settings.
 
     Raises:
         NotFinite: a weight holds a NaN or an infinity, or would in `dtype`; nothing is written.
@@ -215,11 +241,14 @@ def save_student(
             f"{folder} is not written: {sick} of the model holds NaN or infinity. A checkpoint of "
             "an earlier step, or the model that training began with, may be well"
         )
-    base = getattr(without_adapters(model).config, "_name_or_path", "")
+    loaded = getattr(without_adapters(model).config, "_name_or_path", "")
     adapters = without_adapters(model) is not model
-    if adapters and not merge and not base:
+    if adapters and not merge and not loaded:
         logger.info("the adapters are merged into their base, which was made in memory")
         merge = True
+    if adapters and not merge and (place := Path(loaded).expanduser()).exists():
+        for config in model.peft_config.values():  # they are loaded from elsewhere, too
+            config.base_model_name_or_path = str(place.resolve())
     if adapters and merge:
         model = copy.deepcopy(model)
         cast_weights(model, torch.float32)  # a base in half precision would round what is added
@@ -239,7 +268,8 @@ def save_student(
             file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         generation.save_pretrained(new)  # adapters come without
         (processor or tokenizer).save_pretrained(new)
-        text = _card(folder.name, card, base, adapters, processor is not None)
+        sees_images = processor is not None
+        text = model_card(folder.name, card, loaded or base, adapters, sees_images, made)
         (new / "README.md").write_text(text, encoding="utf-8")
         again = transformers.AutoTokenizer.from_pretrained(new)
     if tokenizer_id(again) != tokenizer_id(tokenizer):
@@ -466,35 +496,3 @@ def _generation(causal: Any) -> Iterator[Any]:
         yield causal.generation_config
     finally:
         causal.generation_config = before
-
-
-def _card(
-    title: str,
-    card: str | Sequence[Mapping[str, Any]],
-    base: str,
-    adapters: bool,
-    images: bool,
-) -> str:
-    """A model card with the front matter that the Hub reads."""
-    hub = llm_module("huggingface_hub")
-    matter = hub.ModelCardData(
-        library_name="peft" if adapters else "transformers",
-        pipeline_tag="image-text-to-text" if images else "text-generation",
-        tags=["distillation", "ssl_kd"],
-        base_model=None if not base or Path(base).exists() else base,
-    )
-    body = card if isinstance(card, str) else _table(card)
-    return f"---\n{matter.to_yaml()}\n---\n\n# {title}\n\n{body.rstrip()}\n"
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[_cell(row.get(name)) for name in columns] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")

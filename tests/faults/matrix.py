@@ -647,4 +647,29 @@ ROWS = {
         "a chat template shows turns of the assistant that cannot be located",
         "each is named and counted; above 1 % of the turns refused, with the way out",
     ),
+    1000: Row(
+        "a teacher's server redirects, repeats the key, or the key cannot be sent; a proxy, .netrc",
+        "the key goes to the host of TEACHER_URL alone, and into no message",
+    ),
+    1001: Row(
+        "a teacher's server drips its answer, or sends one without end, or a compressed bomb",
+        "given up after TEACHER_TIMEOUT as a whole; no more is read than what was asked for",
+    ),
+    1002: Row(
+        "TEACHER_URL cannot be an address, or holds a secret",
+        "one line before anything is loaded; the secret is not shown",
+    ),
+    1003: Row(
+        "a teacher's cache with right checksums holds what cannot be: tokens beyond the"
+        " vocabulary, masses above 1, rows of other blocks",
+        "named on open (file, row, block), with the range that was expected",
+    ),
+    1004: Row(
+        "adapters are given a rank above the width of the model",
+        "refused with the largest useful one, before a teacher is trained or loaded",
+    ),
+    1005: Row(
+        "a package that the run needs is not installed",
+        "one line with the command that installs it, before torch and any folder",
+    ),
 }

@@ -241,6 +241,16 @@ def test_adapters_of_themselves_are_refused(world, distill, who, through):  # no
     assert "base_model_name_or_path" in line and no_run(world.settings())
 
 
+@row(79)
+@pytest.mark.parametrize(
+    "content", ["[" * 10**5, "{", "[]", '{"base_model_name_or_path": 5}', "\ufeff\xff", "9" * 5000]
+)
+def test_a_configuration_of_adapters_that_is_none_is_one_line(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match="adapter_config.json cannot be used .*: set base_model_"):
+        load_causal_lm(tmp_path)
+
+
 @row(44)
 def test_out_of_memory_names_the_settings_of_this_mode(world, distill, monkeypatch):  # noqa: F811
     def full(*args):

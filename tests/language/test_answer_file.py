@@ -13,7 +13,9 @@ from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.teachers import answer_file  # noqa: E402
 from ssl_kd.teachers.answer_file import AnswerFile  # noqa: E402
+from tests.faults.matrix import row as fault  # noqa: E402
 from tests.language.test_run import log_lines, table, weights  # noqa: E402
 from tests.served import Server  # noqa: E402
 
@@ -173,11 +175,26 @@ FAULTS = [
     ),
     (at(2, lambda e: "-1.5"), r":3 gives no log-probabilities: -1.5 .*token 2"),
     (at(2, lambda e: {t: -1.5 for t in e}), r":3 gives .*expected \{id: \{'logprob'.*token 2"),
+    *(
+        (
+            at(2, lambda e, n=name: e | {n: {"logprob": -9.0, "rank": 300}}),
+            r":3 gives the id .*token 2",
+        )
+        for name in ("010", " 10", "\u0661", "1_0", "+10", "-0", str(2**70))
+    ),
+    (lambda r: "[" * 10**6, r":3 is not JSON that can be read \(its brackets are too deep"),
+    (lambda r: '{"prompt_logprobs": ' + "9" * 5000 + "}", r":3 is not JSON: \{\"prompt_logp"),
+    (lambda r: '{"prompt": "a", "prompt": "b"}', r":3 is not JSON with one .*'prompt' twice"),
+    (lambda r: '{"prompt_logprobs": [], "text": "\\ud800"}', r":3 has a text that is no Unicode"),
+    (lambda r: r | {"prompt_token_ids": [True] * 9}, r":3 has no prompt_token_ids"),
+    (lambda r: r | {"prompt_token_ids": [1.0] * 9}, r":3 has no prompt_token_ids"),
+    (at(2, lambda e: {t: s | {"rank": True} for t, s in e.items()}), r":3 gives .*expected \{id"),
     (at(2, lambda e: {t: s | {"logprob": 1.5} for t, s in e.items()}), r":3 .*log-probability 1.5"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "said"), FAULTS, ids=[said[:24] for _, said in FAULTS])
+@pytest.mark.parametrize(("spoil", "said"), FAULTS, ids=range(len(FAULTS)))
+@fault(114)
 def test_a_line_that_cannot_be_is_named(made, server, spoil, said):
     given = made()
     records = answer(server, prompts_of(given))
@@ -185,6 +202,15 @@ def test_a_line_that_cannot_be_is_named(made, server, spoil, said):
     with pytest.raises(InputError, match=f"answers.jsonl{said}") as caught:
         cache_teacher(given)
     assert "\n" not in str(caught.value)
+
+
+@fault(114)
+def test_a_line_without_end_is_named(made, monkeypatch):
+    given = made()
+    monkeypatch.setattr(answer_file, "LARGEST", 50)
+    Path(given.teacher_url).write_bytes(b"\n" + b" " * 51)
+    with pytest.raises(InputError, match="answers.jsonl:2 is longer than 50 bytes"):
+        cache_teacher(given)
 
 
 def test_too_few_tokens_are_found_although_the_prompts_own_comes_in_addition(made, server):

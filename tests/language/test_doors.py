@@ -1,17 +1,23 @@
 """Settings by which runs fit into what people already have."""
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from ssl_kd.errors import InputError, MissingPackage
+from ssl_kd.language import task
+from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import load_causal_lm
 from ssl_kd.teachers.student import NotFinite, add_lora, save_student
+from tests.faults.matrix import row as fault
 from tests.training.test_board import Tracker
 
 
@@ -35,6 +41,66 @@ def test_a_tracker_that_is_missing_is_named_before_any_work(settings, tmp_path):
     with pytest.raises(ImportError, match="pip install trackio"):
         run(settings(report_to="trackio"))
     assert not (tmp_path / "runs").exists()
+
+
+BLOCKED = """
+import runpy, sys
+missing, *sys.argv = sys.argv[1:]
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "script", "flags"),
+    [
+        ("transformers", "distill.py", ["--dry_run"]),
+        ("peft", "distill.py", ["--dry_run", "--lora_rank", "4"]),
+        ("datasets", "train_sar_kd_stable.py", ["--data_path", "hf:a/b"]),
+        ("transformers", "cache_teacher.py", ["--teacher_cache", "cache"]),
+    ],
+)
+@fault(1005)
+def test_a_missing_package_is_one_line_before_torch_and_any_folder(
+    tmp_path, missing, script, flags
+):
+    path = Path(__file__).parents[2] / "scripts" / script
+    words = [sys.executable, "-c", BLOCKED, missing, str(path), *flags]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    expected = f"what was asked for needs the package {missing}: pip install 'ssl_kd[llm]'"
+    assert expected in done.stderr and done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("work", [run, cache_teacher])
+@fault(1005)
+def test_from_python_no_folder_is_left_where_a_package_is_missing(
+    settings, monkeypatch, tmp_path, work
+):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    served = {"teacher_url": "http://127.0.0.1:1/v1", "student_model": "llama:1x32"}
+    served |= {"teacher_model": "x", "temperature": 1.0, "runs_dir": str(tmp_path / "runs")}
+    with pytest.raises(MissingPackage, match="needs the package aiohttp: pip install"):
+        work(settings(**served, teacher_cache=str(tmp_path / "cache")))
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("student", ["llama:1x32", "fresh:1x32", "folder"])
+@fault(1004)
+def test_a_rank_above_the_width_is_refused_before_a_teacher_is_made(
+    settings, monkeypatch, models, student
+):
+    monkeypatch.setattr(task, "_teacher", None)  # is not called
+    name = models("student") if student == "folder" else student
+    with pytest.raises(InputError, match="LORA_RANK is 1,000,000, and a model that is .* wide"):
+        run(settings(student_model=name, lora_rank=10**6))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -14,6 +14,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from huggingface_hub import ModelCard  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from ssl_kd.errors import InputError  # noqa: E402
@@ -301,6 +302,10 @@ def test_adapters_of_a_student_with_a_name_are_saved_alone(settings, models):
     said = config(path)["student"]
     assert 0 < said["trained"] < said["parameters"] / 4
     assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
+    card = ModelCard.load(path / "student" / "README.md")
+    assert card.data.base_model == Path(models("student")).name
+    for words in (models("student"), models("teacher"), "48 documents", "LORA_RANK 2", "torch "):
+        assert words in card.text
     base = transformers.AutoModelForCausalLM.from_pretrained(models("student"))
     adapted = peft.PeftModel.from_pretrained(base, path / "student")
     best = last_checkpoint(path)["best"]["weights"]

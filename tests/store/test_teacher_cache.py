@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.files import CorruptFileError, save_tensors
+from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
 from ssl_kd.losses import (
     LinearTeacher,
     LogitsTeacher,
@@ -19,8 +19,9 @@ from ssl_kd.losses import (
     logits_distillation,
 )
 from ssl_kd.losses.token_distillation import next_token_targets
-from ssl_kd.store import FingerprintMismatch
+from ssl_kd.store import FingerprintMismatch, NonFiniteRow
 from ssl_kd.store.kept import distribution
+from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, write
 from tests.faults.matrix import row as fault  # noqa: E402
 
@@ -550,21 +551,81 @@ def test_a_file_that_does_not_fit_on_the_disk_is_named_and_the_rest_kept(tmp_pat
      ("hidden", "hidden", torch.nan), ("hidden", "hidden", -torch.inf)],
 )  # fmt: skip
 def test_a_stored_nan_is_named_even_with_a_fitting_checksum(tmp_path, method, column, value):
-    from ssl_kd.files import sha256_file
-    from ssl_kd.store import NonFiniteRow
-    from ssl_kd.store.shards import read_manifest, write_manifest
-
     make(tmp_path, method=method)
-    path = tmp_path / "teacher_00001.pt"
-    shard = torch.load(path, weights_only=True)
-    shard[column][2, 1, 0] = value
-    torch.save(shard, path)
-    manifest = read_manifest(tmp_path / "teacher.json")
-    manifest["shards"][1] |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
-    write_manifest(tmp_path / "teacher.json", manifest)
+    change(tmp_path, lambda shard: shard[column][2, 1].view(-1)[:1].fill_(value))
     with pytest.raises(NonFiniteRow, match=f"row 6 .*'block 6'.: {column} is NaN"):
         TeacherCache.open(tmp_path)
     TeacherCache.open(tmp_path, verify=False)
+
+
+def change(folder, tamper, **stated):
+    """Tamper with the second shard, and have the manifest state its new checksum."""
+    path = folder / "teacher_00001.pt"
+    shard = torch.load(path, weights_only=True)
+    tamper(shard)
+    torch.save(shard, path)
+    manifest = read_manifest(folder / "teacher.json") | stated
+    manifest["shards"][1] |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+    write_manifest(folder / "teacher.json", manifest)
+
+
+@pytest.mark.parametrize(
+    ("method", "column", "value", "said"),
+    [
+        ("topk", "tokens", V, "tokens from .* to 40, expected 0 to 39"),
+        ("topk", "tokens", 255, "tokens from .* to 255, expected 0 to 39"),
+        ("sample", "tokens", V, "tokens from .* to 40, expected 0 to 39"),
+        ("topk", "log_probs", 0.5, "log_probs from .* to 0.5, expected -inf to 0.01"),
+        ("topk", "log_tail", 1e-3, "log_tail from .* to 0.001, expected -inf to 0"),
+        ("sample", "weights", -0.5, "weights from -0.5 to .*, expected 0 to 1.01"),
+        (
+            "sample",
+            "weights",
+            60_000.0,
+            "weights from 0 to 59... expected 0 to 1.01|weights from 0",
+        ),
+        ("sample", "weights", -torch.inf, "weights from -inf to"),
+        ("sample", "entropy", -1.0, "entropy from -1 to .*, expected -0.01 to 3.69"),
+        ("sample", "entropy", 9.0, "entropy from .* to 9, expected"),
+    ],
+)
+@fault(1003)
+def test_what_cannot_be_is_named_even_with_a_fitting_checksum(
+    tmp_path, method, column, value, said
+):
+    make(tmp_path, method=method)
+    change(tmp_path, lambda shard: shard[column][2, 1].view(-1)[:1].fill_(value))
+    with pytest.raises(NonFiniteRow, match=f"teacher_00001.pt, row 2 .row 6 .*'block 6'.: {said}"):
+        TeacherCache.open(tmp_path)
+
+
+@pytest.mark.parametrize("vocabulary", [40_000, 70_000])
+@fault(1003)
+def test_tokens_of_any_width_are_compared_with_the_vocabulary(tmp_path, vocabulary):
+    make(tmp_path, Teacher(vocabulary))
+    TeacherCache.open(tmp_path)
+    change(tmp_path, lambda shard: shard["tokens"][2, 1].fill_(-1))  # of int16: 65,535
+    with pytest.raises(NonFiniteRow, match=f"tokens from .*, expected 0 to {vocabulary - 1:g}"):
+        TeacherCache.open(tmp_path)
+
+
+@pytest.mark.parametrize("indices", [[5, 4, 6, 7], [4, 4, 6, 7], [-4, 5, 6, 7], [2**62, 5, 6, 7]])
+@fault(1003)
+def test_rows_that_are_of_another_block_are_named(tmp_path, indices):
+    make(tmp_path)
+    change(tmp_path, lambda shard: shard["indices"].copy_(torch.tensor(indices)))
+    at = next(i for i in range(4) if indices[i] != i + 4)
+    said = f"teacher_00001.pt, row {at} .*: it is of block {indices[at]}, expected block {at + 4}"
+    with pytest.raises(NonFiniteRow, match=said):
+        TeacherCache.open(tmp_path)
+
+
+@fault(1003)
+def test_a_number_of_rows_that_is_not_there_is_named(tmp_path):
+    make(tmp_path)
+    change(tmp_path, lambda shard: None, n=N + 1)
+    with pytest.raises(CorruptFileError, match="teacher.json says 12 rows, and its shards hold 11"):
+        TeacherCache.open(tmp_path)
 
 
 # The real thing

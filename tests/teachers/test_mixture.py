@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ssl_kd.losses import LogitsTeacher, linear_distillation
@@ -719,6 +720,13 @@ def test_files_that_are_no_router_are_refused(tmp_path):
     (tmp_path / "junk").write_bytes(b"junk")
     with pytest.raises(ValueError, match="not a safetensors file"):
         mixture.load_router(tmp_path / "junk")
+    mixture.save_router(tmp_path / "good")
+    tensors = load_file(tmp_path / "good")
+    for rows in ("[" * 10**5, "{", "{}", "[[1], [2, 3]]", '["a"]', "null", "9" * 5000, "[1e999]"):
+        about = mixture._identity() | {"original_rows": rows}
+        save_file(tensors, tmp_path / "odd", metadata=about)
+        with pytest.raises(ValueError, match="is not a router of this teacher: original_routers"):
+            mixture.load_router(tmp_path / "odd")
     _poison_gate(model)
     mixture.save_router(tmp_path / "nan")
     with pytest.raises(ValueError, match="layers.0.mlp.gate.weight.*not finite"):

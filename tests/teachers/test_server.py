@@ -14,7 +14,7 @@ from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.teachers import server as module  # noqa: E402
 from ssl_kd.teachers.server import CompletionServer, ServerFailed  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
-from tests.served import Server  # noqa: E402
+from tests.served import Handler, Server  # noqa: E402
 
 PROMPT = [0, 17, 5, 8, 40, 3, 99]
 K = 4
@@ -93,6 +93,10 @@ def at(token, **changed):
     return change
 
 
+def nested(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
 def renamed(entries, asked):
     entry = entries[2]
     last = max(entry, key=lambda i: entry[i]["logprob"])
@@ -110,6 +114,20 @@ def without_rest(entries, asked):
     for said in entries[3].values():
         said["logprob"] -= 12
     return entries
+
+
+def spelt(name):
+    """The prompt's own token comes a second time under another name of the same number."""
+
+    def change(entries, asked):
+        entries[2][name.format(asked["prompt"][2])] = {
+            "logprob": -9.0,
+            "rank": 300,
+            "decoded_token": "a",
+        }
+        return entries
+
+    return change
 
 
 def unsorted(entries, asked):
@@ -145,11 +163,41 @@ FAULTS = [
     (without_rest, r"this is no distribution over them \(row 3 of the text, token 13\)"),
     (unsorted, r"not in the order of their ranks \(row 3 of the text, token 12\)"),
     (shifted_back, r"own token 17, but of the next one: .* misaligned by one position"),
+    *(
+        (spelt(name), r"gives the id '.*', expected a number as '10' \(.*token 12\)")
+        for name in (
+            "0{}",
+            " {}",
+            "{} ",
+            "+{}",
+            "-0",
+            "-{}",
+            "{}.0",
+            "1_0",
+            "\u0661\u0660",
+            "",
+            "{}\n",
+        )
+    ),
+    (spelt("9" * 5000), r"gives the id '9+.*, expected a number as '10'"),
+    (spelt(str(2**70)), r"gives the id '1180591620717411303424', expected a number"),
+    (spelt(str(2**64 + 5)), "gives the id '18446744073709551621', expected a number"),
+    *(
+        (at(1, logprob=value), r"gives \{.*expected \{id: .* token 11\)")
+        for value in (True, False, None, [], {}, "-1.5", "nan", -(10**4000), 10**400, -(2**60))
+    ),
+    *(
+        (at(1, rank=value), r"gives \{.*expected \{id: .* token 11\)")
+        for value in (True, 0, -1, 1.0, "1", [], 2**31, 10**400)
+    ),
+    (lambda e, a: [*e[:2], [[]], *e[3:]], r"no log-probabilities: \[\[\]\] \(.*token 12\)"),
+    (lambda e, a: [*e[:2], {"5": nested(900)}, *e[3:]], r"gives \{'5': \[+\.\.\..*token 12\)"),
+    (lambda e, a: nested(900), r"of 1 tokens for a prompt of 7"),
     (shifted_on, r"own token 5, but of the previous one: .* misaligned by one position"),
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), FAULTS, ids=[said[:30] for _, said in FAULTS])
+@pytest.mark.parametrize(("change", "said"), FAULTS, ids=range(len(FAULTS)))
 @fault(114)
 def test_an_answer_that_cannot_be_is_refused_at_once(server, change, said):
     server.fault = spoilt(change)(server)
@@ -165,6 +213,22 @@ def test_an_answer_that_cannot_be_is_refused_at_once(server, change, said):
         (b"\x00\xff\x1b[2J", "what is not JSON"),
         (b"[]", "no completion: "),
         (b'{"object": "error"}', "no completion"),
+        (b"[" * 10**6, r"not JSON that can be read \(its brackets are too deep\): \[\["),
+        (b'{"a":' * 10**6, "brackets are too deep"),
+        (b"[" * 600 + b"]" * 600, r"no completion: \[\["),
+        (b'{"model": ' + b"9" * 5000 + b"}", r"not JSON: \{\"model\": 9+"),
+        (
+            b'{"model": 1, "model": 2}',
+            r"not JSON with one meaning \(.* name 'model' twice in an obj",
+        ),
+        (b'{"model": "teacher", "choices": {"a": 1}}', "no completion"),
+        (b'{"model": "teacher", "choices": [{}, {}]}', "no completion"),
+        (b'{"model": "teacher", "choices": [{"prompt_logprobs": "x"}]}', "of 'x' for a|tokens"),
+        (b'{"model": "' + b"x" * 10**6 + b'", "choices": [{}]}', "answers as 'x+"),
+        ('{"model": "\u202e"}'.encode("utf-16"), "no completion"),
+        (b'{"model": "\\ud800", "choices": [{}]}', r"answers as '\\ud800'"),
+        (b'{"model": NaN, "choices": [{}]}', "answers as nan"),
+        (b"", "what is not JSON"),
     ],
 )
 @fault(114)
@@ -172,7 +236,42 @@ def test_garbage_is_refused_in_one_line(server, content, said):
     server.fault = lambda handler, asked, number: handler.answer(content) or True
     with pytest.raises(ServerFailed, match=said) as caught:
         ask(server)
-    assert str(caught.value).isprintable()
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (b"[" * 10**6, "brackets are too deep"),
+        (b'{"data": [1]}', "lists no models: "),
+        (b'{"data": ' + b"[" * 800 + b"]" * 800 + b"}", "lists no models: "),
+        (
+            b'{"data": [{"id": "' + b"a" * 10**6 + b'"}]}',
+            "does not have the model 'teacher', but 'a+",
+        ),
+        (b'{"data": [{"id": "teacher", "id": "b"}]}', "the name 'id' twice"),
+        (b'{"data": [{"id": "teacher", "max_model_len": 10}]}', "takes prompts of 9 tokens"),
+        (b'{"data": [{"id": "teacher", "max_model_len": true}]}', None),
+        (b'{"data": [{"id": "teacher", "max_model_len": 1e999}]}', None),
+    ],
+)
+@fault(114)
+def test_a_list_of_models_that_cannot_be_is_one_line(server, monkeypatch, models, said):
+    monkeypatch.setattr(Handler, "do_GET", lambda handler: handler.answer(models))
+    if said is None:
+        return client(server).check(24)
+    with pytest.raises(ServerFailed, match=said) as caught:
+        client(server).check(24)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+@fault(114)
+def test_texts_are_of_ids_in_their_one_form(server):
+    assert client(server).texts(PROMPT, K)
+    for name in ("017", "\u0661", str(2**70), "9" * 5000):
+        server.fault = spoilt(spelt(name))(server)
+        with pytest.raises(ServerFailed, match="expected a number as '10'"):
+            client(server).texts(PROMPT, K)
 
 
 @fault(114)
@@ -250,7 +349,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(server):
 @fault(113)
 def test_a_slow_server_is_asked_again_and_given_up(server):
     server.fault = lambda handler, asked, number: time.sleep(0.5)
-    with pytest.raises(ServerFailed, match=r"nothing came for 0\.1 s, TEACHER_TIMEOUT"):
+    with pytest.raises(ServerFailed, match=r"no whole answer came in 0\.1 s, TEACHER_TIMEOUT"):
         ask(server, timeout=0.1, patience=0.3)
     assert len(server.asked) > 1
 

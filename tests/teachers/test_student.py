@@ -1,16 +1,19 @@
 """Students of several real architectures: built, adapted, saved and loaded again."""
 
 import copy
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from ssl_kd.errors import UserError  # noqa: E402
+from ssl_kd.errors import InputError, UserError  # noqa: E402
 from ssl_kd.language.objective import _checkpoint_activations  # noqa: E402
 from ssl_kd.teachers import student as module  # noqa: E402
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, tokenizer_id  # noqa: E402
@@ -20,6 +23,7 @@ from ssl_kd.teachers.student import (  # noqa: E402
     build_student,
     save_student,
 )
+from tests.faults.matrix import row as fault  # noqa: E402
 
 # peft asks transformers by a name that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -296,8 +300,6 @@ def test_a_saved_student_loads_with_identical_logits(architecture, tmp_path, cap
 
 
 def test_the_card_is_valid_for_the_hub(tmp_path):
-    from huggingface_hub import ModelCard
-
     student = build_student("layers:2", make("llama"), seed=0)
     save_student(student.model, student.tokenizer, tmp_path / "student", "What it is.")
     card = ModelCard.load(tmp_path / "student" / "README.md")
@@ -329,7 +331,45 @@ def test_adapters_load_with_peft(on_disk, tmp_path):
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     assert torch.equal(logits_of(again), logits_of(model))
     card = (tmp_path / "adapters" / "README.md").read_text(encoding="utf-8")
-    assert "library_name: peft" in card
+    assert "library_name: peft" in card and "base_model: base" in card
+
+
+def test_adapters_name_their_base_from_everywhere(on_disk, tmp_path, monkeypatch):
+    _, tokenizer = on_disk
+    monkeypatch.chdir(tmp_path)
+    model = add_lora(load_causal_lm("base").model, 2)
+    save_student(model, tokenizer, "adapters", "")
+    saved = json.loads(Path("adapters/adapter_config.json").read_text(encoding="utf-8"))
+    assert saved["base_model_name_or_path"] == str(tmp_path / "base")
+    monkeypatch.chdir("/")
+    assert load_causal_lm(tmp_path / "adapters").model is not None
+
+
+def test_a_card_names_the_base_that_the_folders_own_card_names(on_disk, tmp_path):
+    model, tokenizer = on_disk
+    readme = tmp_path / "base" / "README.md"
+    for text, known in [("base_model: org/first", "org/first"), ("base_model: [a/b]", "a/b")]:
+        readme.write_text(f"---\n{text}\n---\n")
+        save_student(
+            model, tokenizer, tmp_path / "adapters", "", made={"teacher": "a\nb", "data": "c"}
+        )
+        card = ModelCard.load(tmp_path / "adapters" / "README.md")
+        assert known in card.data.base_model
+        assert f"- base model: {tmp_path / 'base'}\n- teacher: a b\n- data: c" in card.text
+    for text in ("---\n: [\n---\n", "\xff", "no front matter"):
+        readme.write_text(text, encoding="utf-8")
+        save_student(model, tokenizer, tmp_path / "adapters", "")
+        assert ModelCard.load(tmp_path / "adapters" / "README.md").data.base_model == "base"
+
+
+@pytest.mark.parametrize("rank", [33, 10**6])
+@fault(1004)
+def test_a_rank_above_the_width_is_refused_with_the_largest(rank):
+    model = make("llama").model
+    width = model.config.hidden_size
+    with pytest.raises(InputError, match=f"LORA_RANK is {rank:,}.* set it to that or less") as odd:
+        add_lora(model, rank)
+    assert f"than by {width:,}" in str(odd.value) and not hasattr(model, "peft_config")
 
 
 def test_adapters_are_merged_if_asked_and_stay_in_the_model(on_disk, tmp_path):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,18 @@ class KeptTokens(Kept):
     def facts(self) -> dict[str, Any]:
         """As `Kept.facts`."""
         return {"k": self.k}
+
+    @property
+    def bounds(self) -> Mapping[str, tuple[float, float]]:
+        """As `Kept.bounds`; a rounded log-probability may be slightly above 0."""
+        most = math.log(max(self.vocabulary, 1)) + 0.01
+        return {
+            "tokens": (0, self.vocabulary - 1),
+            "log_probs": (-math.inf, 0.01),
+            "log_tail": (-math.inf, 0),
+            "weights": (0, 1.01),
+            "entropy": (-0.01, most),
+        }
 
     def on_device(self, tokens: int) -> int:
         """As `Kept.on_device`: int64 tokens with float32 weights, and a number more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +32,11 @@ class Kept(ABC):
     """Columns that hold finite numbers alone."""
     below_inf: ClassVar[tuple[str, ...]] = ()
     """Columns of logarithms: -inf is that of 0."""
+
+    @property
+    def bounds(self) -> Mapping[str, tuple[float, float]]:
+        """Smallest and largest value of columns, where not every finite number can be."""
+        return {}
 
     @classmethod
     @abstractmethod
