@@ -370,10 +370,11 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def _language_settings(
     argv: Sequence[str], prog: str, config: Path = LANGUAGE_CONFIG, preset: str | None = None
 ) -> LanguageSettings:
-    from ssl_kd.language.presets import PRESETS
+    from ssl_kd.language.presets import NOTES, PRESETS
     from ssl_kd.language.settings import LanguageSettings
 
-    return read_settings(LanguageSettings, argv, config, prog=prog, presets=PRESETS, preset=preset)
+    known = {"presets": PRESETS, "notes": NOTES}
+    return read_settings(LanguageSettings, argv, config, prog=prog, preset=preset, **known)
 
 
 def program(prog: str) -> list[str]:

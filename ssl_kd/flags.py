@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -103,6 +104,7 @@ def read_settings(
     prog: str,
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     preset: str | None = None,
+    notes: Mapping[str, str] = MappingProxyType({}),
     derive: Callable[[S, Mapping[str, Any]], S] = lambda settings, given: settings,
 ) -> S:
     """Resolve settings: defaults, then the file, then the preset, then the flags.
@@ -114,50 +116,72 @@ def read_settings(
         prog: What `--help` calls the program.
         presets: Name -> the settings that it changes, for `--preset`.
         preset: The preset where no `--preset` is given.
+        notes: Preset -> a line that the first process prints where that preset is used.
         derive: Gets these settings, and those that flags gave; what it returns is returned.
 
     Raises:
         SettingsError: Names what is misspelt, mistyped or out of range, and what is allowed.
-        SystemExit: With code 0, after `--help`.
+        SystemExit: With code 0, after `--help` or `--help-all`.
     """
+    hidden = [] if "--help-all" in map(hyphenated, argv) else _hidden(cls)
+    more = f"{len(hidden)} more settings are flags, too: {prog} --help-all lists them."
     parser = FlagParser(
         prog=prog,
         usage=f"{prog} [flags]",
         formatter_class=_Help,
         description=f"Every setting of {config.name} as a flag; a flag beats the file.",
+        epilog=more if hidden else None,
         allow_abbrev=False,
+        add_help=False,
     )
+    help = "the settings that most runs change; --help-all: all settings"
+    parser.add_argument("-h", "--help", "--help-all", action="help", help=help)
     extra = {"config": f"file of settings (default: {config})"}
     if presets:
         listed = ", ".join(presets)
         extra["preset"] = f"settings that go together (default: {preset}; one of {listed})"
     for name, help in extra.items():
         parser.add_argument(f"--{name}", nargs="*", metavar="STR", help=help.replace("%", "%%"))
-    _add_flags(parser, cls)
-    given = _given(parser, cls, argv, tuple(extra))
-    file, preset = given.pop("config", None), given.pop("preset", preset)
-    values = {
-        name: value if isinstance(value, bool) else cls.parse(name, value)
-        for name, value in given.items()
-    }
+    _add_flags(parser, cls, hidden)
+    values = _given(parser, cls, argv, tuple(extra))
+    file, preset = values.pop("config", None), values.pop("preset", preset)
     if preset is not None:
         if preset not in presets:
             listed = ", ".join(presets)
             raise SettingsError(f"PRESET is {preset!r}, not {listed}.{nearest(preset, presets)}")
         values = {**presets[preset], **values}
     if file is None and not os.path.lexists(config):  # a broken link is no missing file
-        return derive(cls(**values), values)
-    return derive(cls.from_file(config if file is None else file).replace(**values), values)
+        settings = derive(cls(**values), values)
+    else:
+        settings = derive(cls.from_file(config if file is None else file).replace(**values), values)
+    if preset in notes and os.environ.get("RANK", "0") == "0":
+        print(f"ssl_kd: preset {preset}: {notes[preset]}", file=sys.stderr)
+    return settings
 
 
-def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
-    """A flag for each setting, in the sections of the settings file."""
-    group: Any = parser
-    for name, (kind, _, rule) in cls.rules().items():
-        if rule.section:
+def _hidden(cls: type[Settings]) -> list[str]:
+    """The settings that `--help` leaves to `--help-all`."""
+    return [name for name in cls.rules() if cls.first and name not in cls.first]
+
+
+def _add_flags(
+    parser: argparse.ArgumentParser, cls: type[Settings], hidden: Collection[str]
+) -> None:
+    """Add a flag for each setting, in the sections of the settings file where none is hidden."""
+    group: Any = parser.add_argument_group("what most runs set") if hidden else parser
+    for name in [*cls.first, *hidden] if hidden else cls.rules():
+        kind, _, rule = cls.rules()[name]
+        if rule.section and not hidden:
             group = parser.add_argument_group(rule.section)
-        allowed = f"; {cls.allowed(name)}" if rule.bounded else ""
-        help = f"{rule.help} (default: {getattr(cls, name)}{allowed})".replace("%", "%%")
+        help = f"{rule.help} (default: {getattr(cls, name)}"
+        help += f"; {cls.allowed(name)})" if rule.bounded else ")"
+        others = [
+            f"--{alias}" + " (per process)" * (alias in cls.per_process)
+            for alias, field in cls.aliases.items()
+            if field == name
+        ]
+        help += f" Also: {', '.join(others)}" if others else ""
+        help = argparse.SUPPRESS if name in hidden else help.replace("%", "%%")
         flag = f"--{name.replace('_', '-')}"
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
@@ -170,12 +194,12 @@ def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
 def _given(
     parser: argparse.ArgumentParser, cls: type[Settings], argv: Sequence[str], extra: Sequence[str]
 ) -> dict[str, Any]:
-    """The value of each flag that was given, a word or whether it is on."""
+    """Return the checked value of each flag that came."""
     spelt: dict[str, str] = {}  # flag as the parser knows it -> as it came
     names: dict[str, str] = {}  # setting -> the name that it came under
-    words = []
-    for word in argv:
-        words.append(word)
+    flags = []
+    for word in _switched(cls, argv):
+        flags.append(word)
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
             name = flag.replace("-", "_")
@@ -184,20 +208,44 @@ def _given(
                 raise SettingsError(
                     f"--{names[field]} and --{name} are the same setting: give one of them."
                 )
-            words[-1] = f"--{field}{equals}{value}"
-        spelt[words[-1]] = word
-    found, unknown = parser.parse_known_args(words)
+            flags[-1] = f"--{field}{equals}{value}"
+        spelt[flags[-1]] = word
+    parsed, unknown = parser.parse_known_args(flags)
     if unknown:
         raise SettingsError(_unknown(cls, spelt[unknown[0]], extra))
-    given = {name: value for name, value in vars(found).items() if value is not None}
-    for name, value in given.items():
+    given: dict[str, Any] = {}
+    for name, value in vars(parsed).items():
+        if isinstance(value, list) and len(value) != 1:
+            allowed = {"config": "a file", "preset": "a name"}.get(name) or cls.allowed(name)
+            came = f"{' '.join(value)!r}" if value else "nothing"
+            raise SettingsError(f"--{name} takes one value, {allowed}; {came} came after it.")
         if isinstance(value, list):
-            if len(value) != 1:
-                allowed = {"config": "a file", "preset": "a name"}.get(name) or cls.allowed(name)
-                came = f"{' '.join(value)!r}" if value else "nothing"
-                raise SettingsError(f"--{name} takes one value, {allowed}; {came} came after it.")
-            given[name] = value[0]
+            text = value[0]
+            known = name in cls.rules()
+            given[name] = cls.of_all(names[name], cls.parse(name, text)) if known else text
+        elif value is not None:
+            given[name] = value
     return given
+
+
+def _switched(cls: type[Settings], argv: Sequence[str]) -> list[str]:
+    """Return the words with `--resume True` and `--resume=false` as `--resume` and `--no-resume`.
+
+    This is how transformers' HfArgumentParser writes a switch.
+    """
+    switches = {name for name, (kind, *_) in cls.rules().items() if kind is bool}
+    came, words = list(argv), []
+    while came:
+        flag, equals, value = came.pop(0).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        is_switch = flag.startswith("--") and cls.aliases.get(name, name) in switches
+        if is_switch and not equals and came and came[0].lower() in ("true", "false"):
+            equals, value = "=", came.pop(0)
+        if is_switch and value.lower() in ("true", "false"):
+            words.append(flag if value.lower() == "true" else f"--no-{flag[2:]}")
+        else:
+            words.append(f"{flag}{equals}{value}")
+    return words
 
 
 def _unknown(cls: type[Settings], word: str, extra: Sequence[str]) -> str:
