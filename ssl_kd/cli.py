@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
 from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError
-from ssl_kd.failures import LANGUAGE_MEMORY, guarded, say
+from ssl_kd.failures import LANGUAGE_MEMORY, guarded, keep_writing, say
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.settings import nearest
 
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The words after the program's name; None: this process's own.
     """
+    keep_writing()
     if argv is None:
         sys.path.append("")  # where one stands, as `python train.py` has it: heads/ is there
     words = list(sys.argv[1:] if argv is None else argv)

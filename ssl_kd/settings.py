@@ -371,8 +371,8 @@ class RunSettings(Settings):
                 eval_use_gather_object include_for_metrics label_names prediction_loss_only""",
             "There is no such switch: each fault is recorded in the run's folder, for ssl_kd replay"
             " to explain.": "debug",
-            "A run uploads nothing. Upload its folder afterwards: ssl_kd export RUN --push"
-            " USER/NAME for clusters, hf upload USER/NAME RUN/student for a student.": """
+            "A run uploads nothing: afterwards ssl_kd export uploads clusters, and `hf upload` the"
+            " student's folder.": """
                 hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
                 push_to_hub""",
             "There is none: the targets are used as they are, without smoothing or noise.": """
