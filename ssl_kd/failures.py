@@ -101,21 +101,16 @@ def keep_writing() -> None:
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             buffer = io.BufferedWriter(_Screen(stream.fileno(), "w", closefd=False))
-            how = {"encoding": stream.encoding, "errors": "backslashreplace"}
-            setattr(sys, name, io.TextIOWrapper(buffer, line_buffering=True, **how))
+            how = stream.encoding, "backslashreplace"
+            setattr(sys, name, io.TextIOWrapper(buffer, *how, line_buffering=True))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _read_names_as_utf8() -> None:
-    """Begin again in Python's UTF-8 mode where names of files would be read as ASCII (LC_ALL=C).
-
-    Half a name could be opened then, but neither written into a report nor printed.
-    """
-    ascii_names = sys.getfilesystemencoding() in ("ascii", "us-ascii", "ANSI_X3.4-1968")
+    """Begin again in Python's UTF-8 mode where names of files are read as ASCII (LC_ALL=C)."""
     fresh = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # of a command, not a test
-    if ascii_names and fresh and os.environ.get("PYTHONUTF8") != "1":
-        sys.stderr.flush()
+    if sys.getfilesystemencoding() == "ascii" and fresh and os.environ.get("PYTHONUTF8") != "1":
         again = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, again, os.environ | {"PYTHONUTF8": "1"})
 

@@ -184,7 +184,10 @@ def _add_flags(
         help = argparse.SUPPRESS if name in hidden else help.replace("%", "%%")
         flag = f"--{name.replace('_', '-')}"
         if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
+            # As transformers' HfArgumentParser: --resume, --resume False and --no-resume.
+            group.add_argument(flag, nargs="?", const="True", metavar="False", help=help)
+            no = {"dest": name, "const": "False", "help": argparse.SUPPRESS}
+            group.add_argument(f"--no-{flag[2:]}", action="store_const", **no)
         else:
             # Words stay words here, any number of them: what they mean and what is allowed is
             # decided by `Settings`, in one place for file and flags.
@@ -198,12 +201,13 @@ def _given(
     spelt: dict[str, str] = {}  # flag as the parser knows it -> as it came
     names: dict[str, str] = {}  # setting -> the name that it came under
     flags = []
-    for word in _switched(cls, argv):
+    for word in argv:
         flags.append(word)
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
             name = flag.replace("-", "_")
-            field = cls.aliases.get(name, name)
+            plain = name.removeprefix("no_")
+            field = name.removesuffix(plain) + cls.aliases.get(plain, plain)
             if names.setdefault(field, name) != name:
                 raise SettingsError(
                     f"--{names[field]} and --{name} are the same setting: give one of them."
@@ -214,46 +218,24 @@ def _given(
     if unknown:
         raise SettingsError(_unknown(cls, spelt[unknown[0]], extra))
     given: dict[str, Any] = {}
-    for name, value in vars(parsed).items():
-        if isinstance(value, list) and len(value) != 1:
+    for name, texts in vars(parsed).items():
+        if isinstance(texts, list) and len(texts) != 1:
             allowed = {"config": "a file", "preset": "a name"}.get(name) or cls.allowed(name)
-            came = f"{' '.join(value)!r}" if value else "nothing"
+            came = f"{' '.join(texts)!r}" if texts else "nothing"
             raise SettingsError(f"--{name} takes one value, {allowed}; {came} came after it.")
-        if isinstance(value, list):
-            text = value[0]
-            known = name in cls.rules()
-            given[name] = cls.of_all(names[name], cls.parse(name, text)) if known else text
-        elif value is not None:
-            given[name] = value
+        if texts is not None:
+            text = texts[0] if isinstance(texts, list) else texts
+            given[name] = text if name in extra else cls.parse(name, text)
+            given[name] = cls.of_all(names.get(name, name), given[name])
     return given
-
-
-def _switched(cls: type[Settings], argv: Sequence[str]) -> list[str]:
-    """Return the words with `--resume True` and `--resume=false` as `--resume` and `--no-resume`.
-
-    This is how transformers' HfArgumentParser writes a switch.
-    """
-    switches = {name for name, (kind, *_) in cls.rules().items() if kind is bool}
-    came, words = list(argv), []
-    while came:
-        flag, equals, value = came.pop(0).partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        is_switch = flag.startswith("--") and cls.aliases.get(name, name) in switches
-        if is_switch and not equals and came and came[0].lower() in ("true", "false"):
-            equals, value = "=", came.pop(0)
-        if is_switch and value.lower() in ("true", "false"):
-            words.append(flag if value.lower() == "true" else f"--no-{flag[2:]}")
-        else:
-            words.append(f"{flag}{equals}{value}")
-    return words
 
 
 def _unknown(cls: type[Settings], word: str, extra: Sequence[str]) -> str:
     """The message about a word that no flag takes."""
     if not word.startswith("-"):
         return (
-            f"{word!r} is the value of no flag. A flag takes one value; an on/off flag takes none:"
-            " --resume, --no-resume."
+            f"{word!r} is the value of no flag. A flag takes one value; an on/off flag takes none,"
+            " or True or False."
         )
     name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
     known = [*extra, *cls.rules()]

@@ -129,7 +129,8 @@ class Settings:
     # Aliases whose value counts for one process, where the setting counts for all of them.
     per_process: typing.ClassVar[frozenset[str]] = frozenset()
 
-    # Foreign names that no setting can stand for: that name -> the flags to use, in a sentence.
+    # Foreign names that no setting can stand for, or `hub_*` for a family of them: that name -> the
+    # flags to use, in a sentence.
     instead: typing.ClassVar[Mapping[str, str]] = {}
 
     file_heading: typing.ClassVar[str] = ""  # what the settings file says at its top
@@ -205,6 +206,8 @@ class Settings:
             return None
         if text.lower() in rule.words:
             return text.lower()
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
         try:
             # A word that cannot be read is handed on as it is: `check` then says what is allowed.
             value = text if kind in (bool, str) else kind(text)
@@ -243,7 +246,9 @@ class Settings:
         """
         if field in cls.instead:
             return f" {cls.instead[field]}"
-        return nearest(field, [*more, *_fields(cls), *cls.aliases], cls.aliases, "--{}".format)
+        near = nearest(field, [*more, *_fields(cls), *cls.aliases], cls.aliases, "--{}".format)
+        family = cls.instead.get(f"{field.partition('_')[0]}_*")
+        return near or (f" {family}" if family else "")
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,21 +346,15 @@ class RunSettings(Settings):
     instead: typing.ClassVar[Mapping[str, str]] = by_name(
         {
             "torchrun starts several processes, of which each takes a GPU, see --device.": """
-                accelerator_config average_tokens_across_devices ddp_backend ddp_broadcast_buffers
-                ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout
-                deepspeed fsdp fsdp_config local_rank log_on_each_node parallelism_config
-                save_on_each_node""",
-            "The optimizer is AdamW; --learning_rate and --weight_decay set it.": """
-                adam_beta1 adam_beta2 adam_epsilon optim optim_args optim_target_modules""",
-            "The schedule is a cosine after a warm-up, see --warmup_fraction.": """
-                lr_scheduler_kwargs lr_scheduler_type""",
+                accelerator_config average_tokens_across_devices ddp_* deepspeed fsdp fsdp_config
+                local_rank log_on_each_node parallelism_config save_on_each_node""",
+            "The optimizer is AdamW: --learning_rate, --weight_decay.": "adam_* optim optim_*",
             "Use --seed: the order of the samples follows from it.": """
                 data_seed full_determinism shuffle_dataset train_sampling_strategy""",
             "Use --log_every.": """
                 disable_tqdm include_num_input_tokens_seen log_level log_level_replica
                 logging_first_step logging_nan_inf_filter logging_strategy skip_memory_metrics""",
-            "Use --tensorboard.": """logging_dir project report_to trackio_bucket_id
-                trackio_space_id trackio_static_space_id""",
+            "Use --tensorboard.": "logging_dir project trackio_*",
             "Use --device cpu.": "no_cuda use_cpu",
             "Use --batch_size, and lower it where memory runs out.": "auto_find_batch_size",
             "Use --batch_size, which counts the rows of all processes: per_device_train_batch_size"
@@ -372,9 +371,7 @@ class RunSettings(Settings):
             "There is no such switch: each fault is recorded in the run's folder, for ssl_kd replay"
             " to explain.": "debug",
             "A run uploads nothing: afterwards ssl_kd export uploads clusters, and `hf upload` the"
-            " student's folder.": """
-                hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
-                push_to_hub""",
+            " student's folder.": "hub_* push_to_hub",
             "There is none: the targets are used as they are, without smoothing or noise.": """
                 label_smoothing_factor neftune_noise_alpha""",
         }

@@ -37,92 +37,66 @@ _TRL: Mapping[str, str] = {
     "Use --model_dtype bfloat16.": "bf16 bf16_full_eval",
     "Use --model_dtype float16.": "fp16 fp16_full_eval",
     "Float32 products stay float32; for faster ones use --model_dtype bfloat16.": "tf32",
-    "Use --gradient_checkpointing.": """activation_checkpointing activation_checkpointing_kwargs
-        activation_offloading gradient_checkpointing_kwargs""",
+    "Use --gradient_checkpointing.": "activation_* gradient_checkpointing_kwargs",
     "Use --eval_every.": "eval_delay eval_on_start eval_strategy evaluation_strategy",
     "Evaluation takes --batch_size rows at once, --eval_rows in all.": """
         eval_accumulation_steps per_device_eval_batch_size""",
     "The student with the best held-out likelihood is saved, see --eval_every.": """
         greater_is_better load_best_model_at_end metric_for_best_model""",
-    "Use --data_path, and --eval_path for held-out text.": """
-        data dataset dataset_config dataset_kwargs dataset_name dataset_streaming dataset_test_split
-        dataset_train_split datasets mixtures""",
-    "Text is laid out before training, so no workers load it: --data_path is all it takes.": """
-        dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context
-        dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
-        dataloader_prefetch_factor dataset_num_proc length_column_name remove_unused_columns""",
+    "Use --data_path, and --eval_path for held-out text; it is laid out before the training.": """
+        data dataloader_* dataset dataset_* datasets length_column_name mixtures
+        remove_unused_columns""",
     "Answers alone are learned, wherever --data_path has messages, or prompt and completion; plain"
     " text, as --text_field chooses it, is learned whole.": """
         assistant_only_loss completion_only_loss train_on_inputs train_on_prompt""",
     "The tokenizer's own is used: save the student's tokenizer with another chat_template and"
-    " eos_token, and name its folder as --student_model.": """
-        chat_template_kwargs chat_template_path eos_token pad_token""",
+    " eos_token, and name its folder as --student_model.": "chat_* eos_token pad_token",
     "A row has --block_size tokens, of which the answer may fill what the prompt leaves; of plain"
     " text --prompt_tokens are the prompt.": """
         max_prompt_length truncation_mode vllm_max_model_length""",
     "Use --packing; rows are --block_size long.": """
         eval_packing pad_to_multiple_of packing_strategy padding_free""",
     "Start it by torchrun, with --shard.": "ds3_gather_for_generation fsdp fsdp_config",
-    "Start it by torchrun: its processes train one student of --batch_size rows in all.": """
-        ddp_backend ddp_timeout deepspeed local_rank""",
+    "Start it by torchrun: its processes train one student.": "ddp_* deepspeed local_rank",
     "Use --student_model, and --teacher_model for the teacher.": """
         model model_init_kwargs model_name model_name_or_path model_revision
         teacher_model_init_kwargs teacher_model_revision teacher_tokenizer_name_or_path""",
-    "Use --teacher_url http://HOST:PORT/v1, and --teacher_timeout.": """
-        request_timeout teacher_model_server_url teacher_server_urls""",
+    "Use --teacher_url http://HOST:PORT/v1.": "teacher_model_server_url teacher_server_urls",
     "Use --divergence js:BETA; forward_kl and reverse_kl are what 0 and 1 stand for.": "beta",
-    "Use --alpha_kd for the teacher's share and --alpha_ce for the text's: R and 1 - R.": """
-        alpha kd_ratio""",
-    "Use --temperature, for teacher and student; --rollout_temperature is for sampling.": """
+    "Use --alpha_kd for the teacher's share and --alpha_ce for the text's.": "alpha kd_ratio",
+    "Use --temperature, for teacher and student, or --rollout_temperature, for sampling.": """
         generation_kwargs teacher_temperature uld_student_temperature uld_teacher_temperature""",
-    "Use --loss_mean: the text's loss is cross-entropy, of weight --alpha_ce.": "loss_type",
+    "The text's loss is cross-entropy: use --alpha_ce and --loss_mean.": "loss_type",
     "A live teacher's whole distribution is compared; --teacher_top_k tokens are what a server is"
     " asked for, --cache_k what a cache keeps, each with the mass of the rest.": """
         add_tail_bucket loss_add_tail loss_top_k reverse_kl_top_1_mode""",
-    "Use --align uld (or chunks), of weight --alpha_kd.": """
-        uld_crossentropy_weight uld_distillation_weight uld_hybrid_matched_weight
-        uld_hybrid_unmatched_weight uld_skip_student_eos uld_skip_teacher_eos
-        uld_token_merge_strategy uld_use_hybrid_loss use_extended_uld use_uld_loss""",
+    "Use --align uld (or chunks), and --alpha_kd.": "uld_* use_extended_uld use_uld_loss",
     "Use --lora_rank above 0.": "peft use_lora use_peft",
     "Adapters are on every linear layer but the head, without dropout; --lora_rank and --lora_alpha"
-    " set them.": """lora_bias lora_dropout lora_modules_to_save lora_target_modules
-        lora_target_parameters lora_task_type target_modules use_dora use_rslora""",
+    " set them.": "lora_* target_modules use_dora use_rslora",
     "Use --lora_quantization nf4, and --teacher_quantization nf4 for the teacher.": """
-        bnb_4bit_quant_storage bnb_4bit_quant_type load_in_4bit load_in_8bit
-        use_bnb_nested_quant""",
+        bnb_* load_in_4bit load_in_8bit use_bnb_nested_quant""",
     "Use --teacher_text 1.": "seq_kd",
     "The student writes one continuation a row and step: see --on_policy and --rollout_tokens."
     " --generations is the number of answers in the report.": """
-        generation_batch_size max_inflight_tasks max_staleness max_tool_calling_iterations
-        num_generations queue_maxsize steps_per_generation token_budget weight_sync_steps
-        weight_sync_timeout""",
-    "Sampling is narrowed by --rollout_top_p and --rollout_temperature alone.": """
-        min_p repetition_penalty top_k""",
+        generation_batch_size max_tool_calling_iterations num_generations steps_per_generation""",
+    "Use --rollout_top_p and --rollout_temperature.": "min_p repetition_penalty top_k",
     "Use --rollout_engine vllm: it runs in the training's own process (colocate), with"
     " --rollout_memory of the memory.": """
-        cache_implementation heartbeat_stale_after_s use_vllm vllm_enable_sleep_mode vllm_group_port
-        vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port
-        vllm_server_timeout vllm_structured_outputs_regex vllm_sync_frequency
-        vllm_tensor_parallel_size""",
-    "The report shows answers of the student, as many as --generations.": """
-        log_completions log_completions_steps log_unique_prompts num_completions_to_print
-        wandb_log_unique_prompts""",
+        cache_implementation use_vllm vllm_*""",
+    "The report shows as many answers of the student as --generations.": """
+        log_completions log_unique_prompts num_completions_to_print""",
     "Use --clear_cache_every_step.": "torch_empty_cache_steps",
-    "Losses are formed a chunk of tokens at a time anyway, so that no logits of a whole batch"
-    " exist; for more memory, --gradient_checkpointing.": """
+    "No logits of a whole batch exist anyway; for less memory use --gradient_checkpointing.": """
         liger_kernel_config use_cache use_liger_kernel""",
     "There is none here; ssl_kd.hf_trainer.DistillationTrainer takes it.": """
-        callbacks torch_compile torch_compile_backend torch_compile_mode""",
-    "The student trains as its own configuration says: set dropout and buffers there, and name its"
+        torch_compile torch_compile_backend torch_compile_mode""",
+    "The student trains as its own config.json says: set dropout and buffers there, and name its"
     " folder as --student_model.": "disable_dropout ignore_bias_buffers",
     "A teacher's router is balanced by --router_beta; a student's is not.": "router_aux_loss_coef",
     "--lr_schedule names the schedule, --warmup_fraction shapes it.": "lr_scheduler_kwargs",
 }
-INSTEAD: Mapping[str, str] = {
-    name: answer
-    for name, answer in (RunSettings.instead | by_name(_TRL)).items()
-    if name not in ("lr_scheduler_type", "report_to")
-}
+INSTEAD: Mapping[str, str] = RunSettings.instead | by_name(_TRL)
 
 FREE_ON_RESUME = RunSettings.free_on_resume | {
     "checkpoint_every",
@@ -141,8 +115,8 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
 """Those that may differ between a run and its continuation."""
 
 FIRST = tuple(
-    "teacher_model student_model data_path max_steps batch_size block_size learning_rate temperature"
-    " alpha_kd lora_rank device dry_run run_name resume".split()
+    "teacher_model student_model data_path max_steps batch_size block_size learning_rate"
+    " temperature alpha_kd lora_rank device dry_run run_name resume".split()
 )
 """Those that `--help` shows."""
 

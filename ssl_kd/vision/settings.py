@@ -49,22 +49,21 @@ class VisionSettings(RunSettings):
             "Use --use_fp16: half precision of the kind that suits the device.": """
                 bf16 bf16_full_eval fp16 fp16_full_eval""",
             "Use --use_tf32.": "tf32",
-            "Use --compile: the mode and backend are chosen.": """
-                torch_compile_backend torch_compile_mode""",
+            "Use --compile, which has no mode.": "torch_compile_backend torch_compile_mode",
+            "Use --tensorboard.": "report_to",
+            "The schedule is a cosine after a warm-up, see --warmup_fraction.": "lr_*",
             "Use --workers for the number of threads; their order never matters.": """
-                dataloader_in_order dataloader_multiprocessing_context dataloader_persistent_workers
-                dataloader_pin_memory dataloader_prefetch_factor""",
+                dataloader_* dataloader_in_order dataloader_persistent_workers""",
             "A step is one batch: raise --batch_size.": "gradient_accumulation_steps",
             "Where memory runs out, lower --batch_size or --n_heads.": """
-                activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
-                gradient_checkpointing_kwargs torch_empty_cache_steps""",
+                activation_* gradient_checkpointing gradient_checkpointing_kwargs
+                torch_empty_cache_steps""",
             "Use --extract_batch_size for the teacher's batches.": "per_device_eval_batch_size",
             "A run evaluates once, after its last step; --log_every is for the losses.": """
-                eval_accumulation_steps eval_delay eval_on_start eval_steps eval_strategy
-                greater_is_better load_best_model_at_end metric_for_best_model""",
+                eval_* greater_is_better load_best_model_at_end metric_for_best_model""",
             "There is none: small heads are trained on embeddings of --dataset.": """
-                dataloader_drop_last length_column_name liger_kernel_config remove_unused_columns
-                use_cache use_liger_kernel""",
+                length_column_name liger_kernel_config remove_unused_columns use_cache
+                use_liger_kernel""",
         }
     )
 
