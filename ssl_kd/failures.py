@@ -43,7 +43,6 @@ def guarded(
             as it stands.
     """
     try:
-        _read_names_as_utf8()
         keep_writing()
         _check_folder()
         return work()
@@ -97,6 +96,7 @@ class _Screen(io.FileIO):
 
 def keep_writing() -> None:
     """Let no reader that leaves (`| head -1`), and no character it cannot show, end the work."""
+    _read_names_as_utf8()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):

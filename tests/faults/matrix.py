@@ -637,4 +637,20 @@ ROWS = {
         "every label of a batch is ignored, or a mask is empty: a mean over nothing",
         "skipped, and named as that",
     ),
+    1700: Row(
+        "a batch size of one device (`per_device_train_batch_size`) is given to several processes",
+        "BATCH_SIZE is that of all, recorded as such; resumed with others, both totals are named",
+    ),
+    1701: Row(
+        "who reads the screen leaves (`2>&1 | head -1`, a terminal that is gone)",
+        "the run goes on to its report, with exit code 0",
+    ),
+    1702: Row(
+        "paths outside ASCII where Python reads names as ASCII (LC_ALL=C, PYTHONUTF8=0)",
+        "as in a UTF-8 locale",
+    ),
+    1703: Row(
+        "a flag of TRL or transformers that means something else here, or nothing",
+        "refused with the flag to use in its place, or why there is none",
+    ),
 }
