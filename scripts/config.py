@@ -1,7 +1,7 @@
 """The settings of `python scripts/distill.py`: plain literals, read and never executed.
 
 A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
-`--learning-rate 1e-5`. `python scripts/distill.py --help` says what each may be and lists the
+`--learning-rate 1e-5`. `python scripts/distill.py --help-all` says what each may be and lists the
 presets; a name or value that cannot be is refused.
 """
 

@@ -348,7 +348,8 @@ class RunSettings(Settings):
             "torchrun starts several processes, of which each takes a GPU, see --device.": """
                 accelerator_config average_tokens_across_devices ddp_* deepspeed fsdp fsdp_config
                 local_rank log_on_each_node parallelism_config save_on_each_node""",
-            "The optimizer is AdamW: --learning_rate, --weight_decay.": "adam_* optim optim_*",
+            "The optimizer is AdamW; --learning_rate and --weight_decay set it.": """
+                adam_* optim optim_*""",
             "Use --seed: the order of the samples follows from it.": """
                 data_seed full_determinism shuffle_dataset train_sampling_strategy""",
             "Use --log_every.": """

@@ -85,7 +85,7 @@ _TRL: Mapping[str, str] = {
     " --rollout_memory of the memory.": """
         cache_implementation use_vllm vllm_*""",
     "The report shows as many answers of the student as --generations.": """
-        log_completions log_unique_prompts num_completions_to_print""",
+        log_completions log_completions_steps log_unique_prompts num_completions_to_print""",
     "Use --clear_cache_every_step.": "torch_empty_cache_steps",
     "No logits of a whole batch exist anyway; for less memory use --gradient_checkpointing.": """
         liger_kernel_config use_cache use_liger_kernel""",
@@ -124,6 +124,6 @@ HEADING = """\
 The settings of `python scripts/distill.py`: plain literals, read and never executed.
 
 A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
-`--learning-rate 1e-5`. `python scripts/distill.py --help` says what each may be and lists the
+`--learning-rate 1e-5`. `python scripts/distill.py --help-all` says what each may be and lists the
 presets; a name or value that cannot be is refused.
 """
