@@ -250,7 +250,7 @@ PATIENCE = None
 BASELINE = False
 # Prompts whose answers the report shows, 0 to 100.
 GENERATIONS = 4
-# Maximum tokens of an answer in the evaluation, from 1; of text to learn from, ROLLOUT_TOKENS.
+# Maximum tokens of an answer, from 1; not of ON_POLICY's.
 MAX_NEW_TOKENS = 64
 # Maximum held-out prompts with reference answers that the student is asked, from 0; 0: none.
 ANSWER_PROMPTS = 100

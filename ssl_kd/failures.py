@@ -96,7 +96,10 @@ class _Screen(io.FileIO):
 
 def keep_writing() -> None:
     """Let no reader that leaves (`| head -1`), and no character it cannot show, end the work."""
-    _read_names_as_utf8()
+    fresh = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # of a command, not a test
+    if sys.getfilesystemencoding() == "ascii" and fresh and os.environ.get("PYTHONUTF8") != "1":
+        again = [sys.executable, *sys.orig_argv[1:]]  # LC_ALL=C: names are UTF-8 nevertheless
+        os.execve(sys.executable, again, os.environ | {"PYTHONUTF8": "1"})
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
@@ -105,14 +108,6 @@ def keep_writing() -> None:
             setattr(sys, name, io.TextIOWrapper(buffer, *how, line_buffering=True))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _read_names_as_utf8() -> None:
-    """Begin again in Python's UTF-8 mode where names of files are read as ASCII (LC_ALL=C)."""
-    fresh = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # of a command, not a test
-    if sys.getfilesystemencoding() == "ascii" and fresh and os.environ.get("PYTHONUTF8") != "1":
-        again = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(sys.executable, again, os.environ | {"PYTHONUTF8": "1"})
 
 
 def _check_folder() -> None:

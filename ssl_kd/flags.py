@@ -123,7 +123,8 @@ def read_settings(
         SettingsError: Names what is misspelt, mistyped or out of range, and what is allowed.
         SystemExit: With code 0, after `--help` or `--help-all`.
     """
-    hidden = [] if "--help-all" in map(hyphenated, argv) else _hidden(cls)
+    hidden = [name for name in cls.rules() if cls.first and name not in cls.first]
+    hidden = [] if "--help-all" in map(hyphenated, argv) else hidden
     more = f"{len(hidden)} more settings are flags, too: {prog} --help-all lists them."
     parser = FlagParser(
         prog=prog,
@@ -159,14 +160,7 @@ def read_settings(
     return settings
 
 
-def _hidden(cls: type[Settings]) -> list[str]:
-    """The settings that `--help` leaves to `--help-all`."""
-    return [name for name in cls.rules() if cls.first and name not in cls.first]
-
-
-def _add_flags(
-    parser: argparse.ArgumentParser, cls: type[Settings], hidden: Collection[str]
-) -> None:
+def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings], hidden: list[str]) -> None:
     """Add a flag for each setting, in the sections of the settings file where none is hidden."""
     group: Any = parser.add_argument_group("what most runs set") if hidden else parser
     for name in [*cls.first, *hidden] if hidden else cls.rules():
@@ -175,11 +169,8 @@ def _add_flags(
             group = parser.add_argument_group(rule.section)
         help = f"{rule.help} (default: {getattr(cls, name)}"
         help += f"; {cls.allowed(name)})" if rule.bounded else ")"
-        others = [
-            f"--{alias}" + " (per process)" * (alias in cls.per_process)
-            for alias, field in cls.aliases.items()
-            if field == name
-        ]
+        others = [f"--{alias}" for alias, field in cls.aliases.items() if field == name]
+        others = [o + " (per process)" * (o[2:] in cls.per_process) for o in others]
         help += f" Also: {', '.join(others)}" if others else ""
         help = argparse.SUPPRESS if name in hidden else help.replace("%", "%%")
         flag = f"--{name.replace('_', '-')}"

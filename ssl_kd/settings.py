@@ -357,9 +357,7 @@ class RunSettings(Settings):
                 logging_first_step logging_nan_inf_filter logging_strategy skip_memory_metrics""",
             "Use --tensorboard.": "logging_dir project trackio_*",
             "Use --device cpu.": "no_cuda use_cpu",
-            "Use --batch_size, and lower it where memory runs out.": "auto_find_batch_size",
-            "Use --batch_size, which counts the rows of all processes: per_device_train_batch_size"
-            " counts those of one.": "train_batch_size",
+            "Use --batch_size.": "auto_find_batch_size train_batch_size",
             "Use another --run_name: no run is ever overwritten.": "overwrite_output_dir",
             "Use --resume, and --run_name for a certain run.": """
                 ignore_data_skip restore_callback_states_from_checkpoint resume_from_checkpoint""",
@@ -369,8 +367,7 @@ class RunSettings(Settings):
             "Every run trains and evaluates; --resume continues one.": """
                 batch_eval_metrics do_eval do_predict do_train eval_do_concat_batches
                 eval_use_gather_object include_for_metrics label_names prediction_loss_only""",
-            "There is no such switch: each fault is recorded in the run's folder, for ssl_kd replay"
-            " to explain.": "debug",
+            "There is none: faults are recorded in the run's folder, see ssl_kd replay.": "debug",
             "A run uploads nothing: afterwards ssl_kd export uploads clusters, and `hf upload` the"
             " student's folder.": "hub_* push_to_hub",
             "There is none: the targets are used as they are, without smoothing or noise.": """

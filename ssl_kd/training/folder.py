@@ -426,11 +426,11 @@ def _check_same(path: Path, settings: RunSettings) -> None:
         if name not in free and saved.get(name) != value and not (more and name == grows)
     ]
     if differ:
-        rows = any(name.startswith("BATCH_SIZE ") for name in differ) and settings.per_process
-        total = " (--batch_size counts the rows of all processes, however many)" if rows else ""
+        counts = " (the rows of all processes)" if settings.per_process else ""
+        shown = "; ".join(differ).replace("BATCH_SIZE was", f"BATCH_SIZE{counts} was")
         raise SettingsError(
-            f"{path.name} cannot be resumed with other settings: {'; '.join(differ)}{total}. Give "
-            "the same ones, or start a new run without --resume"
+            f"{path.name} cannot be resumed with other settings: {shown}. Give the same ones, or "
+            "start a new run without --resume"
         )
 
 

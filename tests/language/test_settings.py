@@ -200,7 +200,9 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
     assert recorded["BATCH_SIZE"] == 16 and "PER_DEVICE_TRAIN_BATCH_SIZE" not in recorded
     monkeypatch.setenv("WORLD_SIZE", "4")
     other = LanguageSettings.from_dict({**place, "resume": True, "per_device_train_batch_size": 2})
-    with pytest.raises(SettingsError, match="BATCH_SIZE was 16 and is now 8 .*--batch_size counts"):
+    with pytest.raises(
+        SettingsError, match=r"BATCH_SIZE \(the rows of all processes\) was 16 and is now 8\."
+    ):
         RunFolder(other)
     for same in ({"per_device_train_batch_size": 4}, {"batch_size": 16}):
         settings = LanguageSettings.from_dict({**place, "resume": True, **same})

@@ -123,5 +123,5 @@ def test_rows_per_device_are_the_batch_of_every_process(monkeypatch, tmp_path):
     words = ["--per_device_train_batch_size", "16"]
     assert read_settings(VisionSettings, words, tmp_path / "no.py", prog="x").batch_size == 16
     assert VisionSettings.from_dict({"per_device_train_batch_size": 16}).batch_size == 16
-    with pytest.raises(SettingsError, match="TRAIN_BATCH_SIZE. Use BATCH_SIZE, which counts"):
+    with pytest.raises(SettingsError, match="TRAIN_BATCH_SIZE. Use BATCH_SIZE"):
         VisionSettings.from_dict({"TRAIN_BATCH_SIZE": 16})
