@@ -155,7 +155,7 @@ def read_settings(
         settings = derive(cls(**values), values)
     else:
         settings = derive(cls.from_file(config if file is None else file).replace(**values), values)
-    if preset in notes and os.environ.get("RANK", "0") == "0":
+    if preset is not None and preset in notes and os.environ.get("RANK", "0") == "0":
         print(f"ssl_kd: preset {preset}: {notes[preset]}", file=sys.stderr)
     return settings
 

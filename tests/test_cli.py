@@ -31,6 +31,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFinished, RunFolderError
 from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.settings import VisionSettings
+from tests.faults.matrix import row
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,6 +88,59 @@ def test_switches_and_none(config):
 )
 def test_a_switch_may_be_written_as_hf_argument_parser_has_it(words, expected, config):
     assert read(words, config).probe is expected
+
+
+HOSTILE = [
+    ["--"],
+    ["--", "--seed", "5"],
+    ["--=5"],
+    ["---seed=5"],
+    ["-"],
+    ["-s5"],
+    [""],
+    ["--seed", ""],
+    ["--seed= 5 6"],
+    ["--seed", "5", "--seed"],
+    ["--run_name", "--seed", "3"],
+    ["--run_name=a\0b"],
+    ["--run_name", "\udcff"],
+    ["--Resume", "True"],
+    ["--resume", "maybe"],
+    ["--resume=0"],
+    ["--no-no-resume"],
+    ["--no-"],
+    ["--no-seed=3"],
+    ["--no-help"],
+    ["--help-everything"],
+    ["--hel"],
+    ["--per_device_train_batch_size", "4", "--batch_size", "4"],
+    ["--per_device_train_batch_size", "4.0"],
+    ["--per_device_train_batch_size=" + "9" * 5000],
+    ["--seed", "9" * 5000],
+    ["--learning_rate", "-1e-3"],
+    ["--learning_rate", "1e999"],
+    ["--hub_"],
+    ["--hub_*", "x"],
+    ["--_"],
+    ["--" + "a" * 100_000],
+    ["--" + "adam_" * 10_000],
+    ["--dätäset", "x"],
+    ["--config", "", "--seed", "1"],
+    ["--config", "a", "--config"],
+    ["@config.py"],
+    ["--seed\n--resume"],
+]
+
+
+@row(1703)
+@pytest.mark.parametrize("argv", HOSTILE, ids=lambda argv: " ".join(argv)[:30])
+@pytest.mark.parametrize("command", [cli.train, cli.distill])
+def test_hostile_words_are_one_line_and_code_2(argv, command, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert command(argv, config=tmp_path / "config.py") == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("ssl_kd: ") and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_alias_of_a_switch_can_be_turned_off(config):

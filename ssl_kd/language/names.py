@@ -96,7 +96,7 @@ _TRL: Mapping[str, str] = {
     "A teacher's router is balanced by --router_beta; a student's is not.": "router_aux_loss_coef",
     "--lr_schedule names the schedule, --warmup_fraction shapes it.": "lr_scheduler_kwargs",
 }
-INSTEAD: Mapping[str, str] = RunSettings.instead | by_name(_TRL)
+INSTEAD: Mapping[str, str] = {**RunSettings.instead, **by_name(_TRL)}
 
 FREE_ON_RESUME = RunSettings.free_on_resume | {
     "checkpoint_every",

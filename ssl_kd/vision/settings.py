@@ -42,7 +42,7 @@ class VisionSettings(RunSettings):
         "dataloader_num_workers": "workers",
         "torch_compile": "compile",
     }
-    instead: ClassVar[Mapping[str, str]] = RunSettings.instead | by_name(
+    instead: ClassVar[Mapping[str, str]] = dict(RunSettings.instead) | by_name(
         {
             "Did you mean --dataset? It takes a folder, too.": "dataset_path",
             "Did you mean --n_heads?": "heads",

@@ -215,15 +215,15 @@ sys.exit(guarded(work))
 @pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path, closed, unbuffered):
     """Far more is written than a pipe holds, before and after its reader closed it."""
-    first = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    first |= {"both": {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}}.get(
-        closed, {closed: subprocess.PIPE}
-    )
+    out = subprocess.DEVNULL if closed == "stderr" else subprocess.PIPE
+    err = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "both": subprocess.STDOUT}
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", LEAVES]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, **first) as job:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=out, stderr=err[closed]
+    ) as job:
         pipe = job.stderr if closed == "stderr" else job.stdout
-        assert pipe.readline()
+        assert pipe is not None and pipe.readline()
         pipe.close()
         assert job.wait(60) == 0
     assert (tmp_path / "report.html").read_text() == "the report"
