@@ -1,7 +1,7 @@
 """The settings of `python scripts/distill.py`: plain literals, read and never executed.
 
 A preset beats the value here, and a flag of the same name beats both: `--learning_rate 1e-5` or
-`--learning-rate 1e-5`. `python scripts/distill.py --help` says what each may be and lists the
+`--learning-rate 1e-5`. `python scripts/distill.py --help-all` says what each may be and lists the
 presets; a name or value that cannot be is refused.
 """
 
@@ -181,15 +181,19 @@ KA_FORWARDS = 2
 MAX_STEPS = 500
 # Passes over the data, above 0 to 1000000; None: MAX_STEPS decides.
 EPOCHS = None
-# Rows per forward pass, from 1; torchrun's processes share them. If memory runs out, lower it and
-# raise GRADIENT_ACCUMULATION_STEPS.
+# Rows per forward pass, of all processes together, from 1; a step has GRADIENT_ACCUMULATION_STEPS
+# times as many. torchrun's processes share them. If memory runs out, lower it and raise
+# GRADIENT_ACCUMULATION_STEPS.
 BATCH_SIZE = 8
 # Forward passes per step, from 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
 # Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for what is cut from a
 # teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
 LEARNING_RATE = None
-# Fraction of the steps that warm up, 0 up to, not including, 1; a cosine to zero follows.
+# Learning rate after the warm-up: cosine (to zero) | linear (to zero) | constant_with_warmup |
+# constant (without a warm-up).
+LR_SCHEDULE = "cosine"
+# Fraction of the steps that warm up, 0 up to, not including, 1; LR_SCHEDULE follows.
 WARMUP_FRACTION = 0.1
 # Decoupled weight decay of AdamW, 0 to 10.
 WEIGHT_DECAY = 0.01
@@ -246,7 +250,7 @@ PATIENCE = None
 BASELINE = False
 # Prompts whose answers the report shows, 0 to 100.
 GENERATIONS = 4
-# Maximum tokens of a generated answer, from 1.
+# Maximum tokens of an answer, from 1; not of ON_POLICY's.
 MAX_NEW_TOKENS = 64
 # Maximum held-out prompts with reference answers that the student is asked, from 0; 0: none.
 ANSWER_PROMPTS = 100

@@ -11,8 +11,6 @@ from pathlib import Path
 from ssl_kd.cli import distill_as, program
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.step import precision_of
-from ssl_kd.ranks import follows
 from ssl_kd.settings import SettingsError
 
 CONFIG = Path(__file__).with_name("config.py")
@@ -50,6 +48,7 @@ def main(words: list[str]) -> int:
             "warmup_fraction": 0.1,
             "clip_grad": 1.0,
             "block_size": 512,
+            "packing": False,  # a question a row
             "verbose_steps": 5,
             "stop_after": 1,  # a NaN stops, and is explained ...
             "spike_factor": 1e9,  # ... while a large gradient is clipped, and no more
@@ -62,6 +61,9 @@ def main(words: list[str]) -> int:
             presets={"quantumbench": values},
             preset="quantumbench",
         )
+        from ssl_kd.language.step import precision_of  # --help and a wrong flag do without torch
+        from ssl_kd.ranks import follows
+
         precision = precision_of(settings)
         if given.fp16 and precision.device.type == "cuda":
             settings = settings.replace(model_dtype="float16")

@@ -25,13 +25,14 @@ SFT = {
     "lora_alpha": 32.0,
     "learning_rate": 2e-4,
     "epochs": 3.0,
-    "batch_size": 4,  # times 8 is 32 ...
-    "gradient_accumulation_steps": 8,
+    "batch_size": 32,
+    "lr_schedule": "linear",
+    "weight_decay": 0.0,
     "clip_grad": 1.0,
     "gradient_checkpointing": True,
     "model_dtype": "float32",
     "tensorboard": True,
-    "packing": False,  # ... questions, one a row
+    "packing": False,  # a question a row
     "block_size": 512,
     "max_new_tokens": 256,
 }
@@ -140,7 +141,7 @@ def main(words: list[str]) -> int:
     jobs = parser.add_subparsers(dest="job", required=True)
     training = jobs.add_parser(
         "train",
-        help="rate 2e-4, 3 epochs, 32 questions a step, norm 1, gradient checkpointing",
+        help="rate 2e-4, linear to 0, 3 epochs, 32 questions a step, norm 1, checkpointing",
         allow_abbrev=False,
     )
     testing = jobs.add_parser("test", help="accuracy and answer rate", allow_abbrev=False)

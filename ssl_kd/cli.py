@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
 from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError
-from ssl_kd.failures import LANGUAGE_MEMORY, guarded, say
+from ssl_kd.failures import LANGUAGE_MEMORY, guarded, keep_writing, say
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.settings import nearest
 
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The words after the program's name; None: this process's own.
     """
+    keep_writing()
     if argv is None:
         sys.path.append("")  # where one stands, as `python train.py` has it: heads/ is there
     words = list(sys.argv[1:] if argv is None else argv)
@@ -371,12 +372,13 @@ def _language_settings(
     argv: Sequence[str], prog: str, config: Path = LANGUAGE_CONFIG, preset: str | None = None
 ) -> LanguageSettings:
     from ssl_kd.language.checks import check_packages
-    from ssl_kd.language.presets import PRESETS
+    from ssl_kd.language.presets import NOTES, PRESETS
     from ssl_kd.language.settings import LanguageSettings
 
-    found = read_settings(LanguageSettings, argv, config, prog=prog, presets=PRESETS, preset=preset)
-    check_packages(found)
-    return found
+    known = {"presets": PRESETS, "notes": NOTES}
+    settings = read_settings(LanguageSettings, argv, config, prog=prog, preset=preset, **known)
+    check_packages(settings)
+    return settings
 
 
 def program(prog: str) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from ssl_kd.errors import (
     FAILED,
@@ -41,9 +43,8 @@ def guarded(
             as it stands.
     """
     try:
+        keep_writing()
         _check_folder()
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character
-            sys.stdout.reconfigure(errors="backslashreplace")
         return work()
     except (Exception, KeyboardInterrupt) as error:
         known = _explained(error, again, memory, kept)
@@ -79,6 +80,34 @@ def _explained(error: BaseException, again: str, memory: str, kept: str) -> tupl
         place = "" if error.filename is None else f"{error.filename}: "
         return code_of(error), f"{place}{error.strerror}" if error.strerror else str(error)
     return None
+
+
+class _Screen(io.FileIO):
+    """A terminal or pipe that its reader may close: what comes after that is dropped."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            return len(data)
+
+
+def keep_writing() -> None:
+    """Let no reader that leaves (`| head -1`), and no character it cannot show, end the work."""
+    fresh = "torch" not in sys.modules and sys.stdout is sys.__stdout__  # of a command, not a test
+    if sys.getfilesystemencoding() == "ascii" and fresh and os.environ.get("PYTHONUTF8") != "1":
+        again = [sys.executable, *sys.orig_argv[1:]]  # LC_ALL=C: names are UTF-8 nevertheless
+        os.execve(sys.executable, again, os.environ | {"PYTHONUTF8": "1"})
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            buffer = io.BufferedWriter(_Screen(stream.fileno(), "w", closefd=False))
+            how = stream.encoding, "backslashreplace"
+            setattr(sys, name, io.TextIOWrapper(buffer, *how, line_buffering=True))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _check_folder() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -103,6 +104,7 @@ def read_settings(
     prog: str,
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     preset: str | None = None,
+    notes: Mapping[str, str] = MappingProxyType({}),
     derive: Callable[[S, Mapping[str, Any]], S] = lambda settings, given: settings,
 ) -> S:
     """Resolve settings: defaults, then the file, then the preset, then the flags.
@@ -114,53 +116,69 @@ def read_settings(
         prog: What `--help` calls the program.
         presets: Name -> the settings that it changes, for `--preset`.
         preset: The preset where no `--preset` is given.
+        notes: Preset -> a line that the first process prints where that preset is used.
         derive: Gets these settings, and those that flags gave; what it returns is returned.
 
     Raises:
         SettingsError: Names what is misspelt, mistyped or out of range, and what is allowed.
-        SystemExit: With code 0, after `--help`.
+        SystemExit: With code 0, after `--help` or `--help-all`.
     """
+    hidden = [name for name in cls.rules() if cls.first and name not in cls.first]
+    hidden = [] if "--help-all" in map(hyphenated, argv) else hidden
+    more = f"{len(hidden)} more settings are flags, too: {prog} --help-all lists them."
     parser = FlagParser(
         prog=prog,
         usage=f"{prog} [flags]",
         formatter_class=_Help,
         description=f"Every setting of {config.name} as a flag; a flag beats the file.",
+        epilog=more if hidden else None,
         allow_abbrev=False,
+        add_help=False,
     )
+    help = "the settings that most runs change; --help-all: all settings"
+    parser.add_argument("-h", "--help", "--help-all", action="help", help=help)
     extra = {"config": f"file of settings (default: {config})"}
     if presets:
         listed = ", ".join(presets)
         extra["preset"] = f"settings that go together (default: {preset}; one of {listed})"
     for name, help in extra.items():
         parser.add_argument(f"--{name}", nargs="*", metavar="STR", help=help.replace("%", "%%"))
-    _add_flags(parser, cls)
-    given = _given(parser, cls, argv, tuple(extra))
-    file, preset = given.pop("config", None), given.pop("preset", preset)
-    values = {
-        name: value if isinstance(value, bool) else cls.parse(name, value)
-        for name, value in given.items()
-    }
+    _add_flags(parser, cls, hidden)
+    values = _given(parser, cls, argv, tuple(extra))
+    file, preset = values.pop("config", None), values.pop("preset", preset)
     if preset is not None:
         if preset not in presets:
             listed = ", ".join(presets)
             raise SettingsError(f"PRESET is {preset!r}, not {listed}.{nearest(preset, presets)}")
         values = {**presets[preset], **values}
     if file is None and not os.path.lexists(config):  # a broken link is no missing file
-        return derive(cls(**values), values)
-    return derive(cls.from_file(config if file is None else file).replace(**values), values)
+        settings = derive(cls(**values), values)
+    else:
+        settings = derive(cls.from_file(config if file is None else file).replace(**values), values)
+    if preset is not None and preset in notes and os.environ.get("RANK", "0") == "0":
+        print(f"ssl_kd: preset {preset}: {notes[preset]}", file=sys.stderr)
+    return settings
 
 
-def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
-    """A flag for each setting, in the sections of the settings file."""
-    group: Any = parser
-    for name, (kind, _, rule) in cls.rules().items():
-        if rule.section:
+def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings], hidden: list[str]) -> None:
+    """Add a flag for each setting, in the sections of the settings file where none is hidden."""
+    group: Any = parser.add_argument_group("what most runs set") if hidden else parser
+    for name in [*cls.first, *hidden] if hidden else cls.rules():
+        kind, _, rule = cls.rules()[name]
+        if rule.section and not hidden:
             group = parser.add_argument_group(rule.section)
-        allowed = f"; {cls.allowed(name)}" if rule.bounded else ""
-        help = f"{rule.help} (default: {getattr(cls, name)}{allowed})".replace("%", "%%")
+        help = f"{rule.help} (default: {getattr(cls, name)}"
+        help += f"; {cls.allowed(name)})" if rule.bounded else ")"
+        others = [f"--{alias}" for alias, field in cls.aliases.items() if field == name]
+        others = [o + " (per process)" * (o[2:] in cls.per_process) for o in others]
+        help += f" Also: {', '.join(others)}" if others else ""
+        help = argparse.SUPPRESS if name in hidden else help.replace("%", "%%")
         flag = f"--{name.replace('_', '-')}"
         if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
+            # As transformers' HfArgumentParser: --resume, --resume False and --no-resume.
+            group.add_argument(flag, nargs="?", const="True", metavar="False", help=help)
+            no = {"dest": name, "const": "False", "help": argparse.SUPPRESS}
+            group.add_argument(f"--no-{flag[2:]}", action="store_const", **no)
         else:
             # Words stay words here, any number of them: what they mean and what is allowed is
             # decided by `Settings`, in one place for file and flags.
@@ -170,33 +188,36 @@ def _add_flags(parser: argparse.ArgumentParser, cls: type[Settings]) -> None:
 def _given(
     parser: argparse.ArgumentParser, cls: type[Settings], argv: Sequence[str], extra: Sequence[str]
 ) -> dict[str, Any]:
-    """The value of each flag that was given, a word or whether it is on."""
+    """Return the checked value of each flag that came."""
     spelt: dict[str, str] = {}  # flag as the parser knows it -> as it came
     names: dict[str, str] = {}  # setting -> the name that it came under
-    words = []
+    flags = []
     for word in argv:
-        words.append(word)
+        flags.append(word)
         if word.startswith("--"):
             flag, equals, value = word[2:].partition("=")
             name = flag.replace("-", "_")
-            field = cls.aliases.get(name, name)
+            plain = name.removeprefix("no_")
+            field = name.removesuffix(plain) + cls.aliases.get(plain, plain)
             if names.setdefault(field, name) != name:
                 raise SettingsError(
                     f"--{names[field]} and --{name} are the same setting: give one of them."
                 )
-            words[-1] = f"--{field}{equals}{value}"
-        spelt[words[-1]] = word
-    found, unknown = parser.parse_known_args(words)
+            flags[-1] = f"--{field}{equals}{value}"
+        spelt[flags[-1]] = word
+    parsed, unknown = parser.parse_known_args(flags)
     if unknown:
         raise SettingsError(_unknown(cls, spelt[unknown[0]], extra))
-    given = {name: value for name, value in vars(found).items() if value is not None}
-    for name, value in given.items():
-        if isinstance(value, list):
-            if len(value) != 1:
-                allowed = {"config": "a file", "preset": "a name"}.get(name) or cls.allowed(name)
-                came = f"{' '.join(value)!r}" if value else "nothing"
-                raise SettingsError(f"--{name} takes one value, {allowed}; {came} came after it.")
-            given[name] = value[0]
+    given: dict[str, Any] = {}
+    for name, texts in vars(parsed).items():
+        if isinstance(texts, list) and len(texts) != 1:
+            allowed = {"config": "a file", "preset": "a name"}.get(name) or cls.allowed(name)
+            came = f"{' '.join(texts)!r}" if texts else "nothing"
+            raise SettingsError(f"--{name} takes one value, {allowed}; {came} came after it.")
+        if texts is not None:
+            text = texts[0] if isinstance(texts, list) else texts
+            given[name] = text if name in extra else cls.parse(name, text)
+            given[name] = cls.of_all(names.get(name, name), given[name])
     return given
 
 
@@ -204,8 +225,8 @@ def _unknown(cls: type[Settings], word: str, extra: Sequence[str]) -> str:
     """The message about a word that no flag takes."""
     if not word.startswith("-"):
         return (
-            f"{word!r} is the value of no flag. A flag takes one value; an on/off flag takes none:"
-            " --resume, --no-resume."
+            f"{word!r} is the value of no flag. A flag takes one value; an on/off flag takes none,"
+            " or True or False."
         )
     name = word.lstrip("-").partition("=")[0].replace("-", "_").lower()
     known = [*extra, *cls.rules()]

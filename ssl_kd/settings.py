@@ -13,6 +13,7 @@ import difflib
 import functools
 import json
 import math
+import os
 import re
 import textwrap
 import types
@@ -86,6 +87,11 @@ def setting(default: Any, help: str, more: str = "", **rule: Any) -> Any:
     return dataclasses.field(default=default, metadata={"rule": Rule(help, more, **rule)})
 
 
+def by_name(answers: Mapping[str, str]) -> dict[str, str]:
+    """Return name -> answer, of answer -> names separated by blanks."""
+    return {name: answer for answer, names in answers.items() for name in names.split()}
+
+
 @functools.cache
 def _fields(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
     """Of each setting, in the file's order: plain type, whether it may be None, and its rule."""
@@ -120,10 +126,16 @@ class Settings:
     # Older and foreign names that are taken for a setting: that name -> the setting's.
     aliases: typing.ClassVar[Mapping[str, str]] = {}
 
-    # Foreign names that no setting can stand for: that name -> the flags to use, in a sentence.
+    # Aliases whose value counts for one process, where the setting counts for all of them.
+    per_process: typing.ClassVar[frozenset[str]] = frozenset()
+
+    # Foreign names that no setting can stand for, or `hub_*` for a family of them: that name -> the
+    # flags to use, in a sentence.
     instead: typing.ClassVar[Mapping[str, str]] = {}
 
     file_heading: typing.ClassVar[str] = ""  # what the settings file says at its top
+
+    first: typing.ClassVar[tuple[str, ...]] = ()  # settings that --help shows; all of them if empty
 
     def __post_init__(self) -> None:
         """Check every field, then what holds between fields."""
@@ -194,6 +206,8 @@ class Settings:
             return None
         if text.lower() in rule.words:
             return text.lower()
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
         try:
             # A word that cannot be read is handed on as it is: `check` then says what is allowed.
             value = text if kind in (bool, str) else kind(text)
@@ -212,6 +226,17 @@ class Settings:
         return field
 
     @classmethod
+    def of_all(cls, name: str, value: Any) -> Any:
+        """Return the value of the setting that `name` means: for one per process, that of all.
+
+        torchrun sets WORLD_SIZE, the number of processes, before any setting is read.
+        """
+        if name.lower().replace("-", "_") not in cls.per_process or type(value) is not int:
+            return value
+        world = os.environ.get("WORLD_SIZE", "")
+        return value * (int(world) if world.isdecimal() else 1)
+
+    @classmethod
     def hint(cls, field: str, more: typing.Iterable[str] = ()) -> str:
         """What to use in place of a name that is no setting, as flags, or nothing.
 
@@ -221,7 +246,9 @@ class Settings:
         """
         if field in cls.instead:
             return f" {cls.instead[field]}"
-        return nearest(field, [*more, *_fields(cls), *cls.aliases], cls.aliases, "--{}".format)
+        near = nearest(field, [*more, *_fields(cls), *cls.aliases], cls.aliases, "--{}".format)
+        family = cls.instead.get(f"{field.partition('_')[0]}_*")
+        return near or (f" {family}" if family else "")
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +259,7 @@ class Settings:
             if field in names:
                 raise SettingsError(f"{names[field]} and {name} are the same setting: give one.")
             names[field] = name
-        return {field: values[name] for field, name in names.items()}
+        return {field: cls.of_all(name, values[name]) for field, name in names.items()}
 
     @classmethod
     def rules(cls) -> Mapping[str, tuple[type, bool, Rule]]:
@@ -272,7 +299,7 @@ class Settings:
         for name, (line, value) in found.items():
             try:
                 field = cls.named(name)
-                values[field] = cls.check(field, value)
+                values[field] = cls.of_all(name, cls.check(field, value))
             except SettingsError as error:
                 raise SettingsError(f"{path}, line {line}: {error}") from None
         try:
@@ -314,35 +341,39 @@ class RunSettings(Settings):
         "output_dir": "runs_dir",
         "per_device_train_batch_size": "batch_size",
         "save_steps": "checkpoint_every",
-        "train_batch_size": "batch_size",
         "warmup_ratio": "warmup_fraction",
     }
-    instead: typing.ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("ddp_backend", "ddp_timeout", "deepspeed", "fsdp", "fsdp_config", "local_rank"),
-            "torchrun starts several processes, of which each takes a GPU, see --device.",
-        ),
-        **dict.fromkeys(
-            ("adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
-            "The optimizer is AdamW; --learning_rate and --weight_decay set it.",
-        ),
-        **dict.fromkeys(
-            ("lr_scheduler_kwargs", "lr_scheduler_type"),
-            "The schedule is a cosine after a warm-up, see --warmup_fraction.",
-        ),
-        **dict.fromkeys(("data_seed", "full_determinism"), "Use --seed."),
-        **dict.fromkeys(
-            ("log_level", "logging_first_step", "logging_strategy"), "Use --log_every."
-        ),
-        **dict.fromkeys(("logging_dir", "report_to"), "Use --tensorboard."),
-        **dict.fromkeys(("no_cuda", "use_cpu"), "Use --device cpu."),
-        "auto_find_batch_size": "Use --batch_size.",
-        "overwrite_output_dir": "Use another --run_name: no run is ever overwritten.",
-        "resume_from_checkpoint": "Use --resume, and --run_name for a certain run.",
-        "save_strategy": "Use --checkpoint_every.",
-        "save_total_limit": "The last two checkpoints are kept, one each --checkpoint_every steps.",
-        "warmup_steps": "Use --warmup_fraction, a fraction of the steps.",
-    }
+    instead: typing.ClassVar[Mapping[str, str]] = by_name(
+        {
+            "torchrun starts several processes, of which each takes a GPU, see --device.": """
+                accelerator_config average_tokens_across_devices ddp_* deepspeed fsdp fsdp_config
+                local_rank log_on_each_node parallelism_config save_on_each_node""",
+            "The optimizer is AdamW; --learning_rate and --weight_decay set it.": """
+                adam_* optim optim_*""",
+            "Use --seed: the order of the samples follows from it.": """
+                data_seed full_determinism shuffle_dataset train_sampling_strategy""",
+            "Use --log_every.": """
+                disable_tqdm include_num_input_tokens_seen log_level log_level_replica
+                logging_first_step logging_nan_inf_filter logging_strategy skip_memory_metrics""",
+            "Use --tensorboard.": "logging_dir project trackio_*",
+            "Use --device cpu.": "no_cuda use_cpu",
+            "Use --batch_size.": "auto_find_batch_size train_batch_size",
+            "Use another --run_name: no run is ever overwritten.": "overwrite_output_dir",
+            "Use --resume, and --run_name for a certain run.": """
+                ignore_data_skip restore_callback_states_from_checkpoint resume_from_checkpoint""",
+            "Use --checkpoint_every.": "enable_jit_checkpoint save_only_model save_strategy",
+            "The last two checkpoints are kept, see --checkpoint_every.": "save_total_limit",
+            "Use --warmup_fraction, a fraction of the steps.": "warmup_steps",
+            "Every run trains and evaluates; --resume continues one.": """
+                batch_eval_metrics do_eval do_predict do_train eval_do_concat_batches
+                eval_use_gather_object include_for_metrics label_names prediction_loss_only""",
+            "There is none: faults are recorded in the run's folder, see ssl_kd replay.": "debug",
+            "A run uploads nothing: afterwards ssl_kd export uploads clusters, and `hf upload` the"
+            " student's folder.": "hub_* push_to_hub",
+            "There is none: the targets are used as they are, without smoothing or noise.": """
+                label_smoothing_factor neftune_noise_alpha""",
+        }
+    )
 
     device: str = setting(
         "auto",

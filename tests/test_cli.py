@@ -28,9 +28,10 @@ from ssl_kd.guard.recorder import Bundle, save_bundle
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.screen import ProgressBars
 from ssl_kd.settings import SettingsError
-from ssl_kd.training.folder import RunFinished, RunFolder, RunFolderError
+from ssl_kd.training.folder import RunFinished, RunFolderError
 from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision.settings import VisionSettings
+from tests.faults.matrix import row
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,6 +76,80 @@ def test_switches_and_none(config):
     assert read(["--no_resume"], config).resume is False
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--probe", "False"], False),
+        (["--probe=false"], False),
+        (["--probe", "true", "--seed", "7"], True),
+        (["--no-probe", "--probe"], True),  # the last one counts, as of any flag
+        (["--probe", "TRUE", "--no_probe"], False),
+    ],
+)
+def test_a_switch_may_be_written_as_hf_argument_parser_has_it(words, expected, config):
+    assert read(words, config).probe is expected
+
+
+HOSTILE = [
+    ["--"],
+    ["--", "--seed", "5"],
+    ["--=5"],
+    ["---seed=5"],
+    ["-"],
+    ["-s5"],
+    [""],
+    ["--seed", ""],
+    ["--seed= 5 6"],
+    ["--seed", "5", "--seed"],
+    ["--run_name", "--seed", "3"],
+    ["--run_name=a\0b"],
+    ["--run_name", "\udcff"],
+    ["--Resume", "True"],
+    ["--resume", "maybe"],
+    ["--resume=0"],
+    ["--no-no-resume"],
+    ["--no-"],
+    ["--no-seed=3"],
+    ["--no-help"],
+    ["--help-everything"],
+    ["--hel"],
+    ["--per_device_train_batch_size", "4", "--batch_size", "4"],
+    ["--per_device_train_batch_size", "4.0"],
+    ["--per_device_train_batch_size=" + "9" * 5000],
+    ["--seed", "9" * 5000],
+    ["--learning_rate", "-1e-3"],
+    ["--learning_rate", "1e999"],
+    ["--hub_"],
+    ["--hub_*", "x"],
+    ["--_"],
+    ["--" + "a" * 100_000],
+    ["--" + "adam_" * 10_000],
+    ["--dätäset", "x"],
+    ["--config", "", "--seed", "1"],
+    ["--config", "a", "--config"],
+    ["@config.py"],
+    ["--seed\n--resume"],
+]
+
+
+@row(1703)
+@pytest.mark.parametrize("argv", HOSTILE, ids=lambda argv: " ".join(argv)[:30])
+@pytest.mark.parametrize("command", [cli.train, cli.distill])
+def test_hostile_words_are_one_line_and_code_2(argv, command, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert command(argv, config=tmp_path / "config.py") == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("ssl_kd: ") and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_alias_of_a_switch_can_be_turned_off(config):
+    assert read(["--torch_compile"], config).compile
+    assert not read(["--torch_compile", "True", "--no-torch_compile"], config).compile
+    with pytest.raises(SettingsError, match="--no_compile and --no_torch_compile are the same"):
+        read(["--no_compile", "--no_torch_compile"], config)
+
+
 @pytest.mark.parametrize("name", VisionSettings.rules())
 def test_every_setting_is_a_flag(name, config):
     kind = VisionSettings.rules()[name][0]
@@ -98,7 +173,14 @@ def test_every_setting_is_a_flag(name, config):
         (["--seed"], "--seed takes one value, a whole number"),
         (["--seed", "--resume"], "--seed takes one value, a whole number"),
         (["--seed", "1", "2"], "'1 2' came after it"),
-        (["--resume", "True"], "'True' is the value of no flag"),
+        (["--resume", "yes"], "RESUME is 'yes', but must be True or False"),
+        (["--resume="], "RESUME is '', but must be True or False"),
+        (["--no-resume", "True"], "'True' is the value of no flag"),
+        (["--bf16", "True"], "There is no flag --bf16. Use --use_fp16"),
+        (["@more.txt"], "'@more.txt' is the value of no flag"),
+        (["--weight_decay", "-1e-3"], "There is no flag -1e-3"),
+        (["--no-seed"], "There is no flag --no-seed"),
+        (["--learn", "1"], "There is no flag --learn."),
         (["train"], "'train' is the value of no flag"),
         (["--student_temp", "0.01"], "STUDENT_TEMP is 0.01, but must be a finite number, at least"),
         (["--weight_decay", "-1"], "WEIGHT_DECAY is -1.0, but must be"),
@@ -106,7 +188,7 @@ def test_every_setting_is_a_flag(name, config):
         (["--teacher", "dinov"], "'timm:NAME', 'torchvision:NAME'. Did you mean dinov2?"),
         (["--loss", "temy"], "LOSS is 'temy', but must be one of 'temi', 'sharpened',"),
         (["--config"], "--config takes one value, a file"),
-        (["--resume=True"], "ignored explicit argument 'True'; --help lists all flags"),
+        (["--no-resume=True"], "ignored explicit argument 'True'; --help lists all flags"),
     ],
 )
 def test_a_bad_flag_is_one_message_and_code_2(argv, message, config, capfd):
@@ -128,7 +210,7 @@ def test_a_fault_in_the_file_is_one_message_and_code_2(config, capfd):
 def test_help_lists_every_flag_with_default_and_range(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as exit:
-        cli.train(["--help"])
+        cli.train(["--help-all"])
     assert exit.value.code == 0
     text = capsys.readouterr().out
     for name in VisionSettings.rules():
@@ -507,7 +589,7 @@ def test_progress_on_a_terminal_is_a_bar():
 
 
 @pytest.mark.parametrize(("reproduced", "code"), [(True, 0), (False, 1)])
-@pytest.mark.parametrize("mode", ["vision", "language", None])
+@pytest.mark.parametrize("mode", ["vision", "language"])
 def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returned(
     mode, reproduced, code, monkeypatch, tmp_path, capfd
 ):
@@ -519,11 +601,10 @@ def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returne
         report.reproduced = reproduced  # type: ignore[attr-defined]
         return report
 
-    how = {} if mode is None else {"mode": mode}  # a bundle of version 0.1 does not say which
     event = Event(0, "kd", "loss", "the loss is not finite", "cut out")
     path = tmp_path / "b.pt"
-    save_bundle(path, Bundle(event, torch.arange(2), {}, {"replay": how}))
-    monkeypatch.setattr(f"ssl_kd.{mode or 'vision'}.replay.replay", again)
+    save_bundle(path, Bundle(event, torch.arange(2), {}, {"replay": {"mode": mode}}))
+    monkeypatch.setattr(f"ssl_kd.{mode}.replay.replay", again)
     assert cli.main(["replay", str(path)]) == code
     assert capfd.readouterr().out == f"cause of {path}\n"
 
@@ -555,6 +636,8 @@ def other_than_default(cls, name):
         return 1
     if value is None and cls.rules()[name][0] is int:
         return 7
+    if cls.rules()[name][2].choices:
+        return cls.rules()[name][2].choices[-1]
     return "elsewhere" if isinstance(value, str) else 0.25 if not value else value / 2
 
 
@@ -572,7 +655,9 @@ def test_an_alias_works_by_file_flag_dictionary_and_on_resume(cls, old, new, tmp
     assert words(file=f"{old.upper()} = {value!r}\n") == expected
     for flag in (f"--{old}", f"--{old.replace('_', '-')}"):
         assert words(flag, str(value)) == words(f"{flag}={value}") == expected
-        assert words(flag, str(value), file=f"{new.upper()} = {value * 2!r}\n") == expected
+        assert (
+            words(flag, str(value), file=f"{new.upper()} = {getattr(cls(), new)!r}\n") == expected
+        )
     assert cls.from_dict({old.upper(): value}) == cls.from_dict({old: value}) == expected
 
     for one, two in ((old, new), (new, old)):
@@ -590,25 +675,6 @@ def test_an_alias_works_by_file_flag_dictionary_and_on_resume(cls, old, new, tmp
         words(f"--{old}x", "1")
 
 
-@pytest.mark.parametrize(("cls", "old", "new"), ALIASES)
-def test_a_run_that_noted_a_setting_under_its_older_name_is_resumed(cls, old, new, tmp_path):
-    place = {"runs_dir": str(tmp_path), "run_name": "a"}
-    change = {} if new in place else {new: cls.rules()[new][0](other_than_default(cls, new))}
-    began = cls(**place, **change)
-    with RunFolder(began) as folder:
-        folder.write_config(began)
-        folder.save_checkpoint(1, {})
-    path = folder.path / "config.json"
-    config = json.loads(path.read_text())
-    config["settings"][old.upper()] = config["settings"].pop(new.upper())
-    path.write_text(json.dumps(config))
-    with RunFolder(began.replace(resume=True)) as folder:
-        assert folder.path == path.parent
-    if change and new not in cls.free_on_resume:
-        with pytest.raises(SettingsError, match=f"other settings: {new.upper()} was "):
-            RunFolder(cls(**place, resume=True))
-
-
 @pytest.mark.parametrize("cls", [VisionSettings, LanguageSettings])
 def test_no_name_of_transformers_is_answered_by_a_guess(cls):
     transformers = pytest.importorskip("transformers")
@@ -623,6 +689,8 @@ def test_no_name_of_transformers_is_answered_by_a_guess(cls):
 def test_what_is_said_in_place_of_a_foreign_name_names_settings(cls):
     for name, said in cls.instead.items():
         assert name not in cls.aliases and name not in cls.rules()
+        if name.endswith("_*"):  # a family of names
+            name = name.replace("*", "qqqq")
         assert set(re.findall(r"--(\w+)", said)) <= cls.rules().keys(), said
         with pytest.raises(SettingsError) as refused:
             cls.named(name.upper())
@@ -637,7 +705,10 @@ def test_what_is_said_in_place_of_a_foreign_name_names_settings(cls):
         (VisionSettings, "--clip", "Did you mean --clip_grad?"),
         (VisionSettings, "--num_epochs", "Did you mean --epochs?"),
         (VisionSettings, "--fp16", "Use --use_fp16"),
-        (VisionSettings, "--eval_steps", "--help lists all flags."),
+        (VisionSettings, "--eval_steps", "A run evaluates once"),
+        (LanguageSettings, "--lr_shedule", "Did you mean --lr_schedule?"),
+        (LanguageSettings, "--lora_rnk", "Did you mean --lora_rank?"),
+        (LanguageSettings, "--lora_frobnicate", "Adapters are on every linear layer"),
         (VisionSettings, "--steps", "--help lists all flags."),
     ],
 )
@@ -646,13 +717,37 @@ def test_a_flag_is_only_suggested_where_it_is_near(cls, word, said, tmp_path):
         read_settings(cls, [word, "1"], tmp_path / "none.py", prog="x")
 
 
-def test_help_shows_no_alias(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("main", "cls"), [(cli.train, VisionSettings), (cli.distill, LanguageSettings)]
+)
+def test_help_shows_what_most_runs_set_and_help_all_every_setting(main, cls, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    with pytest.raises(SystemExit):
-        cli.distill(["--help"])
-    text = capsys.readouterr().out.replace("-", "_")
-    assert "__learning_rate" in text
-    assert not [old for old in LanguageSettings.aliases if f"__{old} " in text]
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main([flag])
+        assert ended.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    flags = {
+        flag: [
+            name
+            for name in cls.rules()
+            if re.search(rf"^  --{name.replace('_', '-')}\b", text, flags=re.M)
+        ]
+        for flag, text in shown.items()
+    }
+    assert sorted(flags["--help"]) == sorted(cls.first) and 10 <= len(cls.first) <= 15
+    assert flags["--help-all"] == [*cls.rules()]
+    more = len(cls.rules()) - len(cls.first)
+    assert f"{more} more settings are flags, too:" in shown["--help"]
+    assert "--help-all" in shown["--help"] and "more settings" not in shown["--help-all"]
+    for old, new in cls.aliases.items():
+        (line,) = (
+            part
+            for part in shown["--help-all"].split("\n  --")
+            if part.startswith(f"{new.replace('_', '-')} ")
+        )
+        assert re.search(rf"Also: .*--{old}\b", line), f"{old} is shown beside {new}"
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,8 @@ def _steps(distiller: Distiller, batch: Batch) -> Iterator[Finding]:
     settings, results, stopped = distiller.settings, [], ""
     try:
         for step in range(STEPS):
-            rate = learning_rate_at(step, STEPS, settings.peak_lr, settings.warmup_fraction)
+            how = settings.peak_lr, settings.warmup_fraction, settings.lr_schedule
+            rate = learning_rate_at(step, STEPS, *how)
             results.append(distiller.step([batch], rate))
     except TooFewHealthyParts as error:
         stopped = str(error)

@@ -50,6 +50,7 @@ class Keywords(TypedDict, total=False):
     lora_quantization: Literal["nf4"] | None
     lora_rank: int
     loss_mean: Literal["tokens", "sequences"]
+    lr_schedule: Literal["cosine", "linear", "constant_with_warmup", "constant"]
     max_megabytes: float | None
     max_new_tokens: int
     max_steps: int

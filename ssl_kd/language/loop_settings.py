@@ -76,7 +76,7 @@ class LoopSettings(RunSettings):
         " distilling pays",
     )
     generations: int = setting(4, "prompts whose answers the report shows", low=0, high=100)
-    max_new_tokens: int = setting(64, "maximum tokens of a generated answer", low=1)
+    max_new_tokens: int = setting(64, "maximum tokens of an answer; not of ON_POLICY's", low=1)
     answer_prompts: int = setting(
         100,
         "maximum held-out prompts with reference answers that the student is asked; 0: none",

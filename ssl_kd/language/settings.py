@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ssl_kd.divergences import DIVERGENCES, JS_BETA
 from ssl_kd.language.checks import check_language
 from ssl_kd.language.loop_settings import LoopSettings
-from ssl_kd.language.names import ALIASES, FREE_ON_RESUME, HEADING, INSTEAD
+from ssl_kd.language.names import ALIASES, FIRST, FREE_ON_RESUME, HEADING, INSTEAD, PER_PROCESS
 from ssl_kd.settings import setting
 
 
@@ -21,7 +21,9 @@ class LanguageSettings(LoopSettings):
     free_on_resume: ClassVar[frozenset[str]] = FREE_ON_RESUME
     extended_by: ClassVar[str | None] = "max_steps"
     aliases: ClassVar[Mapping[str, str]] = ALIASES
+    per_process: ClassVar[frozenset[str]] = PER_PROCESS
     instead: ClassVar[Mapping[str, str]] = INSTEAD
+    first: ClassVar[tuple[str, ...]] = FIRST
     file_heading: ClassVar[str] = HEADING
 
     teacher_model: str = setting(
@@ -333,8 +335,10 @@ class LanguageSettings(LoopSettings):
     )
     batch_size: int = setting(
         8,
-        "rows per forward pass; torchrun's processes share them",
-        "If memory runs out, lower it and raise GRADIENT_ACCUMULATION_STEPS.",
+        "rows per forward pass, of all processes together; a step has GRADIENT_ACCUMULATION_STEPS"
+        " times as many",
+        "torchrun's processes share them. If memory runs out, lower it and raise"
+        " GRADIENT_ACCUMULATION_STEPS.",
         low=1,
     )
     gradient_accumulation_steps: int = setting(
@@ -347,8 +351,14 @@ class LanguageSettings(LoopSettings):
         low=0,
         high=100,
     )
+    lr_schedule: str = setting(
+        "cosine",
+        "learning rate after the warm-up: cosine (to zero) | linear (to zero) |"
+        " constant_with_warmup | constant (without a warm-up)",
+        choices=("cosine", "linear", "constant_with_warmup", "constant"),
+    )
     warmup_fraction: float = setting(
-        0.1, "fraction of the steps that warm up; a cosine to zero follows", low=0, below=1
+        0.1, "fraction of the steps that warm up; LR_SCHEDULE follows", low=0, below=1
     )
     weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -84,14 +84,6 @@ class StudentStep:
     tokens: int
     router: dict[str, float | None]
     rollouts: dict[str, float | None] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> StudentStep:
-        """A step of a checkpoint; older ones have `ce` and `kd` beside the other fields."""
-        fields: dict[str, Any] = dict(saved)
-        older = {name: fields.pop(name) for name in ("ce", "kd") if name in fields}
-        terms = {name: value for name, value in older.items() if value is not None}
-        return cls(**{"terms": terms, **fields})
 
     @property
     def ce(self) -> float | None:
@@ -380,13 +372,10 @@ class Distiller(Objective):
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
         self.guard.load_state_dict(self._for_all(state["guard"]))
         self.tokens, self.witness.explained = state["tokens"], set(state["explained"])
-        terms, done = self.guard.terms, self.guard.steps
-        healthy = {name: done - int(terms[name].skipped) for name in self.weights if name in terms}
-        self.learned |= state.get("learned", healthy)  # older checkpoints have only their health
-        self.recent = [StudentStep.of(row) for row in state["recent"]]
-        beside = state.get("beside", state)  # older ones have `aligned` among the others
+        self.learned |= state["learned"]
+        self.recent = [StudentStep(**row) for row in state["recent"]]
         for name, module in self.beside.items():
             for key, p in module.state_dict().items():
-                p.copy_(spread(beside[name][key], p))
+                p.copy_(spread(state["beside"][name][key], p))
         if isinstance(self.source, Routed):
             self.source.load(state["router"])

@@ -132,6 +132,7 @@ def trained_teacher(
         **TEXT_ALONE,
         loss_mean="tokens",
         learning_rate=TEACHER_LR,
+        lr_schedule="cosine",
         clip_grad=1.0,
         teacher_quantization=None,
         lora_rank=0,

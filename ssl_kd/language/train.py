@@ -115,9 +115,9 @@ class _Student:
         """One guarded step on some rows of the text."""
         distiller, settings = self.distiller, self.distiller.settings
         team = distiller.team
-        peak, warmup = settings.peak_lr, settings.warmup_fraction
+        how = settings.peak_lr, settings.warmup_fraction, settings.lr_schedule
         distiller.follow(step, self.steps)
-        self._learning_rate = rate = learning_rate_at(step, self.steps, peak, warmup)
+        self._learning_rate = rate = learning_rate_at(step, self.steps, *how)
         gpus = [self._device] if self._device.type == "cuda" else []
         key = (step,) if team.rank == 0 else (step, team.rank)
         with seeded(seed_of(settings.seed, *key), gpus):  # of dropout

@@ -140,7 +140,8 @@ def first_forward(settings: LanguageSettings, task: Task) -> str:
     heads = {who: without_adapters(lm).get_output_embeddings() for who, lm in sides.items()}
     logits = ", ".join(f"{who} [{rows}, {len(head.weight)}]" for who, head in heads.items())
     return (
-        f"logits: {logits}; temperature {settings.temperature:g}; weights: "
+        f"logits: {logits}; temperature {settings.temperature:g}, by whose square "
+        f"{settings.temperature**2:g} the divergence is multiplied; weights: "
         f"ce {settings.alpha_ce:g}, kd {settings.alpha_kd:g}"
         + (f", hidden {settings.alpha_hidden:g}" if settings.alpha_hidden else "")
         + (f", attention {settings.alpha_attention:g}" if settings.alpha_attention else "")
@@ -151,6 +152,7 @@ def say_step(settings: LanguageSettings, step: int, result: StudentStep) -> None
     """Log the first steps."""
     if step < settings.verbose_steps:
         terms = ", ".join(f"{name} {value:.4f}" for name, value in result.terms.items())
+        terms += f", combined loss {result.loss:.4f}"
         logger.info("step %d: %s, gradient norm %.3g", step + 1, terms, result.grad_norm)
 
 

@@ -417,8 +417,6 @@ def _check_same(path: Path, settings: RunSettings) -> None:
             "without --resume"
         ) from error
     saved = type(settings)().to_dict() | saved  # what it did not know yet was as it is by default
-    renamed = {old.upper(): new.upper() for old, new in settings.aliases.items()}
-    saved = {renamed.get(name, name): value for name, value in saved.items()}
     now = settings.to_dict()
     free = {name.upper() for name in settings.free_on_resume}
     more, grows = _extends(path, settings), str(settings.extended_by).upper()
@@ -428,9 +426,11 @@ def _check_same(path: Path, settings: RunSettings) -> None:
         if name not in free and saved.get(name) != value and not (more and name == grows)
     ]
     if differ:
+        counts = " (the rows of all processes)" if settings.per_process else ""
+        shown = "; ".join(differ).replace("BATCH_SIZE was", f"BATCH_SIZE{counts} was")
         raise SettingsError(
-            f"{path.name} cannot be resumed with other settings: {'; '.join(differ)}. Give the "
-            "same ones, or start a new run without --resume"
+            f"{path.name} cannot be resumed with other settings: {shown}. Give the same ones, or "
+            "start a new run without --resume"
         )
 
 

@@ -5,17 +5,27 @@ from __future__ import annotations
 import math
 
 
-def learning_rate_at(step: int, steps: int, peak: float, warmup_fraction: float) -> float:
-    """Linear warm-up to `peak`, then a cosine down to 0 at the last step.
+def learning_rate_at(
+    step: int, steps: int, peak: float, warmup_fraction: float, schedule: str = "cosine"
+) -> float:
+    """Return the learning rate of a step: a linear warm-up to `peak`, then what `schedule` says.
 
     Args:
         step: from 0 to `steps - 1`.
         steps: in all.
         peak: the largest learning rate.
         warmup_fraction: share of the steps that warm up, 0 up to, not including, 1.
+        schedule: `cosine` or `linear`, down to 0 after the last step; `constant_with_warmup`;
+            `constant`, without a warm-up.
     """
+    if schedule == "constant":
+        return peak
     warmup = max(1, round(warmup_fraction * steps))
     if step < warmup:
         return peak * (step + 1) / warmup
+    if schedule == "constant_with_warmup":
+        return peak
     done = (step - warmup) / max(1, steps - warmup)
+    if schedule == "linear":
+        return peak * (1 - done)
     return peak * 0.5 * (1 + math.cos(math.pi * done))

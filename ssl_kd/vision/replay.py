@@ -139,8 +139,6 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
     """
     settings, tensors = dict(bundle.settings), bundle.tensors
     how = settings.pop("replay")
-    if isinstance(how, dict):
-        how = {"mode": "vision", **how}  # version 0.1 recorded one mode only
     views, marginal = tensors.get("views"), tensors.get("marginal")
     if not has_fields(how, _REPLAY) or how["student"] not in DTYPES:
         raise damaged(path, "its replay settings are not those of a step")

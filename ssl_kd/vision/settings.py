@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ssl_kd.imports import IMPORT_PATH
-from ssl_kd.settings import RunSettings, SettingsError, setting
+from ssl_kd.settings import RunSettings, SettingsError, by_name, setting
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 
 __all__ = ["SettingsError", "VisionSettings"]
@@ -36,31 +36,47 @@ class VisionSettings(RunSettings):
         "workers",
     }
 
+    # Each process trains some heads on whole batches: BATCH_SIZE is that of a device already.
     aliases: ClassVar[Mapping[str, str]] = {
         **RunSettings.aliases,
         "dataloader_num_workers": "workers",
+        "torch_compile": "compile",
     }
-    instead: ClassVar[Mapping[str, str]] = {
-        **RunSettings.instead,
-        "dataset_path": "Did you mean --dataset? It takes a folder, too.",
-        "heads": "Did you mean --n_heads?",
-        **dict.fromkeys(
-            ("bf16", "fp16"), "Use --use_fp16: half precision of the kind that suits the device."
-        ),
-        **dict.fromkeys(
-            ("dataloader_in_order", "dataloader_persistent_workers"),
-            "Use --workers for the number of threads; their order never matters.",
-        ),
-        "gradient_accumulation_steps": "A step is one batch: raise --batch_size.",
-        "gradient_checkpointing": "Where memory runs out, lower --batch_size or --n_heads.",
-        "per_device_eval_batch_size": "Use --extract_batch_size for the teacher's batches.",
-    }
+    instead: ClassVar[Mapping[str, str]] = dict(RunSettings.instead) | by_name(
+        {
+            "Did you mean --dataset? It takes a folder, too.": "dataset_path",
+            "Did you mean --n_heads?": "heads",
+            "Use --use_fp16: half precision of the kind that suits the device.": """
+                bf16 bf16_full_eval fp16 fp16_full_eval""",
+            "Use --use_tf32.": "tf32",
+            "Use --compile, which has no mode.": "torch_compile_backend torch_compile_mode",
+            "Use --tensorboard.": "report_to",
+            "The schedule is a cosine after a warm-up, see --warmup_fraction.": "lr_*",
+            "Use --workers for the number of threads; their order never matters.": """
+                dataloader_* dataloader_in_order dataloader_persistent_workers""",
+            "A step is one batch: raise --batch_size.": "gradient_accumulation_steps",
+            "Where memory runs out, lower --batch_size or --n_heads.": """
+                activation_* gradient_checkpointing gradient_checkpointing_kwargs
+                torch_empty_cache_steps""",
+            "Use --extract_batch_size for the teacher's batches.": "per_device_eval_batch_size",
+            "A run evaluates once, after its last step; --log_every is for the losses.": """
+                eval_* greater_is_better load_best_model_at_end metric_for_best_model""",
+            "There is none: small heads are trained on embeddings of --dataset.": """
+                length_column_name liger_kernel_config remove_unused_columns use_cache
+                use_liger_kernel""",
+        }
+    )
+
+    first: ClassVar[tuple[str, ...]] = tuple(
+        "dataset teacher n_clusters n_heads epochs batch_size embeddings_dir force_recompute device"
+        " runs_dir run_name resume".split()
+    )
 
     file_heading: ClassVar[str] = """\
 The settings of `python train.py`: plain literals, read and never executed.
 
 A flag of the same name beats the value here: `python train.py --n_heads 16` or `--n-heads 16`.
-`python train.py --help` says what each may be; a name or value that cannot be is refused.
+`python train.py --help-all` says what each may be; a name or value that cannot be is refused.
 """
 
     dataset: str = setting(

@@ -206,32 +206,21 @@ class HeadTrainer:
         return self.state.tensors() | good | {"good_step": self._rows.good_step} | memory
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` gave, of this version or an older one.
-
-        An older checkpoint knows no last good state (it is one itself), and `skipped` and `streak`
-        are all that it remembers of the heads' health.
+        """Take over what `tensors` gave.
 
         Raises:
             ValueError: a tensor is missing or has another shape.
         """
-        older = {
-            f"health.{name}": tensors[name] for name in ("skipped", "streak") if name in tensors
-        }
         for name, mine in self.tensors().items():
             if name.startswith("recovery."):
                 continue
             saved = tensors.get(name)
-            if saved is None:
-                saved = older.get(name, tensors.get(name.removeprefix("good.")))
-            if saved is None and (name == "good_step" or (older and name.startswith("health."))):
-                continue
             if saved is None or saved.shape != mine.shape:
                 found = "is missing" if saved is None else f"is {list(saved.shape)}"
                 raise ValueError(f"{name} {found}, expected {list(mine.shape)}")
             mine.copy_(saved)
-        names = [f"recovery.{name}" for name in self.recovery.tensors()]
-        if all(name in tensors for name in names):
-            self.recovery.load({n.removeprefix("recovery."): tensors[n] for n in names})
+        names = self.recovery.tensors()
+        self.recovery.load({name: tensors[f"recovery.{name}"] for name in names})
 
     def step(
         self,

@@ -672,4 +672,20 @@ ROWS = {
         "a package that the run needs is not installed",
         "one line with the command that installs it, before torch and any folder",
     ),
+    1700: Row(
+        "a batch size of one device (`per_device_train_batch_size`) is given to several processes",
+        "BATCH_SIZE is that of all, recorded as such; resumed with others, both totals are named",
+    ),
+    1701: Row(
+        "who reads the screen leaves (`2>&1 | head -1`, a terminal that is gone)",
+        "the run goes on to its report, with exit code 0",
+    ),
+    1702: Row(
+        "paths outside ASCII where Python reads names as ASCII (LC_ALL=C, PYTHONUTF8=0)",
+        "as in a UTF-8 locale",
+    ),
+    1703: Row(
+        "a flag of TRL or transformers that means something else here, or nothing",
+        "refused with the flag to use in its place, or why there is none",
+    ),
 }

@@ -1,6 +1,10 @@
 """Rows 96 to 100: commands, settings, folders."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +18,8 @@ from ssl_kd.ranks import refuse_ranks
 from ssl_kd.vision.run import run
 from tests.faults.inject import no_run, one_line, stopped, weights
 from tests.faults.matrix import row
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -181,3 +187,102 @@ def test_a_settings_file_that_is_none_is_named(settings, train_py, tmp_path, tex
     code, error = train_py(settings(), f"--config={path}")
     assert code == 2 and str(path) in one_line(error) and said in error
     assert no_run(settings())
+
+
+LEAVES = """
+import logging, sys
+from pathlib import Path
+from ssl_kd.failures import guarded
+from ssl_kd.screen import ProgressBars, open_screen
+
+def work():
+    screen = open_screen()
+    with ProgressBars(screen) as progress:
+        progress.quiet_seconds = 0.0
+        for step in range(3000):
+            progress("train", step, 3000, {"loss": "1.0"})
+            logging.getLogger("ssl_kd.x").info("a line of the log")
+            print("a line of the result", file=sys.stdout if step % 2 else sys.stderr)
+    Path("report.html").write_text("the report")
+    return 0
+
+sys.exit(guarded(work))
+"""
+
+
+@row(1701)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path, closed, unbuffered):
+    """Far more is written than a pipe holds, before and after its reader closed it."""
+    out = subprocess.DEVNULL if closed == "stderr" else subprocess.PIPE
+    err = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "both": subprocess.STDOUT}
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LEAVES]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=out, stderr=err[closed]
+    ) as job:
+        pipe = job.stderr if closed == "stderr" else job.stdout
+        assert pipe is not None and pipe.readline()
+        pipe.close()
+        assert job.wait(60) == 0
+    assert (tmp_path / "report.html").read_text() == "the report"
+
+
+@row(1701)
+@pytest.mark.parametrize("words", [["--help"], ["config", "train"], ["train", "--help-all"], ["x"]])
+def test_a_command_whose_reader_left_at_once_ends_as_ever(tmp_path, words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ssl_kd", *words]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=writer,
+        stderr=writer,
+    )
+    os.close(writer)
+    assert done.returncode == (2 if words == ["x"] else 0)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
+def test_a_result_that_cannot_be_written_is_still_a_failure(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ssl_kd", "config", "train"],
+            cwd=tmp_path,
+            env=environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1 and one_line(done.stderr).endswith("No space left on device")
+
+
+@row(1702)
+@pytest.mark.parametrize("utf8", ["0", ""])
+@pytest.mark.parametrize("locale", ["C", "POSIX"])
+def test_names_outside_ascii_are_read_under_any_locale(tmp_path, locale, utf8):
+    folder = tmp_path / "Füße"
+    folder.mkdir()
+    (folder / "einstellungen ☃.py").write_text('RUNS_DIR = "läufe"\nLERNING_RATE = 1\n', "utf-8")
+    environment = {key: value for key, value in os.environ.items() if key[:3] not in ("LC_", "LAN")}
+    environment |= {"LC_ALL": locale, "PYTHONUTF8": utf8, "PYTHONCOERCECLOCALE": "0"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "ssl_kd", "train", "--config", "einstellungen ☃.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+    )
+    line = one_line(done.stderr.decode())
+    assert done.returncode == 2 and "einstellungen ☃.py, line 2: There is no setting" in line
+    done = subprocess.run(
+        [sys.executable, "-m", "ssl_kd", "train", "--runs_dir", "läufe", "--seed", "é"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+    )
+    assert "SEED is 'é', but must be" in one_line(done.stderr.decode())

@@ -1,5 +1,8 @@
 """Settings of the language mode: presets build, and what does not fit together is refused."""
 
+import dataclasses
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.language.presets import PRESETS, TEXT_ALONE
+from ssl_kd.flags import read_settings
+from ssl_kd.language.presets import NOTES, PRESETS, TEXT_ALONE
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
+from ssl_kd.training.folder import RunFolder
+from ssl_kd.training.schedule import learning_rate_at
+from ssl_kd.vision.settings import VisionSettings
+from tests.faults.matrix import row
 from tests.language import keywords
 
 
@@ -43,6 +51,163 @@ def test_presets_hold_the_numbers_that_their_names_promise():
     assert (ultra.stop_after, ultra.restore_after) == (None, 20)
     assert ultra.teacher_offload and ultra.gradient_checkpointing
     assert {LanguageSettings(**PRESETS[name]).grad_norm_threshold for name in PRESETS} == {None}
+
+
+def test_presets_are_those_of_the_older_scripts():
+    made = {name: LanguageSettings(**values) for name, values in PRESETS.items()}
+    for settings in made.values():
+        assert (settings.batch_size, settings.block_size) == (1, 512)
+        assert (settings.router_mode, settings.eval_every) == ("auto", 50)
+    assert made["balanced"].model_dtype == "float16"
+    patient = made["most_conservative"]
+    assert patient.teacher_offload and patient.gradient_checkpointing and patient.max_steps == 1000
+    assert made["ultra_stable"].clear_cache_every_step
+
+
+def test_a_preset_says_in_a_line_where_it_differs_from_the_older_script(tmp_path, capsys):
+    def read(*words):
+        config = tmp_path / "none.py"
+        known = {"presets": PRESETS, "notes": NOTES}
+        return read_settings(LanguageSettings, words, config, prog="x", **known)
+
+    for name in PRESETS:
+        settings = read("--preset", name)
+        line = capsys.readouterr().err
+        assert line.startswith(f"ssl_kd: preset {name}: ") and line.count("\n") == 1
+        assert "--legacy_clamp" in line and "--grad_norm_threshold" in line
+        assert (settings.legacy_clamp, settings.grad_norm_threshold) == (None, None)
+        assert re.findall(r"--(\w+)", line) == [
+            name for name in re.findall(r"--(\w+)", line) if name in LanguageSettings.rules()
+        ]
+    read()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_learning_rate_falls_as_lr_schedule_says():
+    shapes = {
+        schedule: [learning_rate_at(step, 10, 8.0, 0.2, schedule) for step in range(10)]
+        for schedule in LanguageSettings.rules()["lr_schedule"][2].choices
+    }
+    assert shapes["linear"] == [4, 8, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert shapes["constant"] == [8] * 10
+    assert shapes["constant_with_warmup"] == [4, *[8] * 9]
+    assert shapes["cosine"] == [learning_rate_at(step, 10, 8.0, 0.2) for step in range(10)]
+
+
+# The fields of TRL 1.16's SFTConfig, GKDConfig, DistillationConfig, ServerDistillationConfig,
+# GOLDConfig, ModelConfig and ScriptArguments that TrainingArguments has not, and older names.
+FOREIGN = """
+    activation_offloading alpha assistant_only_loss attn_implementation beta
+    bnb_4bit_quant_storage bnb_4bit_quant_type cache_implementation chat_template_kwargs
+    chat_template_path completion_only_loss dataset_config dataset_kwargs dataset_name
+    dataset_num_proc dataset_streaming dataset_test_split dataset_text_field dataset_train_split
+    datasets disable_dropout ds3_gather_for_generation dtype eos_token eval_packing
+    generation_batch_size generation_kwargs ignore_bias_buffers kd_ratio lmbda load_in_4bit
+    load_in_8bit log_completions log_completions_steps log_unique_prompts lora_alpha
+    lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters
+    lora_task_type loss_add_tail loss_top_k loss_type max_completion_length max_length
+    max_new_tokens max_prompt_length max_seq_length max_tool_calling_iterations min_p mixtures
+    model_init_kwargs model_name_or_path model_revision num_completions_to_print num_generations
+    packing packing_strategy pad_to_multiple_of pad_token padding_free per_device_batch_size
+    repetition_penalty reverse_kl_top_1_mode router_aux_loss_coef seq_kd shuffle_dataset
+    student_lr target_modules teacher_model_init_kwargs teacher_model_name_or_path
+    teacher_model_revision teacher_model_server_url temperature top_k top_p torch_dtype
+    train_batch_size train_steps truncation_mode trust_remote_code uld_crossentropy_weight
+    uld_distillation_weight uld_hybrid_matched_weight uld_hybrid_unmatched_weight
+    uld_skip_student_eos uld_skip_teacher_eos uld_student_temperature uld_teacher_temperature
+    uld_token_merge_strategy uld_use_hybrid_loss use_bnb_nested_quant use_dora use_extended_uld
+    use_peft use_rslora use_uld_loss use_vllm vllm_enable_sleep_mode vllm_gpu_memory_utilization
+    vllm_group_port vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url
+    vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+    vllm_sync_frequency vllm_tensor_parallel_size
+"""
+
+
+@row(1703)
+@pytest.mark.parametrize("name", FOREIGN.split())
+def test_every_name_of_trl_is_taken_or_answered(name, tmp_path):
+    """Where it means the same, in the same unit, it is taken; else its substitute is named."""
+    if name in LanguageSettings.rules() or name in LanguageSettings.aliases:
+        assert LanguageSettings.named(name) in LanguageSettings.rules()
+        return
+    with pytest.raises(SettingsError) as refused:
+        read_settings(LanguageSettings, [f"--{name}", "1"], tmp_path / "none.py", prog="x")
+    message = str(refused.value)
+    assert message.startswith(f"There is no flag --{name}. ") and "\n" not in message
+    assert "Did you mean" not in message and "--help lists" not in message
+    answer = message.removeprefix(f"There is no flag --{name}. ")
+    named = set(re.findall(r"--(\w+)", answer))
+    assert named <= LanguageSettings.rules().keys()
+    assert named or answer.startswith(("There is none", "A run uploads nothing"))
+
+
+@row(1703)
+@pytest.mark.parametrize("cls", [LanguageSettings, VisionSettings])
+def test_every_name_of_transformers_is_taken_or_answered(cls):
+    transformers = pytest.importorskip("transformers")
+    for field in dataclasses.fields(transformers.TrainingArguments):
+        name = field.name
+        if field.init and name not in cls.rules() and name not in cls.aliases:
+            assert cls.hint(name) and "Did you mean" not in cls.hint(name), name
+
+
+def test_a_foreign_name_is_not_answered_by_the_wrong_flag():
+    assert "--on_policy" in LanguageSettings.hint("num_generations")
+    assert "report" in LanguageSettings.hint("num_generations")
+    assert LanguageSettings.named("top_p") == "rollout_top_p"
+    assert "top_p" not in VisionSettings.aliases and "lora_r" not in VisionSettings.aliases
+
+
+@row(1700)
+@pytest.mark.parametrize("ranks", [None, "", "1", "8", "x"])
+@pytest.mark.parametrize("name", sorted(LanguageSettings.per_process))
+def test_rows_per_device_are_rows_of_each_process(name, ranks, tmp_path, monkeypatch):
+    """As torchrun starts them: WORLD_SIZE is there before the settings are read."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    world = 8 if ranks == "8" else 1
+    config = tmp_path / "config.py"
+
+    def read(*words, file=""):
+        config.write_text(file)
+        return read_settings(LanguageSettings, words, config, prog="x").batch_size
+
+    assert read(f"--{name}", "2") == read(f"--{name.replace('_', '-')}=2") == 2 * world
+    assert read(file=f"{name.upper()} = 2\n") == 2 * world
+    assert read(f"--{name}", "3", file="BATCH_SIZE = 5\n") == 3 * world
+    assert LanguageSettings.from_dict({name: 2}).batch_size == 2 * world
+    # The total stays the total, wherever it is read again.
+    assert read("--batch_size", "16") == read(file="BATCH_SIZE = 16\n") == 16
+    recorded = LanguageSettings.from_dict({name: 2}).to_dict()
+    assert LanguageSettings.from_dict(recorded).batch_size == recorded["BATCH_SIZE"] == 2 * world
+    for wrong in ("0", "-1", "1.5", "x"):
+        with pytest.raises(SettingsError, match="BATCH_SIZE is"):
+            read(f"--{name}", wrong)
+        with pytest.raises(SettingsError, match="BATCH_SIZE is"):
+            read(file=f"{name.upper()} = {wrong if wrong != 'x' else repr(wrong)}\n")
+
+
+@row(1700)
+def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path, monkeypatch):
+    place = {"runs_dir": str(tmp_path), "run_name": "a"}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    began = LanguageSettings.from_dict({**place, "per_device_train_batch_size": 2})
+    with RunFolder(began) as folder:
+        folder.write_config(began)
+        folder.save_checkpoint(1, {})
+    recorded = json.loads((tmp_path / "a" / "config.json").read_text())["settings"]
+    assert recorded["BATCH_SIZE"] == 16 and "PER_DEVICE_TRAIN_BATCH_SIZE" not in recorded
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    other = LanguageSettings.from_dict({**place, "resume": True, "per_device_train_batch_size": 2})
+    with pytest.raises(
+        SettingsError, match=r"BATCH_SIZE \(the rows of all processes\) was 16 and is now 8\."
+    ):
+        RunFolder(other)
+    for same in ({"per_device_train_batch_size": 4}, {"batch_size": 16}):
+        settings = LanguageSettings.from_dict({**place, "resume": True, **same})
+        with RunFolder(settings) as folder:
+            assert folder.path == tmp_path / "a"
 
 
 @pytest.mark.parametrize(

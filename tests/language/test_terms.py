@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ssl_kd.language.sources import Plain
-from ssl_kd.language.step import Distiller, StudentStep
+from ssl_kd.language.step import Distiller
 from ssl_kd.language.train import train
 from ssl_kd.language.witness import trained
 from ssl_kd.teachers.frozen import FrozenTeacher
@@ -144,19 +144,3 @@ def test_what_a_term_trains_is_resumed_to_the_bit(tiny, with_term, tmp_path):
     assert same(whole.others[0].module.state_dict(), second.others[0].module.state_dict())
     assert same(student_of(whole), student_of(second))
     assert "narrow weight" in trained(whole)  # a recorded fault is replayed with it
-
-
-def test_a_checkpoint_of_an_older_version_is_taken_over(tiny, teacher):
-    """Steps had fields `ce` and `kd`, and no `beside`."""
-    batch = tiny.blocks().batch(range(4))
-    for source in (teacher, None):
-        old, new = tiny.distiller(source), tiny.distiller(source)
-        old.recent.append(old.step([batch], 1e-2))
-        state = old.state()
-        (row,) = state["recent"]
-        terms = row.pop("terms")
-        row |= {"ce": terms["ce"], "kd": terms.get("kd")}
-        state["aligned"] = state.pop("beside")
-        new.load(state)
-        assert new.recent == old.recent and same(student_of(old), student_of(new))
-        assert isinstance(new.recent[0], StudentStep) and new.recent[0].kd == old.recent[0].kd

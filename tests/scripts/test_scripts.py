@@ -1,6 +1,7 @@
 """Every script: its --help, a tiny real run, and one line for what a user gets wrong."""
 
 import json
+import re
 
 import pytest
 
@@ -103,8 +104,13 @@ def test_quantumbench_dry_run_says_what_it_does(script, house, tmp_path, caplog)
     assert resolved["MODEL_DTYPE"] == "float32" and "students fp32" in resolved["PRECISION"]
     log = caplog.text
     assert "student [2, 32," in log and "temperature 3" in log and "kd 0.25" in log
-    assert all(f"step {step}: ce " in log for step in range(1, 6))
+    assert "by whose square 9 the divergence is multiplied" in log
+    steps = re.findall(r"step \d: ce ([\d.]+), kd ([\d.]+), combined loss ([\d.]+),", log)
+    assert len(steps) == 5
+    for ce, kd, loss in steps:
+        assert float(loss) == pytest.approx(0.75 * float(ce) + 0.25 * float(kd), abs=2e-4)
     settings, metrics, _ = finished(tmp_path)
+    assert settings["PACKING"] is False and settings["BATCH_SIZE"] == 2
     assert metrics["steps"] == 5 and settings["DRY_RUN"]
 
 
@@ -141,7 +147,8 @@ def test_adapters_are_trained_and_tested(script, house, tmp_path):
     settings, metrics, folder = finished(tmp_path)
     assert (folder / "student" / "adapter_config.json").exists()
     assert settings["LEARNING_RATE"] == 2e-4 and settings["GRADIENT_CHECKPOINTING"]
-    assert settings["BATCH_SIZE"] * settings["GRADIENT_ACCUMULATION_STEPS"] == 32
+    assert (settings["BATCH_SIZE"], settings["GRADIENT_ACCUMULATION_STEPS"]) == (32, 1)
+    assert settings["LR_SCHEDULE"] == "linear" and settings["WEIGHT_DECAY"] == 0
     assert settings["MODEL_DTYPE"] == "float32" and settings["TENSORBOARD"]
     assert list((folder / "tensorboard").iterdir())
     rows = {row["name"]: row for row in metrics["table"]}
@@ -178,7 +185,7 @@ def test_foreign_flags_are_answered_with_what_to_use(script, name):
         (["--warmup_steps", 10], "no flag --warmup_steps. Use --warmup_fraction, a fraction of"),
         (["--bf16"], "no flag --bf16. Use --model_dtype bfloat16."),
         (["--optim", "sgd"], "no flag --optim. The optimizer is AdamW; --learning_rate"),
-        (["--push_to_hub"], "no flag --push_to_hub. --help lists all flags."),
+        (["--push_to_hub"], "no flag --push_to_hub. A run uploads nothing: afterwards"),
     ):
         code, _, err = script(name, *PLACES[name], *words)
         assert code == 2 and said in err and len(err.splitlines()) == 1, err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ssl_kd.flags import read_settings
 from ssl_kd.settings import RunSettings
 from ssl_kd.vision.settings import SettingsError, VisionSettings
 
@@ -114,3 +115,13 @@ def test_a_sharpened_teacher_may_not_be_softer_than_its_student():
     with pytest.raises(SettingsError, match="TEACHER_TEMP is 0.2 and STUDENT_TEMP 0.1"):
         VisionSettings(loss="sharpened", teacher_temp=0.2, student_temp=0.1)
     VisionSettings(loss="temi", teacher_temp=0.2, student_temp=0.1)
+
+
+def test_rows_per_device_are_the_batch_of_every_process(monkeypatch, tmp_path):
+    """Processes share the heads, not the rows: each forms its heads' losses on whole batches."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    words = ["--per_device_train_batch_size", "16"]
+    assert read_settings(VisionSettings, words, tmp_path / "no.py", prog="x").batch_size == 16
+    assert VisionSettings.from_dict({"per_device_train_batch_size": 16}).batch_size == 16
+    with pytest.raises(SettingsError, match="TRAIN_BATCH_SIZE. Use BATCH_SIZE"):
+        VisionSettings.from_dict({"TRAIN_BATCH_SIZE": 16})
