@@ -21,7 +21,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.explore.search import Search
@@ -191,9 +191,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._reader.until = time.monotonic() + PATIENCE
         super().handle_one_request()
 
-    def handle_expect_100(self) -> bool:
-        return True  # a refusal comes before it, and whoever hears nothing sends after a second
-
     def do_GET(self) -> None:
         self._guarded(self._get)
 
@@ -206,17 +203,14 @@ class _Handler(BaseHTTPRequestHandler):
     def version_string(self) -> str:
         return "ssl_kd"
 
-    def _guarded(self, answer: Callable[[SplitResult], None]) -> None:
+    def _guarded(self, answer: Callable[[str, str], None]) -> None:
         """Answer, or say in a line why not."""
         try:
             names = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
             if self.headers.get_all("Host", []) not in ([name] for name in names):
                 raise _Refused(HTTPStatus.FORBIDDEN, "this server has another name")
-            try:
-                url = urlsplit(self.path)
-            except ValueError as error:
-                raise _Refused(HTTPStatus.BAD_REQUEST, f"the address is none: {error}") from error
-            answer(url)
+            path, _, query = self.path.partition("?")
+            answer(path, query)
         except _Refused as error:
             self._fail(error.status, str(error))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
@@ -227,15 +221,13 @@ class _Handler(BaseHTTPRequestHandler):
             logger.exception("a request failed: %s", printable(self.path))
             self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of ours: see the terminal")
 
-    def _get(self, url: SplitResult) -> None:
-        if self.headers.get_all("Content-Length") or self.headers.get_all("Transfer-Encoding"):
-            raise _Refused(HTTPStatus.BAD_REQUEST, "to ask for a page is to send nothing")
-        opened = self.server.knows(*parse_qs(url.query).get("token", []))
+    def _get(self, path: str, query: str) -> None:
+        opened = self.server.knows(*parse_qs(query).get("token", []))
         if not opened and not self.server.knows(self.headers.get("X-Token", ""), *self._cookies()):
             raise _Refused(
                 HTTPStatus.FORBIDDEN, "open the address that ssl_kd explore printed, with its token"
             )
-        name = url.path.removeprefix("/")
+        name = path.removeprefix("/")
         if name in ("", PAGE):
             return self._send(self.server.page(), _TYPES["html"], cookie=opened)
         if name in page_files():
@@ -257,15 +249,15 @@ class _Handler(BaseHTTPRequestHandler):
         pairs = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
         return [value for name, _, value in pairs if name == self.server.cookie]
 
-    def _post(self, url: SplitResult) -> None:
+    def _post(self, path: str, _: str) -> None:
         origin = self.headers.get("Origin")
         ours = {f"http://{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")}
         if origin not in {None, *ours} or not self.server.knows(self.headers.get("X-Token", "")):
             raise _Refused(HTTPStatus.FORBIDDEN, "only the page of this server may ask for that")
-        if url.path not in ("/api/search", "/api/curation"):
+        if path not in ("/api/search", "/api/curation"):
             raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing of that name")
         body = self._body()
-        if url.path == "/api/search":
+        if path == "/api/search":
             name = printable(unquote(self.headers.get("X-File-Name", "")))[:200] or "the image"
             found = self.server.search.like_image(body, FOUND, name)
             return self._send(as_json({"rows": found}), _TYPES["json"])
@@ -280,15 +272,13 @@ class _Handler(BaseHTTPRequestHandler):
         lengths = self.headers.get_all("Content-Length", [])
         if not lengths or self.headers.get_all("Transfer-Encoding"):
             raise _Refused(HTTPStatus.LENGTH_REQUIRED, "expected a Content-Length, and no chunks")
-        length = lengths[0]
-        if len(lengths) > 1 or not (length.isascii() and length.isdecimal()):
+        if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdecimal()):
             raise _Refused(HTTPStatus.BAD_REQUEST, "expected one Content-Length, a number")
-        if len(length) > 12 or int(length) > LARGEST:
+        if len(lengths[0]) > 12 or (length := int(lengths[0])) > LARGEST:
             raise _Refused(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {LARGEST >> 20} MiB"
             )
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        if len(body := self.rfile.read(length)) < length:
             raise ConnectionResetError("the body is cut off")
         return body
 

@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -103,13 +103,11 @@ def write_site(
         earlier, sums = _manifest(folder)
         for name in (PAGE, INDEX, MANIFEST):
             remove_orphans(folder / name)
-        live = _live(folder)
-        _remove(folder, [name for name in earlier if name != live])
         new = f"explore-{secrets.token_hex(6)}"
         page = page_file(PAGE).replace(b"<head>", f'<head>\n<base href="{new}/">'.encode(), 1)
         written = {PAGE: page, INDEX: _TO_PAGE}
-        sums = {*sums, *(hashlib.sha256(data).hexdigest() for data in written.values())}
-        _keep(folder, [*earlier, new], sums)
+        sums |= {hashlib.sha256(data).hexdigest() for data in written.values()}
+        _settle(folder, earlier, sums, [new])
         try:
             for name in page_files():
                 if name != PAGE:
@@ -123,16 +121,12 @@ def write_site(
             for name, data in written.items():
                 atomic_write_bytes(folder / name, data)
         finally:
-            live = _live(folder)
-            _remove(folder, [name for name in (*earlier, new) if name != live])
-            there = [folder / name for name in written if (folder / name).is_file()]
-            left = [name for name in (*earlier, new) if (folder / name).is_dir()]
-            _keep(folder, left, sums & set(map(sha256_file, there)))
+            _settle(folder, [*earlier, new], sums)
     return folder / PAGE
 
 
 def _manifest(folder: Path) -> tuple[list[str], set[str]]:
-    """The folders in it that are ours, and the SHA-256 of files that may be replaced.
+    """The folders in it that are ours, and the SHA-256 of the files that may be replaced.
 
     Raises:
         InputError: something is in the way; CorruptFileError: the manifest is damaged.
@@ -140,6 +134,7 @@ def _manifest(folder: Path) -> tuple[list[str], set[str]]:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{printable(str(folder))} is no folder: give an empty one, or a new one")
     path, folders, sums = folder / MANIFEST, [], set()
+    others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if path.exists():
         try:
             kept = strict_json(path.read_bytes())
@@ -150,41 +145,30 @@ def _manifest(folder: Path) -> tuple[list[str], set[str]]:
             raise CorruptFileError(
                 f"{printable(str(path))} is damaged ({error}): give another folder, or an empty one"
             ) from error
-    elif others := [p.name for p in _entries(folder) if not p.name.startswith(".")]:
+    elif visible := [name for name in others if not name.startswith(".")]:
         raise InputError(
             f"{printable(str(folder))} holds something else: give an empty folder, or a new one "
-            f"({printable(min(others))} is there)"
+            f"({printable(visible[0])} is there)"
         )
-    for name in (PAGE, INDEX):
-        file = folder / name
-        there = file.exists() or file.is_symlink()
-        if there and (file.is_symlink() or not file.is_file() or sha256_file(file) not in sums):
+    there = {folder / name for name in (PAGE, INDEX) if name in others}
+    for file in there:
+        if file.is_symlink() or not file.is_file() or sha256_file(file) not in sums:
             raise InputError(
                 f"{printable(str(file))} was not written by explore, or was edited since: move it "
                 "away, or give another folder"
             )
-    return folders, sums
+    return folders, set(map(sha256_file, there))
 
 
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
-
-
-def _live(folder: Path) -> str | None:
-    """The folder of the page that is there."""
+def _settle(folder: Path, ours: list[str], sums: set[str], coming: Sequence[str] = ()) -> None:
+    """Remove our folders that the page there does not name; keep what is left in the manifest."""
     page = folder / PAGE
-    base = re.search(rb'<base href="([^"/]+)/">', page.read_bytes()) if page.is_file() else None
-    return None if base is None else base[1].decode()
-
-
-def _remove(folder: Path, names: list[str]) -> None:
-    for name in names:
-        if not (folder / name).is_symlink():
+    live = re.search(rb'<base href="([^"/]+)/">', page.read_bytes()) if page.is_file() else None
+    for name in ours:
+        if not (folder / name).is_symlink() and (live is None or name != live[1].decode()):
             shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def _keep(folder: Path, names: list[str], sums: set[str]) -> None:
-    atomic_write_json(folder / MANIFEST, {"folders": names, "files": sorted(sums)})
+    left = [name for name in ours if (folder / name).is_dir()]
+    atomic_write_json(folder / MANIFEST, {"folders": [*left, *coming], "files": sorted(sums)})
 
 
 def page_data(

@@ -1,7 +1,6 @@
 """The lines of `curation.jsonl`: each is checked whole before anything follows it.
 
-One function checks what a file says, what the page asks for and what Python asks for, so that no
-line is written that cannot be read again.
+One function checks what a file, the page and Python ask for: what is written can be read again.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import re
 import reprlib
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from ssl_kd.errors import InputError, printable
 from ssl_kd.files import CorruptFileError, strict_json
 
 NAME_LENGTH = 200
-LARGEST = 1 << 30  # bytes of a file of decisions: a thousand, of a million samples each
+LARGEST = 1 << 30  # bytes of a file of decisions: a hundred, of a million samples each
 ABOUT = ("id", "time", "samples", "digest", "do")
-
-# What each decision says beside that; with a question mark: perhaps.
+# What each decision has beside that; with a question mark: perhaps.
 _FORMS = {
     "rename": ("cluster name",),
     "merge": ("clusters name?",),
@@ -35,44 +33,36 @@ def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**53  # as JavaScript counts
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.isprintable() and len(value) <= NAME_LENGTH
-
-
 def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_number, value))
 
 
-def _are_rows(value: Any) -> bool:
-    return _are_numbers(value) and len(set(value)) == len(value)  # the page counts them
-
-
-def _are_parts(value: Any) -> bool:
+def _are_pairs(value: Any) -> bool:
     pairs = isinstance(value, list) and bool(value)
     return pairs and all(_are_numbers(pair) and len(pair) == 2 for pair in value)
 
 
 def _matches(pattern: str) -> Callable[[Any], bool]:
-    whole = re.compile(pattern)
-    return lambda value: isinstance(value, str) and whole.fullmatch(value) is not None
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 _NUMBER = (_is_number, "a number, 0 or more")
-_NAME = (_is_text, f"one line of at most {NAME_LENGTH} characters")
+_NAME = (
+    lambda value: isinstance(value, str) and value.isprintable() and len(value) <= NAME_LENGTH,
+    f"one line of at most {NAME_LENGTH} characters",
+)
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (_matches("[0-9a-f]{12}"), "12 hexadecimal digits"),
     "time": (_matches("[0-9]{4}(-[0-9]{2}){2}T[0-9]{2}(:[0-9]{2}){2}Z"), "as 2026-01-31T12:00:00Z"),
-    "samples": _NUMBER,
     "digest": (_matches("[0-9a-f]{16}"), "16 hexadecimal digits"),
-    "cluster": _NUMBER,
-    "into": _NUMBER,
-    "new": _NUMBER,
+    **dict.fromkeys(("samples", "cluster", "into", "new"), _NUMBER),
+    **dict.fromkeys(("level", "name", "of"), _NAME),
     "clusters": (_are_numbers, "numbers of clusters, at least two"),
-    "rows": (_are_rows, "numbers of samples, at least one, and each once"),
-    "parts": (_are_parts, "pairs of a part's number and its new one"),
-    "level": _NAME,
-    "name": _NAME,
-    "of": _NAME,
+    "rows": (
+        lambda value: _are_numbers(value) and len(set(value)) == len(value),  # the page counts them
+        "numbers of samples, at least one, and each once",
+    ),
+    "parts": (_are_pairs, "pairs of a part's number and its new one"),
 }
 
 
@@ -89,20 +79,16 @@ def checked(line: Any, *, asked: bool = False) -> dict[str, Any]:
     """
     if not isinstance(line, dict):
         raise InputError(f"it is {reprlib.repr(line)}; expected an object with {', '.join(ABOUT)}")
-    do = line.get("do")
+    do, about = line.get("do"), ("do",) if asked else ABOUT
     forms = _FORMS.get(do) if isinstance(do, str) else None
     if forms is None:
         raise InputError(f"{reprlib.repr(do)} is no decision; expected one of {', '.join(_FORMS)}")
-    about = ("do",) if asked else ABOUT
-    if missing := [key for key in about if key not in line]:
-        raise InputError(f"it has no {missing[0]}; expected an object with {', '.join(about)}")
-    keys = line.keys() - set(about)
     if asked and do == "split":
         forms = (forms[0], "cluster")
-    if not any(_fits(keys, form) for form in forms):
+    if not any(_fits(line.keys(), f"{' '.join(about)} {form}".split()) for form in forms):
         raise InputError(
-            f"{do} does not say what it should: it has "
-            f"{reprlib.repr(' '.join(sorted(keys)))}; expected {' or '.join(forms)}"
+            f"{do} does not say what it should: it has {reprlib.repr(' '.join(sorted(line)))}; "
+            f"expected {' '.join(about)}, and {' or '.join(forms)}"
         )
     for key in line.keys() - {"do"}:
         is_kind, kind = _KINDS[key]
@@ -113,9 +99,9 @@ def checked(line: Any, *, asked: bool = False) -> dict[str, Any]:
     return line
 
 
-def _fits(keys: set[str], form: str) -> bool:
-    needed = {word for word in form.split() if not word.endswith("?")}
-    return needed <= keys <= {word.removesuffix("?") for word in form.split()}
+def _fits(keys: Set[str], form: list[str]) -> bool:
+    needed = {key for key in form if not key.endswith("?")}
+    return needed <= keys <= {key.removesuffix("?") for key in form}
 
 
 def read_lines(path: Path) -> bytes:
@@ -143,13 +129,12 @@ def parsed(path: Path, data: bytes) -> list[dict[str, Any]]:
     *whole, last = data.split(b"\n")
     lines = []
     for number, text in enumerate([*whole, last] if last else whole, 1):
+        cut = "cut off" if number > len(whole) else "damaged"
         try:
             lines.append(checked(strict_json(text)))
         except ValueError as error:
-            if isinstance(error, InputError):
-                raise CorruptFileError(at(path, number, error)) from error
-            cut = "cut off" if number == len(whole) + 1 else "damaged"
-            raise CorruptFileError(at(path, number, f"it is {cut} ({error})")) from error
+            why = error if isinstance(error, InputError) else f"it is {cut} ({error})"
+            raise CorruptFileError(at(path, number, why)) from error
     if last:  # whole, but for its end
         raise CorruptFileError(at(path, len(lines), "it is cut off (no end of line)"))
     return lines

@@ -54,7 +54,7 @@ export class Decisions {
       [...(line.parts ?? []).map((part) => part[1]), ...("new" in line ? [line.new] : [])]);
     const first = Math.ceil(this.meta.n_clusters / MADE_FROM) * MADE_FROM;
     let next = made.reduce((a, b) => Math.max(a, b), first - 1) + 1;
-    if (said.name) this.check(said.name, said.clusters ?? [said.cluster]);
+    if (said.name) this.check(said.name, said.do === "rename" ? [said.cluster] : said.clusters ?? []);
     if ("new" in said) said = { ...said, new: next };
     if (said.do === "split" && !said.rows) {
       const { level, parts } = this.parts(said.cluster);
