@@ -7,6 +7,7 @@ here writes beside the target, flushes to the disk, and only then takes the targ
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import mmap
@@ -88,9 +89,8 @@ def remove_orphans(path: str | Path) -> None:
     Only what `atomic_write` of this very file makes, and what no living writer holds.
     """
     path = Path(path)
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
-    for orphan in path.parent.iterdir():
-        if not name.fullmatch(orphan.name) or orphan.is_symlink() or not orphan.is_file():
+    for orphan in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
+        if orphan.is_symlink() or not orphan.is_file():
             continue
         with suppress(OSError):
             if fcntl is None:
@@ -138,8 +138,7 @@ def strict_json(data: bytes) -> Any:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
+        if len(value := dict(pairs)) < len(pairs):
             raise ValueError("a key stands there twice")
         return value
 

@@ -47,7 +47,7 @@ PAGE, MARK, DATA = "explore.html", "meta.json", "data"
 INDEX, MANIFEST, LOCK = "index.html", ".ssl_kd-explore.json", ".ssl_kd-explore.lock"
 _TO_PAGE = (
     f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={PAGE}">'
-    f'<a href="{PAGE}">{PAGE}</a>\n'
+    f'<link rel="icon" href="data:,"><a href="{PAGE}">{PAGE}</a>\n'
 ).encode()
 _OURS = re.compile("explore-[0-9a-f]{12}")
 Put = Callable[[str, bytes], object]  # a file's name, and what is in it

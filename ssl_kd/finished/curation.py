@@ -274,6 +274,7 @@ class Curation:
                     line = checked(self._stamped(what, lines)) if source is None else what
                     if known.get(line["id"]) == line:
                         continue
+                    _refuse_twin(line, known)
                     state = self._followed(state, lines, line)
                 except InputError as error:
                     if source is None:
@@ -299,9 +300,11 @@ class Curation:
             if found == self._bytes:
                 return
             lines: list[dict[str, Any]] = []
-            state = Clusters(self.samples)
+            state, known = Clusters(self.samples), dict[str, Any]()
             for number, line in enumerate(parsed(self.path, found), 1):
                 try:
+                    _refuse_twin(line, known)
+                    known[line["id"]] = line
                     state = self._followed(state, lines, line)
                 except InputError as error:
                     raise CorruptFileError(at(self.path, number, error)) from error
@@ -311,8 +314,6 @@ class Curation:
         self, state: Clusters, lines: list[dict[str, Any]], line: dict[str, Any]
     ) -> Clusters:
         """What comes of one more line, which is added to `lines`."""
-        if any(before["id"] == line["id"] for before in lines):
-            raise InputError(f"the id {line['id']} is that of an earlier line")
         ends = {rows.stop for rows in self.samples.splits.values()}
         if line["samples"] not in ends or line["digest"] != self._digest(line["samples"]):
             raise InputError(
@@ -395,6 +396,11 @@ def _number(cluster: Any) -> int:
     if type(cluster) is not int:
         raise InputError(f"{cluster!r} is no cluster's number; expected 0, 1, 2, ...")
     return cluster
+
+
+def _refuse_twin(line: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    if line["id"] in known:
+        raise InputError(f"the id {line['id']} is that of an earlier line")
 
 
 def _live(lines: Sequence[Mapping[str, Any]]) -> set[int]:

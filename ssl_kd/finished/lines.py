@@ -85,10 +85,13 @@ def checked(line: Any, *, asked: bool = False) -> dict[str, Any]:
         raise InputError(f"{reprlib.repr(do)} is no decision; expected one of {', '.join(_FORMS)}")
     if asked and do == "split":
         forms = (forms[0], "cluster")
-    if not any(_fits(line.keys(), f"{' '.join(about)} {form}".split()) for form in forms):
+    if missing := [key for key in about if key not in line]:
+        raise InputError(f"it has no {missing[0]}; expected an object with {', '.join(about)}")
+    keys = line.keys() - set(about)
+    if not any(_fits(keys, form.split()) for form in forms):
         raise InputError(
-            f"{do} does not say what it should: it has {reprlib.repr(' '.join(sorted(line)))}; "
-            f"expected {' '.join(about)}, and {' or '.join(forms)}"
+            f"{do} does not say what it should: it has {reprlib.repr(' '.join(sorted(keys)))}; "
+            f"expected {' or '.join(forms)}"
         )
     for key in line.keys() - {"do"}:
         is_kind, kind = _KINDS[key]

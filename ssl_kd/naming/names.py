@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections import Counter
@@ -217,7 +218,7 @@ def siblings(levels: Mapping[str, NDArray[np.integer]], level: str) -> dict[int,
 
 def _number(text: str) -> int:
     if not re.fullmatch("-1|0|[1-9][0-9]{0,8}", text):  # "01" would be a second 1
-        raise ValueError(f"cluster {text!r}, expected a number")
+        raise ValueError(f"cluster {reprlib.repr(text)}, expected a number")
     return int(text)
 
 
@@ -226,6 +227,8 @@ def _read(entry: dict) -> Name:
     if not isinstance(text, str) or not text.strip() or not isinstance(made, str | None):
         raise ValueError(f"the name {reprlib.repr(text)}, made {reprlib.repr(made)}, expected text")
     words = tuple((str(word), float(weight)) for word, weight in entry.get("words", []))
+    if not all(math.isfinite(weight) for _, weight in words):
+        raise ValueError("a word's weight is no number")
     return Name(printable(text.strip()), made, words)
 
 

@@ -187,10 +187,12 @@ def _killed(small, folder, moment, after):
             count += 1
             if count == moment and not after:
                 os._exit(9)
-            result = act(*args, **options)
-            if count == moment:
-                os._exit(9)
-            return result
+            mine = count == moment
+            try:
+                return act(*args, **options)
+            finally:
+                if mine:
+                    os._exit(9)
 
         return acts
 
@@ -298,11 +300,12 @@ def test_a_page_is_written_by_one_program_at_a_time_and_through_no_link(small, t
 
 def test_the_page_has_the_names_that_export_gave(run, tmp_path):
     samples = Samples(run)
-    names = name_samples(samples, [f"a {'abc'[k]}{k} seen" for k in samples.column("cluster")])
+    words = ["apple", "brick", "cloud"]
+    names = name_samples(samples, [f"a {words[k]} seen" for k in samples.column("cluster")])
     names.save(run)
     write_site(samples, tmp_path / "out", pictures=0)
     meta = json.loads((base(tmp_path / "out") / "data/meta.json").read_text())
-    assert meta["names"]["cluster"] == {"0": "a0", "1": "b1", "2": "c2"}
+    assert meta["names"]["cluster"] == dict(zip("012", words, strict=True))
     assert meta["names"].keys() == set(samples.levels)
 
 

@@ -172,7 +172,7 @@ def _changed(line, **changes):
         (lambda a, b: [_changed(b, rows=["x"]), ""], "line 1: rows: expected numbers"),
         (lambda a, b: [_changed(b, new=1), ""], "line 1: a new cluster cannot have the number 1"),
         (lambda a, b: [_changed(b, new=10**12), ""], "cannot have the number 1000000000000"),
-        (lambda a, b: [_changed(a, do="undo", of=[]), ""], r"undo does not say .*; expected of"),
+        (lambda a, b: [_changed(a, do="undo", of=[]), ""], r"undo does not say .*; expected of\\."),
         (lambda a, b: [_changed(a, do="merge"), ""], r"line 1: merge does not say what it should"),
         (lambda a, b: [_changed(a, parts=5), ""], "line 1: rename does not say what it should"),
     ],
