@@ -321,6 +321,12 @@ class Curation:
             )
         if line["do"] != "undo":
             state.follow(line)
+            first = self._next_number(lines)  # a jump would leave later clusters without a number
+            if any(not first <= number < first + MADE_FROM for number in _made(line)):
+                raise InputError(
+                    f"a new cluster cannot have the number {max(_made(line))}: expected one from "
+                    f"{first} to {first + MADE_FROM - 1}, which none has or had"
+                )
             lines.append(line)
             return state
         live, numbers = _live(lines), {before["id"]: n for n, before in enumerate(lines, 1)}
@@ -364,8 +370,8 @@ class Curation:
     def _next_number(self, lines: list[dict[str, Any]]) -> int:
         """A number that no cluster has or ever had."""
         first = -(-self.samples.n_clusters // MADE_FROM) * MADE_FROM
-        given = [number for line in lines for number in _made(line)]
-        return max([first - 1, *given]) + 1
+        last = next((made for line in reversed(lines) if (made := _made(line))), [])
+        return max([first - 1, *last]) + 1  # numbers only grow
 
     def _digest(self, n: int) -> str:
         """Which samples are meant: file and cluster of the first n; more come by an extension."""

@@ -38,8 +38,8 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _are_pairs(value: Any) -> bool:
-    pairs = isinstance(value, list) and bool(value)
-    return pairs and all(_are_numbers(pair) and len(pair) == 2 for pair in value)
+    pairs = value if isinstance(value, list) else []
+    return bool(pairs) and all(_are_numbers(pair) and len(pair) == 2 for pair in pairs)
 
 
 def _matches(pattern: str) -> Callable[[Any], bool]:
@@ -108,12 +108,7 @@ def _fits(keys: Set[str], form: list[str]) -> bool:
 
 
 def read_lines(path: Path) -> bytes:
-    """Return the content of a file of decisions.
-
-    Raises:
-        FileNotFoundError: there is none.
-        InputError: it is a device, a pipe or a folder, or as large as no such file is.
-    """
+    """Return the content of a file of decisions; raise InputError where it cannot be one."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
         raise InputError(
@@ -124,11 +119,7 @@ def read_lines(path: Path) -> bytes:
 
 
 def parsed(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """Return the lines of a file, each checked.
-
-    Raises:
-        CorruptFileError: a line is cut off, damaged or none; the message has its number.
-    """
+    """Return the lines of a file, each checked; raise CorruptFileError with a line's number."""
     *whole, last = data.split(b"\n")
     lines = []
     for number, text in enumerate([*whole, last] if last else whole, 1):

@@ -172,7 +172,7 @@ def _changed(line, **changes):
         (lambda a, b: [_changed(b, rows=["x"]), ""], "line 1: rows: expected numbers"),
         (lambda a, b: [_changed(b, new=1), ""], "line 1: a new cluster cannot have the number 1"),
         (lambda a, b: [_changed(b, new=10**12), ""], "cannot have the number 1000000000000"),
-        (lambda a, b: [_changed(a, do="undo", of=[]), ""], r"undo does not say .*; expected of\\."),
+        (lambda a, b: [_changed(a, do="undo", of=[]), ""], r"undo does not say .*; expected of\."),
         (lambda a, b: [_changed(a, do="merge"), ""], r"line 1: merge does not say what it should"),
         (lambda a, b: [_changed(a, parts=5), ""], "line 1: rename does not say what it should"),
     ],
@@ -273,6 +273,22 @@ def test_a_visitor_s_line_is_checked_whole_and_blocks_no_run(run, tmp_path, edit
             Curation.open(run)
         curation.path.write_bytes(sound + b"\n")
         assert Curation.open(run).names == {0: "another"}
+
+
+@fault(1100)
+def test_a_visitor_s_number_leaves_room_for_those_of_others(run, tmp_path):
+    curation = Curation.open(run)
+    curation.move([3], name="mine")
+    curation.undo()
+    line = json.loads((run / "curation.jsonl").read_text().splitlines()[0])
+    given = tmp_path / "given.jsonl"
+    for new in (1000, 2001, 9_999_999):  # one was given, and is undone; others jump
+        given.write_text(json.dumps(line | {"id": "0" * 12, "new": new}) + "\n")
+        with pytest.raises(CorruptFileError, match=f"number {new}: expected one from 1001 to 2000"):
+            curation.apply(given)
+    given.write_text(json.dumps(line | {"id": "0" * 12, "new": 1500}) + "\n")
+    assert curation.apply(given)[0].what["new"] == 1500
+    assert curation.move([4]).what["new"] == 1501
 
 
 def test_rows_that_come_twice_are_refused_as_the_page_counts_them(run, tmp_path):
