@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import reprlib
 import stat
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def checked(line: Any, *, asked: bool = False) -> dict[str, Any]:
     return line
 
 
-def _fits(keys: Set[str], form: list[str]) -> bool:
+def _fits(keys: Set[str], form: Sequence[str]) -> bool:
     needed = {key for key in form if not key.endswith("?")}
     return needed <= keys <= {key.removesuffix("?") for key in form}
 
