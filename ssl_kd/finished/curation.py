@@ -207,11 +207,7 @@ class Curation:
         return self._add([{"do": "exclude", "rows": self._rows(rows)}])[0]
 
     def decide(self, asked: Any) -> Decision:
-        """Add a decision as the page asks for it: a line without what `_stamped` adds.
-
-        Raises:
-            InputError: it is none, or cannot be.
-        """
+        """Add a decision as the page asks for it; raise InputError where it is none."""
         if checked(asked, asked=True)["do"] == "split" and "rows" not in asked:
             return self.split(asked["cluster"])
         return self._add([asked])[0]
@@ -321,12 +317,14 @@ class Curation:
             )
         if line["do"] != "undo":
             state.follow(line)
-            first = self._next_number(lines)  # a jump would leave later clusters without a number
-            if any(not first <= number < first + MADE_FROM for number in _made(line)):
-                raise InputError(
-                    f"a new cluster cannot have the number {max(_made(line))}: expected one from "
-                    f"{first} to {first + MADE_FROM - 1}, which none has or had"
-                )
+            if made := _made(line):  # after a jump, later clusters would find no number
+                first = max([-1, *(k for other in lines for k in _made(other))]) + 1
+                end = self._next_number(lines) + MADE_FROM
+                if min(made) < first or max(made) >= end:
+                    raise InputError(
+                        f"a new cluster cannot have the number {max(made)}: expected one below "
+                        f"{end} that is above all that were given"
+                    )
             lines.append(line)
             return state
         live, numbers = _live(lines), {before["id"]: n for n, before in enumerate(lines, 1)}
@@ -370,8 +368,8 @@ class Curation:
     def _next_number(self, lines: list[dict[str, Any]]) -> int:
         """A number that no cluster has or ever had."""
         first = -(-self.samples.n_clusters // MADE_FROM) * MADE_FROM
-        last = next((made for line in reversed(lines) if (made := _made(line))), [])
-        return max([first - 1, *last]) + 1  # numbers only grow
+        given = [number for line in lines for number in _made(line)]
+        return max([first - 1, *given]) + 1
 
     def _digest(self, n: int) -> str:
         """Which samples are meant: file and cluster of the first n; more come by an extension."""
