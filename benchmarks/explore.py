@@ -23,7 +23,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,20 +90,26 @@ def answers(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=LIMIT) as page:
             return page.status == 200
+    except urllib.error.HTTPError:
+        return True  # ours answers those alone who have the token
     except OSError:
         return False
 
 
 @contextmanager
-def served(words: list[str], port: int) -> Iterator[tuple[float, int]]:
-    """Start a server; the seconds until it gives its page, and its number."""
+def served(words: list[str], port: int) -> Iterator[tuple[float, int, str]]:
+    """Start a server; the seconds until it gives its page, its number, and the page's address."""
     started = time.perf_counter()
+    printed = tempfile.TemporaryFile("w+")
     quiet = subprocess.DEVNULL
-    process = subprocess.Popen([sys.executable, "-m", *words], stdout=quiet, stderr=quiet)
+    process = subprocess.Popen([sys.executable, "-m", *words], stdout=printed, stderr=quiet)
     try:
         while time.perf_counter() - started < LIMIT and process.poll() is None:
             if answers(port):
-                yield time.perf_counter() - started, process.pid
+                seconds = time.perf_counter() - started
+                printed.seek(0)
+                url = re.search(r"http://\S+token=\S+", printed.read())
+                yield seconds, process.pid, url[0] if url else f"http://127.0.0.1:{port}/"
                 return
             time.sleep(0.1)
         raise SystemExit(f"{' '.join(words)} gives no page on {port}")
@@ -212,11 +220,11 @@ def screenshot(run: Path, file: Path) -> None:
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     port = free_port()
-    with served(["ssl_kd", "explore", str(run), "--port", str(port)], port):
+    with served(["ssl_kd", "explore", str(run), "--port", str(port)], port) as (_, _, url):
         with sync_playwright() as playwright:
             browser = launch(playwright)
             page = browser.new_page(viewport={"width": 1200, "height": 720})
-            page.goto(f"http://127.0.0.1:{port}/")
+            page.goto(url)
             page.wait_for_selector("body[data-ready]")
             page.locator("#clusters button").first.click()
             page.wait_for_timeout(1500)
@@ -242,8 +250,8 @@ def main() -> None:
     with sync_playwright() as playwright:
         for _ in range(args.rounds):
             for who, (words, port) in commands(run, args.folder).items():
-                with served(words, port) as (start, pid):
-                    found = visit(playwright, who, f"http://127.0.0.1:{port}/", args.seconds)
+                with served(words, port) as (start, pid, url):
+                    found = visit(playwright, who, url, args.seconds)
                     found |= {"start_s": start, "server_MiB": status(pid, "VmHWM")}
                 rounds.setdefault(who, []).append(found)
                 print(who, json.dumps({k: round(v, 2) for k, v in found.items()}), flush=True)

@@ -187,7 +187,9 @@ class _Work:
         self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=clusters)
         found["duplicates"] = self._copies(copies, floor)
         far = outliers(self.store, progress=self._of("outliers"))
-        found["outliers"] = f"the {min(LISTED, len(far)):,} furthest out", far.top(LISTED).frame()
+        whole = f"all {len(far):,}, the furthest out first"
+        told = whole if len(far) <= LISTED else f"the {LISTED:,} furthest out"
+        found["outliers"] = told, far.top(LISTED).frame()
         if pictures is not None:
             odd = f"{len(pictures):,} broken, blank or tiny"
             found["images"] = odd, pictures.frame()

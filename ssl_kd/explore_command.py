@@ -16,7 +16,8 @@ _HELP = f"""RUN is the folder of a finished clustering run, as runs/latest.
   --port PORT
       where it is served on 127.0.0.1; 0: any that is free. Default: {PORT}
   --static DIR
-      write explore.html with its data into DIR instead, for any web server
+      write explore.html, index.html and a folder of their data into DIR instead, for any
+      web server; what else is in DIR stays
   --pictures N
       samples that have a picture in DIR, about 2 KB each. Default: 10,000
   --apply FILE
@@ -26,7 +27,7 @@ _HELP = f"""RUN is the folder of a finished clustering run, as runs/latest.
 
 
 def explore(argv: Sequence[str], prog: str = "ssl_kd explore") -> int:
-    """Do it; return the exit code.
+    """Look at a run; return the exit code.
 
     Args:
         argv: The run first, then flags.

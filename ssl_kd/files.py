@@ -7,6 +7,7 @@ here writes beside the target, flushes to the disk, and only then takes the targ
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import mmap
@@ -16,12 +17,18 @@ import re
 import secrets
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from ssl_kd.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows, which removes no file that a program has open
+    fcntl = None
 
 _DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
@@ -43,9 +50,10 @@ def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    file = _open_temporary(path)
+    temporary = Path(file.name)
     try:
-        with open(temporary, "xb") as file:
+        with file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -61,6 +69,36 @@ def atomic_write(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         reason = f"{cause.strerror} (nothing was left behind; a file already there is unchanged)"
         raise OSError(cause.errno, reason, str(path)) from error
     sync_folder(path.parent)
+
+
+def _open_temporary(path: Path) -> BinaryIO:
+    """Open a new file beside the target; a lock on it shows that its writer is alive."""
+    while True:
+        file = open(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"), "xb")
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks: `remove_orphans` gets none, too
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if Path(file.name).exists():  # else removed as an orphan before it was locked
+            return file
+        file.close()
+
+
+def remove_orphans(path: str | Path) -> None:
+    """Remove the temporary files that killed writers of a file left beside it.
+
+    Only what `atomic_write` of this very file makes, and what no living writer holds.
+    """
+    path = Path(path)
+    for orphan in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
+        if orphan.is_symlink() or not orphan.is_file():
+            continue
+        with suppress(OSError):
+            if fcntl is None:
+                orphan.unlink()
+                continue
+            with open(orphan, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                orphan.unlink()
 
 
 def sync_folder(folder: str | Path) -> None:
@@ -90,6 +128,27 @@ def atomic_write_json(path: str | Path, value: Any) -> None:
         ValueError: a NaN or an infinity, which JSON does not have (write `None` instead).
     """
     atomic_write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def strict_json(data: bytes) -> Any:
+    """Read JSON that every program reads alike: UTF-8, no key twice, no NaN.
+
+    Raises:
+        ValueError: it is something else, too deep, or has a number of thousands of digits.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(value := dict(pairs)) < len(pairs):
+            raise ValueError("a key stands there twice")
+        return value
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    try:
+        return json.loads(data.decode(), object_pairs_hook=once, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def sha256_file(path: str | Path) -> str:

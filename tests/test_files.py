@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -168,3 +169,69 @@ def test_pages_of_a_mapped_file_are_given_back_and_no_others(tmp_path):
     changed[:] = 7
     files.release_pages(changed)
     assert (changed == 7).all()
+
+
+KILLED = """
+import os, sys
+from ssl_kd.files import atomic_write
+atomic_write(sys.argv[1], lambda file: (file.write(b"half"), file.flush(), print("now", flush=True),
+                                        sys.stdin.read()))
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_and_a_living_one_s_stays(tmp_path):
+    path = tmp_path / "[a]*.pt"  # as a pattern it would fit others, too
+    words = [sys.executable, "-c", KILLED, str(path)]
+    writer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert writer.stdout is not None and writer.stdout.readline() == b"now\n"
+    (left,) = tmp_path.iterdir()
+    strangers = [".aa.pt.01234567.tmp", ".[a]*.pt.0123456.tmp", ".[a]*.pt.01234567.tmp.txt"]
+    for name in strangers:
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".[a]*.pt.00000000.tmp").symlink_to(left)
+    os.mkfifo(tmp_path / ".[a]*.pt.00000001.tmp")
+    (tmp_path / ".[a]*.pt.00000002.tmp").mkdir()
+    before = names(tmp_path)
+    files.remove_orphans(path)
+    assert names(tmp_path) == before
+    writer.kill()
+    writer.communicate()
+    files.remove_orphans(path)
+    assert names(tmp_path) == sorted({*before} - {left.name})
+    files.remove_orphans(tmp_path / "nowhere" / "x")
+
+
+def test_a_temporary_file_that_is_taken_for_an_orphan_is_made_again(tmp_path, monkeypatch):
+    real, removed = files.fcntl.flock, []
+
+    def late(file, how):  # somebody cleans up between the file's creation and its lock
+        if not removed:
+            removed.append(file.name)
+            os.unlink(file.name)
+        real(file, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    atomic_write_bytes(tmp_path / "x", b"whole")
+    assert removed and names(tmp_path) == ["x"] and (tmp_path / "x").read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b'{"a": 1, "a": 1}', "a key stands there twice"),
+        (b'[{"a": {"b": 1, "b": 2}}]', "a key stands there twice"),
+        (b"NaN", "NaN is not"),
+        (b"[-Infinity]", "-Infinity is not"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"9" * 5000, "4300 digits"),
+        (b"\xff", "utf-8"),
+        ("{}".encode("utf-16"), "utf-8"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        (b"", "Expecting value"),
+        (b"{} {}", "Extra data"),
+    ],
+)
+def test_json_that_programs_read_differently_is_refused(data, said):
+    with pytest.raises(ValueError, match=said):
+        files.strict_json(data)
+    assert files.strict_json(b' {"a": [1, 1.5, null]}\r\n') == {"a": [1, 1.5, None]}

@@ -73,7 +73,9 @@ def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -
     except Exception as error:  # PIL raises OSError, SyntaxError, struct.error and more
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         name = "bytes" if isinstance(source, io.BytesIO) else os.fsdecode(source)
-        raise UnreadableImage(id or name, reason.replace(f" {name!r}", "")[:300]) from error
+        for shown in (repr(source), repr(name)):
+            reason = reason.replace(f" {shown}", "")
+        raise UnreadableImage(id or name, reason[:300]) from error
 
 
 def _check_size(image: Image.Image) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.layout import embedding_map
 from ssl_kd.evaluate.sample import random_rows
-from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
+from ssl_kd.files import CorruptFileError, load_tensors, remove_orphans, save_tensors
 from ssl_kd.finished import Samples
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.neighbours import search_on
@@ -42,9 +42,15 @@ def map_of(
         raise InputError(f"the splits of {samples.path} have embeddings of different widths")
     said = " ".join([*(store.digest for _, store in stores), str(seed), str(LANDMARKS), "1"])
     key, path = hashlib.sha256(said.encode()).hexdigest(), samples.path / FILE
+    remove_orphans(path)
     try:
         kept = load_tensors(path)
-        if kept["key"] == key and kept["places"].shape == (len(samples), 2):
+        same = kept["key"] == key and kept["places"].shape == (len(samples), 2)
+        if (
+            same
+            and kept["places"].dtype == torch.float32
+            and bool((kept["places"].abs() <= 1).all())
+        ):
             return kept["places"].numpy()
     except FileNotFoundError:
         pass

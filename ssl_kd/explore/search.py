@@ -39,19 +39,20 @@ class Search:
         """The k samples most like another, the most like first."""
         return self._nearest(self._samples.embeddings([row])[0], k, row)
 
-    def like_image(self, data: bytes, k: int) -> list[int]:
+    def like_image(self, data: bytes, k: int, name: str = "the image") -> list[int]:
         """The k samples most like an image, by the run's teacher; it is loaded for the first.
 
         Args:
             data: a file's content: JPEG, PNG, WebP ...
             k: how many.
+            name: what errors call it.
 
         Raises:
             UnreadableImage: it is no image.
             InputError: the run learned from features, so no teacher is known.
             TeacherUnavailable: it cannot be loaded (any more).
         """
-        image = decode(io.BytesIO(data), "the image")
+        image = decode(io.BytesIO(data), name)
         with self._lock:  # requests come in threads, a teacher computes one at a time
             teacher = self._teacher or self._load()
             self._teacher = teacher

@@ -1,26 +1,29 @@
-"""The page, served to the browsers of this machine alone.
+"""The page, served to the browser of the user who started it.
 
-Another site's page that a browser has open may send requests here, too. What changes something
-needs a secret word that only our page knows, and a request has to name this server by its own
-name: so nobody's domain can stand for it (DNS rebinding).
+Other users of the machine reach the port, and so does another site's page that a browser has open.
+So the address that is printed has a secret token; the page sets it as a cookie for what it loads,
+and what changes something needs it in a header that no other site can send. A request also has to
+name this server by its own name, so that no other domain can stand for it (DNS rebinding).
 """
 
 from __future__ import annotations
 
 import hmac
 import io
-import json
 import logging
+import mmap
 import secrets
+import socket
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, unquote
 
-from ssl_kd.errors import InputError, UserError
+from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.explore.search import Search
 from ssl_kd.explore.site import (
     DATA,
@@ -28,16 +31,18 @@ from ssl_kd.explore.site import (
     PAGE,
     as_json,
     fitted,
+    page_data,
     page_file,
     page_files,
-    write_data,
 )
+from ssl_kd.files import strict_json
 from ssl_kd.finished import Curation, Samples
 from ssl_kd.training.clock import Progress
 
 logger = logging.getLogger(__name__)
 
 ADDRESS, LARGEST, IMAGE_SIDE, FOUND = "127.0.0.1", 32 << 20, 320, 24
+PATIENCE, LINGER = 20.0, 1.0  # seconds for a whole request; for what comes after a refusal
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8",
           "css": "text/css; charset=utf-8", "txt": "text/plain; charset=utf-8",
           "json": "application/json"}  # fmt: skip
@@ -63,11 +68,11 @@ class ExploreServer(ThreadingHTTPServer):
     Args:
         samples: the run.
         port: where it listens on 127.0.0.1; 0: wherever is free.
-        progress: told of what is computed before.
+        progress: called while what is needed is computed.
 
     Attributes:
-        url: of the page.
-        token: the secret word of this server.
+        url: of the page, with the token.
+        token: the secret of this server.
 
     Raises:
         InputError: the port is taken, or none.
@@ -80,7 +85,6 @@ class ExploreServer(ThreadingHTTPServer):
     ) -> None:
         if not 0 <= port < 65536:
             raise InputError(f"the port is {port}; expected 0 (any that is free) to 65535")
-        self._folder = tempfile.TemporaryDirectory(prefix="ssl_kd_explore_")
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
@@ -90,25 +94,42 @@ class ExploreServer(ThreadingHTTPServer):
         try:
             self.samples, self.curation = samples, Curation(samples)
             self.search, self.token = Search(samples), secrets.token_urlsafe(24)
-            data = Path(self._folder.name)
-            write_data(samples, data, progress=progress)
-            self.data = {file.name: file for file in data.iterdir()}
+            self.data: dict[str, mmap.mmap | bytes] = {}
+            page_data(samples, self._put, progress=progress)
         except BaseException:
             self.server_close()
             raise
 
     @property
     def url(self) -> str:
-        """Of the page."""
-        return f"http://{ADDRESS}:{self.server_port}/"
+        """Of the page, with the token: who has it may look and decide."""
+        return f"http://{ADDRESS}:{self.server_port}/?token={self.token}"
 
-    def server_close(self) -> None:
-        """Stop listening, and remove what was prepared."""
-        super().server_close()
-        self._folder.cleanup()
+    @property
+    def cookie(self) -> str:
+        """The name of the cookie; those of other ports are sent along."""
+        return f"ssl_kd_explore_{self.server_port}"
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Keep a file's content in one without a name: nothing of it outlives a killed process."""
+        if data:
+            with tempfile.TemporaryFile() as file:
+                file.write(data)
+                file.flush()
+                self.data[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        else:
+            self.data[name] = b""
+
+    def knows(self, *words: str) -> bool:
+        """Whether one of these is the token."""
+        return any(hmac.compare_digest(word.encode(), self.token.encode()) for word in words)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is no fault of ours."""
+        logger.debug("a connection broke", exc_info=True)
 
     def page(self) -> bytes:
-        """`explore.html` with the secret word."""
+        """`explore.html` with the token."""
         empty = b'<meta name="token" content="">'
         return page_file(PAGE).replace(empty, empty.replace(b'""', f'"{self.token}"'.encode()))
 
@@ -125,7 +146,7 @@ def serve(
     Args:
         samples: the run.
         port: on 127.0.0.1; 0: any that is free.
-        progress: told of what is computed before.
+        progress: called while what is needed is computed.
         opened: is called with the page's address once it is there.
 
     Raises:
@@ -140,12 +161,35 @@ def serve(
             logger.info("stopped; decisions are in %s", server.curation.path)
 
 
+class _Reader(socket.SocketIO):
+    """What a client sends, until its time is over: no byte that still drips in adds to it.
+
+    Attributes:
+        until: when that is, by `time.monotonic`.
+    """
+
+    until = 0.0
+
+    def readinto(self, buffer: Any) -> int | None:
+        """As of a socket; TimeoutError: the time is over."""
+        self._sock.settimeout(max(self.until - time.monotonic(), 0.001))  # type: ignore[attr-defined]
+        return super().readinto(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """One request; `server` is the `ExploreServer`."""
 
     server: ExploreServer  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
-    timeout = 60
+
+    def setup(self) -> None:
+        super().setup()
+        self._reader = _Reader(self.connection, "r")
+        self.rfile = io.BufferedReader(self._reader)
+
+    def handle_one_request(self) -> None:
+        self._reader.until = time.monotonic() + PATIENCE
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         self._guarded(self._get)
@@ -159,13 +203,14 @@ class _Handler(BaseHTTPRequestHandler):
     def version_string(self) -> str:
         return "ssl_kd"
 
-    def _guarded(self, answer: Callable[[str], None]) -> None:
+    def _guarded(self, answer: Callable[[str, str], None]) -> None:
         """Answer, or say in a line why not."""
         try:
-            port = self.server.server_port
-            if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
+            names = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
+            if self.headers.get_all("Host", []) not in ([name] for name in names):
                 raise _Refused(HTTPStatus.FORBIDDEN, "this server has another name")
-            answer(urlsplit(self.path).path)
+            path, _, query = self.path.partition("?")
+            answer(path, query)
         except _Refused as error:
             self._fail(error.status, str(error))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
@@ -173,19 +218,24 @@ class _Handler(BaseHTTPRequestHandler):
         except (UserError, OSError) as error:  # also: the run's folder may not be written
             self._fail(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:
-            logger.exception("a request failed: %s", self.path)
+            logger.exception("a request failed: %s", printable(self.path))
             self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of ours: see the terminal")
 
-    def _get(self, path: str) -> None:
+    def _get(self, path: str, query: str) -> None:
+        opened = self.server.knows(*parse_qs(query).get("token", []))
+        if not opened and not self.server.knows(self.headers.get("X-Token", ""), *self._cookies()):
+            raise _Refused(
+                HTTPStatus.FORBIDDEN, "open the address that ssl_kd explore printed, with its token"
+            )
         name = path.removeprefix("/")
         if name in ("", PAGE):
-            return self._send(self.server.page(), _TYPES["html"])
+            return self._send(self.server.page(), _TYPES["html"], cookie=opened)
         if name in page_files():
             return self._send(page_file(name), _TYPES[name.rpartition(".")[2]])
         folder, _, rest = name.partition("/")
         if folder == DATA and rest in self.server.data:
             kind = _TYPES.get(rest.rpartition(".")[2], "application/octet-stream")
-            return self._send_file(self.server.data[rest], kind)
+            return self._send(self.server.data[rest], kind)
         if name == "api/curation":
             return self._send(as_json({"lines": self.server.curation.lines}), _TYPES["json"])
         if name.startswith("api/image/"):
@@ -195,33 +245,42 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(as_json(found), _TYPES["json"])
         raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing of that name")
 
-    def _post(self, path: str) -> None:
-        body = self._body()
+    def _cookies(self) -> list[str]:
+        pairs = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
+        return [value for name, _, value in pairs if name == self.server.cookie]
+
+    def _post(self, path: str, _: str) -> None:
         origin = self.headers.get("Origin")
-        own = {f"http://{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")}
-        token = self.headers.get("X-Token", "").encode()
-        if origin not in {None, *own} or not hmac.compare_digest(token, self.server.token.encode()):
+        ours = {f"http://{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")}
+        if origin not in {None, *ours} or not self.server.knows(self.headers.get("X-Token", "")):
             raise _Refused(HTTPStatus.FORBIDDEN, "only the page of this server may ask for that")
-        if path == "/api/search":
-            found = self.server.search.like_image(body, FOUND)
-            return self._send(as_json({"rows": found}), _TYPES["json"])
-        if path != "/api/curation":
+        if path not in ("/api/search", "/api/curation"):
             raise _Refused(HTTPStatus.NOT_FOUND, "there is nothing of that name")
+        body = self._body()
+        if path == "/api/search":
+            name = printable(unquote(self.headers.get("X-File-Name", "")))[:200] or "the image"
+            found = self.server.search.like_image(body, FOUND, name)
+            return self._send(as_json({"rows": found}), _TYPES["json"])
         try:
-            said = json.loads(body)
+            asked = strict_json(body)
         except ValueError as error:
-            raise _Refused(HTTPStatus.BAD_REQUEST, "the decision is no JSON") from error
-        decide(self.server.curation, said)
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"the decision is no JSON: {error}") from error
+        self.server.curation.decide(asked)
         self._send(as_json({"lines": self.server.curation.lines}), _TYPES["json"])
 
     def _body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > LARGEST:
-            self.close_connection = True  # what it sends is not read
+        lengths = self.headers.get_all("Content-Length", [])
+        if not lengths or self.headers.get_all("Transfer-Encoding"):
+            raise _Refused(HTTPStatus.LENGTH_REQUIRED, "expected a Content-Length, and no chunks")
+        if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdecimal()):
+            raise _Refused(HTTPStatus.BAD_REQUEST, "expected one Content-Length, a number")
+        if len(lengths[0]) > 12 or (length := int(lengths[0])) > LARGEST:
             raise _Refused(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected at most {LARGEST >> 20} MiB"
             )
-        return self.rfile.read(int(length))
+        if len(body := self.rfile.read(length)) < length:
+            raise ConnectionResetError("the body is cut off")
+        return body
 
     def _row(self, name: str) -> int:
         text, n = name.rpartition("/")[2], len(self.server.samples)
@@ -239,71 +298,41 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(
         self,
-        body: bytes,
+        body: bytes | mmap.mmap,
         kind: str,
         status: HTTPStatus = HTTPStatus.OK,
         *,
         keep: bool = False,
-    ) -> None:
-        self._head(len(body), kind, status, keep)
-        self.wfile.write(body)
-
-    def _send_file(self, file: Path, kind: str) -> None:
-        with open(file, "rb") as source:
-            self._head(file.stat().st_size, kind)
-            while block := source.read(1 << 20):
-                self.wfile.write(block)
-
-    def _head(
-        self, length: int, kind: str, status: HTTPStatus = HTTPStatus.OK, keep: bool = False
+        cookie: bool = False,
     ) -> None:
         self.send_response(status)
-        for name, value in (
-            ("Content-Type", kind),
-            ("Content-Length", str(length)),
-            ("Cache-Control", "private, max-age=3600" if keep else "no-store"),
-            ("Content-Security-Policy", _POLICY),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Referrer-Policy", "no-referrer"),
-        ):
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Cache-Control": "private, max-age=3600" if keep else "no-store",
+            "Content-Security-Policy": _POLICY,
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        }
+        if cookie:
+            value = f"{self.server.cookie}={self.server.token}"
+            headers["Set-Cookie"] = f"{value}; Path=/; HttpOnly; SameSite=Strict"
+        if self.close_connection:
+            headers["Connection"] = "close"
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
+        for start in range(0, len(body), 1 << 20):
+            self.connection.settimeout(PATIENCE)
+            self.wfile.write(body[start : start + (1 << 20)])
 
-    def _fail(self, status: HTTPStatus, said: str) -> None:
-        try:
-            self._send(as_json({"error": said}), _TYPES["json"], status)
-        except OSError:
-            self.close_connection = True
-
-
-def decide(curation: Curation, said: Any) -> None:
-    """Add the decision that a page asks for.
-
-    Args:
-        curation: where to.
-        said: `do` and what belongs to it, as a line of `curation.jsonl` has it.
-
-    Raises:
-        InputError: it is none, or cannot be.
-    """
-    do = said.get("do") if isinstance(said, dict) else None
-    try:
-        if do == "rename":
-            curation.rename(said["cluster"], said["name"])
-        elif do == "merge":
-            curation.merge(said["clusters"], said.get("name"))
-        elif do == "split":
-            curation.split(said["cluster"], said.get("rows"), said.get("name", ""))
-        elif do == "move":
-            curation.move(said["rows"], said.get("into"), said.get("name", ""))
-        elif do == "exclude":
-            curation.exclude(said["rows"])
-        elif do == "undo":
-            curation.undo(said["of"])
-        else:
-            raise InputError(f"{do!r} is no decision")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{do} does not say what it should ({error!r})") from error
+    def _fail(self, status: HTTPStatus, reason: str) -> None:
+        """Refuse, and let the client read it: what it still sends is taken, and thrown away."""
+        self.close_connection = True
+        with suppress(OSError):
+            self._send(as_json({"error": reason}), _TYPES["json"], status)
+            self.connection.shutdown(socket.SHUT_WR)
+            self._reader.until = time.monotonic() + LINGER
+            while self.rfile.read1(1 << 16):
+                pass

@@ -1,13 +1,21 @@
-"""The page `explore.html` with its data: a folder that any web server serves."""
+"""The page `explore.html` with its data: a folder that any web server serves.
+
+`explore.html` names the folder of all its other files, and a new page gets a new one: whoever has
+the file has a whole page, whenever a writer is killed. The manifest keeps what is ours.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
-import os
+import re
+import secrets
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.resources import as_file, files
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +28,29 @@ from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.evaluate.sample import random_rows
 from ssl_kd.explore.places import map_of
-from ssl_kd.files import atomic_write_json
+from ssl_kd.files import (
+    CorruptFileError,
+    atomic_write_bytes,
+    atomic_write_json,
+    remove_orphans,
+    sha256_file,
+    strict_json,
+)
 from ssl_kd.finished import Curation, Samples
+from ssl_kd.lock import Lock
+from ssl_kd.naming import Names
 from ssl_kd.training.clock import Progress
 
 logger = logging.getLogger(__name__)
 
 PAGE, MARK, DATA = "explore.html", "meta.json", "data"
+INDEX, MANIFEST, LOCK = "index.html", ".ssl_kd-explore.json", ".ssl_kd-explore.lock"
+_TO_PAGE = (
+    f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={PAGE}">'
+    f'<link rel="icon" href="data:,"><a href="{PAGE}">{PAGE}</a>\n'
+).encode()
+_OURS = re.compile("explore-[0-9a-f]{12}")
+Put = Callable[[str, bytes], object]  # a file's name, and what is in it
 PICTURES, EXAMPLES, NEIGHBOURS = 10_000, 400, 12
 TILE, TINY, COLUMNS = 64, 32, 32  # pixels of a picture, of one that is shown as it is; in a row
 PER_FILE = 16_384  # samples whose neighbours a static page reads at once: 768 KiB
@@ -53,14 +77,13 @@ def write_site(
     pictures: int = PICTURES,
     progress: Progress | None = None,
 ) -> Path:
-    """Write `explore.html` and all that it needs into a folder of their own.
+    """Write `explore.html`, an `index.html` that leads to it, and a folder of all that it needs.
 
-    It is written beside the folder and then takes its name: killed at any moment, the folder is
-    what it was.
+    Killed at any moment, an earlier page is whole; the next call removes what was left of this one.
 
     Args:
         samples: the run.
-        folder: where to; it may hold an earlier page, and nothing else.
+        folder: where to; beside an earlier page it may hold anything.
         pictures: how many samples have one, examples first, others at random: about 2 KB each.
         progress: called with (stage, done, total, {}).
 
@@ -68,72 +91,131 @@ def write_site(
         The page.
 
     Raises:
-        InputError: the folder holds something else.
+        InputError: the folder holds something else, or a file of ours that was edited.
+        LockHeld: another program writes a page there.
+        CorruptFileError: the manifest of the folder is damaged.
         FileNotFoundError: the embeddings of the run are gone.
     """
-    folder = Path(folder).expanduser()
-    earlier = (folder / PAGE).is_file() and (folder / DATA / MARK).is_file()
-    if folder.is_file() or (folder.is_dir() and not earlier and any(folder.iterdir())):
-        raise InputError(f"{folder} holds something else: give an empty folder, or a new one")
-    folder = folder.absolute()
-    work = folder.with_name(f".{folder.name}.partial")
-    if work.exists():  # of one that was killed
-        shutil.rmtree(work)
-    try:
-        write_data(samples, work / DATA, pictures=pictures, neighbours=True, progress=progress)
-        with as_file(files("ssl_kd.explore").joinpath("page")) as page:
+    folder = Path(folder).expanduser().resolve()
+    _manifest(folder)  # nothing is written where it is refused
+    folder.mkdir(parents=True, exist_ok=True)
+    with Lock(folder / LOCK):
+        earlier, sums = _manifest(folder)
+        for name in (PAGE, INDEX, MANIFEST):
+            remove_orphans(folder / name)
+        new = f"explore-{secrets.token_hex(6)}"
+        page = page_file(PAGE).replace(b"<head>", f'<head>\n<base href="{new}/">'.encode(), 1)
+        written = {PAGE: page, INDEX: _TO_PAGE}
+        sums |= {hashlib.sha256(data).hexdigest() for data in written.values()}
+        _settle(folder, earlier, sums, [new])
+        try:
             for name in page_files():
-                (work / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(page / name, work / name)
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        os.replace(work, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+                if name != PAGE:
+                    atomic_write_bytes(folder / new / name, page_file(name))
+
+            def put(name: str, data: bytes) -> None:
+                atomic_write_bytes(folder / new / DATA / name, data)
+
+            page_data(samples, put, pictures=pictures, neighbours=True, progress=progress)
+            _manifest(folder)  # an edit of the last minutes is nothing that may be replaced either
+            for name, data in written.items():
+                atomic_write_bytes(folder / name, data)
+        finally:
+            _settle(folder, [*earlier, new], sums)
     return folder / PAGE
 
 
-def write_data(
+def _manifest(folder: Path) -> tuple[list[str], set[str]]:
+    """The folders in it that are ours, and the SHA-256 of the files that may be replaced.
+
+    Raises:
+        InputError: something is in the way; CorruptFileError: the manifest is damaged.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{printable(str(folder))} is no folder: give an empty one, or a new one")
+    path, folders, sums = folder / MANIFEST, [], set()
+    others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if path.exists():
+        try:
+            kept = strict_json(path.read_bytes())
+            folders, sums = kept["folders"], set(kept["files"])
+            if not all(isinstance(name, str) and _OURS.fullmatch(name) for name in folders):
+                raise ValueError("a folder is called as none of ours")
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptFileError(
+                f"{printable(str(path))} is damaged ({error}): give another folder, or an empty one"
+            ) from error
+    elif visible := [name for name in others if not name.startswith(".")]:
+        raise InputError(
+            f"{printable(str(folder))} holds something else: give an empty folder, or a new one "
+            f"({printable(visible[0])} is there)"
+        )
+    there = {folder / name for name in (PAGE, INDEX) if name in others}
+    for file in there:
+        if file.is_symlink() or not file.is_file() or sha256_file(file) not in sums:
+            raise InputError(
+                f"{printable(str(file))} was not written by explore, or was edited since: move it "
+                "away, or give another folder"
+            )
+    return folders, set(map(sha256_file, there))
+
+
+def _settle(folder: Path, ours: list[str], sums: set[str], coming: Sequence[str] = ()) -> None:
+    """Remove our folders that the page there does not name; keep what is left in the manifest."""
+    page = folder / PAGE
+    live = re.search(rb'<base href="([^"/]+)/">', page.read_bytes()) if page.is_file() else None
+    for name in ours:
+        if not (folder / name).is_symlink() and (live is None or name != live[1].decode()):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    left = [name for name in ours if (folder / name).is_dir()]
+    atomic_write_json(folder / MANIFEST, {"folders": [*left, *coming], "files": sorted(sums)})
+
+
+def page_data(
     samples: Samples,
-    folder: Path,
+    put: Put,
     *,
     pictures: int = 0,
     neighbours: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The data of the page: columns as plain binary files, names as lines, `meta.json`.
+    """Make the data of the page: columns as plain binary files, names as lines, `meta.json`.
 
     Args:
         samples: the run.
-        folder: where to; it is made.
+        put: called with each file's name and content; `meta.json` comes last.
         pictures: how many samples have one, in sheets; 0: none, a server gives them.
-        neighbours: write those of every sample.
+        neighbours: make those of every sample.
         progress: as of `write_site`.
 
     Returns:
         What is in `meta.json`.
     """
     places = map_of(samples, progress=progress)
-    folder.mkdir(parents=True, exist_ok=True)
-    places.T.astype("<f4").tofile(folder / "places.f32")
-    columns = {name: _column(samples, name, folder) for name in _shown(samples)}
+    put("places.f32", places.T.astype("<f4").tobytes())
+    columns = {name: _column(samples, name, put) for name in _shown(samples)}
     if neighbours:
         near = samples.nearest(NEIGHBOURS).astype("<i4")
         for part, start in enumerate(range(0, len(near), PER_FILE)):
-            near[start : start + PER_FILE].tofile(folder / f"neighbours_{part}.i32")
-    (folder / "files.txt").write_text(_lines(samples.column("file")), encoding="utf-8")
+            put(f"neighbours_{part}.i32", near[start : start + PER_FILE].tobytes())
+    put("files.txt", _lines(samples.column("file")).encode())
     examples = examples_of(places, samples)
     sheets, first = None, _first_picture(samples)
     if pictures and first is not None:
         sheets = _Sheets.plan(len(samples), examples, pictures, max(first.size) <= TINY)
-        sheets.write(samples, folder, progress)
+        sheets.write(samples, put, progress)
     curation = Curation(samples)
+    names = Names.load(samples.path)
     meta = {
-        "title": samples.path.resolve().name,
+        "title": samples.path.name,
         "samples": len(samples),
         "digest": curation.digest,
         "n_clusters": samples.n_clusters,
         "levels": samples.levels,
+        "names": {
+            level: {number: name.text for number, name in names.levels.get(level, {}).items()}
+            for level in samples.levels
+        },
         "columns": columns,
         "examples": examples.tolist(),
         "neighbours": NEIGHBOURS,
@@ -144,7 +226,7 @@ def write_data(
         "sheets": None if sheets is None else sheets.told(),
         "lines": curation.lines,
     }
-    atomic_write_json(folder / MARK, meta)
+    put(MARK, as_json(meta))
     return meta
 
 
@@ -179,23 +261,23 @@ def _shown(samples: Samples) -> list[str]:
     return [*own, *(name for name in others if name in samples.table.column_names)]
 
 
-def _column(samples: Samples, name: str, folder: Path) -> dict[str, Any]:
+def _column(samples: Samples, name: str, put: Put) -> dict[str, Any]:
     if name in ("label", "split"):
         text = samples.table.column(name).cast("string").combine_chunks().dictionary_encode()
         found = text.dictionary.to_pylist()
         known = {value: code for code, value in enumerate(sorted(set(found) - {""}))}
         codes = np.array([*(known.get(value, -1) for value in found), -1])  # -1: those without any
-        codes[text.indices.fill_null(-1).to_numpy()].astype("<i4").tofile(folder / f"{name}.i32")
+        put(f"{name}.i32", codes[text.indices.fill_null(-1).to_numpy()].astype("<i4").tobytes())
         named = [printable(value) for value in known]
         return {"kind": "category", "file": f"{name}.i32", "values": named}
     values = samples.column(name)
     if name in ("confidence", "outlier"):
         numbers = values.astype("<f4")
-        numbers.tofile(folder / f"{name}.f32")
+        put(f"{name}.f32", numbers.tobytes())
         finite = numbers[np.isfinite(numbers)]
         low, high = np.quantile(finite, [0, 0.99]) if len(finite) else (0, 1)
         return {"kind": "number", "file": f"{name}.f32", "low": float(low), "high": float(high)}
-    values.astype("<i4").tofile(folder / f"{name}.i32")
+    put(f"{name}.i32", values.astype("<i4").tobytes())
     return {"kind": "cluster", "file": f"{name}.i32"}
 
 
@@ -242,7 +324,7 @@ class _Sheets:
             "per_sheet": COLUMNS * COLUMNS,
         }
 
-    def write(self, samples: Samples, folder: Path, progress: Progress | None) -> None:
+    def write(self, samples: Samples, put: Put, progress: Progress | None) -> None:
         """`sheet_0.webp` and so on; the place of a picture that is gone stays empty."""
         missing, last = 0, ""
         for start in range(0, len(self.rows), COLUMNS**2):
@@ -260,9 +342,9 @@ class _Sheets:
                 left, top = at % COLUMNS * self.tile, at // COLUMNS * self.tile
                 gap = [(self.tile - side) // 2 for side in small.size]
                 sheet.paste(small, (left + gap[0], top + gap[1]))
-            lossless = self.tile == TINY
-            number = start // COLUMNS**2
-            sheet.save(folder / f"sheet_{number}.webp", quality=80, lossless=lossless)
+            target = io.BytesIO()
+            sheet.save(target, "WEBP", quality=80, lossless=self.tile == TINY)
+            put(f"sheet_{start // COLUMNS**2}.webp", target.getvalue())
             if progress is not None:
                 progress("pictures", start + len(rows), len(self.rows), {})
         if missing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,15 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ssl_kd.errors import InputError, printable
-from ssl_kd.files import CorruptFileError, atomic_write_bytes
+from ssl_kd.errors import InputError
+from ssl_kd.files import CorruptFileError, atomic_write_bytes, remove_orphans
 from ssl_kd.finished.decided import Clusters
+from ssl_kd.finished.lines import ABOUT, at, checked, parsed, read_lines
 from ssl_kd.finished.samples import Samples
 from ssl_kd.lock import Lock
 
 FILE, LOCK, WAIT = "curation.jsonl", ".curation.lock", 10.0
 MADE_FROM = 1000
-_ABOUT = ("id", "time", "samples", "digest", "do")
+_MUTEX = threading.RLock()  # what is in memory changes whole, for all threads of this process
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Curation:
     its parts, so that it stays one of the run's own where any of them is. No number is ever used
     twice, whatever is undone.
 
-    Several programs may decide at once: each decision is checked against, and added to, the file as
-    it is by then.
+    Several programs and threads may decide at once: each decision is checked against, and added to,
+    the file as it is by then.
 
     Args:
         samples: the run.
@@ -77,6 +79,7 @@ class Curation:
         self._digests: dict[int, str] = {}
         self._bytes, self._lines = b"", list[dict[str, Any]]()
         self._state = Clusters(samples)
+        remove_orphans(self.path)
         self._refresh()
 
     @classmethod
@@ -120,8 +123,9 @@ class Curation:
     @property
     def history(self) -> list[Decision]:
         """Every line of the file, the oldest first."""
-        live = _live(self._lines)
-        return [_decision(line, n, n not in live) for n, line in enumerate(self._lines, 1)]
+        lines = self._lines
+        live = _live(lines)
+        return [_decision(line, n, n not in live) for n, line in enumerate(lines, 1)]
 
     # --- Decisions --------------------------------------------------------------------------------
 
@@ -131,12 +135,12 @@ class Curation:
         Raises:
             InputError: there is no such cluster, or the name is too long or not one line of text.
         """
-        return self._add([{"do": "rename", "cluster": int(cluster), "name": name}])[0]
+        return self._add([{"do": "rename", "cluster": _number(cluster), "name": name}])[0]
 
     def rename_all(self, names: Mapping[int, str]) -> list[Decision]:
         """Give many clusters their names: all of them, or none. Raises what `rename` raises."""
         return self._add(
-            [{"do": "rename", "cluster": int(k), "name": name} for k, name in names.items()]
+            [{"do": "rename", "cluster": _number(k), "name": name} for k, name in names.items()]
         )
 
     def merge(self, clusters: Iterable[int], name: str | None = None) -> Decision:
@@ -149,7 +153,7 @@ class Curation:
         Raises:
             InputError: fewer than two, or one of them is not there.
         """
-        wanted = sorted({int(cluster) for cluster in clusters})
+        wanted = sorted({_number(cluster) for cluster in clusters})
         said: dict[str, Any] = {"do": "merge", "clusters": wanted}
         return self._add([said if name is None else said | {"name": name}])[0]
 
@@ -171,10 +175,10 @@ class Curation:
         """
         if rows is None:
             self._refresh()
-            level, parts = self._state.parts(int(cluster))
-            said = {"do": "split", "cluster": int(cluster), "level": level, "parts": parts}
+            level, parts = self._state.parts(_number(cluster))
+            said = {"do": "split", "cluster": _number(cluster), "level": level, "parts": parts}
             return self._add([said])[0]
-        said = {"do": "split", "cluster": int(cluster), "rows": self._rows(rows), "new": None}
+        said = {"do": "split", "cluster": _number(cluster), "rows": self._rows(rows), "new": None}
         return self._add([said | ({"name": name} if name else {})])[0]
 
     def move(
@@ -190,7 +194,7 @@ class Curation:
         Raises:
             InputError: no such cluster or sample, or a name where the cluster has one.
         """
-        where = {"new": None} if cluster is None else {"into": int(cluster)}
+        where = {"new": None} if cluster is None else {"into": _number(cluster)}
         said = {"do": "move", "rows": self._rows(rows), **where}
         return self._add([said | ({"name": name} if name else {})])[0]
 
@@ -201,6 +205,12 @@ class Curation:
             InputError: no such sample.
         """
         return self._add([{"do": "exclude", "rows": self._rows(rows)}])[0]
+
+    def decide(self, asked: Any) -> Decision:
+        """Add a decision as the page asks for it; raise InputError where it is none."""
+        if checked(asked, asked=True)["do"] == "split" and "rows" not in asked:
+            return self.split(asked["cluster"])
+        return self._add([asked])[0]
 
     def undo(self, id: str | None = None) -> Decision:
         """Undo a decision, by a line that says so; what is undone may be an `undo` itself.
@@ -245,26 +255,27 @@ class Curation:
             CorruptFileError: a line is damaged, about another run, or cannot be followed here.
         """
         path = Path(path).expanduser()
-        return self._add(_parse(path, path.read_bytes()), path)
+        return self._add(parsed(path, read_lines(path)), path)
 
     # --- The file ---------------------------------------------------------------------------------
 
     def _add(self, said: list[dict[str, Any]], source: Path | None = None) -> list[Decision]:
         """Check decisions one after the other, and append them with one write."""
-        with Lock(self.path.parent / LOCK, wait=WAIT):
+        with _MUTEX, Lock(self.path.parent / LOCK, wait=WAIT):
             self._refresh()
             lines, state = list(self._lines), self._state.copy()
             known = {line["id"]: line for line in lines}
             for number, what in enumerate(said, 1):
                 try:
-                    line = self._stamped(what, lines) if source is None else what
+                    line = checked(self._stamped(what, lines)) if source is None else what
                     if known.get(line["id"]) == line:
                         continue
+                    _refuse_twin(line, known)
                     state = self._followed(state, lines, line)
                 except InputError as error:
                     if source is None:
                         raise
-                    raise CorruptFileError(_at(source, number, error)) from error
+                    raise CorruptFileError(at(source, number, error)) from error
                 known[line["id"]] = line
             text = "".join(json.dumps(line) + "\n" for line in lines[len(self._lines) :])
             if text:
@@ -277,38 +288,48 @@ class Curation:
 
     def _refresh(self) -> None:
         """Read the file again where somebody wrote it."""
-        try:
-            found = self.path.read_bytes()
-        except FileNotFoundError:
-            found = b""
-        if found == self._bytes:
-            return
-        lines: list[dict[str, Any]] = []
-        state = Clusters(self.samples)
-        for number, line in enumerate(_parse(self.path, found), 1):
+        with _MUTEX:
             try:
-                state = self._followed(state, lines, line)
-            except InputError as error:
-                raise CorruptFileError(_at(self.path, number, error)) from error
-        self._bytes, self._lines, self._state = found, lines, state
+                found = read_lines(self.path)
+            except FileNotFoundError:
+                found = b""
+            if found == self._bytes:
+                return
+            lines: list[dict[str, Any]] = []
+            state, known = Clusters(self.samples), dict[str, Any]()
+            for number, line in enumerate(parsed(self.path, found), 1):
+                try:
+                    _refuse_twin(line, known)
+                    known[line["id"]] = line
+                    state = self._followed(state, lines, line)
+                except InputError as error:
+                    raise CorruptFileError(at(self.path, number, error)) from error
+            self._bytes, self._lines, self._state = found, lines, state
 
     def _followed(
         self, state: Clusters, lines: list[dict[str, Any]], line: dict[str, Any]
     ) -> Clusters:
         """What comes of one more line, which is added to `lines`."""
-        if any(before["id"] == line["id"] for before in lines):
-            raise InputError(f"the id {line['id']} is that of an earlier line")
-        if line["digest"] != self._digest(line["samples"]):
+        ends = {rows.stop for rows in self.samples.splits.values()}
+        if line["samples"] not in ends or line["digest"] != self._digest(line["samples"]):
             raise InputError(
                 f"it is about another run than {self.samples.path}, or its assignments were edited"
             )
         if line["do"] != "undo":
             state.follow(line)
+            if made := _made(line):  # after a jump, later clusters would find no number
+                first = max([-1, *(k for other in lines for k in _made(other))]) + 1
+                end = self._next_number(lines) + MADE_FROM
+                if min(made) < first or max(made) >= end:
+                    raise InputError(
+                        f"a new cluster cannot have the number {max(made)}: expected one below "
+                        f"{end} that is above all that were given"
+                    )
             lines.append(line)
             return state
         live, numbers = _live(lines), {before["id"]: n for n, before in enumerate(lines, 1)}
-        of = line.get("of")
-        if not isinstance(of, str) or of not in numbers:
+        of = line["of"]
+        if of not in numbers:
             raise InputError(f"no decision before it has the id {of!r}")
         if numbers[of] not in live:
             raise InputError(f"the decision {of} is undone already")
@@ -352,8 +373,6 @@ class Curation:
 
     def _digest(self, n: int) -> str:
         """Which samples are meant: file and cluster of the first n; more come by an extension."""
-        if n > len(self.samples):
-            return ""
         if n not in self._digests:
             clusters = self.samples.column("cluster")[:n].astype("<i8")
             digest = hashlib.sha256(clusters.tobytes())
@@ -374,31 +393,18 @@ class Curation:
         return np.unique(found).tolist()
 
 
-def _parse(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """The lines of a file, each with what every decision has."""
-    *whole, last = data.split(b"\n")
-    lines = []
-    for number, text in enumerate([*whole, last] if last else whole, 1):
-        try:
-            line = json.loads(text)
-            if not isinstance(line, dict) or any(key not in line for key in _ABOUT):
-                raise ValueError(f"expected an object with {', '.join(_ABOUT)}")
-            if not isinstance(line["samples"], int) or not isinstance(line["id"], str):
-                raise ValueError("samples is no number, or id no text")
-        except ValueError as error:
-            cut = "cut off" if number == len(whole) + 1 else "damaged"
-            raise CorruptFileError(_at(path, number, f"it is {cut} ({error})")) from error
-        lines.append(line)
-    if last:  # whole, but for its end
-        raise CorruptFileError(_at(path, len(lines), "it is cut off (no end of line)"))
-    return lines
+def _number(cluster: Any) -> int:
+    """A cluster's number: numpy's are plain numbers in the file."""
+    if isinstance(cluster, np.integer):
+        return int(cluster)
+    if type(cluster) is not int:
+        raise InputError(f"{cluster!r} is no cluster's number; expected 0, 1, 2, ...")
+    return cluster
 
 
-def _at(path: Path, number: int, error: object) -> str:
-    return (
-        f"{path}, line {number}: {printable(str(error))}. Delete that line, or take another copy "
-        "of the file; nothing was changed"
-    )
+def _refuse_twin(line: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    if line["id"] in known:
+        raise InputError(f"the id {line['id']} is that of an earlier line")
 
 
 def _live(lines: Sequence[Mapping[str, Any]]) -> set[int]:
@@ -421,5 +427,5 @@ def _made(line: Mapping[str, Any]) -> list[int]:
 
 
 def _decision(line: Mapping[str, Any], number: int, undone: bool = False) -> Decision:
-    what = {key: value for key, value in line.items() if key not in _ABOUT}
+    what = {key: value for key, value in line.items() if key not in ABOUT}
     return Decision(line["id"], line["time"], line["do"], what, number, undone)

@@ -48,7 +48,7 @@ class Samples:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = Path(path).expanduser().resolve()  # runs/latest may be another run's by then
         if not (self.path / "config.json").is_file():
             raise RunFolderError(
                 f"{self.path} is not a run's folder (no config.json): give one, as runs/latest"

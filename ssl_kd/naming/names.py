@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from ssl_kd.errors import InputError, printable
-from ssl_kd.files import CorruptFileError, atomic_write_json
+from ssl_kd.files import CorruptFileError, atomic_write_json, strict_json
 
 FILE = "names.json"
 FORMAT = 1
@@ -43,7 +45,7 @@ class Name:
         return self.text != self.made
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Names:
     """What the clusters of every level are called. One without a name keeps its number.
 
@@ -53,9 +55,19 @@ class Names:
     >>> names = Names({"cluster": {0: Name("cat", "cat"), 1: Name("dog", "dog")}})
     >>> names.of("cluster", 1), names.of("cluster", 7)
     ('dog', '7')
+    >>> names
+    Names(cluster: 2 named, cat, dog)
     """
 
     levels: Mapping[str, Mapping[int, Name]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        texts = {level: [name.text for name in of.values()] for level, of in self.levels.items()}
+        told = [
+            f"{level}: {len(of)} named" + "".join(f", {text}" for text in of[:SHOWN])
+            for level, of in texts.items()
+        ]
+        return f"Names({'; '.join(told)})"
 
     def of(self, level: str, cluster: int) -> str:
         """A cluster's name, or its number."""
@@ -130,14 +142,14 @@ class Names:
         if not path.is_file():
             return cls()
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = strict_json(path.read_bytes())
             if found["format"] != FORMAT:
                 raise InputError(
                     f"{path} has format {found['format']!r}, expected {FORMAT}: another version "
                     "wrote it. Move it away and name the clusters again"
                 )
             levels = {
-                level: {int(cluster): _read(entry) for cluster, entry in names.items()}
+                level: {_number(cluster): _read(entry) for cluster, entry in names.items()}
                 for level, names in found["levels"].items()
             }
         except InputError:
@@ -204,12 +216,20 @@ def siblings(levels: Mapping[str, NDArray[np.integer]], level: str) -> dict[int,
     return others
 
 
+def _number(text: str) -> int:
+    if not re.fullmatch("-1|0|[1-9][0-9]{0,8}", text):  # "01" would be a second 1
+        raise ValueError(f"cluster {reprlib.repr(text)}, expected a number")
+    return int(text)
+
+
 def _read(entry: dict) -> Name:
-    text = entry["name"]
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"the name {text!r}, expected text")
+    text, made = entry["name"], entry.get("made")
+    if not isinstance(text, str) or not text.strip() or not isinstance(made, str | None):
+        raise ValueError(f"the name {reprlib.repr(text)}, made {reprlib.repr(made)}, expected text")
     words = tuple((str(word), float(weight)) for word, weight in entry.get("words", []))
-    return Name(printable(text.strip()), entry.get("made"), words)
+    if not all(math.isfinite(weight) for _, weight in words):
+        raise ValueError("a word's weight is no number")
+    return Name(printable(text.strip()), made, words)
 
 
 def _refuse_twins(level: str, names: Mapping[int, Name], path: Path | None = None) -> None:

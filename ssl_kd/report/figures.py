@@ -5,12 +5,13 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from colorsys import hls_to_rgb
 from typing import Any
 
 import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import ArrayLike, NDArray
@@ -31,6 +32,7 @@ PALETTE = (
     "#717581",
     "#92dadd",
 )
+CLUSTERS = tuple(color for color in PALETTE if color not in ("#94a4a2", "#717581"))  # no greys
 ACCENT, WARNING = "#3f90da", "#e76300"
 SHARE_COLOURS = tuple(PALETTE[i] for i in (9, 1, 0, 5, 3, 8, 7))  # no alarming red
 # Stand-ins that become colours of the page, so that one picture serves both themes.
@@ -179,29 +181,16 @@ def reliability_diagram(bins: Sequence[dict[str, Any]]) -> Markup | None:
     return svg(draw, (5.2, 4.4), "share of right samples at each confidence, and their number")
 
 
-def cluster_colours(n_clusters: int, places: ArrayLike, clusters: ArrayLike) -> list[str]:
-    """A colour for each cluster; beyond ten they repeat, as far from each other as can be.
+def tint(cluster: int) -> str:
+    """The color of a cluster, as in the explorer (colours.js): of the palette, then ever new hues.
 
-    Args:
-        n_clusters: Number of clusters.
-        places: `[m, 2]` places on the map.
-        clusters: `[m]` cluster of each.
-
-    Returns:
-        `n_clusters` colours as hexadecimal text.
+    >>> len({tint(k) for k in range(200)})
+    200
     """
-    if n_clusters <= len(PALETTE):
-        return list(PALETTE[:n_clusters])
-    middle = _middles(n_clusters, np.asarray(places, float), np.asarray(clusters))
-    colours: list[int] = []
-    for k in range(n_clusters):
-        gap = np.full(len(PALETTE), np.inf)
-        for other, colour in enumerate(colours):
-            distance = float(np.hypot(*(middle[k] - middle[other])))
-            gap[colour] = min(gap[colour], distance if np.isfinite(distance) else 9.0)
-        uses = np.bincount(colours, minlength=len(PALETTE))
-        colours.append(int(np.lexsort((uses, -np.minimum(gap, 9.9)))[0]))
-    return [PALETTE[c] for c in colours]
+    if cluster < len(CLUSTERS):
+        return CLUSTERS[cluster]
+    light, full = 0.48 + cluster % 4 * 0.07, 0.55 + cluster % 3 * 0.12
+    return to_hex(hls_to_rgb(cluster * 137.508 % 360 / 360, light, full))
 
 
 def embedding_scatter(

@@ -29,7 +29,8 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
     sizes = [int(size) for size in metrics.get("cluster_sizes", [])]
     heads = sorted(metrics.get("heads", []), key=lambda h: _order(h.get("criterion")))
     chosen = [int(h["head"]) for h in heads if h.get("chosen")]
-    names, colours = _class_names(run), _cluster_colours(run, len(sizes))
+    most = max(len(sizes), 1 + int(run.arrays.get("map_cluster", np.array([-1])).max(initial=-1)))
+    names, colours = _class_names(run), list(map(figures.tint, range(most)))
     confusion = None
     if "confusion" in run.arrays:
         order = run.arrays.get("confusion_clusters")
@@ -49,7 +50,6 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "noun": noun,
         "table": _table(metrics.get("table", [])) if labelled else {"rows": [], "splits": []},
         **_maps(run, colours, names),
-        "many": len(colours) > len(figures.PALETTE),
         "gallery": shown,
         "tree": tree(
             metrics.get("levels", []), {c["cluster"]: c["pictures"] for c in shown["clusters"]}
@@ -73,15 +73,6 @@ def _tree_text(metrics: dict[str, Any]) -> str:
     text = "Fewer and larger clusters at the top, what they are made of inside; click to open."
     found = number_text(metrics)
     return f"{found}. {text}" if found else text
-
-
-def _cluster_colours(run: RunResults, n_sizes: int) -> list[str]:
-    """A colour for each cluster, of those on the map and those with a size."""
-    places, clusters = run.arrays.get("map"), run.arrays.get("map_cluster")
-    n_clusters = max(n_sizes, 1 + int(clusters.max(initial=-1)) if clusters is not None else 0)
-    if places is not None and clusters is not None:
-        return figures.cluster_colours(n_clusters, places, clusters)
-    return [figures.PALETTE[k % len(figures.PALETTE)] for k in range(n_clusters)]
 
 
 def _maps(run: RunResults, colours: list[str], names: list[str]) -> dict[str, Any]:

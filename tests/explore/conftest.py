@@ -1,4 +1,4 @@
-"""A run of its own, and its page served, for every test that decides something."""
+"""A run with its map, copied for every test that decides something, and its page served."""
 
 import shutil
 import threading
@@ -6,13 +6,20 @@ from contextlib import contextmanager
 
 import pytest
 
-from ssl_kd.explore.server import ExploreServer
+from ssl_kd.explore import map_of
 from ssl_kd.finished import Samples
 
 
+@pytest.fixture(scope="session")
+def mapped_run(photo_run, tmp_path_factory):
+    run = shutil.copytree(photo_run, tmp_path_factory.mktemp("mapped") / "copy")
+    map_of(Samples(run))
+    return run
+
+
 @pytest.fixture
-def run(photo_run, tmp_path):
-    return shutil.copytree(photo_run, tmp_path / "copy")
+def run(mapped_run, tmp_path):
+    return shutil.copytree(mapped_run, tmp_path / "copy")
 
 
 @contextmanager
@@ -25,9 +32,3 @@ def answering(server):
     finally:
         server.shutdown()
         thread.join(20)
-
-
-@pytest.fixture
-def server(run):
-    with ExploreServer(Samples(run)) as server, answering(server):
-        yield server

@@ -31,8 +31,8 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def run(photo_run, tmp_path_factory):
-    return shutil.copytree(photo_run, tmp_path_factory.mktemp("browser") / "copy")
+def run(mapped_run, tmp_path_factory):
+    return shutil.copytree(mapped_run, tmp_path_factory.mktemp("browser") / "copy")
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +209,64 @@ def test_by_the_keyboard_alone(server, opened, run):
     until(page, "() => explore.chosen.length === explore.meta.samples")
 
 
+def test_the_address_opens_the_page_again_and_no_other_does(server, opened):
+    page = opened(server.url)
+    page.goto(f"http://127.0.0.1:{server.server_port}/")  # the cookie is there
+    page.wait_for_selector("body[data-ready]")
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    other = page.context.browser.new_context().new_page()
+    answer = other.goto(f"http://127.0.0.1:{server.server_port}/")
+    assert answer.status == 403 and "printed, with its token" in other.inner_text("body")
+    other.context.close()
+
+
+def test_names_that_export_gave_are_shown_until_a_person_gives_another(server, opened):
+    page = opened(server.url)
+    page.evaluate("() => { explore.meta.names.cluster = { 0: 'given', 1: 'Taken' }; }")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#clusters b:has-text('given')")
+    assert page.locator("#clusters b", has_text="Taken").count() == 1
+    tick(page, 2)
+    page.click("#rename")
+    named(page, "taken")
+    lines(page, 1)
+    page.wait_for_selector("#clusters b:has-text('Cluster 1')")
+
+
+def test_frames_and_dots_follow_the_colour_and_what_is_selected(server, opened):
+    page = opened(server.url)
+    frames = """() => [...document.querySelectorAll("#overlay .thumb")].map((t) =>
+      t.style.borderColor)"""
+    before = page.evaluate(frames)
+    page.select_option("#colour", "confidence")
+    until(page, f"(before) => JSON.stringify(({frames})()) !== JSON.stringify(before)", before)
+    assert page.evaluate("getComputedStyle(document.querySelector('#clusters i')).visibility") == (
+        "hidden"
+    )
+    page.select_option("#colour", "cluster")
+    until(page, f"(before) => JSON.stringify(({frames})()) === JSON.stringify(before)", before)
+    page.locator("#clusters button").first.click()
+    dim = "() => document.querySelectorAll('#overlay .dim').length"
+    until(page, dim)
+    page.keyboard.press("Escape")
+    until(page, f"() => !({dim})()")
+
+
+def test_a_picture_is_sent_with_its_name(server, opened):
+    page = opened(server.url)
+    shown = page.evaluate("""async () => {
+      const real = window.fetch, seen = [];
+      window.fetch = async (...all) => { seen.push(all[1].headers["X-File-Name"]);
+        return new Response(JSON.stringify({ error: "refused" }), { status: 400 }); };
+      const { post } = await import("./data.js");
+      const sent = post("api/search", new Blob(["x"]), "a/b", "Äpfel.png");
+      const said = await sent.catch((e) => e.message);
+      window.fetch = real;
+      return [seen[0], said]; }""")
+    assert shown == ["%C3%84pfel.png", "refused"]
+
+
 def test_a_refusal_is_said_and_nothing_changes(server, opened):
     page = opened(server.url)
     clusters = sorted(server.curation.sizes)[:2]
@@ -228,7 +286,10 @@ def test_the_static_page_keeps_decisions_and_gives_them_away(static, opened, run
     page.keyboard.press("s")
     named(page, "kept")
     lines(page, 1)
-    tick(page, page.evaluate("[...explore.decisions.sizes.keys()].sort((a, b) => a - b)[0]"))
+    left = (
+        "[...explore.decisions.sizes].filter(([k]) => k < 1000).sort((a, b) => b[1] - a[1])[0][0]"
+    )
+    tick(page, page.evaluate(left))  # the largest: more than one part of the tree is in it
     page.click("#split")
     lines(page, 2)
     page.reload()
@@ -246,6 +307,23 @@ def test_the_static_page_keeps_decisions_and_gives_them_away(static, opened, run
     page.click(f'[data-of="{found[0]["new"]}"]')
     page.locator("#pictures button").first.click()
     until(page, "() => document.querySelectorAll('#pictures .thumb').length === 12")
+
+
+def test_kept_decisions_that_do_not_fit_block_no_page(static, opened):
+    page = opened(static)
+    key = "`ssl_kd curation ${explore.meta.digest} ${explore.meta.samples}`"
+    for kept in ('[{"id": "x", "do": "rename", "cluster": 77, "name": "y"}]', "{half", '"text"'):
+        page.evaluate(f"(kept) => localStorage.setItem({key}, kept)", kept)
+        page.reload()
+        page.wait_for_selector("body[data-ready]")
+        assert "were set aside" in page.locator("#status").inner_text()
+        assert page.evaluate(f"localStorage.getItem({key})") is None
+        assert page.evaluate("Object.values(localStorage)").count(kept) == 1
+
+
+def test_the_start_page_leads_to_the_page(static, opened):
+    page = opened(static.replace("explore.html", ""))
+    assert page.url.endswith("/explore.html")
 
 
 def test_on_a_phone(server, opened):

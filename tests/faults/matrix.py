@@ -688,4 +688,28 @@ ROWS = {
         "a flag of TRL or transformers that means something else here, or nothing",
         "refused with the flag to use in its place, or why there is none",
     ),
+    1100: Row(
+        "a visitor's file of decisions has a line that nobody can follow, or is no file",
+        "refused by its line, whole; nothing is taken of it, and the run goes on",
+    ),
+    1101: Row(
+        "a page is written into a folder that holds more by now, or is killed on the way",
+        "nothing but its own is replaced; the old page is whole until the new one is",
+    ),
+    1102: Row(
+        "another user of the machine asks the explorer",
+        "403 and one line, without the address that was printed",
+    ),
+    1103: Row(
+        "a client sends lengths that are none, bodies that are too deep, or byte after byte",
+        "refused before it is read; others are answered meanwhile",
+    ),
+    1104: Row(
+        "a writer was killed with its temporary file open",
+        "the next start removes it, and no file that is alive or somebody else's",
+    ),
+    1105: Row(
+        "`runs/latest` points to another run while the first is being decided about",
+        "decisions stay with the run that was opened",
+    ),
 }

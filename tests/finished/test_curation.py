@@ -2,15 +2,21 @@
 
 import json
 import multiprocessing
+import os
 import shutil
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ssl_kd import files
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.finished import Curation, Samples
-from ssl_kd.lock import LockHeld
+from ssl_kd.finished import curation as module
+from ssl_kd.lock import Lock, LockHeld
 from tests.faults.matrix import row as fault
 
 
@@ -124,7 +130,14 @@ def test_a_cluster_is_split_as_the_tree_does(run):
         (lambda c: c.split(0, [0.5]), r"rows are float64 \[1\]; expected numbers"),
         (lambda c: c.split(0, []), "at least one"),
         (lambda c: c.move([10**6]), "there is no sample 1000000; expected 0 to"),
-        (lambda c: c.move([-1]), "there is no sample -1"),
+        (lambda c: c.move([-1]), r"rows: expected numbers of samples, .* not \[-1\]"),
+        (lambda c: c.rename(True, "x"), "True.* is no cluster's number"),
+        (lambda c: c.rename("0", "x"), "'0' is no cluster's number"),
+        (lambda c: c.merge([0, 1.0]), "1.0 is no cluster's number"),
+        (lambda c: c.move([0], np.bool_(True)), "True.* is no cluster's number"),
+        (lambda c: c.rename(-1, "x"), "cluster: expected a number, 0 or more, not -1"),
+        (lambda c: c.rename(0, 5), "name: expected one line of at most 200 characters, not 5"),
+        (lambda c: c.rename(0, "\ud800"), "name: expected one line"),
         (lambda c: c.move([0], 55), "there is no cluster 55"),
         (lambda c: c.move([0], 0, "zeros"), "rename it to call it 'zeros'"),
     ],
@@ -145,20 +158,23 @@ def _changed(line, **changes):
     [
         (lambda a, b: [a, b[:-20]], r"line 2: it is cut off"),
         (lambda a, b: [a[:-20], b, ""], r"line 1: it is damaged"),
-        (lambda a, b: ["[1]", ""], r"line 1: it is damaged \(expected an object"),
+        (lambda a, b: ["[1]", ""], r"line 1: it is \[1\]; expected an object"),
         (lambda a, b: [a, b], "line 2: it is cut off .no end of line"),
         (lambda a, b: [a, b, a, ""], r"line 3: the id \w+ is that of an earlier line"),
-        (lambda a, b: [_changed(a, digest="0"), ""], "line 1: it is about another run"),
+        (lambda a, b: [_changed(a, digest="0" * 16), ""], "line 1: it is about another run"),
         (lambda a, b: [_changed(a, samples=10**9), ""], "line 1: it is about another run"),
         (lambda a, b: [_changed(a, cluster=44), ""], "line 1: there is no cluster 44"),
         (lambda a, b: [_changed(a, do="dance"), ""], "line 1: 'dance' is no decision"),
-        (lambda a, b: [_changed(a, name=None), ""], "line 1: the name None cannot be"),
+        (
+            lambda a, b: [_changed(a, name=None), ""],
+            "line 1: name: expected one line of .* not None",
+        ),
         (lambda a, b: [_changed(b, rows=["x"]), ""], "line 1: rows: expected numbers"),
         (lambda a, b: [_changed(b, new=1), ""], "line 1: a new cluster cannot have the number 1"),
         (lambda a, b: [_changed(b, new=10**12), ""], "cannot have the number 1000000000000"),
-        (lambda a, b: [_changed(a, do="undo", of=[]), ""], r"line 1: no decision before it has"),
+        (lambda a, b: [_changed(a, do="undo", of=[]), ""], r"undo does not say .*; expected of\."),
         (lambda a, b: [_changed(a, do="merge"), ""], r"line 1: merge does not say what it should"),
-        (lambda a, b: [_changed(a, do="split", level="file", parts=[]), ""], "no level 'file'"),
+        (lambda a, b: [_changed(a, parts=5), ""], "line 1: rename does not say what it should"),
     ],
 )
 @fault(127)
@@ -175,6 +191,135 @@ def test_an_edited_file_is_refused_by_its_line(run, edit, said):
     with pytest.raises(CorruptFileError):
         curation.rename(1, "x")
     assert file.read_bytes() == damaged
+
+
+def _tree(line, **changes):
+    """A line that splits as the tree does, instead of another."""
+    tree = {"do": "split", "level": "level_2", "parts": [[1, 1000]]} | changes
+    return json.dumps({k: v for k, v in json.loads(line).items() if k != "name"} | tree).encode()
+
+
+def _with(**changes):
+    return lambda line: json.dumps(json.loads(line) | changes).encode()
+
+
+HOSTILE = {
+    "parts of a rename": (_with(parts=5), "rename does not say what it should"),
+    "a key that nobody knows": (_with(__proto__=1), "rename does not say what it should"),
+    "a new number of a rename": (_with(new=5), "rename does not say"),
+    "true is no number": (_with(cluster=True), "cluster: expected a number, 0 or more, not True"),
+    "text is no number": (_with(cluster="0"), "not '0'"),
+    "text with a nought": (_with(cluster="01"), "not '01'"),
+    "1.0 is no number": (_with(cluster=1.0), "not 1.0"),
+    "below zero": (_with(cluster=-1), "not -1"),
+    "beyond all numbers": (_with(cluster=2**53), "not 9007199254740992"),
+    "no number": (_with(cluster=None), "not None"),
+    "a list": (_with(cluster=[0]), r"not \[0\]"),
+    "a cluster that is not there": (_with(cluster=7), "there is no cluster 7"),
+    "a long name": (_with(name="x" * 201), "name: expected one line of at most 200"),
+    "a name of two lines": (_with(name="a\nb"), "name: expected one line"),
+    "a name that clears the screen": (_with(name="\x1b[2J"), "name: expected one line"),
+    "half a character": (_with(name="\ud800"), "name: expected one line"),
+    "a decision of no kind": (_with(do=["rename"]), r"\['rename'\] is no decision"),
+    "an id of another kind": (_with(id="x"), "id: expected 12 hexadecimal digits"),
+    "an id of other digits": (_with(id="\u0663" * 12), "id: expected 12 hexadecimal digits"),
+    "an id with a break": (_with(id="0" * 12 + "\n"), "id: expected 12 hexadecimal digits"),
+    "a time that is markup": (_with(time="<b>"), "time: expected as 2026"),
+    "no samples": (_with(samples=0), "about another run"),
+    "some of the samples": (_with(samples=7), "about another run"),
+    "true samples": (_with(samples=True), "samples: expected a number"),
+    "parts that are none": (lambda a: _tree(a, parts=5), "parts: expected pairs"),
+    "no parts": (lambda a: _tree(a, parts=[]), "parts: expected pairs"),
+    "parts of three": (lambda a: _tree(a, parts=[[1, 2, 3]]), "parts: expected pairs"),
+    "parts that are true": (lambda a: _tree(a, parts=[[True, 1000]]), "parts: expected pairs"),
+    "a level that is a column": (lambda a: _tree(a, level="file"), "no level 'file'"),
+    "deep brackets": (lambda a: b"[" * 100_000, "it is damaged .it is nested too deeply"),
+    "deep objects": (lambda a: b'{"a":' * 100_000, "it is nested too deeply"),
+    "a number of 5,000 digits": (lambda a: b"[" + b"9" * 5000 + b"]", "it is damaged .Exceeds"),
+    "a number of 4,000 digits": (
+        lambda a: a.replace(b'"cluster": 0', b'"cluster": ' + b"9" * 4000),
+        "cluster: expected a number",
+    ),
+    "NaN": (lambda a: a.replace(b'"cluster": 0', b'"cluster": NaN'), "NaN is not a number"),
+    "a key twice": (lambda a: a.replace(b"{", b'{"cluster": 1, ', 1), "a key stands there twice"),
+    "invalid UTF-8": (lambda a: a.replace(b"zeros", b"\xff\xfe"), "it is damaged .'utf-8' codec"),
+    "UTF-16": (lambda a: a.decode().encode("utf-16"), "it is damaged .'utf-8' codec"),
+    "a byte order mark": (lambda a: b"\xef\xbb\xbf" + a, "it is damaged .Unexpected UTF-8 BOM"),
+    "nothing": (lambda a: b"", "it is damaged"),
+    "NUL": (lambda a: b"\0", "it is damaged"),
+    "null": (lambda a: b"null", "it is None; expected an object"),
+}
+
+
+@pytest.mark.parametrize(("edit", "said"), HOSTILE.values(), ids=HOSTILE.keys())
+@fault(1100)
+def test_a_visitor_s_line_is_checked_whole_and_blocks_no_run(run, tmp_path, edit, said):
+    curation = Curation.open(run)
+    curation.rename(0, "zeros")
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    curation.path.rename(good)
+    line = good.read_bytes().rstrip(b"\n")
+    sound = _with(id="0" * 12, name="another")(line)
+    bad.write_bytes(sound + b"\n" + edit(line) + b"\n")
+    with pytest.raises(CorruptFileError, match=said) as error:
+        Curation.open(run).apply(bad)
+    message = str(error.value)
+    assert message.startswith(f"{bad}, line 2: ") and "\n" not in message and len(message) < 500
+    assert not curation.path.exists()  # the first line was not taken either
+    assert Curation.open(run).apply(good)[0].what == {"cluster": 0, "name": "zeros"}
+    if edit(line) != b"":
+        bad.rename(curation.path)  # as an earlier version took it: the way out is named
+        with pytest.raises(CorruptFileError, match="curation.jsonl, line 2: .* Delete that line"):
+            Curation.open(run)
+        curation.path.write_bytes(sound + b"\n")
+        assert Curation.open(run).names == {0: "another"}
+
+
+@fault(1100)
+def test_a_visitor_s_number_leaves_room_for_those_of_others(run, tmp_path):
+    curation = Curation.open(run)
+    curation.move([3], name="mine")
+    curation.undo()
+    line = json.loads((run / "curation.jsonl").read_text().splitlines()[0])
+    given = tmp_path / "given.jsonl"
+    for new in (1000, 2001, 9_999_999):  # one was given, and is undone; others jump
+        given.write_text(json.dumps(line | {"id": "0" * 12, "new": new}) + "\n")
+        with pytest.raises(CorruptFileError, match=f"number {new}: expected one below 2001"):
+            curation.apply(given)
+    given.write_text(json.dumps(line | {"id": "0" * 12, "new": 1500}) + "\n")
+    assert curation.apply(given)[0].what["new"] == 1500
+    assert curation.move([4]).what["new"] == 1501
+    metrics = json.loads((run / "metrics.json").read_text())
+    metrics["dataset"]["n_clusters"] = 950  # an extension offers more: what was given stays
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    assert Curation.open(run).names == curation.names
+
+
+def test_rows_that_come_twice_are_refused_as_the_page_counts_them(run, tmp_path):
+    curation = Curation.open(run)
+    curation.exclude([3, 4])
+    copy = tmp_path / "twice.jsonl"
+    curation.path.rename(copy)
+    line = copy.read_text()
+    copy.write_text(line.replace("[3, 4]", "[3, 4, 3]"))
+    with pytest.raises(CorruptFileError, match="each once, not"):
+        Curation.open(run).apply(copy)
+    copy.write_text(line.replace("\n", "\r\n"))  # Windows ends lines so: JSON passes over it
+    assert Curation.open(run).apply(copy)[0].do == "exclude"
+
+
+@fault(1100)
+def test_what_is_no_file_of_decisions_is_not_read_for_ever(run, tmp_path):
+    curation = Curation.open(run)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with open(tmp_path / "huge", "wb") as file:
+        file.truncate(1 << 40)
+    for name in ("pipe", "zero", "huge"):
+        with pytest.raises(InputError, match=f"{name} is no file of decisions; expected a regular"):
+            curation.apply(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        curation.apply(tmp_path / "nowhere")
 
 
 def test_decisions_of_another_file_are_added_once(run, photo_run, tmp_path):
@@ -238,10 +383,70 @@ def test_processes_lose_no_line(run):
     assert len(Curation.open(run).history) == 10
 
 
-def test_a_file_that_another_holds_is_waited_for(run, monkeypatch):
-    from ssl_kd.finished import curation as module
-    from ssl_kd.lock import Lock
+def _decide_in_threads(run, cluster):
+    """Many tabs of one page: some decide, others read; each answer must be whole."""
+    curation, faults = Curation.open(run), []
 
+    def watched(act):
+        def work():
+            try:
+                for number in range(8):
+                    act(number)
+            except BaseException as error:
+                faults.append(repr(error))
+
+        return work
+
+    def tell(tab):
+        return lambda n: curation.rename(cluster, f"{n} of tab {tab} of {cluster}")
+
+    def read(_):
+        count = len(curation.lines)
+        assert len(curation.history) >= count and curation.names is not None
+
+    acts = [*map(tell, range(4)), read, read]
+    threads = [threading.Thread(target=watched(act)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(len(faults))
+
+
+@fault(128)
+def test_tabs_and_processes_at_once_lose_no_decision(run, monkeypatch):
+    real = files.atomic_write_bytes
+
+    def slow(path, data):  # between the rename and what `_add` does next
+        real(path, data)
+        time.sleep(0.002)
+
+    monkeypatch.setattr(module, "atomic_write_bytes", slow)
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=_decide_in_threads, args=(run, k)) for k in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert len(Curation.open(run).history) == 2 * 4 * 8
+
+
+@fault(1104)
+def test_what_a_killed_writer_left_is_gone_after_the_next_start_and_nothing_else(run):
+    orphan = run / ".curation.jsonl.0123abcd.tmp"
+    others = [run / ".curation.jsonl.mine.tmp", run / "curation.jsonl.0123abcd.tmp"]
+    alive = files._open_temporary(run / "curation.jsonl")
+    for path in (orphan, *others):
+        path.write_bytes(b"half a li")
+    Curation.open(run)
+    assert not orphan.exists() and all(path.exists() for path in (*others, Path(alive.name)))
+    alive.close()
+    Curation.open(run)
+    assert not Path(alive.name).exists()
+
+
+def test_a_file_that_another_holds_is_waited_for(run, monkeypatch):
     monkeypatch.setattr(module, "WAIT", 0.1)
     curation = Curation.open(run)
     with Lock(run / ".curation.lock"), pytest.raises(LockHeld):

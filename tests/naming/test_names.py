@@ -16,6 +16,46 @@ def made() -> Names:
     return Names({"level_2": {0: Name("cat", "cat", words)}, "cluster": {3: Name("dog", "dog")}})
 
 
+def test_what_is_printed_of_many_names_is_one_short_line():
+    many = Names({"cluster": {k: Name(f"name {k}", f"name {k}") for k in range(500)}})
+    assert repr(many) == "Names(cluster: 500 named, name 0, name 1, name 2)"
+    assert repr(Names()) == "Names()"
+
+
+NAME = '{"name": "x", "made": null, "words": []}'
+HOSTILE = {
+    "a number twice": f'{{"1": {NAME}, "1": {NAME}}}',
+    "a number in two ways": f'{{"01": {NAME}}}',
+    "other digits": f'{{"\u0663": {NAME}}}',
+    "an underscore": f'{{"1_0": {NAME}}}',
+    "a space": f'{{" 1": {NAME}}}',
+    "a sign": f'{{"+1": {NAME}}}',
+    "5,000 digits": f'{{"{"9" * 5000}": {NAME}}}',
+    "NaN": '{"1": {"name": "x", "words": [["a", NaN]]}}',
+    "NaN as text": '{"1": {"name": "x", "words": [["a", "nan"]]}}',
+    "infinity": '{"1": {"name": "x", "words": [["a", 1e999]]}}',
+    "a number for a name": '{"1": {"name": 5}}',
+    "a list for what it was": '{"1": {"name": "x", "made": []}}',
+    "no name": '{"1": {"name": "  "}}',
+    "deep brackets": "[" * 100_000,
+    "half of it": '{"1": {"na',
+    "a list": "[]",
+}
+
+
+@pytest.mark.parametrize("level", HOSTILE.values(), ids=HOSTILE.keys())
+@fault(137)
+def test_a_table_of_names_that_a_stranger_hands_over_is_read_whole_or_not(tmp_path, level):
+    path = tmp_path / "names.json"
+    path.write_text(f'{{"format": 1, "levels": {{"cluster": {level}}}}}')
+    with pytest.raises(CorruptFileError, match=r"names\.json is damaged") as error:
+        Names.load(tmp_path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    path.write_bytes(b'{"format": 1, "levels": {"\xff": {}}}')
+    with pytest.raises(CorruptFileError, match=r"names\.json is damaged"):
+        Names.load(tmp_path)
+
+
 def test_saved_and_loaded(tmp_path):
     path = made().save(tmp_path)
     assert Names.load(tmp_path) == made() and path.name == "names.json"

@@ -1,8 +1,8 @@
 // Colours of clusters, and of numbers from low to high.
 
 export const GREY = "#8b949e";
-const PALETTE = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#1fa8a0", "#edc948",
-  "#9c755f", "#ff7fa5", "#6b8e23", "#7c6ee6", "#d4772f"];
+const PALETTE = ["#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#a96b59", "#e76300", "#b9ac70",
+  "#92dadd"]; // with the rule below: as in the report (report/figures.py)
 export const RAMP = ["#3b4cc0", "#5b8dd6", "#86c5c2", "#d9d27a", "#f2a14a", "#c8362f"];
 
 /** Of a cluster, always the same. */

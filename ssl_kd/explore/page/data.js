@@ -10,8 +10,8 @@ export async function get(path) {
   return answer;
 }
 
-export async function post(path, body, kind) {
-  const headers = { "X-Token": TOKEN, "Content-Type": kind };
+export async function post(path, body, kind, name = "") {
+  const headers = { "X-Token": TOKEN, "Content-Type": kind, "X-File-Name": encodeURIComponent(name) };
   const answer = await fetch(path, { method: "POST", headers, body });
   const said = await answer.json();
   if (!answer.ok) throw new Refused(said.error);

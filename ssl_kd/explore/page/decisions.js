@@ -2,7 +2,11 @@
 
 const MADE_FROM = 1000;
 
+const NAME_LENGTH = 200;
+
 export class Refused extends Error {}
+
+export const folded = (name) => name.trim().toLowerCase();
 
 /** Every sample's cluster after some lines, and the names. */
 export class Decisions {
@@ -50,6 +54,7 @@ export class Decisions {
       [...(line.parts ?? []).map((part) => part[1]), ...("new" in line ? [line.new] : [])]);
     const first = Math.ceil(this.meta.n_clusters / MADE_FROM) * MADE_FROM;
     let next = made.reduce((a, b) => Math.max(a, b), first - 1) + 1;
+    if (said.name) this.check(said.name, said.do === "rename" ? [said.cluster] : said.clusters ?? []);
     if ("new" in said) said = { ...said, new: next };
     if (said.do === "split" && !said.rows) {
       const { level, parts } = this.parts(said.cluster);
@@ -94,6 +99,15 @@ export class Decisions {
   there(cluster) {
     if (!this.sizes.has(cluster)) throw new Refused(`there is no cluster ${cluster} any more`);
     return cluster;
+  }
+
+  /** A new name is one that `ssl_kd explore --apply` takes, and that no other cluster has. */
+  check(name, clusters) {
+    if (name.length > NAME_LENGTH || /[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/u.test(name)) {
+      throw new Refused(`a name is one line of at most ${NAME_LENGTH} characters that can be seen`);
+    }
+    const other = [...this.names].find(([k, text]) => !clusters.includes(k) && folded(text) === folded(name));
+    if (other) throw new Refused(`cluster ${other[0]} is called “${other[1]}” already: merge the two`);
   }
 
   call(cluster, name) {

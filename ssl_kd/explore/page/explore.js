@@ -3,7 +3,7 @@
 
 import { GREY, RAMP, mixed, plain, tint } from "./colours.js";
 import { TOKEN, Table, bytes, get, post, save } from "./data.js";
-import { Decisions } from "./decisions.js";
+import { Decisions, folded } from "./decisions.js";
 import { Pictures } from "./pictures.js";
 import { Plot } from "./plot.js";
 import { $, ask, number, say, told } from "./words.js";
@@ -11,7 +11,7 @@ import { $, ask, number, say, told } from "./words.js";
 const SHOWN_PICTURES = 60, SHOWN_CLUSTERS = 400, SHOWN_EXAMPLES = 40, SHOWN_VALUES = 24;
 
 let meta, table, decisions, pictures, plot, ready = false;
-let colour = "cluster", chosen = [], ticked = new Set();
+let colour = "cluster", chosen = [], marked, ticked = new Set(); // marked: of each sample
 
 // --- Decisions ----------------------------------------------------------------------------------
 
@@ -20,14 +20,18 @@ const stored = () => `ssl_kd curation ${meta.digest} ${meta.samples}`;
 async function startDecisions() {
   const base = await table.column("cluster", reading("clusters", 4 * meta.samples));
   decisions = new Decisions(base, meta, (name) => table.known(name));
-  let lines = meta.lines;
-  if (TOKEN) lines = (await (await get("api/curation")).json()).lines;
-  else {
-    const mine = JSON.parse(localStorage.getItem(stored()) ?? "[]");
-    const known = new Set(lines.map((line) => line.id));
-    lines = [...lines, ...mine.filter((line) => !known.has(line.id))];
+  if (TOKEN) return follow((await (await get("api/curation")).json()).lines);
+  await follow(meta.lines);
+  const mine = localStorage.getItem(stored()) ?? "[]";
+  try {
+    const known = new Set(meta.lines.map((line) => line.id));
+    await follow([...meta.lines, ...JSON.parse(mine).filter((line) => !known.has(line.id))]);
+  } catch (error) { // it would stand in the way of this page for good
+    localStorage.setItem(`${stored()} ${Date.now()}`, mine);
+    localStorage.removeItem(stored());
+    say(`Decisions kept in this browser do not fit this page, and were set aside: ${error.message}`,
+      true, true);
   }
-  await follow(lines);
 }
 
 async function follow(lines) {
@@ -51,7 +55,6 @@ async function decide(said) {
   }
   showPanel();
   await paint();
-  placeExamples();
 }
 
 function keep() {
@@ -74,7 +77,13 @@ const download = () => save("curation.jsonl",
 
 // --- Words --------------------------------------------------------------------------------------
 
-const called = (k) => (k < 0 ? "no cluster" : decisions.names.get(k) ?? `Cluster ${k}`);
+/** What people called it, else what `export --names` did, unless another one is called so by now. */
+function named(k) {
+  if (decisions.names.has(k)) return decisions.names.get(k);
+  const name = meta.names.cluster?.[k], taken = [...decisions.names.values()].map(folded);
+  return name !== undefined && !taken.includes(folded(name)) ? name : undefined;
+}
+const called = (k) => (k < 0 ? "no cluster" : named(k) ?? `Cluster ${k}`);
 const shown = (value) => (Number.isNaN(value) ? "unknown" : value.toFixed(3));
 
 // --- The map ------------------------------------------------------------------------------------
@@ -125,6 +134,8 @@ async function paint() {
       item.append(dot, name);
       return item;
     })));
+  document.body.dataset.colour = colour;
+  placeExamples();
 }
 
 let overlaid = new Map(), due = false;
@@ -149,6 +160,7 @@ function placeExamples() {
       const image = overlaid.get(row) ?? pictures.element(row, side);
       Object.assign(image.style, { left: `${x}px`, top: `${y}px`,
         borderColor: plot.tint(row) });
+      image.classList.toggle("dim", chosen.length > 1 && !marked[row]);
       next.set(row, image);
     }
     overlaid = next;
@@ -193,7 +205,9 @@ function select(rows, zoom = false) {
 
 /** What is selected on the map. */
 function picked(rows) {
+  for (const row of chosen) marked[row] = 0;
   chosen = Uint32Array.from(rows);
+  for (const row of chosen) marked[row] = 1;
   showPanel();
   $("panel").scrollTop = 0;
 }
@@ -217,9 +231,10 @@ async function showSample(row) {
   const about = document.createElement("div"), lines = [["", (await table.names()).of(row)]];
   lines.push(["cluster", called(decisions.clusters[row])]);
   for (const [name, { kind, values }] of Object.entries(meta.columns)) {
-    if (kind === "cluster") continue;
+    if (name === "cluster") continue;
     const value = (await table.column(name))[row];
-    lines.push([name, kind === "number" ? shown(value) : values?.[value] ?? (value < 0 ? "unknown" : value)]);
+    if (kind === "cluster") lines.push([name, meta.names[name]?.[value] ?? value]);
+    else lines.push([name, kind === "number" ? shown(value) : values?.[value] ?? (value < 0 ? "unknown" : value)]);
   }
   if (chosen.length !== 1 || chosen[0] !== row) return;
   about.replaceChildren(...lines.map(([name, value]) => {
@@ -348,7 +363,7 @@ const toClusters = () => $("clusters").querySelector("button")?.focus();
 async function rename() {
   const k = [...ticked][0];
   if (ticked.size !== 1) return say("Tick one cluster to rename it");
-  const name = await ask(`Name of ${called(k)} (empty: none)`, decisions.names.get(k) ?? "");
+  const name = await ask(`Name of ${called(k)} (empty: none)`, named(k) ?? "");
   if (name !== null) await decide({ do: "rename", cluster: k, name });
 }
 
@@ -371,7 +386,7 @@ async function search() {
 async function searchByImage(file) {
   say("Looking …");
   try {
-    const { rows } = await post("api/search", file, "application/octet-stream");
+    const { rows } = await post("api/search", file, "application/octet-stream", file.name);
     select(rows, true);
     $("selected-title").textContent = `The ${rows.length} samples most like ${file.name}`;
     $("pictures").replaceChildren(...rows.map(tile));
@@ -490,6 +505,7 @@ async function start() {
   meta = await (await get("data/meta.json")).json();
   table = new Table(meta);
   document.title = meta.title;
+  marked = new Uint8Array(meta.samples);
   const small = document.createElement("small");
   small.textContent = `${number(meta.samples)} samples`;
   $("title").replaceChildren(meta.title, small);
