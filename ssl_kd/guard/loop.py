@@ -195,8 +195,10 @@ class Guard:
             named = by_name(losses, self._named)
             if self._ranks is not None:
                 self._ranks.check_graph(named.values())
-            given = (named, through) if self._named else (named, through, again)
-            (self._backward_parts if self._named else self._backward_terms)(*given)
+            if self._named:
+                self._backward_parts(named, through)
+            else:
+                self._backward_terms(named, through, again)
 
     def discard(self) -> None:
         """Give up the step that was begun: forget its losses and gradients.
