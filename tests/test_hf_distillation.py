@@ -740,3 +740,36 @@ def test_a_nan_in_kd_of_one_process_is_cut_out_on_both(tmp_path):
     line, again = told[0][3]
     assert "on rank 1 of 2" in line and '"kd"' in line and told[0][4] == "None"
     assert "healthy again" in again
+
+
+class SickRow(Moods):
+    """A teacher whose answer to one row of each batch is NaN at one token."""
+
+    def __call__(self, batch, rows):
+        answer = self.frozen(batch, rows)
+        hidden = answer.hidden.clone()
+        hidden[int((rows // batch.input_ids.shape[1] == 1).nonzero()[0])] = math.nan
+        self.calls += 1
+        return LinearTeacher(hidden, answer.weight, answer.bias)
+
+
+@fault(1500)
+def test_a_row_whose_answer_is_nan_leaves_the_others_their_divergence(tmp_path):
+    sick, bits, stop = trained(tmp_path, SickRow(teacher_model()))
+    _, well, _ = trained(tmp_path, Moods(teacher_model()))
+    assert stop is None and not same(bits.bits[0], well.bits[0])
+    lines = [line for line in bits.logs if "kd" in line]
+    assert lines and all(0 < line["kd"] < math.inf and line["ce"] > 0 for line in lines)
+    first = next(line for line in well.logs if "kd" in line)
+    assert lines[0]["kd"] == pytest.approx(first["kd"], rel=0.5)  # a mean over the other rows
+    assert lines[0]["ce"] == pytest.approx(first["ce"], rel=1e-4)
+    events = [row["guard"] for row in sick.state.log_history if "guard" in row]
+    assert [(e["part"], e["action"]) for e in events] == [("kd", "rows left out")] * len(bits.bits)
+
+
+@fault(1500)
+def test_a_row_that_stays_nan_ends_the_training(tmp_path):
+    guard = GuardCallback(thresholds=Thresholds(stop_after=3))
+    trainer, _, stop = trained(tmp_path, SickRow(teacher_model()), callbacks=[guard], max_steps=9)
+    assert trainer.state.global_step == 3
+    assert "kd was cut out of each of the last 3 steps" in str(stop)

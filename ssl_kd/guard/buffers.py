@@ -71,7 +71,7 @@ class Buffers:
         self.end_step()
         hook = _BeforeForward(self)
         for module, _, name in {id(place[0]): place for place in self._places}.values():
-            if isinstance(module, torch.jit.RecursiveScriptModule):
+            if isinstance(module, torch.jit.RecursiveScriptModule):  # pyright: ignore[reportPrivateImportUsage]
                 raise ValueError(
                     f"the buffer {name} is a scripted module's (torch.jit.script), which takes no "
                     "hooks: make the Guard around the Python module, and script it once trained"

@@ -123,15 +123,12 @@ class Guard:
             model, optimizer, parts, fresh_optimizer=fresh_optimizer, reinitialise=reinitialise
         )
         names, n = self._parts.names, len(self._parts)
-        own = [name for name in names if name != SHARED]
-        if len(own) < self.thresholds.min_parts:
-            raise ValueError(
-                f"min_parts is {self.thresholds.min_parts}; expected at most {len(own)}, the "
-                "number of parts"
-            )
+        owners, most = [name for name in names if name != SHARED], self.thresholds.min_parts
+        if len(owners) < most:
+            raise ValueError(f"min_parts is {most}; expected at most {len(owners)}, the parts")
         self._masters = self._parts.masters
         self._index = {name: i for i, name in enumerate(names)}
-        self._named = own if parts is not None else []
+        self._named = owners if parts is not None else []
         self._shared = {self._index[SHARED]} if SHARED in self._index else set()
 
         # All of the memory is on the CPU: a step reads losses and norms once, and never again.
@@ -176,8 +173,8 @@ class Guard:
                 each loss is first taken there alone, so that a NaN in one never reaches the weights
                 that they share; this runs what lies between twice. Without it a loss is cut out
                 only where its own value is bad.
-            again: of loss terms: called on every rank where one is not finite on some, it gives the
-                same terms without the rows of the batch that are at fault.
+            again: of loss terms: where one is not finite on some rank, it is called on all for the
+                terms without the rows of the batch that are at fault.
 
         Raises:
             TypeError: a loss is no tensor.
@@ -251,10 +248,9 @@ class Guard:
         self.grad_norm = norm
         scale = torch.tensor([self._scale_of(i) for i in range(len(self._parts))])
         scale = scale.masked_fill(self._mask(self._cut), 1.0)  # its NaN is no overflow
-        thresholds = self.thresholds
-        if self._squares and self.clip_grad is None and thresholds.max_norm is None:
-            thresholds = replace(thresholds, max_norm=_SQUARED)
-        stage = self.health.judge(loss, norm, thresholds, scale=scale)
+        most = _SQUARED if self._squares and self.clip_grad is None else None
+        limits = replace(self.thresholds, max_norm=self.thresholds.max_norm or most)
+        stage = self.health.judge(loss, norm, limits, scale=scale)
         healthy = is_healthy(stage)
         absent = absent & healthy
         self._judged = loss, norm, stage, absent
@@ -342,12 +338,7 @@ class Guard:
         apart = bool(cut) or bool(self.health.retired.any())
         self._run(told, [x for i, x in given.items() if i not in told] if apart else None)
 
-    def _backward_terms(
-        self,
-        losses: dict[str, Tensor],
-        through: Any,
-        again: Callable[[], Mapping[str, Tensor]] | None = None,
-    ) -> None:
+    def _backward_terms(self, losses: dict[str, Tensor], through: Any, again: Any = None) -> None:
         """Cut out the sick terms; the step is lost only where none is left."""
         kept, out, needs = self._terms.look(losses, through, self._ranks, self.steps, again)
         if not out or any(needs):
@@ -451,10 +442,9 @@ class Guard:
 
     def _report_nan_buffers(self) -> None:
         """There is no good value to put in the place of those that come in as NaN."""
-        for name, buffers in self._parts.buffers:
-            if names := buffers.nan:
-                left = Stage.BUFFER.event(self.steps, name, None, "left as it is", f": {names}")
-                self.events.extend([left])
+        left = [(name, buffers.nan) for name, buffers in self._parts.buffers if buffers.nan]
+        how = None, "left as it is"
+        self.events.extend([Stage.BUFFER.event(self.steps, n, *how, f": {nan}") for n, nan in left])
 
     # -- what a user asks for ---------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.hf_trainer.arguments import check_arguments, sharding
 from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate, inputs_of_model
 from ssl_kd.hf_trainer.guarding import GuardCallback, promote
+from ssl_kd.hf_trainer.inside import inside
 from ssl_kd.hf_trainer.resuming import load_seeing
 from ssl_kd.hf_trainer.teachers import Teacher, asked
 from ssl_kd.hf_trainer.writing import check_rows, written_batches
@@ -47,9 +48,9 @@ class DistillationTrainer(Trainer):
     teacher's.
 
     The two terms fail alone, row by row: rows in which one is not finite are left out of it. A NaN
-    in all rows of one leaves a step that is to the bit that of the other; in both it is skipped; see `GuardCallback`, which is there by itself. Log lines have `ce` and `kd`,
-    nats a token; `evaluate` gives `eval_loss` (cross-entropy), `eval_perplexity` and, but for a
-    cache, `eval_kd`.
+    in all rows of one leaves a step that is to the bit that of the other; one in both is skipped;
+    see `GuardCallback`, which is there by itself. Log lines have `ce` and `kd`, nats a token;
+    `evaluate` gives `eval_loss` (cross-entropy), `eval_perplexity` and, but for a cache, `eval_kd`.
 
     Everything else is the Trainer's: datasets, collators, schedules, optimizers, PEFT, mixed
     precision (`bf16`, `fp16`), accumulation, DDP by `torchrun` or `accelerate launch`, resuming,
@@ -354,30 +355,7 @@ class DistillationTrainer(Trainer):
     def _forward(
         self, model: nn.Module, work: Callable[[], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """The terms of `work`, in the forward pass of what the Trainer has around the student."""
-        student = self.objective.student
-        inner = student
-        if hasattr(student, "unshard"):  # FSDP2's: the head's weights are whole while it runs
-            inner = without_adapters(student).get_output_embeddings()
-        own = {module: vars(module).get("forward") for module in (student, inner)}
-
-        def restore() -> None:
-            for module, forward in own.items():  # accelerate puts one there, for autocast
-                vars(module).pop("forward", None)
-                if forward is not None:
-                    vars(module)["forward"] = forward
-
-        @torch.compiler.disable
-        def forward() -> dict[str, Tensor]:
-            restore()
-            return {name: term.clone() for name, term in work().items()}  # FSDP2 warns of views
-
-        vars(student)["forward"] = inner
-        vars(inner)["forward"] = forward
-        try:
-            return model()
-        finally:
-            restore()
+        return inside(model, self.objective.student, work)
 
     def _fetch_router_events(self) -> None:
         source, guard = self.objective.source, self.guarding.guard

@@ -220,13 +220,14 @@ class Objective:
             sums = self._sums(student, targets, teachers, text.text_tokens, each, options, judged)
             terms = {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
         for term in self.others:
+            some = text
             if out:
                 some = without(text, out[term.name])
                 rows = next_token_targets(some.input_ids, some.counts)[0]
-            terms[term.name] = term(some if out else text, rows)
+            terms[term.name] = term(some, rows)
         return terms
 
-    def lost(self, batch: Batch | AlignedBatch, out: Out) -> dict[str, int]:
+    def lost(self, batch: Any, out: Out) -> dict[str, int]:
         """How much of what each term is a mean over is in the rows that it is without."""
         lost = {}
         for name, rows in out.items():

@@ -712,4 +712,21 @@ ROWS = {
         "`runs/latest` points to another run while the first is being decided about",
         "decisions stay with the run that was opened",
     ),
+    ),
+    1500: Row(
+        "a loss term is not finite in one row of a batch, by the student's answer or the teacher's",
+        "that row is left out of that term, by name; no bit of the others changes; after "
+        "STOP_AFTER steps in a row, the run ends",
+        kinds=(Stage.LOSS,),
+    ),
+    1501: Row(
+        "another thread draws random numbers while heads are fitted",
+        "it draws what it draws without them",
+    ),
+    1502: Row(
+        "losses of 1e200 in float64; spikes among the first steps",
+        "finite is finite; a spike is skipped from the second step on",
+        kinds=(Stage.SPIKE, Stage.LARGE),
+    ),
+    1503: Row("a guard around a TorchScript model", "works, or refused in one line"),
 }

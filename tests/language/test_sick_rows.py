@@ -244,4 +244,3 @@ def test_an_overwritten_row_holds_another_and_has_no_target(cut):
         if cut and len(cut) < 4:
             healthy = int((~out).nonzero()[0])
             assert all(torch.equal(mine[i], theirs[healthy]) for i in cut)
-
