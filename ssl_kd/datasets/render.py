@@ -101,9 +101,9 @@ def describe_turns(turns: Counter[str]) -> str:
     >>> describe_turns(Counter(there=3, learned=2, hidden=1))
     '2 of 3 turns of the assistant are learned; the template hides the thoughts of 1 earlier turn'
     """
-    learned = f"{turns['learned']:,} of {turns['there']:,} turns of the assistant are learned"
     earlier = f"{turns['hidden']:,} earlier turn{'s' * (turns['hidden'] != 1)}"
     hidden = f"; the template hides the thoughts of {earlier}" if turns["hidden"] else ""
+    learned = f"{turns['learned']:,} of {turns['there']:,} turns of the assistant are learned"
     return learned + hidden if turns["there"] else ""
 
 
