@@ -38,7 +38,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = re.compile("\U00013000(\\d+)([ct]|f\\d+)\U00013001")  # two Egyptian hieroglyphs
 _PARTS = {"f": "tool calls", "t": "thoughts", "c": "content"}
 _NOT_LOCATED = "cannot be located in what the chat template shows"
-_EDGES: dict[tuple[object, ...], int | None] = {}  # see `_Chat._edge`
+_EDGES: dict[tuple[object, ...], int] = {}  # see `_Chat._edge`
 
 _Mark = tuple[int, int, str]  # position, number of the message, part: c(ontent), t(hought), f0...
 
@@ -101,9 +101,9 @@ def describe_turns(turns: Counter[str]) -> str:
     >>> describe_turns(Counter(there=3, learned=2, hidden=1))
     '2 of 3 turns of the assistant are learned; the template hides the thoughts of 1 earlier turn'
     """
-    learned = f"{turns['learned']:,} of {turns['there']:,} turns of the assistant are learned"
     earlier = f"{turns['hidden']:,} earlier turn{'s' * (turns['hidden'] != 1)}"
     hidden = f"; the template hides the thoughts of {earlier}" if turns["hidden"] else ""
+    learned = f"{turns['learned']:,} of {turns['there']:,} turns of the assistant are learned"
     return learned + hidden if turns["there"] else ""
 
 
@@ -293,13 +293,14 @@ class _Chat:
         """
         gap, role = self._text[mark[0] : stop], self._messages[upto - 1]["role"]
         key = (self._template, bool(self._tools), role, mark[2], prompt, gap)
-        edges = _EDGES if len(gap) < 256 and len(_EDGES) < 65536 else {}
-        if key not in edges:
+        if (length := _EDGES.get(key)) is None:
             try:
-                edges[key] = self._reach(gap, mark, upto, prompt)
+                length = self._reach(gap, mark, upto, prompt)
             except TemplateError:
-                edges[key] = None
-        return None if (length := edges[key]) is None else mark[0] + length
+                return None
+            if length is not None and len(gap) < 256 and len(_EDGES) < 4096:
+                _EDGES[key] = length
+        return None if length is None else mark[0] + length
 
     def _reach(self, gap: str, mark: _Mark, upto: int, prompt: bool) -> int | None:
         """How far what the first messages have behind their last mark reaches into a gap."""

@@ -225,8 +225,11 @@ def _asked(example: Example, tokenizer: Any) -> _Question | None:
         messages = list(example.messages)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
-        prompt = _chat_prompt(messages[:-1], example.tools, tokenizer) if messages else None
-        if prompt is None:
+        if not messages:
+            return None
+        try:
+            prompt, _ = show_chat(messages[:-1], example.tools, tokenizer, prompt=True)
+        except TemplateError:  # the blocks name such an example among those left out
             return None
         ids = tokenizer(prompt, add_special_tokens=False).input_ids
         return _Question(example.where, prompt, ids, messages[-1]["content"])
@@ -237,14 +240,6 @@ def _asked(example: Example, tokenizer: Any) -> _Question | None:
         end = PROMPT_CHARACTERS if end < 1 else end
         prompt, rest = example.text[:end], example.text[end : 4 * end]
     return _Question(example.where, prompt, prompt_ids(tokenizer, prompt), rest)
-
-
-def _chat_prompt(messages: list[Any], tools: Sequence[Any] | None, tokenizer: Any) -> str | None:
-    """The messages by the tokenizer's own template; None where it refuses them."""
-    try:
-        return show_chat(messages, tools, tokenizer, prompt=True)[0]
-    except TemplateError:  # the blocks name such an example among those left out
-        return None
 
 
 # --- one judge for a whole run --------------------------------------------------------------------

@@ -72,10 +72,10 @@ def by_prefixes(template, messages):
             messages[:upto], tokenize=False, add_generation_prompt=prompt
         )
 
-    whole, spans = text(len(messages)), []
+    whole, spans = str(text(len(messages))), []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = text(i, True), text(i + 1)
+            before, after = str(text(i, True)), str(text(i + 1))
             if whole.startswith(before) and whole.startswith(after):
                 spans.append((len(before), len(after)))
     return spans
@@ -108,11 +108,9 @@ def test_every_turn_is_learned_from_its_prompt_to_its_end(name):
     assert learned(name, *SEVERAL[:5]) == ENDS[name][:2]
 
 
-@EVERY
+@pytest.mark.parametrize("name", [n for n, t in TEMPLATES.items() if "{%- generation" not in t])
 def test_spans_are_those_of_prefixes_where_these_show_them(name):
     template = TEMPLATES[name]
-    if "generation %}" in template:
-        pytest.skip("its blocks say what is learned")
     chats = [
         SEVERAL[:2],
         SEVERAL,
@@ -332,3 +330,44 @@ def test_the_table_of_templates_says_what_is_learned(capsys, monkeypatch):
     assert outcome(TEMPLATES["gemma3"], CHATS["tools"]).startswith("0 of 3 (refuses the messages")
     assert json.dumps(CHATS)  # nothing in it was changed by marks
     assert "𓀀" not in json.dumps(CHATS, ensure_ascii=False)
+
+
+def test_what_one_chat_cannot_show_is_not_held_against_the_next():
+    template = (
+        "{% if 'bad' in messages[0].content and messages|length == 1 %}{{ raise_exception('') }}"
+        "{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    for first, located in (("bad", False), ("good", True), ("bad", True)):  # the last one from it
+        rendered = show(template, user(first), said("Yes."))
+        assert bool(rendered.spans) == located, first
+
+
+def test_a_chat_of_a_thousand_messages_is_learned_whole():
+    rendered = show("llama3", *[user("a"), said("b")] * 500)
+    assert rendered.turns["learned"] == 500 and len({b - a for a, b, _ in rendered.spans}) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"": ""}, {"a": None}, {"a": [1, {"b": "c"}]}, {"n": 1e300}, {"é": '\n"\\'}, {"a": " "}],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_of_every_kind_are_learned_as_they_are(name, arguments):
+    chat = [user("a"), said("", ("f<b>", arguments)), tool("f<b>"), said("f<b>"), user("f<b>")]
+    first, second = learned(name, *chat, said("f<b>"))[:2]
+    assert json.dumps(arguments, ensure_ascii=False) in first and "f<b>" in first
+    assert second.count("f<b>") == 1 and "𓀀" not in first + second
+
+
+def test_the_report_says_how_many_turns_are_learned():
+    from ssl_kd.datasets.render import describe_turns
+    from ssl_kd.report.language import _data
+
+    turns = describe_turns(Counter(there=1200, learned=1199, hidden=2))
+    said = "1,199 of 1,200 turns of the assistant are learned; the template hides the thoughts of 2"
+    assert _data({"name": "chats", "documents": 9, "turns": turns}) == (
+        f"chats: 9 documents, {said} earlier turns"
+    )
+    assert describe_turns(Counter()) == ""
