@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _NAME = "teacher"
+_FACTS = ("bytes_per_token", "tail_mass", "fidelity_kl")
 _SUMS = ("real", "lost", "error")
 _FINITE = {name for kind in KINDS.values() for name in kind.finite}
 _BELOW_INF = {name for kind in KINDS.values() for name in kind.below_inf}
@@ -96,6 +97,12 @@ class TeacherCache(ShardStore):
             raise CorruptFileError(
                 f"{self.folder / name}.json says {self.manifest['n']} rows, and its shards hold "
                 f"{self.n}; write the cache anew with --force-recompute"
+            )
+        numbers = self.manifest["statistics"]
+        if odd := [key for key in _FACTS if not isinstance(numbers.get(key), int | float)]:
+            raise CorruptFileError(
+                f"{self.folder / name}.json has no number as {', '.join(odd)}; write it anew "
+                "with --force-recompute"
             )
         self.kept = _kept(self.manifest).load(self.folder)
 
@@ -174,9 +181,8 @@ class TeacherCache(ShardStore):
         `hidden` it is the KL that rounding to a narrower dtype makes at temperature 1.
         """
         statistics = self.manifest["statistics"]
-        names = ("bytes_per_token", "tail_mass", "fidelity_kl")
         chosen = {"method": self.fingerprint.method, **self.kept.facts}
-        return chosen | {name: statistics[name] for name in names}
+        return chosen | {name: statistics[name] for name in _FACTS}
 
     def on_device(self, tokens: int) -> int:
         """Bytes that the answers to so many tokens take on the device of the training."""

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import reprlib
+import ssl
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -209,7 +210,7 @@ def _proxy(url: str) -> str | None:
 def _reason(error: Exception) -> str:
     """Return why a connection failed, as the system calls it."""
     cause: Any = getattr(error, "os_error", error)
-    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+    if not isinstance(cause, ssl.SSLError) and (getattr(cause, "errno", 0) or 0) > 0:
         return os.strerror(cause.errno)
     return short(getattr(error, "message", "") or str(cause) or type(error).__name__)
 

@@ -621,6 +621,23 @@ def test_rows_that_are_of_another_block_are_named(tmp_path, indices):
 
 
 @fault(1003)
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"statistics": {}}, "has no number as bytes_per_token, tail_mass, fidelity_kl"),
+        ({"head": "../../elsewhere"}, "head is '../../elsewhere'"),
+        ({"head": "\0"}, "head is "),
+    ],
+)
+def test_a_manifest_that_names_something_else_is_one_line(tmp_path, stated, said):
+    make(tmp_path, method="hidden")
+    change(tmp_path, lambda shard: None, **stated)
+    with pytest.raises(CorruptFileError, match=said) as caught:
+        TeacherCache.open(tmp_path)
+    assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
+
+
+@fault(1003)
 def test_a_number_of_rows_that_is_not_there_is_named(tmp_path):
     make(tmp_path)
     change(tmp_path, lambda shard: None, n=N + 1)

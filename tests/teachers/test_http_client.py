@@ -323,6 +323,13 @@ def test_it_answers_within_a_running_loop(local):
 
 
 @fault(112)
+def test_what_is_wrong_with_tls_is_said(local):
+    asked = CompletionServer(f"https{local.url[4:]}/v1", "teacher", timeout=5, patience=0)
+    with pytest.raises(ServerFailed, match=r"does not answer \(\[SSL"):
+        asked.check(8)
+
+
+@fault(112)
 def test_a_name_that_is_not_known_is_one_line(local, monkeypatch):
     def unknown(*_, **__):
         raise socket.gaierror(-2, "Name or service not known")

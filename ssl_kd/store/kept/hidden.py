@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ class LastHidden(Kept):
         if odd:
             raise ValueError(f"{', '.join(odd)}: missing or of another kind")
         stored = {str(dtype): dtype for dtype in STORED}.get(f"torch.{manifest['stored']}")
+        if re.fullmatch("[0-9a-f]{16}", manifest["head"]) is None:  # it names a file
+            raise ValueError(f"head is {manifest['head']!r}")
         if stored is None:
             raise ValueError(f"stored is {manifest['stored']!r}")
         return cls(manifest["vocabulary"], manifest["dim"], stored, manifest["head"])
