@@ -1,6 +1,7 @@
 """`ssl_kd.Distillation`: the language mode from Python."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,14 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_written(here, gi
 def test_a_preset_is_beaten_by_what_is_given():
     made = ssl_kd.Distillation(preset="stable", temperature=3.0)
     assert made.settings.temperature == 3.0 and made.settings.alpha_kd == 0.1
+
+
+def test_rows_per_device_are_multiplied_by_the_processes_in_python_too(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for name in ("per_device_train_batch_size", "per_device_batch_size"):
+        keywords: dict[str, Any] = {name: 2}
+        assert ssl_kd.Distillation(**keywords).settings.batch_size == 16
+    assert ssl_kd.Distillation(batch_size=2).settings.batch_size == 2
 
 
 def test_a_folder_that_is_no_run_is_refused(here):

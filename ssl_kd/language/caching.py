@@ -121,7 +121,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
                 fingerprint,
                 vocabulary=n_ids(teacher.tokenizer),
                 dtype=stored,
-                batch_size=-(-settings.batch_size // ranks.world),
+                batch_size=settings.batch_size,
                 shard_rows=rows,
                 force=settings.force_recompute,
                 team=Team(precision.device),

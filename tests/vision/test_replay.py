@@ -143,17 +143,6 @@ def test_a_state_of_a_later_step_is_said_to_be_one(tmp_path):
     assert "outside these numbers" not in str(report)
 
 
-def test_a_bundle_of_version_0_1_does_not_name_its_mode(tmp_path):
-    def spoil(trainer, views):
-        trainer.state.teacher[1] = torch.inf
-
-    path = record(tmp_path, spoil)
-    content = torch.load(path)
-    assert content["settings"]["replay"].pop("mode") == "vision"
-    torch.save(content, path)
-    assert replay(path).fault.poisoned.startswith("teacher weight")
-
-
 def _without(*names):
     def change(values):
         for name in names:

@@ -749,17 +749,6 @@ def test_a_resumed_run_restores_from_the_same_state(kept_every_50_steps):
     ]
 
 
-def test_a_checkpoint_from_before_the_guard_remembered_loads():
-    x, sampler = _problem()
-    old = _trainer()
-    training.train(old, sampler, x.__getitem__, 7)
-    tensors = old.state.owned() | {"skipped": torch.ones(HEADS), "streak": torch.zeros(HEADS)}
-    new = _trainer()
-    new.load(tensors)
-    assert torch.equal(new.tensors()["good.student"], old.state.student)
-    assert new.state.health.skipped.tolist() == [1] * HEADS
-
-
 class _Forgetful(TEMIHead):
     stacked: Any = None
 
