@@ -84,10 +84,7 @@ def _open_temporary(path: Path) -> BinaryIO:
 
 
 def remove_orphans(path: str | Path) -> None:
-    """Remove the temporary files that killed writers of a file left beside it.
-
-    Only what `atomic_write` of this very file makes, and what no living writer holds.
-    """
+    """Remove the temporary files of `atomic_write` to this path that no living writer holds."""
     path = Path(path)
     for orphan in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
         if orphan.is_symlink() or not orphan.is_file():

@@ -42,7 +42,7 @@ from ssl_kd.training.clock import Progress
 logger = logging.getLogger(__name__)
 
 ADDRESS, LARGEST, IMAGE_SIDE, FOUND = "127.0.0.1", 32 << 20, 320, 24
-PATIENCE, LINGER = 20.0, 1.0  # seconds for a whole request; for what comes after a refusal
+PATIENCE, LINGER = 60.0, 1.0  # seconds for a whole request; for what comes after a refusal
 _TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8",
           "css": "text/css; charset=utf-8", "txt": "text/plain; charset=utf-8",
           "json": "application/json"}  # fmt: skip
@@ -162,13 +162,9 @@ def serve(
 
 
 class _Reader(socket.SocketIO):
-    """What a client sends, until its time is over: no byte that still drips in adds to it.
+    """What a client sends, until its time is over: no byte that still drips in adds to it."""
 
-    Attributes:
-        until: when that is, by `time.monotonic`.
-    """
-
-    until = 0.0
+    until = 0.0  # by time.monotonic
 
     def readinto(self, buffer: Any) -> int | None:
         """As of a socket; TimeoutError: the time is over."""

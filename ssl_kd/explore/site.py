@@ -126,11 +126,7 @@ def write_site(
 
 
 def _manifest(folder: Path) -> tuple[list[str], set[str]]:
-    """The folders in it that are ours, and the SHA-256 of the files that may be replaced.
-
-    Raises:
-        InputError: something is in the way; CorruptFileError: the manifest is damaged.
-    """
+    """Return the folders in it that are ours, and the SHA-256 of the files that may be replaced."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{printable(str(folder))} is no folder: give an empty one, or a new one")
     path, folders, sums = folder / MANIFEST, [], set()
