@@ -152,7 +152,7 @@ def test_the_folder_may_go_while_a_shard_is_written(tmp_path, alone, monkeypatch
     assert content(folder) == alone
 
 
-def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_by_force(tmp_path, alone):
+def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_alone(tmp_path, alone):
     folder = tmp_path / "alone"
     for shard in (2, 5):
         path = folder / f"embeddings_train_{shard:05d}.pt"
@@ -161,7 +161,7 @@ def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_by_force(tmp_path, a
     with pytest.raises(CorruptFileError, match="embeddings_train_00002.pt has .* bytes"):
         writer(folder, slice(0, None, 2))
     for rank in (0, 1):
-        with writer(folder, slice(rank, None, 2), force=True) as one:
+        with writer(folder, slice(rank, None, 2), rebuild=True) as one:
             assert fill(one) == [[2], [5]][rank]
             one.publish()
     assert content(folder) == alone
@@ -260,7 +260,7 @@ def test_the_dtype_is_the_teachers_unless_a_cache_has_its_own(tmp_path):
     before = content(tmp_path / "old")
     path = tmp_path / "old" / "embeddings_train_00004.pt"
     path.write_bytes(b"")
-    with writer(tmp_path / "old", fingerprint=HALF, dtype=None, force=True) as one:
+    with writer(tmp_path / "old", fingerprint=HALF, dtype=None, rebuild=True) as one:
         assert one.dtype == torch.float32 and fill(one) == [4]  # the others are kept
     assert content(tmp_path / "old") == before
 
