@@ -273,3 +273,87 @@ def test_an_unfinished_cache_goes_on_in_its_dtype(tmp_path):
     with writer(tmp_path, fingerprint=HALF, dtype=None) as one:
         assert fill(one) == [2, 3, 4, 5, 6]
     assert EmbeddingStore.open(tmp_path, "train").manifest["dtype"] == "float32"
+
+
+# A forced pass of several writers
+
+
+def shares(world):
+    return [slice(rank, None, world) for rank in range(world)]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 9])
+def test_forced_shares_compute_every_shard_once_and_keep_those_of_the_others(
+    tmp_path, alone, world, backwards
+):
+    folder = tmp_path / "alone"
+    for _ in range(2):
+        before, seen = stamps(folder), []
+        for only in shares(world)[:: -1 if backwards else 1]:
+            with writer(folder, only, force=True) as one:
+                seen += fill(one)
+                one.publish()
+        assert sorted(seen) == list(range(7)) and content(folder) == alone
+        assert not [path for path, stamp in stamps(folder).items() if before.get(path) == stamp]
+
+
+def test_forced_shares_at_once_are_all_kept(tmp_path, alone):
+    folder, seen = tmp_path / "alone", []
+
+    def work(only):
+        with writer(folder, only, force=True) as one:
+            seen.extend(fill(one))
+            one.publish()
+
+    threads = [threading.Thread(target=work, args=(only,)) for only in shares(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(seen) == list(range(7)) and content(folder) == alone
+
+
+def test_a_forced_share_that_was_killed_begins_its_own_shards_again(tmp_path, alone):
+    folder = tmp_path / "alone"
+    with writer(folder, slice(0, None, 2), force=True) as one:
+        fill(one)
+    with writer(folder, slice(1, None, 2), force=True) as killed:
+        assert fill(killed, most=1) == [1]
+    assert EmbeddingStore.open(folder, "train").n == N - len(GONE)  # the old one
+    kept = stamps(folder / "embeddings_train.partial")
+    with writer(folder, slice(1, None, 2), force=True) as again:
+        assert fill(again) == [1, 3, 5]
+        for path in (p for p in kept if p.name.endswith(("0.pt", "2.pt", "4.pt", "6.pt"))):
+            assert stamps(folder / "embeddings_train.partial")[path] == kept[path]
+        assert again.publish()
+    assert content(folder) == alone
+
+
+def test_shares_without_force_join_a_new_cache_that_one_has_begun(tmp_path, alone):
+    folder = tmp_path / "alone"
+    with writer(folder, slice(0), force=True) as plan:  # as Ray's driver does
+        assert plan.absent == []
+    seen = []
+    for only in shares(7):
+        with writer(folder, only) as one:
+            seen += fill(one)
+            one.publish()
+    with writer(folder, slice(3, 4)) as late:  # a task that is begun again
+        assert late.absent == [] and late.publish()
+    assert seen == list(range(7)) and content(folder) == alone
+
+
+def test_a_forced_share_of_no_shard_begins_nothing(tmp_path, alone):
+    with writer(tmp_path / "alone", slice(8, None, 9), force=True) as one:
+        assert one.absent == [] and one.publish()
+    assert content(tmp_path / "alone") == alone
+
+
+def test_a_forced_writer_of_all_keeps_nothing_of_a_forced_share(tmp_path, alone):
+    folder = tmp_path / "alone"
+    with writer(folder, slice(0, None, 2), force=True) as share:
+        fill(share)
+    with writer(folder, force=True) as one:
+        assert fill(one) == list(range(7))
+    assert content(folder) == alone
