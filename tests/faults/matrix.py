@@ -62,7 +62,7 @@ ROWS = {
     3: Row("an all-zero embedding", "normalises to zero without NaN; counted"),
     4: Row(
         "one flipped bit in a shard",
-        "a checksum error names the shard; --force-recompute rebuilds that shard alone",
+        "a checksum error names the shard; --rebuild_damaged rebuilds that shard alone",
     ),
     5: Row("a truncated shard, an empty file, a file of random bytes", "the same"),
     6: Row(
@@ -417,7 +417,7 @@ ROWS = {
     ),
     91: Row(
         "a folder that may not be listed; a file that was gone for a moment",
-        "named, counted and shown at each run; once it is back, --force-recompute embeds it alone",
+        "named, counted and shown at each run; once it is back, --rebuild_damaged embeds it",
         how="permission refused to this process; the shard that lacks the sample is rebuilt",
     ),
     92: Row(
