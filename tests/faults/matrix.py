@@ -637,4 +637,28 @@ ROWS = {
         "every label of a batch is ignored, or a mask is empty: a mean over nothing",
         "skipped, and named as that",
     ),
+    1300: Row(
+        "a cache's manifest or shard with fitting checksums says what cannot be",
+        "one line names the file and what is wrong; nothing is allocated for it",
+    ),
+    1301: Row(
+        "a file of tensors is a device, a pipe, a folder, or a zip larger inside than outside",
+        "refused before anything is read",
+    ),
+    1302: Row(
+        "`--force-recompute` where the cache looks whole; a kill in between; several processes",
+        "all is embedded anew and said so; the old cache stays until the new one is whole",
+    ),
+    1303: Row(
+        "an image that takes several times its size to decode",
+        "strips, half the size, or refused: never more than 512 MiB",
+    ),
+    1304: Row(
+        "a saved model whose config.json or tensors are of another kind or out of range",
+        "one line before memory is taken; nothing is converted silently",
+    ),
+    1305: Row(
+        "another data set or teacher, and no EMBEDDINGS_DIR",
+        "a cache folder of its own; the first stays as it is",
+    ),
 }

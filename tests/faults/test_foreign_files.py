@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from ssl_kd import MultiHeadClusterer, cli
-from ssl_kd.datasets import UnreadableImage, decode, images, open_dataset
+from ssl_kd.datasets import UnreadableImage, decode, images
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
@@ -33,7 +33,7 @@ from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import HeadFault
-from tests.faults.inject import cache, content, metrics, no_run, one_line, opened, weights
+from tests.faults.inject import cache, metrics, no_run, one_line, opened, weights
 from tests.faults.matrix import row
 
 decoding = sys.modules[decode.__module__]
