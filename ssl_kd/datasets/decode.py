@@ -62,8 +62,9 @@ def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -
 def _check_size(image: Image.Image) -> None:
     """Raise ValueError where decoding would hold more than `LARGEST` bytes at once.
 
-    PIL holds three channels in four bytes, and what is changed is held beside its answer; WebP's
-    library has three more copies, that of progressive JPEG coefficients. A JPEG is decoded at half its size where the whole is too large.
+    PIL holds three channels in four bytes, and what is changed is held beside its answer. WebP's
+    library has three more copies, that of JPEG the coefficients of a progressive file. A JPEG is
+    decoded at half its size where the whole is too large.
     """
     deep = 2 if image.mode.startswith("I;16") else 4
     per_pixel = 1 if image.mode in ("1", "L", "P") else deep
@@ -85,13 +86,9 @@ def _check_bytes(image: Image.Image, per_pixel: int) -> None:
         )
 
 
-def _is_grey(image: Image.Image) -> bool:
-    grey = image.mode in ("1", "L", "I", "F") or image.mode.startswith("I;16")
-    return grey and not image.has_transparency_data
-
-
 def _answer_bytes(image: Image.Image) -> int:
-    return 1 if _is_grey(image) else 4
+    is_grey = image.mode in ("1", "L", "I", "F") or image.mode.startswith("I;16")
+    return 1 if is_grey and not image.has_transparency_data else 4
 
 
 def _orientation(image: Image.Image) -> int:

@@ -296,12 +296,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         labels: int64 [n], -1 for unknown; None when there are none.
         ids: the samples' names, n of them.
         class_names: names of the labels 0, 1, ...
-        shard_rows: samples in a shard; None makes shards of about 256 MiB.
-        only: which of the shards are this writer's, as a `ShardWriter` takes it.
-        force: compute all shards, as a `ShardWriter` does.
-        rebuild: compute damaged shards alone (`missing` says what they held).
-        exclude_bad: skip an embedding that is NaN, infinite or out of range instead of raising.
-        back: whether a sample that was left out can be had now, as a `ShardWriter` asks it.
+        shard_rows, only, force, rebuild, exclude_bad, back: as a `ShardWriter` takes them.
 
     Raises:
         FingerprintMismatch, CorruptFileError, NonFiniteRow, LockHeld: as a `ShardWriter`.

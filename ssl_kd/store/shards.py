@@ -118,40 +118,22 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-_FIELDS = {
-    "fingerprint": dict,
-    "n": int,
-    "shard_rows": int,
-    "unreadable": list,
-    "statistics": dict,
-    "shards": list,
-}
-_SHARD_FIELDS = {
-    "file": str,
-    "start": int,
-    "stop": int,
-    "rows": int,
-    "bytes": int,
-    "sha256": str,
-    "unreadable": list,
-    "statistics": dict,
-}
-
-
+_BOTH = {"unreadable": list, "statistics": dict}
+_FIELDS = {**_BOTH, "fingerprint": dict, "n": int, "shard_rows": int, "shards": list}
+_PLACE = {"start": int, "stop": int, "rows": int}
+_SHARD_FIELDS = {**_BOTH, **_PLACE, "file": str, "bytes": int, "sha256": str}
 _LEFT_OUT = {"row": int, "id": str, "reason": str}
 
 
-def fits(value: object, *kinds: type) -> bool:
-    """Return whether a value of JSON is of one of these kinds; whole numbers are 0 to 2^53."""
-    return type(value) in kinds and (type(value) is not int or 0 <= value <= 1 << 53)
-
-
 def odd_fields(values: object, kinds: Mapping[str, Any]) -> list[str]:
-    """Return the names of the fields that are missing or of another kind."""
-    if not isinstance(values, dict):
-        return list(kinds)
-    given = {name: kind if isinstance(kind, tuple) else (kind,) for name, kind in kinds.items()}
-    return [name for name, kind in given.items() if not fits(values.get(name), *kind)]
+    """Return the names of fields that are missing, of another kind, or not from 0 to 2^53."""
+    known = values if isinstance(values, dict) else {}
+    return [
+        name
+        for name, kind in kinds.items()
+        if type(value := known.get(name)) not in (kind if isinstance(kind, tuple) else (kind,))
+        or (type(value) is int and not 0 <= value <= 1 << 53)
+    ]
 
 
 def shard_file(name: str, shard: int, n_shards: int) -> str:

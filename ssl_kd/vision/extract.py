@@ -155,7 +155,7 @@ def extract(
 
 
 @undisturbed()
-def extract_share(
+def extract_share(  # noqa: D417, the others are those of `extract`
     dataset: ImageDataset | FeatureDataset,
     teacher: Teacher,
     folder: str | os.PathLike[str],
@@ -175,20 +175,12 @@ def extract_share(
     Any number of processes, on any machines that see the folder, may be at work on the same data,
     begin at any time, be killed and begin again, and have shards in common: the bytes are those of
     `extract`. Who sees that all shards are there makes the cache visible. Each verifies its own
-    shards alone.
+    shards alone. The other arguments are those of `extract`, the same in every process.
 
     Args:
-        dataset: as for `extract`, the same in every process, as are the arguments not named here.
-        teacher: likewise.
-        folder: where the cache is, on a file system that all see.
         only: the numbers of the shards: `slice(rank, None, world)`, `slice(k, k + 1)`.
-        split: as for `extract`.
-        precision: likewise.
-        batch_size: likewise.
-        workers: likewise.
+        shard_rows: samples per shard; the first process to begin decides.
         force: embed these shards, whatever is cached; every process of them needs it.
-        rebuild: as for `extract`.
-        shard_rows: likewise; the first process to begin decides.
         progress: called after each batch, with rows of these shards.
 
     Raises:
