@@ -17,9 +17,11 @@ DATASET_TEST = None
 EXTEND = None
 # Where data sets are, and where DOWNLOAD puts them.
 DATA_DIR = "data"
-# Where the teacher's embeddings are cached. One folder holds the embeddings of one data set by one
-# teacher: for a second teacher name a second folder, or rebuild with --force-recompute.
-EMBEDDINGS_DIR = "data/embeddings"
+# Where the teacher's embeddings are cached; auto: data/embeddings for digits by pixels, else
+# data/embeddings/DATASET-TEACHER-DIGEST, a folder for each data set and teacher. The digest is of
+# all samples, the teacher's weights and its dtype: where one of them changes, another folder is
+# taken.
+EMBEDDINGS_DIR = "auto"
 # Download the data set (torchvision's sets) where it is missing. Off: no data set is downloaded.
 DOWNLOAD = False
 
@@ -167,8 +169,10 @@ COMPILE = False
 # On GPUs, record the training step once and replay it: one launch instead of hundreds. A recording
 # that does not give the same to the bit is not used, and a warning says so.
 CUDA_GRAPH = False
-# Rebuild cached embeddings that are damaged or stale; verified shards are kept.
+# Embed everything anew, whatever is cached; the old cache stays until the new one is whole.
 FORCE_RECOMPUTE = False
+# Embed again what is damaged in the cache; verified shards are kept.
+REBUILD_DAMAGED = False
 # Write TensorBoard files into the run folder, beside metrics.jsonl.
 TENSORBOARD = True
 # Evaluate the embeddings by a linear probe (needs labels; they are never used for training).

@@ -35,7 +35,7 @@ SETTINGS = {
     "student_temp": 0.1,
     "teacher_temp": 0.1,
     "use_fp16": True,
-    "force_recompute": False,
+    "rebuild_damaged": False,
 }
 Stage = tuple[str, Callable[[Tensor], Tensor]]
 Drawn = tuple[Cause, str, Cause, str, int]

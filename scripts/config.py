@@ -265,8 +265,10 @@ CHECKPOINT_EVERY = 100
 DRY_RUN = False
 # Number of first steps whose logit shapes and loss terms are logged, from 0.
 VERBOSE_STEPS = 0
-# Rebuild a teacher's cache that is damaged or stale.
+# Ask the teacher about everything anew, whatever TEACHER_CACHE holds.
 FORCE_RECOMPUTE = False
+# Write the damaged files of a teacher's cache again.
+REBUILD_DAMAGED = False
 # Who draws the curves, beside metrics.jsonl: none | tensorboard (files in the run folder) | wandb |
 # trackio (through their own packages).
 REPORT_TO = "none"

@@ -250,9 +250,11 @@ def _write(path: Path, table: arrow.Table) -> None:
 def _written(out: Path) -> dict[str, str]:
     """SHA-256 of each file of a folder that the next call may replace."""
     try:
-        return dict(json.loads((out / WRITTEN).read_text()))
-    except (OSError, ValueError, TypeError):
+        known = json.loads((out / WRITTEN).read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    pairs = known.items() if isinstance(known, dict) else ()
+    return {name: digest for name, digest in pairs if isinstance(digest, str)}
 
 
 def _remember(path: Path) -> None:

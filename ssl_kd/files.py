@@ -15,6 +15,7 @@ import os
 import pickle
 import re
 import secrets
+import stat
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -148,8 +149,26 @@ def strict_json(data: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def size_of(path: str | Path) -> int:
+    """Return the bytes of a regular file, or of one that a link leads to; nothing is read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptFileError: a device, a pipe or a folder, which might be read without end.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptFileError(f"{path} is a device, a pipe or a folder; expected a regular file")
+    return found.st_size
+
+
 def sha256_file(path: str | Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal; the file is never in memory as a whole."""
+    """Return the SHA-256 of a file's bytes in hexadecimal; it is never in memory as a whole.
+
+    Raises:
+        FileNotFoundError, CorruptFileError: as `size_of`.
+    """
+    size_of(path)
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(1 << 20):
@@ -189,10 +208,19 @@ def load_tensors(path: str | Path, mmap: bool = False) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptFileError: empty, cut off, not a file of tensors, or a pickle that wants to run code.
+        CorruptFileError: empty, cut off, not a regular file of tensors, larger in memory than on
+            the disk, or a pickle that wants to run code.
     """
+    size = size_of(path)
     try:
-        mmap = mmap and zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            with zipfile.ZipFile(path) as archive:
+                parts = archive.infolist()
+            stored = all(part.compress_type == zipfile.ZIP_STORED for part in parts)
+            if not stored or sum(part.file_size for part in parts) > size:
+                raise ValueError("its parts are compressed or overlap, which torch.save never does")
+        mmap = mmap and is_zip  # torch's older format cannot be mapped
         return torch.load(str(path), weights_only=True, map_location="cpu", mmap=mmap)
     except Exception as error:  # each kind of damage has an exception of its own
         cut = isinstance(error, OSError) and error.errno == errno.EINVAL  # a seek before its start

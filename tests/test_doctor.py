@@ -196,7 +196,7 @@ def test_a_damaged_cache_is_found(cache, config, capsys):
     shard.write_bytes(content)
     code, text = ask(config, capsys)
     assert code == 1
-    assert "FAULT cache: train CorruptFileError" in text and "--force-recompute" in text
+    assert "FAULT cache: train CorruptFileError" in text and "--rebuild_damaged" in text
     assert "embeddings_train_00001.pt" in text and "not checked" in text
 
 

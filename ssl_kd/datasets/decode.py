@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from ssl_kd.errors import UserError
 
@@ -15,7 +16,9 @@ __all__ = ["UnreadableImage", "decode"]
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 """What is decoded; some of PIL's other formats start a program, as EPS starts Ghostscript."""
 LARGEST = 512 << 20
-"""Bytes of one image, decoded, above which it counts as unreadable."""
+"""Bytes that decoding one image may take; one that takes more counts as unreadable."""
+STRIP = 64
+"""Rows that are changed at a time."""
 
 
 class UnreadableImage(UserError, ValueError):
@@ -25,26 +28,6 @@ class UnreadableImage(UserError, ValueError):
         super().__init__(f"{id}: {reason}")
         self.id = id
         self.reason = reason
-
-
-def _eight_bits(values: np.ndarray, full_scale: float | None) -> Image.Image:
-    """Grey values of more than eight bits as `L`.
-
-    A file without a declared scale (floats, 32-bit integers) has the smallest of 1 (floats only),
-    255 and 65535 that holds its values; beyond that, or below zero, it is stretched.
-    """
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise ValueError("NaN or infinity among the pixels")
-    low, high = 0.0, float(values.max())
-    if full_scale is None and values.min() >= 0 and high <= 65535:
-        full_scale = 255.0 if high <= 255 else 65535.0
-    if full_scale is None:
-        low = float(values.min())
-        full_scale = high - low or 1.0
-    grey = np.empty(values.shape, np.uint8)
-    for row, of_file in zip(grey, values, strict=True):  # float64 of all would be eight times this
-        row[:] = np.rint((of_file.astype(np.float64) - low) * (255 / full_scale))
-    return Image.fromarray(grey)
 
 
 def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -> Image.Image:
@@ -79,32 +62,99 @@ def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -
 
 
 def _check_size(image: Image.Image) -> None:
-    # As PIL holds it: three channels take four bytes, and what is transparent becomes RGBA.
+    """Raise ValueError where decoding would hold more than `LARGEST` bytes at once.
+
+    PIL holds three channels in four bytes, and what is changed is held beside its answer. WebP's
+    library has three more copies, that of JPEG the coefficients of a progressive file. A JPEG is
+    decoded at half its size where the whole is too large.
+    """
     deep = 2 if image.mode.startswith("I;16") else 4
-    plain = image.mode in ("1", "L", "P") and not image.has_transparency_data
-    size = image.width * image.height * (1 if plain else deep)
-    if size > LARGEST:
+    per_pixel = 1 if image.mode in ("1", "L", "P") else deep
+    if image.mode not in ("L", "RGB") or image.has_transparency_data:
+        per_pixel += _answer_bytes(image)
+    per_pixel += 12 if image.format == "WEBP" else 3 if "progressive" in image.info else 0
+    if image.format in ("JPEG", "MPO"):
+        per_pixel = max(per_pixel, 2 * _answer_bytes(image) * (_orientation(image) != 1))
+        if image.width * image.height * per_pixel > LARGEST:
+            image.draft(image.mode, (image.width // 2, image.height // 2))
+    _check_bytes(image, per_pixel)
+
+
+def _check_bytes(image: Image.Image, per_pixel: int) -> None:
+    if (size := image.width * image.height * per_pixel) > LARGEST:
         raise ValueError(
-            f"{image.width} x {image.height} pixels ({image.mode}) take {size >> 20} MiB decoded, "
-            f"more than {LARGEST >> 20}"
+            f"{image.width} x {image.height} pixels ({image.mode}) take {size >> 20} MiB to "
+            f"decode, more than {LARGEST >> 20}"
         )
+
+
+def _answer_bytes(image: Image.Image) -> int:
+    is_grey = image.mode in ("1", "L", "I", "F") or image.mode.startswith("I;16")
+    return 1 if is_grey and not image.has_transparency_data else 4
+
+
+def _orientation(image: Image.Image) -> int:
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
 def _as_seen(image: Image.Image) -> Image.Image:
     image.load()
-    ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I;16"):
-        return _eight_bits(np.asarray(image), 65535.0)
-    if image.mode == "F":
-        values = np.asarray(image)
-        unit = values.size and values.min() >= 0 and values.max() <= 1
-        return _eight_bits(values, 1.0 if unit else None)
-    if image.mode == "I":
-        return _eight_bits(np.asarray(image), None)
-    if image.has_transparency_data:
-        image = image if image.mode == "RGBA" else image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
-    if image.mode in ("1", "L"):
-        return image.convert("L")
-    return image.convert("RGB")
+    orientation = _orientation(image)  # of a PNG it may come after the pixels
+    if orientation != 1:
+        _check_bytes(image, 2 * _answer_bytes(image))
+    deep = image.mode in ("I", "F") or image.mode.startswith("I;16")
+    if image.has_transparency_data and not deep:
+        seen = _in_strips(image, "RGB", _on_white)
+    elif deep:
+        seen = _in_strips(image, "L", _scaled(image))
+    elif image.mode in ("L", "RGB"):
+        seen = image
+    else:
+        mode = "L" if image.mode == "1" else "RGB"
+        seen = _in_strips(image, mode, lambda strip: strip.convert(mode))
+    if seen is not image:
+        image.close()
+        seen.getexif()[ExifTags.Base.Orientation] = orientation
+    ImageOps.exif_transpose(seen, in_place=True)
+    return seen
+
+
+def _in_strips(
+    image: Image.Image, mode: str, change: Callable[[Image.Image], Image.Image]
+) -> Image.Image:
+    """Change some rows after others: copies of all of them would take several times the memory."""
+    changed = Image.new(mode, image.size)
+    for top in range(0, image.height, STRIP):
+        box = (0, top, image.width, min(top + STRIP, image.height))
+        changed.paste(change(image.crop(box)), box)
+    return changed
+
+
+def _on_white(strip: Image.Image) -> Image.Image:
+    strip = strip.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip).convert("RGB")
+
+
+def _scaled(image: Image.Image) -> Callable[[Image.Image], Image.Image]:
+    """Return how grey values of more than eight bits become eight.
+
+    A file without a declared scale (floats, 32-bit integers) has the smallest of 1 (floats only),
+    255 and 65535 that holds its values; beyond that, or below zero, it is stretched.
+    """
+    low, high = 0.0, 65535.0
+    if not image.mode.startswith("I;16"):
+        tops = range(0, image.height, STRIP)
+        strips = (image.crop((0, t, image.width, min(t + STRIP, image.height))) for t in tops)
+        extremes = [(float(x.min()), float(x.max())) for x in map(np.asarray, strips)]
+        if not np.isfinite(extremes).all():  # a NaN is its own extreme
+            raise ValueError("NaN or infinity among the pixels")
+        low, high = min(e[0] for e in extremes), max(e[1] for e in extremes)
+        if low >= 0 and high <= 65535:
+            low, high = 0.0, min(s for s in (1.0, 255.0, 65535.0)[image.mode == "I" :] if s >= high)
+    span = high - low or 1.0
+
+    def eight_bits(strip: Image.Image) -> Image.Image:
+        values = np.asarray(strip).astype(np.float64)
+        return Image.fromarray(np.rint((values - low) * (255 / span)).astype(np.uint8))
+
+    return eight_bits

@@ -24,7 +24,7 @@ EXTENSIONS = frozenset(
     ".jpg .jpeg .jfif .png .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .pnm".split()
 )
 LARGE = 256 << 20
-"""Bytes of a data set beyond which versions up to 0.1 took a sample of it as its fingerprint."""
+"""Bytes of a data set beyond which reading it for its fingerprint is announced."""
 BLOCK = 1 << 20
 """Bytes that are read at a time."""
 
@@ -62,11 +62,6 @@ class ImageDataset:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def older_fingerprint(self) -> str:
-        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
-        return self.fingerprint
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`.
@@ -109,12 +104,6 @@ class ArrayDataset(ImageDataset):
             digest_array(arrays, labels),
             np.ascontiguousarray(arrays),
         )
-
-    @property
-    def older_fingerprint(self) -> str:
-        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
-        assert self.arrays is not None
-        return digest_array(self.arrays, self.labels, sampled=True)
 
     def image(self, i: int) -> Image.Image:
         """Image `i`, in mode `L` or `RGB`."""
@@ -178,11 +167,6 @@ class FolderDataset(ImageDataset):
             digest_files(self.root, self.paths),
         )
 
-    @property
-    def older_fingerprint(self) -> str:
-        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
-        return digest_files(self.root, self.paths, sampled=True)
-
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raises UnreadableImage."""
         path = self.root / self.paths[i]
@@ -238,13 +222,9 @@ def _is_file(path: Path, root: Path) -> bool:
         return False
 
 
-def digest_array(
-    array: np.ndarray, labels: np.ndarray | None = None, *, sampled: bool = False
-) -> str:
-    """SHA-256 of shape, dtype, labels and every value; of a `sampled` large array, 4096 rows'."""
+def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
+    """Return the SHA-256 of shape, dtype, labels and every value."""
     digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-    if array.nbytes > LARGE and sampled:
-        array = array[np.linspace(0, len(array) - 1, 4096).astype(np.int64)]
     _say_if_large(array.nbytes)
     rows = max(1, BLOCK * len(array) // max(array.nbytes, 1))
     for start in range(0, len(array), rows):
@@ -255,8 +235,8 @@ def digest_array(
     return digest.hexdigest()
 
 
-def digest_files(root: Path, paths: Sequence[str], *, sampled: bool = False) -> str:
-    """SHA-256 of names, sizes and every byte; of a `sampled` large set, 1000 files' bytes.
+def digest_files(root: Path, paths: Sequence[str]) -> str:
+    """Return the SHA-256 of names, sizes and every byte.
 
     Times are left out on purpose: a copy of a data set is the same data set, and an edit may keep
     the time.
@@ -268,10 +248,7 @@ def digest_files(root: Path, paths: Sequence[str], *, sampled: bool = False) -> 
         size = file.stat().st_size if _is_file(file, root) else -1
         digest.update(f"{size} ".encode() + os.fsencode(path) + b"\0")
         total += max(size, 0)
-    if total > LARGE and sampled:
-        paths = [paths[int(i)] for i in np.linspace(0, len(paths) - 1, 1000)]
-    else:
-        _say_if_large(total)
+    _say_if_large(total)
     for path in paths:
         file = root / path
         try:

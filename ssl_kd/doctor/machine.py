@@ -184,8 +184,9 @@ def neighbour_search() -> Iterator[Finding]:
 
 def folders(settings: VisionSettings) -> Iterator[Finding]:
     """The folders of the settings can be written."""
-    for name in ("data_dir", "embeddings_dir", "runs_dir"):
-        folder = Path(getattr(settings, name)).absolute()
+    places = {"data_dir": settings.data_dir, "embeddings_dir": settings.embeddings_root}
+    for name, given in {**places, "runs_dir": settings.runs_dir}.items():
+        folder = Path(given).absolute()
         # A folder that does not exist yet will be made in the nearest one that does.
         place = next(parent for parent in (folder, *folder.parents) if parent.exists())
         try:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssl_kd.doctor import machine
@@ -34,9 +35,18 @@ _SHOWN = 5  # faults of the first batches, before the rest is only counted
 
 def cache(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
     """The cache opens; fills `stores` with the splits that do."""
+    from ssl_kd.guard.precision import Precision
     from ssl_kd.store import EmbeddingStore, NonFiniteRow
+    from ssl_kd.vision.run import cache_folder, open_data
 
-    folder = settings.embeddings_dir
+    try:
+        folder = Path(settings.embeddings_dir)
+        if settings.embeddings_dir == AUTO:
+            precision = Precision.for_device(settings.device, settings.use_fp16)
+            folder = cache_folder(settings, *open_data(settings, precision), precision)
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
+        yield Finding("cache", f"{type(error).__name__}: {error}", AS_SAID)
+        return
     for split in ("train", "test"):
         name = f"cache: {split}"
         try:
@@ -50,7 +60,7 @@ def cache(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
             way = "" if split == "test" else "python train.py makes it; then run this again"
             yield Finding(name, f"none in {folder} yet: not checked", way, note=True)
         except (ValueError, RuntimeError, OSError) as error:
-            change = "rebuild it: python train.py --force-recompute"
+            change = "mend it: python train.py --rebuild_damaged"
             yield Finding(name, f"{type(error).__name__}: {error}", change)
         else:
             stores[split] = store
@@ -159,7 +169,7 @@ def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
                 yield Finding(
                     f"{name}, {kind}",
                     f"{count(len(rows), 'row')}, the first: {_where(store, int(rows[0]))}",
-                    "python train.py --force-recompute; if it happens again, look at that sample"
+                    "python train.py --rebuild_damaged; if it happens again, look at that sample"
                     " and take it out of the data",
                 )
         about = "about " if scan.sampled else ""

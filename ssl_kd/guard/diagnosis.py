@@ -113,7 +113,7 @@ _CHANGES: dict[Cause, dict[str, Any]] = {
         "learning_rate": lambda now: None if now is None else now / 10,
         "clip_grad": lambda now: 1.0 if now is None else now,
     },
-    Cause.POISONED_INPUT: {"force_recompute": True},
+    Cause.POISONED_INPUT: {"rebuild_damaged": True},
 }
 """What to set a setting to, or how to get there from what it is now, for each cause."""
 
@@ -129,7 +129,7 @@ def diagnose(
         fault: from `Microscope.fault`.
         settings: name in lower case -> value, as far as the caller has them; only settings that are
             in there are advised on: temperatures, `learning_rate`, `clip_grad`, `use_fp16` or
-            `model_dtype`, `force_recompute`.
+            `model_dtype`, `rebuild_damaged`.
         usual: name -> a sane value, above which none is advised: a tenth of a mad one is mad.
     """
     cause, words = _judge(fault)

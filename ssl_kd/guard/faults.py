@@ -283,7 +283,7 @@ class Stage(IntEnum):
         Kind(
             "the embedding of row {row} is not finite",
             action="left out of the batch",
-            remedy="python train.py --force-recompute, or take that sample out of the data",
+            remedy="python train.py --rebuild_damaged, or take that sample out of the data",
         ),
     )
     MARGINAL = 9, Kind("a cluster's running marginal is exactly 0", action="smoothed")

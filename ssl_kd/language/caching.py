@@ -124,6 +124,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
                 batch_size=settings.batch_size,
                 shard_rows=rows,
                 force=settings.force_recompute,
+                rebuild=settings.rebuild_damaged,
                 team=Team(precision.device),
                 in_step=settings.shard,
                 progress=lambda done, total: tell("cache", done, total, {}),

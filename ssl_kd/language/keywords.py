@@ -59,6 +59,7 @@ class Keywords(TypedDict, total=False):
     packing: bool
     patience: int | None
     prompt_tokens: int
+    rebuild_damaged: bool
     report_to: Literal["none", "tensorboard", "wandb", "trackio"]
     restore_after: int
     resume: bool

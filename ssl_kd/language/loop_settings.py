@@ -96,7 +96,10 @@ class LoopSettings(RunSettings):
     verbose_steps: int = setting(
         0, "number of first steps whose logit shapes and loss terms are logged", low=0
     )
-    force_recompute: bool = setting(False, "rebuild a teacher's cache that is damaged or stale")
+    force_recompute: bool = setting(
+        False, "ask the teacher about everything anew, whatever TEACHER_CACHE holds"
+    )
+    rebuild_damaged: bool = setting(False, "write the damaged files of a teacher's cache again")
     report_to: str = setting(
         "none",
         "who draws the curves, beside metrics.jsonl: none | tensorboard (files in the run folder) |"

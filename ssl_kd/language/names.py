@@ -103,6 +103,7 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
     "clear_cache_every_step",
     "force_recompute",
     "log_every",
+    "rebuild_damaged",
     "rollout_memory",
     "shard",
     "teacher_offload",

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssl_kd.files import CorruptFileError
 from ssl_kd.store.fingerprint import Fingerprint
-from ssl_kd.store.shards import Columns, Content, Manifest, ShardStore
+from ssl_kd.store.shards import ANEW, Columns, Content, Manifest, ShardStore
 from ssl_kd.store.writer import ShardWriter
 
 __all__ = ["EmbeddingStore", "EmbeddingWriter", "is_bad", "odd_rows", "row_peaks"]
@@ -32,6 +33,7 @@ EXTREME_RATIO = 30
 # resolution the nearest neighbours are rounding errors. Embeddings spread by 0.1 to 1.
 LEAST_SPREAD = (10 * torch.finfo(torch.float32).eps) ** 0.5
 ROWS_PER_SCAN = 8192
+STORED = ("float32", "float16", "bfloat16")
 
 
 def row_peaks(embeddings: Tensor) -> Tensor:
@@ -156,6 +158,17 @@ class EmbeddingStore(ShardStore):
         names = self.manifest["class_names"]
         self.class_names: tuple[str, ...] | None = None if names is None else tuple(names)
         self.labels = self._held["labels"] if self.manifest["labelled"] else None
+        known = torch.iinfo(torch.int64).max if names is None else len(names)
+        labels = self._held["labels"]
+        if (
+            not all(isinstance(n, str) for n in names or ())
+            or len(labels)
+            and not (-1 <= int(labels.min()) <= int(labels.max()) < known)
+        ):
+            raise CorruptFileError(
+                f"{self.folder / name}.json: class names that are no text, or labels beyond them. "
+                f"{ANEW}"
+            )
 
     @classmethod
     def open(
@@ -189,6 +202,8 @@ class EmbeddingStore(ShardStore):
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
         """The columns of a cache with this manifest."""
+        if manifest["dtype"] not in STORED or manifest["dim"] < 1:
+            raise ValueError(f"dtype {manifest['dtype'][:50]!r} of width {manifest['dim']}")
         dtype = getattr(torch, manifest["dtype"])
         return {"embeddings": ((manifest["dim"],), dtype), "labels": ((), torch.int64)}
 
@@ -281,12 +296,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         labels: int64 [n], -1 for unknown; None when there are none.
         ids: the samples' names, n of them.
         class_names: names of the labels 0, 1, ...
-        shard_rows: samples in a shard; None makes shards of about 256 MiB.
-        only: which of the shards are this writer's, as a `ShardWriter` takes it.
-        force: replace a cache of another fingerprint; in one of the same fingerprint, rebuild
-            damaged shards alone (`missing` says what they held).
-        exclude_bad: skip an embedding that is NaN, infinite or out of range instead of raising.
-        back: whether a sample that was left out can be had now, as a `ShardWriter` asks it.
+        shard_rows, only, force, rebuild, exclude_bad, back: as a `ShardWriter` takes them.
 
     Raises:
         FingerprintMismatch, CorruptFileError, NonFiniteRow, LockHeld: as a `ShardWriter`.
@@ -307,6 +317,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         shard_rows: int | None = None,
         only: slice | None = None,
         force: bool = False,
+        rebuild: bool = False,
         exclude_bad: bool = False,
         back: Callable[[Manifest], bool] = lambda entry: False,
     ):
@@ -316,7 +327,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
             shape = None if labels is None else tuple(labels.shape)
             raise ValueError(f"{len(ids)} ids and labels of shape {shape} for n = {n} samples")
         stored = fingerprint.dtype if dtype is None else str(dtype).removeprefix("torch.")
-        if stored not in ("float32", "float16", "bfloat16"):
+        if stored not in STORED:
             raise ValueError(f"dtype is torch.{stored}; expected float32, float16 or bfloat16")
         self._labels = torch.full((n,), -1) if labels is None else labels.detach().cpu().long()
         name = _name(split)
@@ -338,6 +349,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
             shard_rows=shard_rows,
             only=only,
             force=force,
+            rebuild=rebuild,
             exclude_bad=exclude_bad,
             back=back,
         )

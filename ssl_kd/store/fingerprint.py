@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +25,10 @@ class FingerprintMismatch(InputError):
         )
 
 
+_KINDS = {str: "str", int: "int", float: "float", bool: "bool", type(None): "None"}
+
+
+@dataclass(frozen=True)
 class BaseFingerprint:
     """Everything that decides what a cache holds: the fields of a frozen dataclass.
 
@@ -33,6 +37,18 @@ class BaseFingerprint:
 
     way_out: ClassVar[str]
     """What a user whose cache is of something else can do: a sentence."""
+
+    @classmethod
+    def odd(cls, values: Mapping[str, object]) -> list[str]:
+        """Return the names of values that are missing, not known or of another kind."""
+        kinds = {field.name: str(field.type).split(" | ") for field in fields(cls)}
+        wrong = {
+            name
+            for name in kinds.keys() & values.keys()
+            if (kind := _KINDS.get(type(values[name]))) not in kinds[name]
+            and not (kind == "int" and "float" in kinds[name])
+        }
+        return sorted(wrong | (kinds.keys() ^ values.keys()))
 
     def differences(self, expected: Self) -> list[str]:
         """One sentence for each field in which this (the cache's) and `expected` differ."""
@@ -65,8 +81,8 @@ class Fingerprint(BaseFingerprint):
     """
 
     way_out = (
-        "Replace it with --force-recompute, or keep it and name another folder with "
-        "--embeddings_dir."
+        "Keep it and name another folder with --embeddings_dir, or auto for one of this data and "
+        "teacher. --force-recompute replaces it."
     )
 
     teacher: str

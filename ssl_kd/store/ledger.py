@@ -13,7 +13,7 @@ from pathlib import Path
 from ssl_kd.files import CorruptFileError, sync_folder
 from ssl_kd.lock import Lock
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
-from ssl_kd.store.shards import Manifest, ShardStore, write_manifest
+from ssl_kd.store.shards import Manifest, ShardStore, shard_file, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,9 @@ class Ledger:
         header: what else the manifest says.
         shard_rows: rows of the data set in a shard.
         adopt: names in the header whose value a cache of the same fingerprint keeps.
-        force: replace a cache of another fingerprint, or a damaged manifest.
+        force: let neither the finished cache nor what an earlier writer left count.
+        rebuild: start over where the finished cache's manifest is damaged.
+        shared: whether other writers store other shards.
 
     Attributes:
         partial: the folder of what is not finished.
@@ -55,9 +57,13 @@ class Ledger:
         shard_rows: int,
         adopt: Collection[str] = (),
         force: bool = False,
+        rebuild: bool = False,
+        shared: bool = False,
     ):
         self.kind, self.folder, self.name, self.fingerprint = kind, folder, name, fingerprint
-        self.header, self.shard_rows, self.force = header, shard_rows, force
+        self.header, self.shard_rows = header, shard_rows
+        self.force, self.rebuild, self._shared = force, rebuild, shared
+        self._anew: dict[str, bool] = {}  # in the manifest of `partial`: the finished is ignored
         self.partial = folder / f"{name}.partial"
         self._adopt = adopt
         self._refused: Collection[Manifest] = ()
@@ -78,8 +84,7 @@ class Ledger:
 
     def file(self, shard: int) -> str:
         """The name of a shard's file."""
-        number = "" if self.n_shards == 1 else f"_{shard:05d}"
-        return f"{self.name}{number}.pt"
+        return shard_file(self.name, shard, self.n_shards)
 
     def paths(self, entry: Manifest, place: Path) -> list[Path]:
         """Where the file of an entry in the manifest of `place` may be."""
@@ -95,12 +100,31 @@ class Ledger:
             CorruptFileError: the finished one is damaged, and not `force`.
         """
         same, foreign = self._read(begin=True)
-        if foreign and not same and not self.force:
+        if self.force:  # a share joins the others' new cache
+            is_joined = self._shared and "anew" in same.get(self.partial, {})
+            same = {self.partial: same[self.partial]} if is_joined else {}
+        elif foreign and not same:
             raise next(iter(foreign.values()))
         for first in list(same.values())[:1]:
             self.shard_rows = first["shard_rows"]
             self.header |= {name: first[name] for name in self._adopt}
         return self._fitting(same)
+
+    def begin_anew(self, shards: Collection[int], join: bool) -> None:
+        """Make room for a cache that is all new, whatever is finished.
+
+        Args:
+            shards: to be computed by this writer.
+            join: keep what other writers of the new cache have stored.
+        """
+        with self._changing:
+            same = self.look() if join else {}
+            if not same:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            self._anew = {"anew": True} if self._shared else {}
+            listed = same[self.partial]["shards"] if same else []
+            numbered = {self.shard_of(entry): entry for entry in listed}
+            self._list({n: entry for n, entry in numbered.items() if n not in shards})
 
     def begin(self, stored: Mapping[int, Manifest], refused: Collection[Manifest]) -> None:
         """Make room for shards: in what unfinished writers of this cache have, or anew.
@@ -185,9 +209,9 @@ class Ledger:
             except FileNotFoundError:
                 continue
             except CorruptFileError as error:
-                if begin and place == self.folder and not self.force:
+                if begin and place == self.folder and not (self.force or self.rebuild):
                     raise
-                if begin:
+                if begin and not self.force:
                     logger.warning("%s Starting over.", error)
                 continue
             if differences := self._differences(manifest, cached):
@@ -196,6 +220,9 @@ class Ledger:
                     foreign[place] = FingerprintMismatch(path, differences, way_out)
             else:
                 same[place] = manifest
+        self._anew = {"anew": True} if "anew" in same.get(self.partial, {}) else {}
+        if (self._shared and self._anew) or (self.force and not self._shared):
+            same.pop(self.folder, None)
         return same, foreign
 
     def _differences(self, manifest: Manifest, cached: BaseFingerprint) -> list[str]:
@@ -233,7 +260,7 @@ class Ledger:
         return entries
 
     def _list(self, entries: Mapping[int, Manifest]) -> None:
-        write_manifest(self._path(self.partial), self._manifest(entries))
+        write_manifest(self._path(self.partial), self._manifest(entries) | self._anew)
 
     def _path(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"
@@ -252,7 +279,7 @@ class Ledger:
 
         Killed in between, the next writer finds each shard in one place or the other.
         """
-        self._list({self.shard_of(entry): entry for entry in manifest["shards"]})
+        write_manifest(self._path(self.partial), manifest)
         current = [entry["file"] for entry in manifest["shards"]]
         for file in current:
             if (self.partial / file).exists():

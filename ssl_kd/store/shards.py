@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import inspect
 import json
+import math
 import mmap
 import os
 import sys
@@ -32,6 +32,7 @@ from ssl_kd.files import (
     atomic_write_json,
     load_tensors,
     sha256_file,
+    size_of,
 )
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 
@@ -39,6 +40,8 @@ from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 RESIDENT_BYTES = 512 << 20
 # One touched row may bring in a whole huge page of the page cache.
 BYTES_PER_TOUCH = 2 << 20
+REBUILD = "--rebuild_damaged rebuilds this shard alone"
+ANEW = "--force-recompute makes the whole cache anew"
 
 Manifest = dict[str, Any]
 Content = dict[str, Tensor]
@@ -59,8 +62,8 @@ class NonFiniteRow(UserError, ValueError):
         self.file, self.row, self.sample = file, row, sample
         super().__init__(
             f"{file}, row {position} (row {row} of the data set, sample {sample!r}): {what}. "
-            "Compute it again with --force-recompute, remove the sample from the data, "
-            "or leave such rows out with exclude_bad=True."
+            "Compute its shard again with --rebuild_damaged, remove the sample from the data, or "
+            "leave such rows out with exclude_bad=True."
         )
 
 
@@ -97,48 +100,62 @@ def read_manifest(path: Path) -> Manifest:
         FileNotFoundError: there is none.
         CorruptFileError: it is not what was written.
     """
+    size_of(path)
     try:
         manifest = json.loads(path.read_bytes())
         stated = manifest.pop("checksum")
         if stated != _checksum(manifest):
             raise ValueError("its checksum does not match")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CorruptFileError(
-            f"{path} is damaged ({error}). Rebuild the cache with --force-recompute."
-        ) from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CorruptFileError(f"{path} is damaged ({reason}). {ANEW}") from error
     if manifest.get("version") != 1:
+        version = json.dumps(manifest.get("version"))[:50]
         raise CorruptFileError(
-            f"{path} has version {manifest.get('version')}, this library reads version 1. "
-            "Use the library that wrote it, or --force-recompute."
+            f"{path} has version {version}, this library reads version 1. Use the library that "
+            f"wrote it. {ANEW}"
         )
     return manifest
 
 
-_FIELDS = {
-    "fingerprint": dict,
-    "n": int,
-    "shard_rows": int,
-    "unreadable": list,
-    "statistics": dict,
-    "shards": list,
-}
-_SHARD_FIELDS = {
-    "file": str,
-    "start": int,
-    "stop": int,
-    "rows": int,
-    "bytes": int,
-    "sha256": str,
-    "unreadable": list,
-    "statistics": dict,
-}
+_BOTH = {"unreadable": list, "statistics": dict}
+_FIELDS = {**_BOTH, "fingerprint": dict, "n": int, "shard_rows": int, "shards": list}
+_PLACE = {"start": int, "stop": int, "rows": int}
+_SHARD_FIELDS = {**_BOTH, **_PLACE, "file": str, "bytes": int, "sha256": str}
+_LEFT_OUT = {"row": int, "id": str, "reason": str}
 
 
-def _lacks(values: object, kinds: Mapping[str, Any]) -> list[str]:
-    """The fields that are missing or of another kind."""
-    if not isinstance(values, dict):
-        return list(kinds)
-    return [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
+def odd_fields(values: object, kinds: Mapping[str, Any]) -> list[str]:
+    """Return the names of fields that are missing, of another kind, or not from 0 to 2^53."""
+    known = values if isinstance(values, dict) else {}
+    return [
+        name
+        for name, kind in kinds.items()
+        if type(value := known.get(name)) not in (kind if isinstance(kind, tuple) else (kind,))
+        or (type(value) is int and not 0 <= value <= 1 << 53)
+    ]
+
+
+def shard_file(name: str, shard: int, n_shards: int) -> str:
+    """Return the name of a shard's file, for a cache called `name`."""
+    return f"{name}.pt" if n_shards == 1 else f"{name}_{shard:05d}.pt"
+
+
+def _check_shards(manifest: Manifest, name: str, row_bytes: int) -> None:
+    """Raise ValueError where the shards are not what a writer lists, in its order."""
+    size, n, last = manifest["shard_rows"], manifest["n"], -1
+    for entry in manifest["shards"]:
+        shard, stop = entry["start"] // max(size, 1), min(entry["start"] + size, n)
+        file, rows = shard_file(name, shard, -(-n // max(size, 1))), stop - entry["start"]
+        if entry["file"] != file or shard <= last or entry["start"] != shard * size:
+            raise ValueError(f"shard {entry['file'][:100]!r}: expected {file!r}, each once")
+        if not 0 < rows == entry["stop"] - entry["start"] or rows != entry["rows"] + len(
+            entry["unreadable"]
+        ):
+            raise ValueError(f"{file}: rows that do not add up")
+        if entry["bytes"] < entry["rows"] * row_bytes:
+            raise ValueError(f"{file}: {entry['bytes']} bytes cannot hold {entry['rows']} rows")
+        last = shard
 
 
 class ShardStore:
@@ -169,22 +186,38 @@ class ShardStore:
             CorruptFileError: it is damaged, or holds other fields than this version's.
         """
         manifest = read_manifest(path)
-        odd = _lacks(manifest, {**_FIELDS, **cls.fields})
-        if "shards" not in odd:
-            odd += sorted({name for e in manifest["shards"] for name in _lacks(e, _SHARD_FIELDS)})
-        if "fingerprint" not in odd:
-            known = inspect.signature(cls.fingerprint_type).parameters.keys()
-            odd += sorted(known ^ manifest["fingerprint"].keys())
         try:
-            if odd:
+            if odd := cls._odd(manifest):
                 raise ValueError(f"{', '.join(odd)}: missing, of another kind or not known")
-            cls.columns(manifest)
-            return manifest, cls.fingerprint_type(**manifest["fingerprint"])
-        except (AttributeError, TypeError, ValueError) as error:
+            fingerprint = cls.fingerprint_type(**manifest["fingerprint"])
+            columns = cls.columns(manifest).values()
+            row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in columns)
+            _check_shards(manifest, path.stem, row_bytes)
+            shards = manifest["shards"]
+            if manifest["statistics"].keys() != cls.total(shards).keys():
+                raise ValueError("statistics: not those of this version")
+            if manifest["unreadable"] != [left for e in shards for left in e["unreadable"]]:
+                raise ValueError("unreadable: not those of its shards")
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
             raise CorruptFileError(
-                f"{path} is not one of this version ({error}). Use the version that wrote it, or "
-                "--force-recompute."
+                f"{path} is not one of this version ({reason}). Use the version that wrote it. "
+                f"{ANEW}"
             ) from error
+        return manifest, fingerprint
+
+    @classmethod
+    def _odd(cls, manifest: Manifest) -> list[str]:
+        """Return the fields of a manifest that are missing, of another kind or not known."""
+        odd = odd_fields(manifest, {**_FIELDS, **cls.fields})
+        shards = [] if "shards" in odd else manifest["shards"]
+        odd += sorted({name for entry in shards for name in odd_fields(entry, _SHARD_FIELDS)})
+        if not odd:
+            left_out = [left for entry in shards for left in entry["unreadable"]]
+            odd += sorted({name for left in left_out for name in odd_fields(left, _LEFT_OUT)})
+        if "fingerprint" not in odd:
+            odd += cls.fingerprint_type.odd(manifest["fingerprint"])
+        return odd
 
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
@@ -222,6 +255,12 @@ class ShardStore:
         if expect is not None and (differences := self.fingerprint.differences(expect)):
             raise FingerprintMismatch(path, differences, expect.way_out)
 
+        n_shards = -(-manifest["n"] // manifest["shard_rows"]) if manifest["shard_rows"] else 0
+        if not n_shards or len(manifest["shards"]) != n_shards:
+            raise CorruptFileError(
+                f"{path} lists {len(manifest['shards'])} of {n_shards} shards. --rebuild_damaged "
+                "embeds the others"
+            )
         self._columns = self.columns(manifest)
         self._paths = [self.folder / entry["file"] for entry in manifest["shards"]]
         sizes = torch.tensor([entry["rows"] for entry in manifest["shards"]])
@@ -257,17 +296,19 @@ class ShardStore:
     def read_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> Content:
         """Map a shard and compare its shapes with the manifest."""
         m = entry["rows"]
-        expected = {
+        shapes = {
             key: ((m, *shape), dtype) for key, (shape, dtype) in cls.columns(manifest).items()
-        } | {"indices": ((m,), torch.int64)}
-        try:
-            shard = load_tensors(path, mmap=True)
-            found = {name: (tuple(shard[name].shape), shard[name].dtype) for name in shard}
-        except (AttributeError, TypeError) as error:
-            raise CorruptFileError(f"{path} is not a shard of a cache ({error})") from error
-        if any(found.get(name) != value for name, value in expected.items()) or "ids" not in shard:
-            raise CorruptFileError(f"{path} holds {found}, its manifest says {expected}")
-        return shard
+        }
+        expected = {key: f"{dtype} {list(shape)}" for key, (shape, dtype) in shapes.items()}
+        expected["indices"] = f"torch.int64 [{m}]"
+        shard = load_tensors(path, mmap=True)
+        content = shard if isinstance(shard, dict) else {}
+        found = {str(name): _form(value) for name, value in content.items()}
+        if any(found.get(name) != form for name, form in expected.items()):
+            raise CorruptFileError(f"{path} holds {found or 'no columns'}, expected {expected}")
+        if not found.get("ids", "").startswith("torch.uint8 ["):
+            raise CorruptFileError(f"{path} holds no ids, expected bytes")
+        return content
 
     @classmethod
     def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
@@ -281,24 +322,28 @@ class ShardStore:
         """
         fault = ""
         faults: dict[int, str] = {}
-        if not path.exists():
-            fault = "is missing"
-        elif (size := path.stat().st_size) != entry["bytes"]:
-            fault = f"has {size} bytes where {entry['bytes']} were written"
-        elif sha256_file(path) != entry["sha256"]:
-            fault = "has another checksum than when it was written"
         try:
+            if (size := size_of(path)) != entry["bytes"]:
+                fault = f"has {size} bytes where {entry['bytes']} were written"
+            elif sha256_file(path) != entry["sha256"]:
+                fault = "has another checksum than when it was written"
             shard = cls.read_shard(path, entry, manifest)
+            _decode_ids(shard, path.name)
+            rows = shard["indices"]
+            if len(rows) and not (
+                (rows.diff() > 0).all() and entry["start"] <= rows[0] and rows[-1] < entry["stop"]
+            ):
+                raise ValueError("its indices are not rows of this shard in order")
             faults = cls.faults(shard, whole=True)
             if fault and faults:  # more precise than the checksum
                 fault += f"; {bad_row(shard, path.name, *next(iter(faults.items())))}"
-        except (CorruptFileError, FileNotFoundError, ValueError) as error:
+        except FileNotFoundError:
+            fault = "is missing"
+        except (CorruptFileError, ValueError) as error:
             fault = fault or f"cannot be used: {error}"
         if fault:
             rows = f"rows {entry['start']} to {entry['stop'] - 1} of the data set"
-            raise CorruptFileError(
-                f"{path} {fault}. It holds {rows}; --force-recompute rebuilds this shard alone."
-            )
+            raise CorruptFileError(f"{path} {fault}. It holds {rows}; {REBUILD}.")
         return faults
 
     def __len__(self) -> int:
@@ -315,8 +360,9 @@ class ShardStore:
         if not first <= at < first + len(names):
             shard = int(torch.bucketize(at, self._stops, right=True))
             entry = self.manifest["shards"][shard]
-            content = self.read_shard(self._paths[shard], entry, self.manifest)
-            first, names = self._named = self._starts[shard], _decode_ids(content)
+            path = self._paths[shard]
+            content = self.read_shard(path, entry, self.manifest)
+            first, names = self._named = self._starts[shard], _decode_ids(content, path.name)
         return names[at - first]
 
     @cached_property
@@ -357,9 +403,7 @@ class ShardStore:
         try:
             found = os.stat(self._paths[shard])
         except FileNotFoundError as error:
-            raise CorruptFileError(
-                f"{self._paths[shard]} is missing; --force-recompute rebuilds it alone"
-            ) from error
+            raise CorruptFileError(f"{self._paths[shard]} is missing; {REBUILD}") from error
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def _map(self, shard: int, rows: int) -> Content:
@@ -385,8 +429,31 @@ class ShardStore:
 def bad_row(shard: Content, file: str, position: int, what: str) -> NonFiniteRow:
     """The error that names a row of a shard."""
     row = int(shard["indices"][position])
-    return NonFiniteRow(file, position, row, _decode_ids(shard)[position], what)
+    return NonFiniteRow(file, position, row, _decode_ids(shard, file)[position], what)
 
 
-def _decode_ids(shard: Content) -> list[str]:
-    return json.loads(shard["ids"].numpy().tobytes())
+def _form(value: object) -> str:
+    """Return dtype and shape of a tensor that holds what it says; else what it is instead."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
+        return f"{value.device.type} {value.layout}"
+    form = f"{value.dtype} {list(value.shape)}"
+    whole = value.is_quantized or value.untyped_storage().nbytes() >= value.nbytes
+    return form if whole else f"expanded {form}"
+
+
+def _decode_ids(shard: Content, file: str) -> list[str]:
+    """Return the names of a shard's rows.
+
+    Raises:
+        CorruptFileError: they are not as many names, or not text.
+    """
+    try:
+        names = json.loads(shard["ids"].numpy().tobytes())
+        good = [name for name in names if isinstance(name, str)]
+        if type(names) is not list or not len(good) == len(names) == len(shard["indices"]):
+            raise ValueError(f"{len(good)} names for {len(shard['indices'])} rows")
+    except (RecursionError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"{file}: its ids are damaged ({error}); {REBUILD}") from error
+    return names

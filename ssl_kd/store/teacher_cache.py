@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +36,8 @@ __all__ = [
     "identity",
     "write",
 ]
+
+logger = logging.getLogger(__name__)
 
 _NAME = "teacher"
 _FACTS = ("bytes_per_token", "tail_mass", "fidelity_kl")
@@ -222,6 +226,7 @@ def write(
     batch_size: int = 8,
     shard_rows: int | None = None,
     force: bool = False,
+    rebuild: bool = False,
     progress: Callable[[int, int], None] | None = None,
     team: Team | None = None,
     in_step: bool = False,
@@ -242,7 +247,8 @@ def write(
         dtype: of hidden states; None: the teacher's own.
         batch_size: rows of a forward pass.
         shard_rows: rows in a file; None makes files of about 256 MiB.
-        force: replace a cache of something else, and rebuild damaged files alone.
+        force: ask the teacher about everything again, whatever is there.
+        rebuild: ask again about damaged files alone.
         progress: called with (rows done, rows) after each batch.
         team: ranks that write together, each every so many-th file; the bytes are those of one.
         in_step: whether the teacher answers only where all ranks ask it, as one in pieces does.
@@ -252,14 +258,14 @@ def write(
         ValueError: k is larger than the vocabulary, the teacher's answers are NaN, or hidden
             states are asked of a teacher whose logits are more than a head makes of them.
         FingerprintMismatch, CorruptFileError, NonFiniteRow: what is cached is of something else,
-            damaged or bad, and not `force`.
+            damaged or bad, and not `force` (nor, but for the first, `rebuild`).
         LockHeld: another process is writing here.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")
     _, answer = _answer(teacher, blocks.batch([0], teacher.device))
     kept = KINDS[fingerprint.method].planned(answer, fingerprint, vocabulary, dtype)
-    n, only = len(blocks), None
+    n, only, began = len(blocks), None, perf_counter()
     if team is not None and team.world > 1:
         only = slice(team.rank, None, team.world)
     with ShardWriter(
@@ -272,6 +278,7 @@ def write(
         shard_rows=shard_rows,
         only=only,
         force=force,
+        rebuild=rebuild,
     ) as writer:
         files = kept.save(writer.folder, answer)
         del answer  # its head may be a copy on the device
@@ -287,6 +294,13 @@ def write(
         if team is not None:
             team.of_all("files of the cache", None)  # all are there
         cache = writer.close()
+        if force:
+            logger.info(
+                "the teacher was asked anew about %s rows in %.1f s: %s",
+                n,
+                perf_counter() - began,
+                cache.folder,
+            )
         for left in set(cache.folder.glob(HEADS)) - set(files):  # of a cache that was replaced
             left.unlink(missing_ok=True)
         return cache

@@ -41,8 +41,8 @@ class TeacherFingerprint(BaseFingerprint):
     """
 
     way_out = (
-        "Replace it by cache_teacher.py --force_recompute with the settings of this run, or name "
-        "another folder by --teacher_cache."
+        "Keep it and name another folder by --teacher_cache; cache_teacher.py --force_recompute "
+        "with the settings of this run replaces it."
     )
 
     teacher: str

@@ -56,8 +56,10 @@ class ShardWriter(Generic[S]):
         shard_rows: rows of the data set in a shard; None makes shards of about 256 MiB. A cache of
             the same fingerprint keeps its own.
         only: which of the shards are this writer's, `slice(rank, None, world)`; None: all.
-        force: replace a cache of another fingerprint; in one of the same fingerprint, rebuild
-            damaged shards alone (`missing` says what they held).
+        force: compute all shards, whatever is there. A writer of all starts anew. One of `only`
+            some joins those that started anew and have not finished, and drops its own shards
+            alone. `slice(0)` starts anew for others, who then join it without `force`.
+        rebuild: compute damaged shards alone (`missing` says what they held).
         exclude_bad: skip a bad row instead of raising.
         back: whether a sample that an earlier writer left out can be had now, by its entry in the
             manifest; the shard that lacks it is then missing.
@@ -65,8 +67,8 @@ class ShardWriter(Generic[S]):
     Raises:
         FingerprintMismatch: there is a cache of something else, or an interrupted writer's
             complete shards of it, and not `force`.
-        CorruptFileError: the cache that is there is damaged, and not `force`.
-        NonFiniteRow: it holds a bad row, and not `force`.
+        CorruptFileError: the cache that is there is damaged, and neither `force` nor `rebuild`.
+        NonFiniteRow: it holds a bad row, and neither.
         LockHeld: another process is writing all shards here.
     """
 
@@ -83,6 +85,7 @@ class ShardWriter(Generic[S]):
         shard_rows: int | None = None,
         only: slice | None = None,
         force: bool = False,
+        rebuild: bool = False,
         exclude_bad: bool = False,
         back: Callable[[Manifest], bool] = lambda entry: False,
     ):
@@ -105,6 +108,8 @@ class ShardWriter(Generic[S]):
             shard_rows=size,
             adopt=adopt,
             force=force,
+            rebuild=rebuild,
+            shared=only is not None,
         )
         self._stored: dict[int, Manifest] = {}  # shard number -> its entry in the manifest
         self._left_out: dict[int, Manifest] = {}  # row -> what is listed, of shards not stored yet
@@ -281,6 +286,10 @@ class ShardWriter(Generic[S]):
     def _recover(self) -> None:
         """Find this writer's shards, of the finished cache or of unfinished ones, that are good."""
         same, refused = self._ledger.look(), []
+        if self._ledger.force:
+            if self.shards or self._only == slice(0):
+                self._ledger.begin_anew(self.shards, join=self._only not in (None, slice(0)))
+            return
         faults: list[Exception] = []
         for place, manifest in same.items():
             for entry in manifest["shards"]:
@@ -291,7 +300,7 @@ class ShardWriter(Generic[S]):
                         faults += found
         if not self.missing:
             return
-        if faults and self.folder in same and not self._ledger.force:
+        if faults and self.folder in same and not self._ledger.rebuild:
             raise faults[0]
         self._ledger.begin(self._stored, refused)
 

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 # What an extension may be told; all else is the run's.
 OWN = {"dataset", "device", "download", "extend", "extract_batch_size", "force_recompute"}
-OWN |= {"resume", "run_name", "runs_dir", "workers"}
+OWN |= {"rebuild_damaged", "resume", "run_name", "runs_dir", "workers"}
 # These too, but the run's where nothing is said.
 OWN_IF_GIVEN = {"data_dir", "embeddings_dir"}
 
@@ -245,7 +245,7 @@ def _embedded(
             f"{settings.dataset} holds the same samples as {parent.path}: name new ones by "
             "--dataset"
         )
-    folder = Path(settings.embeddings_dir) / f"extend-{found.digest[:12]}"
+    folder = Path(settings.embeddings_root) / f"extend-{found.digest[:12]}"
     logger.info("the embeddings of %s are kept in %s", settings.dataset, folder)
     store = embedded(settings, dataset, teacher, folder, "extend", precision, tell)
     return dataset, store, teacher

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.precision import Precision, undisturbed
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.store.shards import Manifest
 from ssl_kd.teachers import Features, Pixels, Teacher
 from ssl_kd.vision.loading import Batch, ExtractionFailed, load, threads_ahead
@@ -95,6 +94,7 @@ def extract(
     batch_size: int = 64,
     workers: int = 0,
     force: bool = False,
+    rebuild: bool = False,
     exclude_bad: bool = False,
     shard_rows: int | None = None,
     progress: Callable[[ExtractProgress], None] | None = None,
@@ -114,7 +114,8 @@ def extract(
         batch_size: images per forward pass; halved whenever memory runs out.
         workers: threads that decode, ahead of a GPU's teacher or between the batches of a CPU's; 0
             chooses: up to 16, or as many as torch uses.
-        force: replace a cache of something else, and rebuild damaged shards.
+        force: embed all of it, whatever is cached; that stays until the new cache is whole.
+        rebuild: embed damaged shards again, and those that lack a sample which can be read now.
         exclude_bad: leave out samples whose embedding is not finite or out of range.
         shard_rows: samples per shard; None: about 256 MiB.
         progress: called after each batch.
@@ -127,21 +128,26 @@ def extract(
         ValueError: teacher and data set do not go together; an embedding is not finite (the
             message names the sample); not one image can be read.
         FingerprintMismatch, CorruptFileError, NonFiniteRow: what is cached is of something else,
-            damaged or bad, and not `force`.
+            damaged or bad, and not `force`; `rebuild` mends the last two.
     """
     _check(dataset, teacher, batch_size)
-    expected = fingerprint(dataset, teacher, precision)
-    if not force:
+    expected, began = fingerprint(dataset, teacher, precision), time.perf_counter()
+    if not (force or rebuild):
         try:
-            store = _open(dataset, Path(folder), split, expected, exclude_bad)
+            store = EmbeddingStore.open(
+                Path(folder), split, expect=expected, exclude_bad=exclude_bad
+            )
             _name_left_out(store.manifest, store.folder, dataset)
             return store
         except FileNotFoundError:
             pass
-    form = {"shard_rows": shard_rows, "force": force, "exclude_bad": exclude_bad}
+    form = {"shard_rows": shard_rows, "exclude_bad": exclude_bad}
+    form |= {"force": force, "rebuild": rebuild}
     with _writer(dataset, teacher, folder, split, expected, **form) as writer:
         waited = _fill(writer, dataset, teacher, precision, batch_size, workers, progress)
         store = writer.close()
+    if force:
+        _say_anew(store.n, split, store.folder, began)
     if waited:
         logger.info("%s", waited)
     _name_left_out(store.manifest, store.folder, dataset)
@@ -149,7 +155,7 @@ def extract(
 
 
 @undisturbed()
-def extract_share(
+def extract_share(  # noqa: D417, the others are those of `extract`
     dataset: ImageDataset | FeatureDataset,
     teacher: Teacher,
     folder: str | os.PathLike[str],
@@ -160,6 +166,7 @@ def extract_share(
     batch_size: int = 64,
     workers: int = 0,
     force: bool = False,
+    rebuild: bool = False,
     shard_rows: int | None = None,
     progress: Callable[[ExtractProgress], None] | None = None,
 ) -> Share:
@@ -168,19 +175,12 @@ def extract_share(
     Any number of processes, on any machines that see the folder, may be at work on the same data,
     begin at any time, be killed and begin again, and have shards in common: the bytes are those of
     `extract`. Who sees that all shards are there makes the cache visible. Each verifies its own
-    shards alone.
+    shards alone. The other arguments are those of `extract`, the same in every process.
 
     Args:
-        dataset: as for `extract`, the same in every process, as are the arguments not named here.
-        teacher: likewise.
-        folder: where the cache is, on a file system that all see.
         only: the numbers of the shards: `slice(rank, None, world)`, `slice(k, k + 1)`.
-        split: as for `extract`.
-        precision: likewise.
-        batch_size: likewise.
-        workers: likewise.
-        force: likewise.
-        shard_rows: likewise; the first process to begin decides.
+        shard_rows: samples per shard; the first process to begin decides.
+        force: embed these shards, whatever is cached; every process of them needs it.
         progress: called after each batch, with rows of these shards.
 
     Raises:
@@ -188,20 +188,27 @@ def extract_share(
         LockHeld: a process changes the cache's manifest for minutes.
     """
     _check(dataset, teacher, batch_size)
-    expected = fingerprint(dataset, teacher, precision)
-    form = {"shard_rows": shard_rows, "force": force, "only": only}
+    expected, began = fingerprint(dataset, teacher, precision), time.perf_counter()
+    form = {"shard_rows": shard_rows, "only": only, "force": force, "rebuild": rebuild}
     with _writer(dataset, teacher, folder, split, expected, **form) as writer:
         computed = writer.absent
         waited = _fill(writer, dataset, teacher, precision, batch_size, workers, progress)
         manifest = writer.publish()
         shards, n = list(writer.shards), writer.n_shards
         share = Share(shards, computed, writer.rows, n, manifest, waited)
+    if force:
+        _say_anew(share.rows, split, Path(folder), began)
     if manifest is not None:
         if not manifest["statistics"]["rows"]:
             raise InputError(f"not one of the {len(dataset)} images of {dataset.name} can be read")
         if computed:
             _name_left_out(manifest, Path(folder), dataset)
     return share
+
+
+def _say_anew(n: int, split: str, folder: Path, began: float) -> None:
+    seconds = time.perf_counter() - began
+    logger.info("%d samples of %s were embedded anew in %.1f s: %s", n, split, seconds, folder)
 
 
 def _check(dataset: ImageDataset | FeatureDataset, teacher: Teacher, batch_size: int) -> None:
@@ -285,7 +292,7 @@ def _name_left_out(
         )
     if back := [entry["id"] for entry in left_out if _is_back(dataset, entry)]:
         logger.warning(
-            "%d of them can be read now, the first is %s: --force-recompute embeds them",
+            "%d of them can be read now, the first is %s: --rebuild_damaged embeds them",
             len(back),
             back[0],
         )
@@ -300,31 +307,6 @@ def _is_back(dataset: ImageDataset | FeatureDataset, entry: dict[str, Any]) -> b
     except UnreadableImage:
         return False
     return True
-
-
-def _open(
-    dataset: ImageDataset | FeatureDataset,
-    folder: Path,
-    split: str,
-    expected: Fingerprint,
-    exclude_bad: bool,
-) -> EmbeddingStore:
-    """The cache, also one whose version compared a sample of large data only."""
-    try:
-        return EmbeddingStore.open(folder, split, expect=expected, exclude_bad=exclude_bad)
-    except FingerprintMismatch as mismatch:
-        expected = replace(expected, data=dataset.older_fingerprint)
-        try:
-            store = EmbeddingStore.open(folder, split, expect=expected, exclude_bad=exclude_bad)
-        except FingerprintMismatch:
-            raise mismatch from None
-    logger.warning(
-        "%s, %s: an earlier version made this cache and compared a sample of the data only; a "
-        "change elsewhere in the data would go unseen. --force-recompute makes sure",
-        folder,
-        split,
-    )
-    return store
 
 
 def _write(

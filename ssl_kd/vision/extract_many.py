@@ -11,7 +11,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.store.shards import Manifest
 from ssl_kd.training.clock import Progress, untold
 from ssl_kd.vision.extract import ExtractProgress, Share, extract_share
-from ssl_kd.vision.run import Dataset, embedded, open_data
+from ssl_kd.vision.run import Dataset, cache_folder, embedded, open_data
 from ssl_kd.vision.settings import VisionSettings
 
 __all__ = ["Filled", "Progress", "Splits", "fill", "fill_share", "in_words"]
@@ -55,11 +55,11 @@ class Splits:
 
     def __init__(self, settings: VisionSettings, shard_rows: int | None = None) -> None:
         self.settings, self.shard_rows = settings, shard_rows
-        self.folder = Path(settings.embeddings_dir)
         self.precision = Precision.for_device(settings.device, settings.use_fp16)
         logger.info("%s", self.precision)
         sets, self.teacher = open_data(settings, self.precision)
         self.sets: dict[str, Dataset] = sets
+        self.folder = cache_folder(settings, sets, self.teacher, self.precision)
 
     def share(
         self, split: str, only: slice, progress: Callable[[ExtractProgress], None] | None = None
@@ -75,6 +75,7 @@ class Splits:
             batch_size=self.settings.extract_batch_size,
             workers=self.settings.workers,
             force=self.settings.force_recompute,
+            rebuild=self.settings.rebuild_damaged,
             shard_rows=self.shard_rows,
             progress=progress,
         )

@@ -89,11 +89,12 @@ class _Worker:
         return {**row, **told}
 
     def plan(self) -> Row:
-        """How many shards each split has, and rows."""
+        """How many shards each split has, and rows; with FORCE_RECOMPUTE all are anew."""
         try:
             splits = self._loaded()
             found = {split: splits.share(split, slice(0)).n_shards for split in splits.sets}
-            return {"shards": found, "rows": sum(map(len, splits.sets.values())), "error": ""}
+            rows, folder = sum(map(len, splits.sets.values())), str(splits.folder)
+            return {"shards": found, "rows": rows, "folder": folder, "error": ""}
         except Exception as error:
             return _refusal(error)
 
@@ -206,6 +207,8 @@ def _fill(
     plan = ray.get(ray.remote(_plan).options(**takes).remote(given)) if gpus else _plan(given)
     if plan["error"]:
         raise _error(plan)
+    settings = settings.replace(embeddings_dir=plan["folder"])
+    plain = plain | {"EMBEDDINGS_DIR": plan["folder"], "FORCE_RECOMPUTE": False}  # begun by now
     tasks = [{"split": s, "shard": k} for s, count in plan["shards"].items() for k in range(count)]
     size = min(room, len(tasks))
     logger.info("%d shards, %d workers of %d cores and %d GPUs", len(tasks), size, cores, gpus)
@@ -214,7 +217,7 @@ def _fill(
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     done = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map(
         _Worker,
-        fn_constructor_args=given,
+        fn_constructor_args=(plain, *given[1:]),
         compute=ray.data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
         **takes,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -140,6 +140,8 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
                 way=f"from_pretrained(..., head={options['head']!r})",
             )
         try:
+            shapes = _shapes(Path(model_id) / "model.safetensors")
+            _check_options(options, shapes)
             # The mixin prints, and passes over tensors that a file lacks or this model does not
             # know.
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -152,7 +154,19 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
                 f"beside it describes it: {' '.join(str(error).split())[:300]}. One of the two is "
                 "damaged or of another model: copy both again"
             ) from error
-        return _finite(model, Path(model_id) / "model.safetensors")
+        return _sound(model, Path(model_id) / "model.safetensors")
+
+    @classmethod
+    def _load_as_safetensor(
+        cls, model: Any, model_file: str, map_location: str, strict: bool
+    ) -> Any:
+        kinds = {torch.float32: "F32", torch.int64: "I64"}  # loading would convert others silently
+        state = model.state_dict()
+        with safe_open(model_file, framework="pt") as file:
+            for name in state.keys() & file.keys():
+                if (kind := file.get_slice(name).get_dtype()) != kinds[state[name].dtype]:
+                    raise ValueError(f"{name} is {kind}, expected {kinds[state[name].dtype]}")
+        return super()._load_as_safetensor(model, model_file, map_location, strict)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embeddings `[batch, in_dim]` -> probabilities `[batch, cluster]`, float32.
@@ -359,16 +373,80 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _finite(model: ClusterModel, file: Path) -> ClusterModel:
-    """The model, which would say cluster 0 to whatever comes if it held a NaN.
+# Which dimension of which tensor an option of config.json says.
+_SIZES = {
+    "in_dim": ("projection.mean", 0),
+    "n_clusters": ("votes", 1),
+    "n_heads": ("weights", 0),
+    "n_reference": ("novelty.reference", 0),
+    "n_new_rows": ("offers.rows", 0),
+}
+_WIDTHS = ("head_dim", "hidden_dim", "bottleneck_dim")
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """Return the shapes of a file's tensors, which are not read; none of a model of the hub."""
+    if not file.is_file():
+        return {}
+    with safe_open(file, framework="pt") as tensors:
+        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+
+
+def _check_options(options: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> None:
+    """Raise ValueError where config.json says what cannot be, before memory is taken for it.
+
+    A head's layers have at most as many weights as the file holds for a head.
+    """
+    for name in ("temperature", "answer_temperature"):
+        value = options.get(name, 1.0)
+        if type(value) not in (int, float) or not 0.01 <= value <= 100:
+            raise ValueError(f"{name} is {value!r}, expected a number from 0.01 to 100")
+    levels = options.get("levels") or []
+    counts = {name: options[name] for name in (*_SIZES, *_WIDTHS, "n_new") if name in options}
+    for name, value in [*counts.items(), *(("levels", level) for level in levels)]:
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise ValueError(f"{name} is {value!r}, expected a whole number below 2^31")
+    for name, (tensor, axis) in _SIZES.items():
+        if shapes and counts.get(name, 0) != (shape := shapes.get(tensor, [0, 0]))[axis]:
+            raise ValueError(f"{name} is {counts.get(name)}, but {tensor} has the shape {shape}")
+    most = shapes.get("weights", [0, 0])[1]
+    widest = counts.get("hidden_dim", 1) * max(
+        counts.get(n, 1) for n in ("head_dim", "bottleneck_dim")
+    )
+    if most and options.get("head") in (None, *OWN_HEADS) and widest > most:
+        raise ValueError(f"layers of {widest} weights, but model.safetensors has {most} for a head")
+    if shapes and levels and (len(levels), levels[0]) != tuple(shapes.get("tree.parents", ())):
+        raise ValueError(f"levels are {levels}, but the tree has {shapes.get('tree.parents')}")
+
+
+def _sound(model: ClusterModel, file: Path) -> ClusterModel:
+    """Return the model, which would say cluster 0 to whatever comes if it held a NaN.
 
     Raises:
-        CorruptFileError: it does; names the tensor.
+        CorruptFileError: it does, or a cluster that is not there; names the tensor.
     """
-    for name, tensor in model.state_dict().items():
+    state = model.state_dict()
+    for name, tensor in state.items():
         if bad := int((~tensor.isfinite()).sum()):
             raise CorruptFileError(
                 f"{file}: {bad} of {tensor.numel()} values of {name} are "
                 "NaN or infinite, expected finite ones: take another copy, or train again"
             )
+    sizes = torch.tensor(model.options["levels"] or [0]).unsqueeze(1)
+    below = {
+        "offers.clusters": model.options["n_new"],
+        "tree.owners": model.options["n_clusters"],
+        "tree.parents": sizes,
+    }
+    odd = [n for n, most in below.items() if n in state and not _within(state[n].cpu(), most)]
+    odd += [n for n in ("projection.scale", "novelty.length") if n in state and state[n] <= 0]
+    odd += ["votes"] if not _within(state["votes"].cpu(), 1.001) else []
+    if odd:
+        raise CorruptFileError(
+            f"{file}: values of {odd[0]} are out of range: take another copy, or train again"
+        )
     return model
+
+
+def _within(values: Tensor, below: Tensor | float) -> bool:
+    return bool(((values >= 0) & (values < below)).all())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.clock import Clock, Progress, untold
 from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.stop import Signals
-from ssl_kd.vision.extract import ExtractProgress, extract
+from ssl_kd.vision.extract import ExtractProgress, extract, fingerprint
 from ssl_kd.vision.learn import learn
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.objectives import objective_class
@@ -98,9 +100,8 @@ def _lead(
         folder.write_config(settings, precision=str(precision))
         folder.keep_to_code(_own_code(settings))
         with clock("extract"):
-            train_set, stores, teacher = _embed(settings, precision, tell)
+            train_set, stores, teacher = _embed(settings, folder, precision, tell)
         store = stores["train"]
-        folder.keep_to(store.fingerprint.digest)
         n_clusters = n_clusters_of(settings, store.class_names, store.n)
         _warn_of_odd_rows(store, n_clusters or 2)
         give_back_memory()
@@ -155,18 +156,39 @@ def pictures(dataset: Dataset, store: EmbeddingStore) -> Images | None:
 
 
 def _embed(
-    settings: VisionSettings, precision: Precision, tell: Progress
+    settings: VisionSettings, run_folder: RunFolder, precision: Precision, tell: Progress
 ) -> tuple[Dataset, dict[str, EmbeddingStore], Teacher]:
     """Open the data, load the teacher, and fill or open the store of each split."""
     sets, teacher = open_data(settings, precision)
     train_set = sets["train"]
     n_clusters_of(settings, train_set.class_names, len(train_set))  # before hours of extraction
-    folder = Path(settings.embeddings_dir)
+    run_folder.keep_to(fingerprint(train_set, teacher, precision).digest)  # nor before them
+    folder = cache_folder(settings, sets, teacher, precision)
+    chosen = settings.replace(embeddings_dir=str(folder))
+    run_folder.update_json("config.json", settings=chosen.to_dict())
     stores = {
         split: embedded(settings, dataset, teacher, folder, split, precision, tell)
         for split, dataset in sets.items()
     }
     return train_set, stores, teacher
+
+
+def cache_folder(
+    settings: VisionSettings, sets: Mapping[str, Dataset], teacher: Teacher, precision: Precision
+) -> Path:
+    """Return where embeddings go: EMBEDDINGS_DIR, or a folder of this data and teacher alone."""
+    usual = ("dataset", "dataset_test", "image_size", "teacher")
+    if settings.embeddings_dir != AUTO or all(
+        getattr(settings, name) == getattr(VisionSettings, name) for name in usual
+    ):
+        return Path(settings.embeddings_root)
+    digests = [fingerprint(dataset, teacher, precision).digest for dataset in sets.values()]
+    names = Path(settings.dataset).resolve().name, teacher.name
+    readable = [re.sub(r"[^\w.]+", "_", name).strip("._")[:40] for name in names]
+    digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:10]
+    folder = Path(settings.embeddings_root) / "-".join([*readable, digest])
+    logger.info("the embeddings of %s are kept in %s", settings.dataset, folder)
+    return folder
 
 
 def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str, Dataset], Teacher]:
@@ -229,6 +251,7 @@ def embedded(
         batch_size=settings.extract_batch_size,
         workers=settings.workers,
         force=settings.force_recompute,
+        rebuild=settings.rebuild_damaged,
         shard_rows=shard_rows,
         progress=draw,
     )

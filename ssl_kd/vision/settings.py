@@ -14,6 +14,8 @@ __all__ = ["SettingsError", "VisionSettings"]
 
 # N_CLUSTERS that is to be found.
 AUTO = "auto"
+# Where EMBEDDINGS_DIR auto keeps embeddings.
+EMBEDDINGS = "data/embeddings"
 # What only heads that find the clusters themselves make use of.
 OF_LOSS = ("loss", "beta", "instance_weight", "centering", "marginal_momentum")
 
@@ -32,6 +34,7 @@ class VisionSettings(RunSettings):
         "extract_batch_size",
         "force_recompute",
         "log_every",
+        "rebuild_damaged",
         "tensorboard",
         "workers",
     }
@@ -98,10 +101,11 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     )
     data_dir: str = setting("data", "where data sets are, and where DOWNLOAD puts them")
     embeddings_dir: str = setting(
-        "data/embeddings",
-        "where the teacher's embeddings are cached",
-        "One folder holds the embeddings of one data set by one teacher: for a second teacher name"
-        " a second folder, or rebuild with --force-recompute.",
+        AUTO,
+        "where the teacher's embeddings are cached; auto: data/embeddings for digits by pixels,"
+        " else data/embeddings/DATASET-TEACHER-DIGEST, a folder for each data set and teacher",
+        "The digest is of all samples, the teacher's weights and its dtype: where one of them"
+        " changes, another folder is taken.",
     )
     download: bool = setting(
         False,
@@ -389,7 +393,10 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     )
     force_recompute: bool = setting(
         False,
-        "rebuild cached embeddings that are damaged or stale; verified shards are kept",
+        "embed everything anew, whatever is cached; the old cache stays until the new one is whole",
+    )
+    rebuild_damaged: bool = setting(
+        False, "embed again what is damaged in the cache; verified shards are kept"
     )
     tensorboard: bool = setting(
         True, "write TensorBoard files into the run folder, beside metrics.jsonl"
@@ -403,6 +410,11 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         True,
         "run k-means and, where the size allows, spectral clustering on the same embeddings",
     )
+
+    @property
+    def embeddings_root(self) -> str:
+        """EMBEDDINGS_DIR, or the folder that those chosen automatically are in."""
+        return EMBEDDINGS if self.embeddings_dir == AUTO else self.embeddings_dir
 
     @property
     def by_graph(self) -> bool:

@@ -1,5 +1,7 @@
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -120,3 +122,78 @@ def test_a_name_in_any_script(awkward, tmp_path):
 
 def test_the_truncation_switch_of_pil_is_off():
     assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+
+
+MEASURE = """
+import resource, sys
+from PIL import Image
+from ssl_kd.datasets.decode import decode
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+decode(sys.argv[1])
+for path in sys.argv[2:]:
+    before = peak()
+    image = decode(path)
+    print((peak() - before) / (image.width * image.height))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="getrusage counts otherwise")
+def test_decoding_takes_as_much_memory_as_is_reckoned_with(tmp_path):
+    side = 3000
+    Image.new("L", (9, 9)).save(tmp_path / "first.png")
+    Image.new("I;16", (side, side), 300).save(tmp_path / "16.png")
+    Image.new("LA", (side, side), (1, 2)).save(tmp_path / "la.png")
+    exif = Image.Exif()
+    exif[0x112] = 6
+    Image.new("RGB", (side, side)).save(tmp_path / "turned.jpg", exif=exif)
+    paths = [tmp_path / name for name in ("first.png", "16.png", "la.png", "turned.jpg")]
+    done = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, check=True)
+    sixteen, transparent, turned = map(float, done.stdout.split())
+    assert sixteen < 4 and transparent < 9 and turned < 9  # bytes a pixel; they were 6, 20 and 8
+
+
+@pytest.mark.parametrize(
+    ("mode", "file", "side", "fits"),
+    [
+        ("I;16", "x.png", 400, True),
+        ("I;16", "x.png", 450, False),  # 3 bytes a pixel, and the limit is half a megabyte
+        ("RGBA", "x.png", 250, True),
+        ("RGBA", "x.png", 260, False),
+        ("RGB", "x.webp", 180, True),
+        ("RGB", "x.webp", 190, False),
+        ("F", "x.tiff", 320, True),
+        ("F", "x.tiff", 330, False),
+    ],
+)
+def test_what_decoding_would_hold_at_once_is_limited(tmp_path, monkeypatch, mode, file, side, fits):
+    monkeypatch.setattr(sys.modules["ssl_kd.datasets.decode"], "LARGEST", 1 << 19)
+    Image.new(mode, (side, side)).save(tmp_path / file)
+    if fits:
+        assert decode(tmp_path / file).size == (side, side)
+        return
+    with pytest.raises(UnreadableImage, match=f"{side} x {side} pixels .* take 0 MiB to decode"):
+        decode(tmp_path / file)
+
+
+@pytest.mark.parametrize("file", ["x.jpg", "x.png"])
+def test_a_large_picture_that_lies_on_its_side_is_halved_or_refused(tmp_path, monkeypatch, file):
+    monkeypatch.setattr(sys.modules["ssl_kd.datasets.decode"], "LARGEST", 1 << 19)
+    exif = Image.Exif()
+    exif[0x112] = 6
+    Image.new("RGB", (360, 300)).save(tmp_path / file, exif=exif)  # 8 bytes a pixel, not 4
+    if file == "x.jpg":
+        assert decode(tmp_path / file).size == (150, 180)
+        return
+    with pytest.raises(UnreadableImage, match="360 x 300 pixels"):
+        decode(tmp_path / file)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK", "I", "F"])
+def test_every_kind_is_turned_as_its_file_says(tmp_path, mode):
+    exif = Image.Exif()
+    exif[0x112] = 6
+    path = tmp_path / {"CMYK": "x.jpg", "I": "x.tiff", "F": "x.tiff"}.get(mode, "x.png")
+    Image.new(mode, (200, 150)).save(path, exif=exif)
+    seen = decode(path)
+    assert seen.size == (150, 200) and seen.mode in ("L", "RGB")

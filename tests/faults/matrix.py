@@ -62,7 +62,7 @@ ROWS = {
     3: Row("an all-zero embedding", "normalises to zero without NaN; counted"),
     4: Row(
         "one flipped bit in a shard",
-        "a checksum error names the shard; --force-recompute rebuilds that shard alone",
+        "a checksum error names the shard; --rebuild_damaged rebuilds that shard alone",
     ),
     5: Row("a truncated shard, an empty file, a file of random bytes", "the same"),
     6: Row(
@@ -419,7 +419,7 @@ ROWS = {
     ),
     91: Row(
         "a folder that may not be listed; a file that was gone for a moment",
-        "named, counted and shown at each run; once it is back, --force-recompute embeds it alone",
+        "named, counted and shown at each run; once it is back, --rebuild_damaged embeds it",
         how="permission refused to this process; the shard that lacks the sample is rebuilt",
     ),
     92: Row(
@@ -712,7 +712,6 @@ ROWS = {
         "`runs/latest` points to another run while the first is being decided about",
         "decisions stay with the run that was opened",
     ),
-    ),
     1500: Row(
         "a loss term is not finite in one row of a batch, by the student's answer or the teacher's",
         "that row is left out of that term, by name; no bit of the others changes; after "
@@ -729,4 +728,28 @@ ROWS = {
         kinds=(Stage.SPIKE, Stage.LARGE),
     ),
     1503: Row("a guard around a TorchScript model", "works, or refused in one line"),
+    1300: Row(
+        "a cache's manifest or shard with fitting checksums says what cannot be",
+        "one line names the file and what is wrong; nothing is allocated for it",
+    ),
+    1301: Row(
+        "a file of tensors is a device, a pipe, a folder, or a zip larger inside than outside",
+        "refused before anything is read",
+    ),
+    1302: Row(
+        "`--force-recompute` where the cache looks whole; a kill in between; several processes",
+        "all is embedded anew and said so; the old cache stays until the new one is whole",
+    ),
+    1303: Row(
+        "an image that takes several times its size to decode",
+        "strips, half the size, or refused: never more than 512 MiB",
+    ),
+    1304: Row(
+        "a saved model whose config.json or tensors are of another kind or out of range",
+        "one line before memory is taken; nothing is converted silently",
+    ),
+    1305: Row(
+        "another data set or teacher, and no EMBEDDINGS_DIR",
+        "a cache folder of its own; the first stays as it is",
+    ),
 }

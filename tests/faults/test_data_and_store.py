@@ -76,7 +76,7 @@ def _bad_row(settings, train_py, value, fitting, what):
     code, error = train_py(settings())
     line = one_line(error)
     assert code == 1 and f"{SHARD}, row 5 (row 37 of the data set, sample '37')" in line
-    assert what in line and "--force-recompute" in line
+    assert what in line and "--rebuild_damaged" in line
     assert content(path.parent) == harmed and no_run(settings())
     if fitting:  # excluded only if asked
         kept = opened(settings(), exclude_bad=True)
@@ -146,11 +146,11 @@ def _damaged(settings, train_py, harm):
     code, error = train_py(settings())
     line = one_line(error)
     assert code == 1 and SHARD in line
-    assert "rows 32 to 47" in line and "--force-recompute rebuilds this shard alone" in line
+    assert "rows 32 to 47" in line and "--rebuild_damaged rebuilds this shard alone" in line
     assert content(folder) == damaged and no_run(settings())
 
     others = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.pt") if p.name != SHARD}
-    code, _ = train_py(settings(), "--force-recompute")
+    code, _ = train_py(settings(), "--rebuild_damaged")
     assert code == 0
     now = content(folder)
     assert {name: now[name] for name in whole} == whole  # the neighbours came with the run
@@ -470,11 +470,11 @@ def test_a_second_writer_fails_clearly_and_changes_nothing(settings, train_py):
     before = content(folder)
     lock = folder / ".embeddings_train.lock"
     with locked(lock) as other:
-        code, error = train_py(settings(), "--force-recompute")
+        code, error = train_py(settings(), "--rebuild_damaged")
         line = one_line(error)
         assert code == 1 and f"process {other} holds {lock}" in line
         assert content(folder) == before and no_run(settings())
-    assert train_py(settings(), "--force-recompute")[0] == 0
+    assert train_py(settings(), "--force-recompute")[0] == 0  # the shards are one by now
     assert torch.equal(opened(settings()).tensor(), first)
 
 

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from ssl_kd import MultiHeadClusterer, cli
-from ssl_kd.datasets import UnreadableImage, decode, images, open_dataset
+from ssl_kd.datasets import UnreadableImage, decode, images
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
@@ -33,7 +33,7 @@ from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import HeadFault
-from tests.faults.inject import cache, content, metrics, no_run, one_line, opened, weights
+from tests.faults.inject import cache, metrics, no_run, one_line, opened, weights
 from tests.faults.matrix import row
 
 decoding = sys.modules[decode.__module__]
@@ -211,26 +211,6 @@ def test_a_row_that_was_replaced_in_a_large_file_is_noticed(
 
 
 @row(89)
-def test_a_cache_whose_version_compared_a_sample_still_opens_and_says_so(
-    settings, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(images, "LARGE", 100)
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((5000, 4), np.float32))
-    large = settings(dataset=str(tmp_path / "x.npy"))
-    data = open_dataset(large.dataset, "train")
-    manifest = Path(cache(large, 5000).folder) / "embeddings_train.json"
-    old = read_manifest(manifest)
-    old["fingerprint"]["data"] = data.older_fingerprint
-    write_manifest(manifest, old)
-    before = content(manifest.parent)
-    cache(large, 5000)
-    assert "compared a sample of the data only" in caplog.text
-    assert content(manifest.parent) == before
-    cache(large, 5000, force=True)
-    assert read_manifest(manifest)["fingerprint"]["data"] == data.fingerprint
-
-
-@row(89)
 @pytest.mark.parametrize("how", ["index", "configuration", "index of .bin"])
 def test_weights_under_any_name_identify_a_language_model(how, tmp_path):
     def write(name, value):
@@ -355,8 +335,8 @@ def test_a_file_that_was_gone_for_a_moment_is_named_until_it_is_embedded(
         assert "can be read now" not in caplog.text
     closed(None)
     run(odd)
-    assert "1 of them can be read now, the first is 07.png: --force-recompute" in caplog.text
-    run(odd.replace(force_recompute=True))
+    assert "1 of them can be read now, the first is 07.png: --rebuild_damaged" in caplog.text
+    run(odd.replace(rebuild_damaged=True))
     store = opened(odd)
     assert store.n == 20 and not store.manifest["unreadable"] and store.ids[7] == "07.png"
     others = torch.tensor([i for i in range(20) if i != 7])

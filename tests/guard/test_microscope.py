@@ -15,7 +15,7 @@ SETTINGS = {
     "student_temp": 0.1,
     "teacher_temp": 0.04,
     "use_fp16": True,
-    "force_recompute": False,
+    "rebuild_damaged": False,
 }
 
 
@@ -88,7 +88,7 @@ def test_a_poisoned_input_row_is_named_and_its_cache_is_to_be_rebuilt():
     fault, found = look(lambda: (x @ torch.randn(4, 2)).sum(), input=x)
     assert fault.named["input"].first_bad == (3, 0)
     assert found.cause == Cause.POISONED_INPUT
-    assert [str(a) for a in found.advice] == ["FORCE_RECOMPUTE False -> True"]
+    assert [str(a) for a in found.advice] == ["REBUILD_DAMAGED False -> True"]
 
 
 @pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
@@ -263,7 +263,7 @@ def test_settings_the_caller_does_not_have_are_not_advised_on():
 )
 def test_settings_of_a_student_are_advised_on_by_their_names(step, advice):
     settings = {"temperature": 0.05, "learning_rate": 3e-3, "clip_grad": 1.0}
-    settings |= {"model_dtype": "auto", "force_recompute": False}
+    settings |= {"model_dtype": "auto", "rebuild_damaged": False}
     with Microscope() as scope:
         x = step()
     assert [str(a) for a in diagnose(scope.fault(x), settings).advice] == advice

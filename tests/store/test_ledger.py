@@ -152,7 +152,7 @@ def test_the_folder_may_go_while_a_shard_is_written(tmp_path, alone, monkeypatch
     assert content(folder) == alone
 
 
-def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_by_force(tmp_path, alone):
+def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_alone(tmp_path, alone):
     folder = tmp_path / "alone"
     for shard in (2, 5):
         path = folder / f"embeddings_train_{shard:05d}.pt"
@@ -161,7 +161,7 @@ def test_a_damaged_shard_is_seen_by_whose_it_is_and_rebuilt_by_force(tmp_path, a
     with pytest.raises(CorruptFileError, match="embeddings_train_00002.pt has .* bytes"):
         writer(folder, slice(0, None, 2))
     for rank in (0, 1):
-        with writer(folder, slice(rank, None, 2), force=True) as one:
+        with writer(folder, slice(rank, None, 2), rebuild=True) as one:
             assert fill(one) == [[2], [5]][rank]
             one.publish()
     assert content(folder) == alone
@@ -260,7 +260,7 @@ def test_the_dtype_is_the_teachers_unless_a_cache_has_its_own(tmp_path):
     before = content(tmp_path / "old")
     path = tmp_path / "old" / "embeddings_train_00004.pt"
     path.write_bytes(b"")
-    with writer(tmp_path / "old", fingerprint=HALF, dtype=None, force=True) as one:
+    with writer(tmp_path / "old", fingerprint=HALF, dtype=None, rebuild=True) as one:
         assert one.dtype == torch.float32 and fill(one) == [4]  # the others are kept
     assert content(tmp_path / "old") == before
 
@@ -273,3 +273,87 @@ def test_an_unfinished_cache_goes_on_in_its_dtype(tmp_path):
     with writer(tmp_path, fingerprint=HALF, dtype=None) as one:
         assert fill(one) == [2, 3, 4, 5, 6]
     assert EmbeddingStore.open(tmp_path, "train").manifest["dtype"] == "float32"
+
+
+# A forced pass of several writers
+
+
+def shares(world):
+    return [slice(rank, None, world) for rank in range(world)]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 9])
+def test_forced_shares_compute_every_shard_once_and_keep_those_of_the_others(
+    tmp_path, alone, world, backwards
+):
+    folder = tmp_path / "alone"
+    for _ in range(2):
+        before, seen = stamps(folder), []
+        for only in shares(world)[:: -1 if backwards else 1]:
+            with writer(folder, only, force=True) as one:
+                seen += fill(one)
+                one.publish()
+        assert sorted(seen) == list(range(7)) and content(folder) == alone
+        assert not [path for path, stamp in stamps(folder).items() if before.get(path) == stamp]
+
+
+def test_forced_shares_at_once_are_all_kept(tmp_path, alone):
+    folder, seen = tmp_path / "alone", []
+
+    def work(only):
+        with writer(folder, only, force=True) as one:
+            seen.extend(fill(one))
+            one.publish()
+
+    threads = [threading.Thread(target=work, args=(only,)) for only in shares(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(seen) == list(range(7)) and content(folder) == alone
+
+
+def test_a_forced_share_that_was_killed_begins_its_own_shards_again(tmp_path, alone):
+    folder = tmp_path / "alone"
+    with writer(folder, slice(0, None, 2), force=True) as one:
+        fill(one)
+    with writer(folder, slice(1, None, 2), force=True) as killed:
+        assert fill(killed, most=1) == [1]
+    assert EmbeddingStore.open(folder, "train").n == N - len(GONE)  # the old one
+    kept = stamps(folder / "embeddings_train.partial")
+    with writer(folder, slice(1, None, 2), force=True) as again:
+        assert fill(again) == [1, 3, 5]
+        for path in (p for p in kept if p.name.endswith(("0.pt", "2.pt", "4.pt", "6.pt"))):
+            assert stamps(folder / "embeddings_train.partial")[path] == kept[path]
+        assert again.publish()
+    assert content(folder) == alone
+
+
+def test_shares_without_force_join_a_new_cache_that_one_has_begun(tmp_path, alone):
+    folder = tmp_path / "alone"
+    with writer(folder, slice(0), force=True) as plan:  # as Ray's driver does
+        assert plan.absent == []
+    seen = []
+    for only in shares(7):
+        with writer(folder, only) as one:
+            seen += fill(one)
+            one.publish()
+    with writer(folder, slice(3, 4)) as late:  # a task that is begun again
+        assert late.absent == [] and late.publish()
+    assert seen == list(range(7)) and content(folder) == alone
+
+
+def test_a_forced_share_of_no_shard_begins_nothing(tmp_path, alone):
+    with writer(tmp_path / "alone", slice(8, None, 9), force=True) as one:
+        assert one.absent == [] and one.publish()
+    assert content(tmp_path / "alone") == alone
+
+
+def test_a_forced_writer_of_all_keeps_nothing_of_a_forced_share(tmp_path, alone):
+    folder = tmp_path / "alone"
+    with writer(folder, slice(0, None, 2), force=True) as share:
+        fill(share)
+    with writer(folder, force=True) as one:
+        assert fill(one) == list(range(7))
+    assert content(folder) == alone

@@ -369,7 +369,7 @@ def test_a_bad_cached_row_is_named(tmp_path, value, what, fitting):
         assert store.digest != EmbeddingStore.open(tmp_path, "train", verify=False).digest
     with pytest.raises(expected):
         make_writer(tmp_path)
-    with make_writer(tmp_path, force=True) as writer:
+    with make_writer(tmp_path, rebuild=True) as writer:
         assert fill(writer) == list(range(24, 36))
     assert torch.equal(EmbeddingStore.open(tmp_path, "train").tensor(), rows_of())
 
@@ -452,14 +452,14 @@ def test_a_damaged_shard_is_named_and_rebuilt_alone(tmp_path, damage, shard_rows
         (tmp_path / file).write_bytes(data)
     damaged = content(tmp_path)
     rows = list(range(12, 24)) if shard_rows else list(range(N))
-    with pytest.raises(CorruptFileError, match=rf"{file}.*--force-recompute rebuilds"):
+    with pytest.raises(CorruptFileError, match=rf"{file}.*--rebuild_damaged rebuilds"):
         EmbeddingStore.open(tmp_path, "train")
     with pytest.raises(CorruptFileError, match=file):
         make_writer(tmp_path)
     assert content(tmp_path) == damaged
 
     others = {p.name: p.stat().st_mtime_ns for p in tmp_path.glob("*.pt") if p.name != file}
-    with make_writer(tmp_path, force=True) as writer:
+    with make_writer(tmp_path, rebuild=True) as writer:
         assert writer.missing == [(rows[0], rows[-1] + 1)]
         assert fill(writer) == rows
     assert content(tmp_path) == whole
@@ -582,10 +582,10 @@ def test_a_changed_shape_is_a_mismatch(tmp_path):
         make_writer(tmp_path, dtype=torch.float16)
 
 
-def test_force_on_a_good_cache_computes_nothing(tmp_path):
+def test_rebuilding_a_good_cache_computes_nothing(tmp_path):
     write(tmp_path)
     before = content(tmp_path)
-    with make_writer(tmp_path, force=True) as writer:
+    with make_writer(tmp_path, rebuild=True) as writer:
         assert writer.missing == [] and writer.done == N
         writer.append(rows_of() * 3, torch.arange(N))  # passed over
     assert content(tmp_path) == before
@@ -686,7 +686,7 @@ def test_shards_that_are_missing_side_by_side_are_one_range(tmp_path):
         (tmp_path / f"embeddings_train_{shard:05d}.pt").unlink()
     with pytest.raises(CorruptFileError, match="embeddings_train_00000.pt is missing"):
         EmbeddingStore.open(tmp_path, "train")
-    with make_writer(tmp_path, force=True) as writer:
+    with make_writer(tmp_path, rebuild=True) as writer:
         assert writer.missing == [(0, 12), (24, 48)] and writer.done == 0
         assert writer.batches(10) == [
             range(0, 10),

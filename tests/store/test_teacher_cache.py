@@ -80,7 +80,15 @@ def real(batch: Batch) -> Tensor:
 
 
 def make(
-    folder, model=None, rows=None, batch_size=3, shard_rows=4, force=False, stored=None, **fields
+    folder,
+    model=None,
+    rows=None,
+    batch_size=3,
+    shard_rows=4,
+    force=False,
+    rebuild=False,
+    stored=None,
+    **fields,
 ):
     return write(
         model or Teacher(),
@@ -91,6 +99,7 @@ def make(
         batch_size=batch_size,
         shard_rows=shard_rows,
         force=force,
+        rebuild=rebuild,
     )
 
 
@@ -371,7 +380,7 @@ def test_a_damaged_head_is_named_and_written_again(tmp_path, damage):
         path.write_bytes(flipped if damage == "a bit" else data[:middle])
     with pytest.raises(CorruptFileError, match=path.name):
         TeacherCache.open(tmp_path)
-    make(tmp_path, method="hidden", force=True)
+    make(tmp_path, method="hidden", rebuild=True)
     assert content(tmp_path) == whole
 
 
@@ -511,10 +520,10 @@ def test_a_damaged_shard_is_named_and_asked_for_again_alone(tmp_path, method):
     data = path.read_bytes()
     path.write_bytes(data[:900] + bytes([data[900] ^ 1]) + data[901:])
     for attempt in (lambda: TeacherCache.open(tmp_path), lambda: make(tmp_path, method=method)):
-        with pytest.raises(CorruptFileError, match="teacher_00001.pt.*--force-recompute rebuilds"):
+        with pytest.raises(CorruptFileError, match="teacher_00001.pt.*--rebuild_damaged rebuilds"):
             attempt()
     teacher = Teacher()
-    make(tmp_path, teacher, force=True, method=method)
+    make(tmp_path, teacher, rebuild=True, method=method)
     assert teacher.asked == 1 + 6  # one row for the vocabulary, batches 3-5 and 6-8 for rows 4-7
     assert content(tmp_path) == whole
 

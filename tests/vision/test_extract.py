@@ -109,7 +109,43 @@ def test_a_complete_cache_is_opened_and_nothing_computed(tmp_path):
         raise AssertionError("computed again")
 
     assert torch.equal(run(data, Sums(never), tmp_path).tensor(), first)
-    assert torch.equal(run(data, Sums(never), tmp_path, force=True).tensor(), first)
+    assert torch.equal(run(data, Sums(never), tmp_path, rebuild=True).tensor(), first)
+
+
+def test_force_embeds_all_of_it_anew_every_time_and_says_so(tmp_path, caplog):
+    data = arrays(10)
+    first = run(data, Sums(), tmp_path, shard_rows=4).tensor()
+    for _ in range(2):
+        before = {p.name: p.stat().st_ino for p in tmp_path.glob("*.pt")}
+        teacher = Sums()
+        with caplog.at_level(logging.INFO):
+            store = run(data, teacher, tmp_path, force=True, shard_rows=4)
+        assert sum(teacher.sizes) == 10 and torch.equal(store.tensor(), first)
+        after = {p.name: p.stat().st_ino for p in tmp_path.glob("*.pt")}
+        assert before.keys() == after.keys() and not before.items() & after.items()
+    assert caplog.text.count("10 samples of train were embedded anew in 0.") == 2
+
+
+def test_a_forced_pass_that_was_stopped_leaves_the_old_cache_and_begins_anew(tmp_path):
+    data = arrays(40)
+    whole = run(data, Sums(), tmp_path, shard_rows=10).tensor()
+
+    def stop(batch):
+        if len(teacher.sizes) == 6:
+            raise KeyboardInterrupt
+
+    teacher = Sums(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(data, teacher, tmp_path, shard_rows=10, force=True)
+
+    def never(batch):
+        raise AssertionError("computed again")
+
+    assert torch.equal(run(data, Sums(never), tmp_path).tensor(), whole)  # the old one
+    again = Sums()
+    assert torch.equal(run(data, again, tmp_path, shard_rows=10, force=True).tensor(), whole)
+    assert sum(again.sizes) == 40  # none of the two shards that were there
+    assert not (tmp_path / "embeddings_train.partial").exists()
 
 
 def test_a_cache_of_something_else_is_refused_by_field(tmp_path):
@@ -240,7 +276,7 @@ def test_a_damaged_shard_is_refused_then_rebuilt_alone(tmp_path):
     with pytest.raises(CorruptFileError, match=shard.name):
         run(data, Sums(), tmp_path)
     teacher = Sums()
-    assert torch.equal(run(data, teacher, tmp_path, force=True).tensor(), whole)
+    assert torch.equal(run(data, teacher, tmp_path, rebuild=True).tensor(), whole)
     assert teacher.sizes == [4, 4]
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ssl_kd.errors import InputError
+from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.vision import fit
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
@@ -212,3 +213,62 @@ def test_forming_the_answer_repeats_itself_and_leaves_the_heads_as_they_are():
     assert torch.equal(first.votes, again.votes) and torch.equal(first.weights, again.weights)
     for name, tensor in trainer.state.tensors().items():
         assert torch.equal(tensor, before[name])
+
+
+def _config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def _tensor(name, change):
+    def rewrite(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name] = change(tensors[name])
+        save_file(tensors, folder / "model.safetensors")
+
+    return rewrite
+
+
+HARM = {
+    **{
+        f"answer_temperature {value}": _config(answer_temperature=value)
+        for value in (-1, 0, 1e300, [], True, "1", None, float("nan"), float("inf"))
+    },
+    "temperature": _config(temperature=-0.1),
+    "n_heads a boolean": _config(n_heads=True),
+    "n_heads too many": _config(n_heads=10**9),
+    "n_clusters": _config(n_clusters=5),
+    "in_dim": _config(in_dim=10**6),
+    "hidden_dim": _config(hidden_dim=10**6),
+    "head_dim negative": _config(head_dim=-6),
+    "head_dim a fraction": _config(head_dim=6.0),
+    "n_new": _config(n_new=2),
+    "n_reference": _config(n_reference=10**8),
+    "levels": _config(levels=[10**8]),
+    "levels of text": _config(levels=["4"]),
+    "levels a number": _config(levels=4),
+    "int8 weights": _tensor("weights", lambda x: x.to(torch.int8)),
+    "int8 votes": _tensor("votes", lambda x: x.to(torch.int8)),
+    "half weights": _tensor("weights", torch.Tensor.half),
+    "double scale": _tensor("projection.scale", torch.Tensor.double),
+    "negative votes": _tensor("votes", lambda x: -x),
+    "huge votes": _tensor("votes", lambda x: x * 1e30),
+    "no scale": _tensor("projection.scale", torch.zeros_like),
+    "other shape": _tensor("votes", lambda x: x[:, :3].contiguous()),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_model_that_says_what_cannot_be_is_one_line(tmp_path, harm):
+    model = make_model()
+    model.weights.copy_(model.bank.initial_weights(0))
+    model.votes.fill_(1 / K)
+    model.save_pretrained(tmp_path)
+    HARM[harm](tmp_path)
+    with pytest.raises(CorruptFileError) as refused:
+        ClusterModel.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 700

@@ -105,7 +105,7 @@ def test_a_bad_row_of_the_batch_is_named_by_its_number(tmp_path):
     report = replay(record(tmp_path, spoil))
     assert report.reproduced and report.diagnosis.cause == Cause.POISONED_INPUT
     assert "row 121 of the training data" in str(report)
-    assert "FORCE_RECOMPUTE False -> True" in str(report)
+    assert "REBUILD_DAMAGED False -> True" in str(report)
 
 
 def test_a_fault_that_does_not_return_is_said_to_be_from_outside(tmp_path):

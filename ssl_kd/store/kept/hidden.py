@@ -20,7 +20,7 @@ from ssl_kd.losses.rows import log_softmax_
 from ssl_kd.losses.teacher_output import LinearTeacher
 from ssl_kd.store.kept.distribution import in_chunks, logits_of
 from ssl_kd.store.kept.method import Kept, Live
-from ssl_kd.store.shards import Columns, Content, Manifest
+from ssl_kd.store.shards import Columns, Content, Manifest, odd_fields
 from ssl_kd.store.teacher_fingerprint import TeacherFingerprint
 
 HEADS = "teacher_head_*.pt"
@@ -80,9 +80,10 @@ class LastHidden(Kept):
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
         """As `Kept.of`."""
-        odd = [name for name, kind in _HEADER.items() if not isinstance(manifest.get(name), kind)]
-        if odd:
+        if odd := odd_fields(manifest, _HEADER):
             raise ValueError(f"{', '.join(odd)}: missing or of another kind")
+        if not re.fullmatch(r"[0-9a-f]{16}", manifest["head"]):
+            raise ValueError(f"head is {manifest['head'][:50]!r}; expected a digest")
         stored = {str(dtype): dtype for dtype in STORED}.get(f"torch.{manifest['stored']}")
         if re.fullmatch("[0-9a-f]{16}", manifest["head"]) is None:  # it names a file
             raise ValueError(f"head is {manifest['head']!r}")
@@ -170,11 +171,12 @@ class LastHidden(Kept):
         file = self._file(folder)
         try:
             found = load_tensors(file)
-            weight, bias = found["weight"], found.get("bias")
-            digest = _digest(weight, bias)
         except FileNotFoundError as error:
             raise CorruptFileError(f"{file} is missing; {_AGAIN}") from error
-        except (AttributeError, KeyError, TypeError) as error:
+        try:
+            weight, bias = found["weight"], found.get("bias")
+            digest = _digest(weight, bias)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise CorruptFileError(f"{file} holds no output head; {_AGAIN}") from error
         if digest != self.head:
             raise CorruptFileError(f"{file} holds another head than was written; {_AGAIN}")
@@ -185,7 +187,7 @@ class LastHidden(Kept):
         return folder / HEADS.replace("*", self.head)
 
 
-_AGAIN = "--force-recompute writes this file alone again"
+_AGAIN = "cache_teacher.py --rebuild_damaged writes this file alone again"
 
 
 def _digest(weight: Tensor, bias: Tensor | None) -> str:
