@@ -174,6 +174,7 @@ class _Work:
     def tables(self) -> dict[str, tuple[str, arrow.Table]]:
         """Name -> what is said of it, and the table."""
         from ssl_kd.curate import label_next, leaks, mislabelled, near_duplicates, outliers
+        from ssl_kd.curate.herding import without_label
 
         found: dict[str, tuple[str, arrow.Table]] = {}
         pictures = None
@@ -203,12 +204,13 @@ class _Work:
             told = f"{said:,} whose label others do not share"
             found["labels"] = told, doubtful.top(LISTED).frame()
         if self.given.label is not None:
-            n = self.given.label
+            n = min(self.given.label, len(without_label(self.store)))
             if self.run is not None:
                 asked = self.run.label_next(n, self.split)
             else:
                 asked = label_next(self.store, n)
-            found["label_next"] = f"{len(asked):,} to label next", asked.frame()
+            told = f"{n:,} to label next" + (", all without a label" * (n < self.given.label))
+            found["label_next"] = told, asked.frame()
         return found
 
     def exclude(self) -> int:

@@ -90,11 +90,6 @@ class FeatureDataset:
         """SHA-256 of the content, see `digest_array`."""
         return digest_array(self.features, self.labels)
 
-    @property
-    def older_fingerprint(self) -> str:
-        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
-        return digest_array(self.features, self.labels, sampled=True)
-
 
 def class_numbers(
     labels: np.ndarray | Sequence[Any], class_names: tuple[str, ...] | None = None

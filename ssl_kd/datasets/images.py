@@ -24,7 +24,7 @@ EXTENSIONS = frozenset(
     ".jpg .jpeg .jfif .png .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .pnm".split()
 )
 LARGE = 256 << 20
-"""Bytes of a data set beyond which versions up to 0.1 took a sample of it as its fingerprint."""
+"""Bytes of a data set from which on reading it for its fingerprint takes a while, and says so."""
 BLOCK = 1 << 20
 """Bytes that are read at a time."""
 
@@ -62,11 +62,6 @@ class ImageDataset:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def older_fingerprint(self) -> str:
-        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
-        return self.fingerprint
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`.
@@ -110,12 +105,6 @@ class ArrayDataset(ImageDataset):
             np.ascontiguousarray(arrays),
         )
 
-    @property
-    def older_fingerprint(self) -> str:
-        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
-        assert self.arrays is not None
-        return digest_array(self.arrays, self.labels, sampled=True)
-
     def image(self, i: int) -> Image.Image:
         """Image `i`, in mode `L` or `RGB`."""
         assert self.arrays is not None
@@ -123,17 +112,22 @@ class ArrayDataset(ImageDataset):
 
 
 class FolderDataset(ImageDataset):
-    """Every image file below a folder; the first folder level names the class.
+    """Every image file below a folder; where it is `labelled`, the first folder level is the class.
 
     Files directly in the folder have no class (label -1). A symbolic link that leads out of the
     folder is not followed: it stays in the list and reads as `UnreadableImage`. Hidden files are
-    passed over.
+    passed over. The fingerprint is that of the files, whether they are labelled or not.
 
     Args:
         root: the folder.
         name: what the user called it.
         split: `train` or `test`.
+        labelled: whether the folders are classes. The folders of an album are not: only who has
+            sorted the images can say.
         class_names: the classes in the order to keep, when another split has set it.
+
+    Attributes:
+        folders: the folders of the first level that hold an image, sorted.
 
     Raises:
         FileNotFoundError: no folder, or no image in it.
@@ -146,6 +140,8 @@ class FolderDataset(ImageDataset):
         root: str | os.PathLike[str],
         name: str,
         split: str,
+        *,
+        labelled: bool = False,
         class_names: tuple[str, ...] | None = None,
     ) -> None:
         self.root = Path(root)
@@ -158,30 +154,28 @@ class FolderDataset(ImageDataset):
             raise FileNotFoundError(
                 f"no image in {self.root}: looked for {' '.join(sorted(EXTENSIONS))} at any depth"
             )
-        classes = [path.split(os.sep)[0] if os.sep in path else None for path in self.paths]
-        found = sorted({c for c in classes if c is not None})
-        names = tuple(found) if class_names is None else class_names
-        unknown = sorted(set(map(_printable, found)) - set(map(_printable, names)))
-        if unknown:
-            raise InputError(
-                f"{self.root} has class folders {unknown[:5]} that the training split lacks; "
-                f"it has {list(names)[:10]}"
-            )
-        number = {_printable(c): i for i, c in enumerate(names)} if found else {}
-        labels = [-1 if c is None else number[_printable(c)] for c in classes]
+        first = [
+            _printable(path.split(os.sep)[0]) if os.sep in path else None for path in self.paths
+        ]
+        self.folders = tuple(sorted({folder for folder in first if folder is not None}))
+        names, labels = None, None
+        if labelled and self.folders:
+            names = self.folders if class_names is None else tuple(map(_printable, class_names))
+            if unknown := sorted(set(self.folders) - set(names)):
+                raise InputError(
+                    f"{self.root} has class folders {unknown[:5]} that the training split lacks; "
+                    f"it has {list(names)[:10]}"
+                )
+            number = {name: i for i, name in enumerate(names)}
+            labels = np.array([-1 if c is None else number[c] for c in first], dtype=np.int64)
         super().__init__(
             name,
             split,
             [_printable(path).replace(os.sep, "/") for path in self.paths],
-            np.asarray(labels, dtype=np.int64) if found else None,
-            tuple(map(_printable, names)) if found else None,
+            labels,
+            names,
             digest_files(self.root, self.paths),
         )
-
-    @property
-    def older_fingerprint(self) -> str:
-        """What `fingerprint` was in versions up to 0.1, which took a sample of a large set."""
-        return digest_files(self.root, self.paths, sampled=True)
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raises UnreadableImage."""
@@ -238,13 +232,9 @@ def _is_file(path: Path, root: Path) -> bool:
         return False
 
 
-def digest_array(
-    array: np.ndarray, labels: np.ndarray | None = None, *, sampled: bool = False
-) -> str:
-    """SHA-256 of shape, dtype, labels and every value; of a `sampled` large array, 4096 rows'."""
+def digest_array(array: np.ndarray, labels: np.ndarray | None = None) -> str:
+    """Return the SHA-256 of shape, dtype, labels and every value."""
     digest = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-    if array.nbytes > LARGE and sampled:
-        array = array[np.linspace(0, len(array) - 1, 4096).astype(np.int64)]
     _say_if_large(array.nbytes)
     rows = max(1, BLOCK * len(array) // max(array.nbytes, 1))
     for start in range(0, len(array), rows):
@@ -255,8 +245,8 @@ def digest_array(
     return digest.hexdigest()
 
 
-def digest_files(root: Path, paths: Sequence[str], *, sampled: bool = False) -> str:
-    """SHA-256 of names, sizes and every byte; of a `sampled` large set, 1000 files' bytes.
+def digest_files(root: Path, paths: Sequence[str]) -> str:
+    """Return the SHA-256 of names, sizes and every byte.
 
     Times are left out on purpose: a copy of a data set is the same data set, and an edit may keep
     the time.
@@ -268,10 +258,7 @@ def digest_files(root: Path, paths: Sequence[str], *, sampled: bool = False) -> 
         size = file.stat().st_size if _is_file(file, root) else -1
         digest.update(f"{size} ".encode() + os.fsencode(path) + b"\0")
         total += max(size, 0)
-    if total > LARGE and sampled:
-        paths = [paths[int(i)] for i in np.linspace(0, len(paths) - 1, 1000)]
-    else:
-        _say_if_large(total)
+    _say_if_large(total)
     for path in paths:
         file = root / path
         try:

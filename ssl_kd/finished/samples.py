@@ -159,8 +159,19 @@ class Samples:
                 f"{folder} holds other samples ({store.n}) than {self.path} clustered "
                 f"({len(rows)}): give every run an --embeddings_dir of its own"
             )
+        store.relabel(*self._labels(split))
         self._stores[split] = store
         return store
+
+    def _labels(self, split: str) -> tuple[Tensor | None, list[str] | None]:
+        """The labels that the run scored by: its cache may hold others, or those of no run."""
+        if "label" not in self.table.column_names:
+            return None, None
+        seen = sorted(text for text in self.table.column("label").unique().to_pylist() if text)
+        names = list(dict.fromkeys([*(self.metrics["dataset"].get("class_names") or ()), *seen]))
+        numbers = {name: number for number, name in enumerate(names)}
+        labels = [numbers.get(text, -1) for text in self.column("label", split).tolist()]
+        return torch.tensor(labels), names
 
     def embeddings(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Tensor:
         """Of some samples, float32 `[row, dim]`, as the teacher gave them."""

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.precision import Precision, undisturbed
-from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, FingerprintMismatch
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.store.shards import Manifest
 from ssl_kd.teachers import Features, Pixels, Teacher
 from ssl_kd.vision.loading import Batch, ExtractionFailed, load, threads_ahead
@@ -133,9 +132,9 @@ def extract(
     expected = fingerprint(dataset, teacher, precision)
     if not force:
         try:
-            store = _open(dataset, Path(folder), split, expected, exclude_bad)
+            store = EmbeddingStore.open(folder, split, expect=expected, exclude_bad=exclude_bad)
             _name_left_out(store.manifest, store.folder, dataset)
-            return store
+            return _labelled(store, dataset)
         except FileNotFoundError:
             pass
     form = {"shard_rows": shard_rows, "force": force, "exclude_bad": exclude_bad}
@@ -145,7 +144,7 @@ def extract(
     if waited:
         logger.info("%s", waited)
     _name_left_out(store.manifest, store.folder, dataset)
-    return store
+    return _labelled(store, dataset)
 
 
 @undisturbed()
@@ -202,6 +201,13 @@ def extract_share(
         if computed:
             _name_left_out(manifest, Path(folder), dataset)
     return share
+
+
+def _labelled(store: EmbeddingStore, dataset: ImageDataset | FeatureDataset) -> EmbeddingStore:
+    """The store with the labels that this run asks for, which an earlier one may not have."""
+    labels = None if dataset.labels is None else torch.from_numpy(dataset.labels)[store.indices]
+    store.relabel(labels, dataset.class_names)
+    return store
 
 
 def _check(dataset: ImageDataset | FeatureDataset, teacher: Teacher, batch_size: int) -> None:
@@ -300,31 +306,6 @@ def _is_back(dataset: ImageDataset | FeatureDataset, entry: dict[str, Any]) -> b
     except UnreadableImage:
         return False
     return True
-
-
-def _open(
-    dataset: ImageDataset | FeatureDataset,
-    folder: Path,
-    split: str,
-    expected: Fingerprint,
-    exclude_bad: bool,
-) -> EmbeddingStore:
-    """The cache, also one whose version compared a sample of large data only."""
-    try:
-        return EmbeddingStore.open(folder, split, expect=expected, exclude_bad=exclude_bad)
-    except FingerprintMismatch as mismatch:
-        expected = replace(expected, data=dataset.older_fingerprint)
-        try:
-            store = EmbeddingStore.open(folder, split, expect=expected, exclude_bad=exclude_bad)
-        except FingerprintMismatch:
-            raise mismatch from None
-    logger.warning(
-        "%s, %s: an earlier version made this cache and compared a sample of the data only; a "
-        "change elsewhere in the data would go unseen. --force-recompute makes sure",
-        folder,
-        split,
-    )
-    return store
 
 
 def _write(

@@ -637,4 +637,8 @@ ROWS = {
         "every label of a batch is ignored, or a mask is empty: a mean over nothing",
         "skipped, and named as that",
     ),
+    1200: Row(
+        "the folders of an album, which are no classes",
+        "labels on request only, and said so; a cache serves no run another run's labels",
+    ),
 }

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from ssl_kd import MultiHeadClusterer, cli
-from ssl_kd.datasets import UnreadableImage, decode, images, open_dataset
+from ssl_kd.datasets import UnreadableImage, decode
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
@@ -33,7 +33,7 @@ from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import HeadFault
-from tests.faults.inject import cache, content, metrics, no_run, one_line, opened, weights
+from tests.faults.inject import cache, metrics, no_run, one_line, opened, weights
 from tests.faults.matrix import row
 
 decoding = sys.modules[decode.__module__]
@@ -196,38 +196,15 @@ def test_sixteen_bits_become_eight_without_eight_times_the_memory(tmp_path):
 
 
 @row(89)
-def test_a_row_that_was_replaced_in_a_large_file_is_noticed(
-    settings, tmp_path, monkeypatch, train_py
-):
-    monkeypatch.setattr(images, "LARGE", 100)
+def test_a_row_that_was_replaced_in_a_file_is_noticed(settings, tmp_path, train_py):
     x = np.random.default_rng(0).random((5000, 4), np.float32)
     np.save(tmp_path / "x.npy", x)
     large = settings(dataset=str(tmp_path / "x.npy"), n_clusters=2, max_steps=2)
     cache(large, 5000)
-    x[5] += 1  # not one of 4096 evenly spaced rows
+    x[5] += 1
     np.save(tmp_path / "x.npy", x)
     code, error = train_py(large)
     assert code == 2 and "data: cache has" in one_line(error) and no_run(large)
-
-
-@row(89)
-def test_a_cache_whose_version_compared_a_sample_still_opens_and_says_so(
-    settings, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(images, "LARGE", 100)
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((5000, 4), np.float32))
-    large = settings(dataset=str(tmp_path / "x.npy"))
-    data = open_dataset(large.dataset, "train")
-    manifest = Path(cache(large, 5000).folder) / "embeddings_train.json"
-    old = read_manifest(manifest)
-    old["fingerprint"]["data"] = data.older_fingerprint
-    write_manifest(manifest, old)
-    before = content(manifest.parent)
-    cache(large, 5000)
-    assert "compared a sample of the data only" in caplog.text
-    assert content(manifest.parent) == before
-    cache(large, 5000, force=True)
-    assert read_manifest(manifest)["fingerprint"]["data"] == data.fingerprint
 
 
 @row(89)
