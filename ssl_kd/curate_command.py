@@ -188,7 +188,8 @@ class _Work:
         self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=clusters)
         found["duplicates"] = self._copies(copies, floor)
         far = outliers(self.store, progress=self._of("outliers"))
-        found["outliers"] = f"the {min(LISTED, len(far)):,} furthest out", far.top(LISTED).frame()
+        told = f"the {LISTED:,} furthest out" if LISTED < len(far) else "all, the furthest out first"
+        found["outliers"] = told, far.top(LISTED).frame()
         if pictures is not None:
             odd = f"{len(pictures):,} broken, blank or tiny"
             found["images"] = odd, pictures.frame()
@@ -204,7 +205,8 @@ class _Work:
             told = f"{said:,} whose label others do not share"
             found["labels"] = told, doubtful.top(LISTED).frame()
         if self.given.label is not None:
-            n = min(self.given.label, len(without_label(self.store)))
+            n = self.given.label
+            n = n if n > self.store.n else min(n, len(without_label(self.store)))
             if self.run is not None:
                 asked = self.run.label_next(n, self.split)
             else:
@@ -239,10 +241,11 @@ def _has(folder: Path, split: str) -> bool:
 def _write(path: Path, table: arrow.Table) -> None:
     from pyarrow import csv, parquet
 
+    from ssl_kd.cells import to_cells
     from ssl_kd.files import atomic_write
 
     if path.suffix == ".csv":
-        atomic_write(path, lambda file: csv.write_csv(table, file))
+        atomic_write(path, lambda file: csv.write_csv(to_cells(table), file))
     else:
         atomic_write(path, lambda file: parquet.write_table(table, file, compression="zstd"))
 
@@ -263,11 +266,12 @@ def _remember(path: Path) -> None:
 
 
 def _write_kept(path: Path, work: _Work) -> None:
-    """The names of the samples that stay, a line each."""
+    """The names of the samples that stay, a line each (`ssl_kd.cells.one_line`)."""
+    from ssl_kd.cells import one_line
     from ssl_kd.files import atomic_write
 
     def write(file: Any) -> None:
         for row in work.kept.nonzero()[0].tolist():
-            file.write((work.store.ids[row] + "\n").encode())
+            file.write((one_line(work.store.ids[row]) + "\n").encode())
 
     atomic_write(path, write)

@@ -15,6 +15,7 @@ from PIL import Image
 from pyarrow import csv, parquet
 from torch import Tensor
 
+from ssl_kd.cells import from_cells
 from ssl_kd.datasets import FolderDataset, ImageDataset, open_dataset
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
@@ -286,7 +287,11 @@ def _read_table(path: Path) -> arrow.Table:
             table = arrow.table(dict(zip(table.column_names, decoded, strict=True)))
         else:
             kinds = {name: arrow.string() for name in ("file", "split", "label")}
-            table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=kinds))
+            parsed = csv.ParseOptions(newlines_in_values=True)
+            table = csv.read_csv(path, None, parsed, csv.ConvertOptions(column_types=kinds))
+            for name in {"file", "label"} & {*table.column_names}:
+                place = table.column_names.index(name)
+                table = table.set_column(place, name, from_cells(table.column(name)))
     except arrow.ArrowInvalid as error:
         raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
     if missing := [name for name in NEEDED if name not in table.column_names]:

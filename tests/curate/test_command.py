@@ -1,5 +1,6 @@
 """`ssl_kd curate`: tables of a run and of a cache, and what cannot be."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from pyarrow import csv, parquet
 
+from ssl_kd.cells import from_cell
 from ssl_kd.cli import main
 from ssl_kd.curate import outliers
 from ssl_kd.finished import Curation, Samples
@@ -62,6 +64,23 @@ def test_a_cache(tmp_path, capsys):
     assert main(["curate", str(cache), "--duplicates", "0.3"]) == 0
     assert csv.read_csv(cache / "curated" / "duplicates.csv").num_rows > 8
     assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == 3
+
+
+@fault(1201)
+@pytest.mark.parametrize(
+    "odd", ["x\ny.png", "x\r\ny", "\u2028", '"x"', "=cmd|' /C calc'!A0", "\tx"]
+)
+def test_no_name_forges_a_line_of_kept_or_a_formula_of_a_table(tmp_path, odd):
+    names = [odd, *(f"{i}.png" for i in range(49))]
+    cache = write(tmp_path / "cache", distinct(50)[0], ids=names).folder
+    assert main(["curate", str(cache)]) == 0
+    lines = (cache / "curated" / "kept.txt").read_text().splitlines()
+    assert len(lines) == 50 and lines[1:] == names[1:]
+    assert (json.loads(lines[0]) if lines[0] != odd else lines[0]) == odd
+    parsed = csv.ParseOptions(newlines_in_values=True)
+    table = csv.read_csv(cache / "curated" / "outliers.csv", None, parsed)
+    cell = table["file"][table["row"].to_pylist().index(0)].as_py()
+    assert from_cell(cell) == odd and cell[0] not in "=+-@\t\r\n"
 
 
 @pytest.mark.parametrize("edit", ["kept.txt", "mine.txt", "written.json"])

@@ -641,4 +641,8 @@ ROWS = {
         "the folders of an album, which are no classes",
         "labels on request only, and said so; a cache serves no run another run's labels",
     ),
+    1201: Row(
+        "names with line breaks, quotes, or `= + - @` first, in tables and lists that we write",
+        "a row or line each, no formula; what we read gives the same name back",
+    ),
 }

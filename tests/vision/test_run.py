@@ -21,6 +21,7 @@ from ssl_kd.finished import Samples
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.report import write_report
+from ssl_kd.report.assignments import read_assignments
 from ssl_kd.report.tables import results_table
 from ssl_kd.run import Run as OpenRun
 from ssl_kd.settings import SettingsError
@@ -541,6 +542,22 @@ def test_some_duplicates_do_no_harm(settings, tmp_path, digits):
     data = save_features(tmp_path / "x.npz", np.concatenate([flat[:1].repeat(40, 0), flat[1:41]]))
     lines = assignments(run(settings(dataset=data, n_clusters=4)).path)
     assert len({line["cluster"] for line in lines[:40]}) == 1
+
+
+FORGED = ["a\nb,1,0.9,train.png", "c\rd.png", "=1+1.png", "'=1.png", "-x.png", 'q"u,o.png', "-3"]
+
+
+@fault(1201)
+def test_names_that_would_forge_rows_or_formulas_come_back_as_they_were(settings, tmp_path, digits):
+    names = [*FORGED, *(f"{i:04}" for i in range(64 - len(FORGED)))]
+    data = save_features(tmp_path / "x.npz", digits[0][:64].reshape(64, -1), ids=names)
+    path = run(settings(dataset=data, n_clusters=4)).path
+    assert Samples(path).column("file").tolist() == names
+    rows = read_assignments(path, "train").rows(range(64))
+    assert [line["file"] for line in rows] == names
+    cells = [line["file"] for line in assignments(path)]
+    assert len(cells) == 64 and not any(cell[0] in "=+@\t\r\n" for cell in cells)
+    assert cells[4:7] == ["'-x.png", 'q"u,o.png', "-3"]
 
 
 # --- Settings that matter to the whole ----------------------------------------------------------
