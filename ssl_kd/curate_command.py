@@ -188,7 +188,9 @@ class _Work:
         self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=clusters)
         found["duplicates"] = self._copies(copies, floor)
         far = outliers(self.store, progress=self._of("outliers"))
-        told = f"the {LISTED:,} furthest out" if LISTED < len(far) else "all, the furthest out first"
+        told = (
+            f"the {LISTED:,} furthest out" if LISTED < len(far) else "all, the furthest out first"
+        )
         found["outliers"] = told, far.top(LISTED).frame()
         if pictures is not None:
             odd = f"{len(pictures):,} broken, blank or tiny"

@@ -1,9 +1,15 @@
 """A finished run in other programs' formats, and on the Hugging Face hub."""
 
-from ssl_kd.export.cards import dataset_card, model_card
-from ssl_kd.export.content import Content
-from ssl_kd.export.hub import HubRefused, push_run
-from ssl_kd.export.registry import FORMATS, export
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ssl_kd.export.cards import dataset_card, model_card
+    from ssl_kd.export.content import Content
+    from ssl_kd.export.hub import HubRefused, push_run
+    from ssl_kd.export.registry import FORMATS, export
 
 __all__ = [
     "FORMATS",
@@ -14,3 +20,17 @@ __all__ = [
     "model_card",
     "push_run",
 ]
+_HOMES = {
+    "cards": ("dataset_card", "model_card"),
+    "content": ("Content",),
+    "hub": ("HubRefused", "push_run"),
+    "registry": ("FORMATS", "export"),
+}
+
+
+def __getattr__(name: str) -> object:
+    # Late, so that what cannot be is refused before torch is imported.
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"ssl_kd.export.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from pyarrow import csv
 from ssl_kd.cells import from_cell
 from ssl_kd.errors import InputError
 from ssl_kd.export.content import Content
-from ssl_kd.export.place import refuse_existing
+from ssl_kd.export.registry import refuse_existing
 from ssl_kd.files import atomic_write_json
 
 COLUMNS = ("file", "x", "y", "width", "height")

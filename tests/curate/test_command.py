@@ -66,6 +66,20 @@ def test_a_cache(tmp_path, capsys):
     assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == 3
 
 
+@fault(1200)
+@pytest.mark.parametrize(("unknown", "given"), [(2, 2), (50, 20), (0, 20)])
+def test_more_to_label_than_lack_one_gives_those_that_do(tmp_path, capsys, unknown, given):
+    x, labels = distinct(50)
+    labels[:unknown] = -1
+    cache = write(tmp_path / "cache", x, labels=labels, class_names=list("abcdefgh")).folder
+    assert main(["curate", str(cache), "--label", "20"]) == 0
+    assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == given
+    assert ("all without a label" in capsys.readouterr().out) == (given == 2)
+    if unknown < 50:
+        named = csv.read_csv(cache / "curated" / "labels.csv")
+        assert {*named["label"].to_pylist(), *named["suggested"].to_pylist()} <= {*"abcdefgh"}
+
+
 @fault(1201)
 @pytest.mark.parametrize(
     "odd", ["x\ny.png", "x\r\ny", "\u2028", '"x"', "=cmd|' /C calc'!A0", "\tx"]
@@ -108,6 +122,7 @@ def test_what_someone_else_wrote_is_replaced_by_force_alone(tmp_path, capsys, ed
         (["{}", "--label", "0"], "--label is 0; expected at least 1"),
         (["{}", "--label", "400"], "400 samples to label were asked for; expected 1 to 50"),
         (["{}", "--colour", "red"], "curate has no --colour; expected --split, --duplicates"),
+        (["{}", "--out", "a\0b"], "holds a NUL, which no path"),
         (["{}", "--images"], "--images needs a run, and"),
         (["{}", "--exclude"], "--exclude needs a run, and"),
         (["{}", "--split", "val"], "nor a cache of the split val (no embeddings_val.json)"),
