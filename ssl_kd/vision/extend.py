@@ -47,6 +47,8 @@ from ssl_kd.vision.settings import VisionSettings
 
 logger = logging.getLogger(__name__)
 
+# What people decided and called the clusters: it holds in the extended run, too.
+DECIDED = ("curation.jsonl", "names.json")
 # What an extension may be told; all else is the run's.
 OWN = {"dataset", "device", "download", "extend", "extract_batch_size", "force_recompute"}
 OWN |= {"resume", "run_name", "runs_dir", "workers"}
@@ -195,6 +197,9 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
                 "teacher": parent.metrics.get("teacher", {"name": teacher.name}),
                 "seconds": clock.seconds,
             }
+            for name in DECIDED:
+                if (parent.path / name).is_file():
+                    shutil.copyfile(parent.path / name, folder.path / name)
             metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}
             folder.update_json("metrics.json", **metrics)
         folder.path = _moved(folder.path, runs)

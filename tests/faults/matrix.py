@@ -657,4 +657,8 @@ ROWS = {
         "pictures whose names are not UTF-8 go out to programs that want text",
         "their bytes, as a URL spells them; where that cannot be, they are named",
     ),
+    1205: Row(
+        "a run that people curated is extended",
+        "renames, merges, splits and exclusions hold in the extended one, and can be undone",
+    ),
 }
