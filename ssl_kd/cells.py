@@ -11,7 +11,6 @@ import json
 import re
 
 import pyarrow as arrow
-from pyarrow import compute
 
 _FORMULA = re.compile(r"'*(?![-+]?\d+(\.\d+)?\Z)[=+\-@\t\r\n＝＋－＠]")
 _QUOTED = re.compile(r'[",\r\n]')
@@ -53,8 +52,6 @@ def to_cells(table: arrow.Table) -> arrow.Table:
 
 def from_cells(column: arrow.ChunkedArray) -> arrow.ChunkedArray:
     """Return a column of text as it was before it was written as cells."""
-    if not compute.any(compute.starts_with(column, "'")).as_py():
-        return column
     texts = [None if cell is None else from_cell(cell) for cell in column.to_pylist()]
     return arrow.chunked_array([arrow.array(texts, arrow.string())])
 

@@ -132,7 +132,9 @@ def extract(
     expected = fingerprint(dataset, teacher, precision)
     if not force:
         try:
-            store = EmbeddingStore.open(folder, split, expect=expected, exclude_bad=exclude_bad)
+            store = EmbeddingStore.open(
+                Path(folder), split, expect=expected, exclude_bad=exclude_bad
+            )
             _name_left_out(store.manifest, store.folder, dataset)
             return _labelled(store, dataset)
         except FileNotFoundError:

@@ -195,11 +195,19 @@ def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str,
             f"LABELS is {settings.labels!r}, but {settings.dataset} has no folders of images: "
             "leave the flag out"
         )
-    more: dict[str, Any] = {"root": settings.data_dir, "download": settings.download}
-    more["labels"] = settings.labels
+    root, download = settings.data_dir, settings.download
+    labels: Any = settings.labels
     if settings.dataset_test is not None:
         names, source = train_set.class_names, settings.dataset_test
-        test_set = open_dataset(source, "test", class_names=names, whole=True, **more)
+        test_set = open_dataset(
+            source,
+            "test",
+            class_names=names,
+            root=root,
+            download=download,
+            whole=True,
+            labels=labels,
+        )
         other = test_set.class_names
         if names is not None and other is not None and names != other:
             raise SettingsError(
@@ -214,7 +222,9 @@ def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str,
                 settings.dataset,
             )
     else:
-        test_set = open_dataset(settings.dataset, "test", missing_ok=True, **more)
+        test_set = open_dataset(
+            settings.dataset, "test", missing_ok=True, root=root, download=download, labels=labels
+        )
 
     teacher = teacher_of(settings, train_set, precision)
     if settings.embedding_dim not in (None, teacher.dim):
