@@ -188,9 +188,8 @@ class _Work:
         self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=clusters)
         found["duplicates"] = self._copies(copies, floor)
         far = outliers(self.store, progress=self._of("outliers"))
-        told = (
-            f"the {LISTED:,} furthest out" if LISTED < len(far) else "all, the furthest out first"
-        )
+        most = f"the {LISTED:,}" if LISTED < len(far) else "all"
+        told = f"{most}, the furthest out first"
         found["outliers"] = told, far.top(LISTED).frame()
         if pictures is not None:
             odd = f"{len(pictures):,} broken, blank or tiny"
@@ -272,8 +271,5 @@ def _write_kept(path: Path, work: _Work) -> None:
     from ssl_kd.cells import one_line
     from ssl_kd.files import atomic_write
 
-    def write(file: Any) -> None:
-        for row in work.kept.nonzero()[0].tolist():
-            file.write((one_line(work.store.ids[row]) + "\n").encode())
-
-    atomic_write(path, write)
+    lines = (one_line(work.store.ids[row]) + "\n" for row in work.kept.nonzero()[0].tolist())
+    atomic_write(path, lambda file: file.writelines(line.encode() for line in lines))

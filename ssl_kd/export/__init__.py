@@ -20,17 +20,12 @@ __all__ = [
     "model_card",
     "push_run",
 ]
-_HOMES = {
-    "cards": ("dataset_card", "model_card"),
-    "content": ("Content",),
-    "hub": ("HubRefused", "push_run"),
-    "registry": ("FORMATS", "export"),
-}
 
 
 def __getattr__(name: str) -> object:
     # Late, so that what cannot be is refused before torch is imported.
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"ssl_kd.export.{module}"), name)
+    if name in __all__:
+        homes = {"FORMATS": "registry", "export": "registry", "Content": "content"}
+        home = homes.get(name, "cards" if name.endswith("card") else "hub")
+        return getattr(importlib.import_module(f"ssl_kd.export.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

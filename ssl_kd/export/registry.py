@@ -156,18 +156,16 @@ def place_of(
     if "\0" in str(place) or (place.suffix != ending and ending):
         kind = f"a file whose name ends in {ending}" if ending else "a folder"
         raise InputError(f"--out is {str(place)!r}; {to} writes {kind}")
-    if ending and os.path.lexists(place) and not (force and place.is_file()):
-        way = "replace it by --force" if place.is_file() else "move it away"
-        raise InputError(f"{place} exists: name another place with --out, or {way}")
-    if to != "folders" and not ending:  # these go on where they were interrupted
-        refuse_existing(place)
+    is_file = bool(ending) and place.is_file()
+    if to != "folders" and not (force and is_file):  # those go on where they were interrupted
+        refuse_existing(place, "replace it by --force" if is_file else "move it away")
     return place
 
 
-def refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path, way: str = "move it away") -> None:
     """Raise InputError where something is at `path`, be it a broken link."""
     if os.path.lexists(path):
-        raise InputError(f"{path} exists: name another place with --out, or move it away")
+        raise InputError(f"{path} exists: name another place with --out, or {way}")
 
 
 def format_of(name: str) -> Format:

@@ -199,15 +199,9 @@ def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str,
     labels: Any = settings.labels
     if settings.dataset_test is not None:
         names, source = train_set.class_names, settings.dataset_test
-        test_set = open_dataset(
-            source,
-            "test",
-            class_names=names,
-            root=root,
-            download=download,
-            whole=True,
-            labels=labels,
-        )
+        given: Any = {"class_names": names, "root": root, "download": download, "labels": labels}
+        test_set: Dataset | None = open_dataset(source, "test", whole=True, **given)
+        assert test_set is not None
         other = test_set.class_names
         if names is not None and other is not None and names != other:
             raise SettingsError(
