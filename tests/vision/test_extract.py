@@ -462,7 +462,7 @@ def test_names_survive_a_csv(tmp_path):
 
 
 def test_a_real_teacher_on_real_images(shared_data, tmp_path):
-    data = open_dataset(str(shared_data / "images" / "cifar10"), "test")
+    data = open_dataset(str(shared_data / "images" / "cifar10"), "test", labels="folders")
     file = shared_data / "models" / "efficientnet_lite0" / "model.safetensors"
     teacher = load_teacher("efficientnet_lite0", weights=file, image_size=64)
     store = run(data, teacher, tmp_path, split="test", batch_size=50)
