@@ -36,9 +36,9 @@ def names_from_texts(
 
     A name begins with a word that tells the cluster apart: one that is at least twice as frequent
     as in the siblings' texts, and stands in more of its texts than chance would put there, by
-    Fisher's exact test at one in a hundred for all words of a cluster (Bonferroni), or in all of
-    its texts and in none of theirs, which a few samples cannot show to be more than chance. Other
-    words of a name are twice as frequent, too.
+    Fisher's exact test at one in a hundred for all words of a cluster (Bonferroni), or in half
+    of its texts and in none of theirs, which a few samples cannot show to be more than chance.
+    Other words of a name are twice as frequent, too.
 
     Args:
         texts: of each sample, `[n]`; empty ones are passed over.
@@ -184,4 +184,4 @@ def _tell_apart(
     if not n_others:
         return np.ones(len(inside), bool)
     chance = hypergeom.sf(inside - 1, n + n_others, inside + elsewhere, n)
-    return (chance * len(inside) <= CHANCE) | ((inside == n) & (elsewhere == 0))
+    return (chance * len(inside) <= CHANCE) | ((2 * inside >= n) & (elsewhere == 0))
