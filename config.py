@@ -7,11 +7,14 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 # --- Data and folders -----------------------------------------------------------------------------
 
 # What to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of a folder
-# of images (folder/<class>/*.jpg, or unlabelled) | path of features (.npy .npz .pt .safetensors
-# .parquet).
+# of images, at any depth | path of features (.npy .npz .pt .safetensors .parquet).
 DATASET = "digits"
 # Held-out folder or file of features; None: the data set's own test split, if it has one.
 DATASET_TEST = None
+# Labels to score the answer by: folders (the first folder below DATASET is an image's class) | auto
+# (those that a data set by name or a file of features brings; a folder has none). Never used for
+# training. The folders of an album are no classes.
+LABELS = "auto"
 # Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
 # None: train. Teacher and clusters are the run's; what is new is offered as new clusters.
 EXTEND = None

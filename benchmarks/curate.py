@@ -164,7 +164,7 @@ def _photos(sources: Sources, split: Split) -> Labelled:
     """CIFAR-10 as it is, `[n, 32, 32, 3]`, and its classes."""
     if sources.cifar is None:
         raise Absent("there is no CIFAR-10: --cifar FOLDER, with train/<class>/*.png in it")
-    folder = open_dataset(str(sources.cifar), split)
+    folder = open_dataset(str(sources.cifar), split, labels="folders")
     assert isinstance(folder, ImageDataset) and folder.labels is not None
     images = [np.asarray(folder.image(i).convert("RGB")) for i in range(len(folder))]
     return np.stack(images), folder.labels

@@ -53,7 +53,7 @@ def _rows(of: str, rows: slice, imbalance: float = 1.0) -> Made:
 def _cifar(sources: Sources, split: Split, size: int) -> Labelled:
     if sources.cifar is None:
         raise Absent(f"there is no CIFAR-10: --cifar FOLDER, with {split}/<class>/*.png in it")
-    dataset = open_dataset(str(sources.cifar), split)
+    dataset = open_dataset(str(sources.cifar), split, labels="folders")
     assert isinstance(dataset, ImageDataset)
     return _embedded(sources, dataset, f"cifar_{split}_{size}", size)
 

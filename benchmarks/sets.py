@@ -71,7 +71,7 @@ def _digits(sources: Sources) -> Labelled:
 
 def _open(name: str, flag: str, root: Path = Sources.data_dir) -> ImageDataset:
     try:
-        dataset = open_dataset(name, "train", root=root)
+        dataset = open_dataset(name, "train", root=root, labels="folders")
     except DatasetUnavailable as error:
         raise Absent(f"{error}; another folder: {flag} FOLDER") from error
     assert isinstance(dataset, ImageDataset)

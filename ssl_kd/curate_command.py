@@ -174,6 +174,7 @@ class _Work:
     def tables(self) -> dict[str, tuple[str, arrow.Table]]:
         """Name -> what is said of it, and the table."""
         from ssl_kd.curate import label_next, leaks, mislabelled, near_duplicates, outliers
+        from ssl_kd.curate.herding import without_label
 
         found: dict[str, tuple[str, arrow.Table]] = {}
         pictures = None
@@ -206,11 +207,13 @@ class _Work:
             found["labels"] = told, doubtful.top(LISTED).frame()
         if self.given.label is not None:
             n = self.given.label
+            n = n if n > self.store.n else min(n, len(without_label(self.store)))
             if self.run is not None:
                 asked = self.run.label_next(n, self.split)
             else:
                 asked = label_next(self.store, n)
-            found["label_next"] = f"{len(asked):,} to label next", asked.frame()
+            told = f"{n:,} to label next" + (", all without a label" * (n < self.given.label))
+            found["label_next"] = told, asked.frame()
         return found
 
     def exclude(self) -> int:
@@ -239,10 +242,11 @@ def _has(folder: Path, split: str) -> bool:
 def _write(path: Path, table: arrow.Table) -> None:
     from pyarrow import csv, parquet
 
+    from ssl_kd.cells import to_cells
     from ssl_kd.files import atomic_write
 
     if path.suffix == ".csv":
-        atomic_write(path, lambda file: csv.write_csv(table, file))
+        atomic_write(path, lambda file: csv.write_csv(to_cells(table), file))
     else:
         atomic_write(path, lambda file: parquet.write_table(table, file, compression="zstd"))
 
@@ -265,11 +269,9 @@ def _remember(path: Path) -> None:
 
 
 def _write_kept(path: Path, work: _Work) -> None:
-    """The names of the samples that stay, a line each."""
+    """The names of the samples that stay, a line each (`ssl_kd.cells.one_line`)."""
+    from ssl_kd.cells import one_line
     from ssl_kd.files import atomic_write
 
-    def write(file: Any) -> None:
-        for row in work.kept.nonzero()[0].tolist():
-            file.write((work.store.ids[row] + "\n").encode())
-
-    atomic_write(path, write)
+    lines = (one_line(work.store.ids[row]) + "\n" for row in work.kept.nonzero()[0].tolist())
+    atomic_write(path, lambda file: file.writelines(line.encode() for line in lines))

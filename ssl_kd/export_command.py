@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _HELP = {
 }
 _SWITCHES = {
     "skip_missing": "go on without pictures that are gone",
+    "force": "replace the file that is there, once the new one is whole; never a folder",
     "private": "of --push: a repository that others do not see",
 }
 _OWN = ("link", "boxes", "url", "model")
@@ -49,10 +51,29 @@ def export_run(argv: Sequence[str], prog: str) -> int:
         raise InputError(f"There is no flag {rest[0]}; {prog} --help lists all")
     if given.to is None and given.names is None and given.push is None:
         raise InputError(f"what shall it be? {prog} {argv[0]} --to parquet, for one")
-    return _export(argv[0], given, prog)
+    options: dict[str, Any] = {name: getattr(given, name) for name in _OWN}
+    options = {name: value for name, value in options.items() if value is not None}
+    if given.skip_missing:
+        options["skip_missing"] = True
+    _refuse(Path(argv[0]).expanduser(), given, options)
+    return _export(argv[0], given, options)
 
 
-def _export(word: str, given: Any, prog: str) -> int:
+def _refuse(run: Path, given: Any, options: dict[str, Any]) -> None:
+    """Refuse what needs neither torch nor the run to be refused."""
+    from ssl_kd.export.registry import place_of
+
+    if given.to is not None:
+        place_of(run, given.to, given.out, options, force=given.force)
+    if not (run / "config.json").is_file():
+        raise InputError(f"{run} is not a run's folder (no config.json): give one, as runs/latest")
+    files = (given.columns, given.boxes, None if given.names == "files" else given.names)
+    for file in (Path(file).expanduser() for file in files if file is not None):
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+
+
+def _export(word: str, given: Any, options: dict[str, Any]) -> int:
     from ssl_kd.screen import open_screen
 
     open_screen()
@@ -60,11 +81,9 @@ def _export(word: str, given: Any, prog: str) -> int:
     from ssl_kd.export.registry import format_of
     from ssl_kd.finished import Samples, name_samples
 
-    if given.to is not None:
-        format_of(given.to)
     samples = Samples(word)
     chosen = [_number(part) for part in _parts(given.clusters)]
-    columns = None if given.columns is None else _columns(Path(given.columns))
+    columns = None if given.columns is None else _columns(Path(given.columns).expanduser())
     if given.names is not None:
         captions = None if given.names == "files" else given.names
         names = name_samples(samples, captions)
@@ -73,13 +92,9 @@ def _export(word: str, given: Any, prog: str) -> int:
     if given.to is not None:
         splits = _parts(given.split)
         content = Content.of(samples, splits=splits, clusters=chosen, columns=columns)
-        options: dict[str, Any] = {name: getattr(given, name) for name in _OWN}
-        options = {name: value for name, value in options.items() if value is not None}
         if "boxes" in options:
-            options["boxes"] = Path(options["boxes"])
-        if given.skip_missing:
-            options["skip_missing"] = True
-        path = export(content, given.to, given.out, **options)
+            options["boxes"] = Path(options["boxes"]).expanduser()
+        path = export(content, given.to, given.out, force=given.force, **options)
         print(f"{given.to}: {path}")
         if how := format_of(given.to).reads(content, path):
             print(f"Read it by: {how}")
@@ -89,7 +104,7 @@ def _export(word: str, given: Any, prog: str) -> int:
 
 
 def _usage(prog: str) -> str:
-    from ssl_kd.export import FORMATS
+    from ssl_kd.export.registry import FORMATS
 
     formats = "\n".join(f"  {name:<16} {of.what}" for name, of in FORMATS.items())
     told = listed(_HELP, _SWITCHES)
@@ -111,10 +126,12 @@ def _columns(path: Path) -> dict[str, Any]:
     import pyarrow as arrow
     from pyarrow import csv, parquet
 
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
     try:
-        table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
-    except arrow.ArrowInvalid as error:
+        lines = csv.ParseOptions(newlines_in_values=True)
+        is_csv = path.suffix != ".parquet"
+        table = csv.read_csv(path, None, lines) if is_csv else parquet.read_table(path)
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if twice := [name for name, times in Counter(table.column_names).items() if times > 1]:
+        raise InputError(f"{path} has the column {twice[0]!r} twice: take one of them out")
     return {name: table.column(name).to_numpy() for name in table.column_names}

@@ -86,6 +86,8 @@ def flags_after(
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     for name in switches:
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+    if odd := next((word for word in argv if "\0" in word), None):
+        raise InputError(f"{odd!r} holds a NUL, which no path or name can")
     return parser.parse_known_args(argv[1:])
 
 

@@ -43,6 +43,7 @@ def photo_settings(root: Path, **changes: object) -> VisionSettings:
         **QUICK,
         "teacher": "pixels",
         "dataset": str(root / "photos"),
+        "labels": "folders",
         "embeddings_dir": str(root / "embeddings"),
         "runs_dir": str(root / "runs"),
         "run_name": "photos",

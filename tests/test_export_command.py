@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from pyarrow import parquet
 
 from ssl_kd import cli
 from ssl_kd.naming import Names
+from tests.faults.matrix import row as fault
 
 
 @pytest.fixture
@@ -42,6 +45,70 @@ def test_columns_of_a_table_go_out(copied, tmp_path):
     table = parquet.read_table(copied / "export" / "clusters.parquet")
     assert table.column("y").to_pylist() == [i / 2 for i in range(n)]
     assert cli.main(argv) == 2  # it is there
+
+
+@fault(1202)
+def test_force_replaces_a_file_once_the_new_one_is_whole_and_nothing_else(copied, tmp_path, capsys):
+    out = tmp_path / "out.parquet"
+    argv = ["export", str(copied), "--to", "parquet", "--out", str(out)]
+    out.write_text("mine")
+    assert cli.main(argv) == 2 and "replace it by --force" in capsys.readouterr().err
+    table = tmp_path / "short.csv"
+    table.write_text("more\n1\n")
+    assert cli.main([*argv, "--force", "--columns", str(table)]) == 2  # too short: found out late
+    assert out.read_text() == "mine"
+    assert cli.main([*argv, "--force"]) == 0
+    assert parquet.read_table(out).num_rows > 100
+    out.unlink()
+    out.mkdir()
+    (out / "thesis.txt").write_text("all of it")
+    for to, place in (("parquet", out), ("fiftyone", out), ("folders", out), ("hf-model", out)):
+        assert cli.main(["export", str(copied), "--to", to, "--out", str(place), "--force"]) == 2
+    assert (out / "thesis.txt").read_text() == "all of it"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.parquet", "run", "short.csv"]
+
+
+@fault(1202)
+def test_what_needs_no_torch_is_refused_before_torch_is_imported(copied, tmp_path):
+    (tmp_path / "there.parquet").write_text("mine")
+    program = (
+        "import sys; from ssl_kd.cli import main\n"
+        "for argv in [\n"
+        f"    ['--to', 'parquet', '--out', {str(tmp_path / 'there.parquet')!r}],\n"
+        "    ['--to', 'parquet', '--out', 'a\\0b.parquet'],\n"
+        "    ['--to', 'coco', '--boxes', 'no.csv'],\n"
+        "    ['--to', 'parquet', '--out', 'x.csv'], ['--to', 'parkit'], ['--names', 'no.csv'],\n"
+        "    ['--to', 'parquet', '--link', 'copy'], ['--to', 'folders', '--columns', 'no.csv'],\n"
+        "]:\n"
+        f"    assert main(['export', {str(copied)!r}, *argv]) == 2, argv\n"
+        "assert main(['export', 'nowhere', '--to', 'parquet']) == 2\n"
+        "assert not {'torch', 'pyarrow', 'sklearn'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 9
+
+
+@fault(1202)
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ("cluster_name", "the run has a column 'cluster_name' already"),
+        ("cluster_of_run", "the run has a column 'cluster_of_run' already"),
+        ("file", "the run has a column 'file' already"),
+        ("x,y,x", "has the column 'x' twice"),
+        (",", "has the column '' twice"),
+    ],
+)
+def test_a_column_that_would_take_anothers_place_is_refused(copied, tmp_path, capsys, header, told):
+    n = len((copied / "assignments.csv").read_text().splitlines()) - 1
+    more = tmp_path / "more.csv"
+    cells = ",".join("7" for _ in header.split(","))
+    more.write_text("\n".join([header, *[cells] * n]) + "\n")
+    out = tmp_path / "out.parquet"
+    argv = ["export", str(copied), "--to", "parquet", "--columns", str(more), "--out", str(out)]
+    assert cli.main(argv) == 2 and told in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

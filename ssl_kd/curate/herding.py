@@ -64,10 +64,7 @@ def label_next(
             raise InputError(
                 f"{name} has {len(given)} values for {store.n} samples; expected one of each"
             )
-    if labelled is None and store.labels is not None:
-        known = store.labels.numpy() >= 0
-        labelled = None if known.all() else known
-    free = np.arange(store.n) if labelled is None else np.flatnonzero(~np.asarray(labelled, bool))
+    free = without_label(store) if labelled is None else np.flatnonzero(~np.asarray(labelled, bool))
     if not 1 <= n <= len(free):
         raise InputError(
             f"{n} samples to label were asked for; expected 1 to {len(free)}, those that have no "
@@ -98,6 +95,12 @@ def label_next(
         rows.append(part[places])
         gains.append(gain)
     return Ranked(store.ids, np.concatenate(rows), np.concatenate(gains))
+
+
+def without_label(store: EmbeddingStore) -> NDArray[np.int64]:
+    """The rows of a store that have no label; all of them where all have one."""
+    known = np.zeros(store.n, bool) if store.labels is None else store.labels.numpy() >= 0
+    return np.flatnonzero(known if known.all() else ~known)
 
 
 def _drawn(rows: NDArray[np.int64], most: int, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -59,7 +59,8 @@ def mislabelled(
         seed: shares the samples out to the folds.
 
     Returns:
-        The labelled samples; columns `label` and `suggested`, the likeliest class.
+        The labelled samples; columns `label` and `suggested`, the likeliest class: the store's
+        names of them, where it has any and `labels` is None.
 
     Raises:
         InputError: fewer than two classes, or labels of another length.
@@ -68,8 +69,10 @@ def mislabelled(
         Northcutt et al., Confident learning: Estimating uncertainty in dataset labels, JAIR 2021
         (out-of-sample probabilities; the ranking by self-confidence).
     """
+    names = None
     if labels is None:
         labels = None if store.labels is None else store.labels.numpy()
+        names = None if store.class_names is None else np.array(store.class_names, dtype=object)
     if labels is None or len(np.unique(labels[labels >= 0])) < 2:
         raise InputError(
             f"{store.folder} ({store.split}) has labels of fewer than two classes: nothing says "
@@ -94,6 +97,8 @@ def mislabelled(
         belief[known] = mean[np.arange(len(known)), own]
     suggested = classes[mean.argmax(1)]
     columns = {"label": labels[known], "suggested": suggested}
+    if names is not None:
+        columns = {name: names[numbers] for name, numbers in columns.items()}
     return Ranked(store.ids, known, 1 - belief[known], columns)
 
 

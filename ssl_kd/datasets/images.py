@@ -112,17 +112,22 @@ class ArrayDataset(ImageDataset):
 
 
 class FolderDataset(ImageDataset):
-    """Every image file below a folder; the first folder level names the class.
+    """Every image file below a folder; where it is `labelled`, the first folder level is the class.
 
     Files directly in the folder have no class (label -1). A symbolic link that leads out of the
     folder is not followed: it stays in the list and reads as `UnreadableImage`. Hidden files are
-    passed over.
+    passed over. The fingerprint is that of the files, whether they are labelled or not.
 
     Args:
         root: the folder.
         name: what the user called it.
         split: `train` or `test`.
+        labelled: whether the folders are classes. The folders of an album are not: only who has
+            sorted the images can say.
         class_names: the classes in the order to keep, when another split has set it.
+
+    Attributes:
+        folders: the folders of the first level that hold an image, sorted.
 
     Raises:
         FileNotFoundError: no folder, or no image in it.
@@ -135,6 +140,8 @@ class FolderDataset(ImageDataset):
         root: str | os.PathLike[str],
         name: str,
         split: str,
+        *,
+        labelled: bool = False,
         class_names: tuple[str, ...] | None = None,
     ) -> None:
         self.root = Path(root)
@@ -147,23 +154,26 @@ class FolderDataset(ImageDataset):
             raise FileNotFoundError(
                 f"no image in {self.root}: looked for {' '.join(sorted(EXTENSIONS))} at any depth"
             )
-        classes = [path.split(os.sep)[0] if os.sep in path else None for path in self.paths]
-        found = sorted({c for c in classes if c is not None})
-        names = tuple(found) if class_names is None else class_names
-        unknown = sorted(set(map(_printable, found)) - set(map(_printable, names)))
-        if unknown:
-            raise InputError(
-                f"{self.root} has class folders {unknown[:5]} that the training split lacks; "
-                f"it has {list(names)[:10]}"
-            )
-        number = {_printable(c): i for i, c in enumerate(names)} if found else {}
-        labels = [-1 if c is None else number[_printable(c)] for c in classes]
+        first = [
+            _printable(path.split(os.sep)[0]) if os.sep in path else None for path in self.paths
+        ]
+        self.folders = tuple(sorted({folder for folder in first if folder is not None}))
+        names, labels = None, None
+        if labelled and self.folders:
+            names = self.folders if class_names is None else tuple(map(_printable, class_names))
+            if unknown := sorted(set(self.folders) - set(names)):
+                raise InputError(
+                    f"{self.root} has class folders {unknown[:5]} that the training split lacks; "
+                    f"it has {list(names)[:10]}"
+                )
+            number = {name: i for i, name in enumerate(names)}
+            labels = np.array([-1 if c is None else number[c] for c in first], dtype=np.int64)
         super().__init__(
             name,
             split,
             [_printable(path).replace(os.sep, "/") for path in self.paths],
-            np.asarray(labels, dtype=np.int64) if found else None,
-            tuple(map(_printable, names)) if found else None,
+            labels,
+            names,
             digest_files(self.root, self.paths),
         )
 

@@ -16,9 +16,10 @@ from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, fi
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import atomic_write_bytes
 
-__all__ = ["NAMES", "DatasetUnavailable", "DatasetUnreachable", "open_dataset"]
+__all__ = ["NAMES", "Labels", "DatasetUnavailable", "DatasetUnreachable", "open_dataset"]
 
 Split = Literal["train", "test"]
+Labels = Literal["auto", "folders"]
 _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "valid")}
 
 
@@ -40,6 +41,7 @@ def open_dataset(
     missing_ok: Literal[False] = ...,
     class_names: tuple[str, ...] | None = ...,
     whole: bool = ...,
+    labels: Labels = ...,
 ) -> ImageDataset | FeatureDataset: ...
 
 
@@ -53,6 +55,7 @@ def open_dataset(
     missing_ok: bool,
     class_names: tuple[str, ...] | None = ...,
     whole: bool = ...,
+    labels: Labels = ...,
 ) -> ImageDataset | FeatureDataset | None: ...
 
 
@@ -65,12 +68,12 @@ def open_dataset(
     missing_ok: bool = False,
     class_names: tuple[str, ...] | None = None,
     whole: bool = False,
+    labels: Labels = "auto",
 ) -> ImageDataset | FeatureDataset | None:
     """Open one split of a data set.
 
-    A folder is `path/<class>/*.jpg`, `path/*.jpg` (unlabelled), or either of these below
-    `path/train` and `path/test` (or `val`). The test split of a feature file `..._train.npz` is
-    `..._test.npz` beside it.
+    A folder holds images at any depth, or has them below `path/train` and `path/test` (or `val`).
+    The test split of a feature file `..._train.npz` is `..._test.npz` beside it.
 
     Args:
         name: `digits`, `cifar10`, `cifar100`, `stl10`, `fashion_mnist`, `imagenet`, or the path of
@@ -83,6 +86,8 @@ def open_dataset(
             and feature files only. Both splits of one source agree without it.
         whole: the source was named for this split alone: a feature file is it, and so is a folder
             without folders of splits in it.
+        labels: `folders`: the first folder below the root is an image's class; `auto`: a folder has
+            no labels, anything else those that it brings.
 
     Raises:
         DatasetUnavailable: nothing there; says where it was looked for.
@@ -95,7 +100,7 @@ def open_dataset(
         return NAMES[name](name, split, Path(root), download)
     path = Path(name).expanduser()
     if path.is_dir():
-        dataset = _open_folder(path, name, split, class_names, whole)
+        dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
     elif path.suffix.lower() in FEATURE_FILES and path.is_file():
         alone = split == "train" or whole
         read = open_features if alone else _open_test_features
@@ -113,7 +118,12 @@ def open_dataset(
 
 
 def _open_folder(
-    path: Path, name: str, split: Split, class_names: tuple[str, ...] | None, whole: bool = False
+    path: Path,
+    name: str,
+    split: Split,
+    class_names: tuple[str, ...] | None,
+    whole: bool,
+    labelled: bool,
 ) -> ImageDataset | None:
     splits = {
         s: next((path / f for f in folders if (path / f).is_dir()), None)
@@ -125,9 +135,9 @@ def _open_folder(
     if folder is None:
         return None
     try:
-        if split == "test" and class_names is None:
+        if split == "test" and class_names is None and labelled:
             class_names = _class_folders(splits["train"])
-        return FolderDataset(folder, name, split, class_names)
+        return FolderDataset(folder, name, split, labelled=labelled, class_names=class_names)
     except FileNotFoundError as error:
         raise DatasetUnavailable(str(error)) from None
 
@@ -212,7 +222,7 @@ def _imagenet(name: str, split: Split, root: Path, download: bool) -> ImageDatas
             datasets.ImageNet(folder, "train" if split == "train" else "val")
         except (RuntimeError, OSError) as error:
             raise DatasetUnavailable(f"imagenet in {folder}: {error}") from error
-    dataset = _open_folder(folder, name, split, None) if folder.is_dir() else None
+    dataset = _open_folder(folder, name, split, None, False, True) if folder.is_dir() else None
     if dataset is None or not (folder / "train").is_dir():
         raise DatasetUnavailable(
             f"imagenet is not in {folder}: it cannot be downloaded without an account, so put "

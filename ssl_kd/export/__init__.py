@@ -1,9 +1,15 @@
 """A finished run in other programs' formats, and on the Hugging Face hub."""
 
-from ssl_kd.export.cards import dataset_card, model_card
-from ssl_kd.export.content import Content
-from ssl_kd.export.hub import HubRefused, push_run
-from ssl_kd.export.registry import FORMATS, export
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ssl_kd.export.cards import dataset_card, model_card
+    from ssl_kd.export.content import Content
+    from ssl_kd.export.hub import HubRefused, push_run
+    from ssl_kd.export.registry import FORMATS, export
 
 __all__ = [
     "FORMATS",
@@ -14,3 +20,12 @@ __all__ = [
     "model_card",
     "push_run",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # Late, so that what cannot be is refused before torch is imported.
+    if name in __all__:
+        homes = {"FORMATS": "registry", "export": "registry", "Content": "content"}
+        home = homes.get(name, "cards" if name.endswith("card") else "hub")
+        return getattr(importlib.import_module(f"ssl_kd.export.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd.errors import InputError, printable
-from ssl_kd.export.content import Content
+from ssl_kd.export.content import Content, refuse_columns
 from ssl_kd.export.table import stream
 from ssl_kd.guard.finite import safe_normalize
 
@@ -43,6 +43,7 @@ def write_atlas(content: Content, out: Path, *, skip_missing: bool = False) -> P
     Raises:
         InputError: there is a file, or pictures are gone; FileNotFoundError: the embeddings are.
     """
+    refuse_columns(content.columns, ("vector", "neighbors", "image"), "embedding-atlas")
     return stream(_batches(content, skip_missing), out)
 
 

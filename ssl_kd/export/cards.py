@@ -85,8 +85,8 @@ def _model_card(title: str, of: str, parts: list[str], **more: Any) -> ModelCard
     tags = ["clustering", "self-distillation", "image-feature-extraction"]
     data = ModelCardData(library_name="ssl_kd", tags=tags, model_name=title, **more)
     what = (
-        f"# {title}\n\nHeads that cluster the embeddings of a frozen teacher, by "
-        f"[ssl_kd](https://pypi.org/project/ssl_kd/) {__version__}: {of}."
+        f"# {title}\n\nHeads that cluster the embeddings of a frozen teacher, by ssl_kd "
+        f"{__version__}: {of}."
     )
     body = "\n\n".join([what, *parts])
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
@@ -125,8 +125,8 @@ def dataset_card(content: Content) -> DatasetCard:
     columns = ", ".join(f"`{name}`" for name in next(content.batches(1)).schema.names)
     body = f"""# Clusters of {content.title}
 
-{n} samples and the cluster of each, by [ssl_kd](https://pypi.org/project/ssl_kd/) {__version__};
-the pictures themselves are not here. Columns: {columns}.
+{n} samples and the cluster of each, by ssl_kd {__version__}; the pictures
+themselves are not here. Columns: {columns}.
 
 | cluster | name | samples |
 |---|---|---|

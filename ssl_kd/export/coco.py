@@ -10,9 +10,10 @@ import pyarrow as arrow
 from PIL import Image, UnidentifiedImageError
 from pyarrow import csv
 
+from ssl_kd.cells import from_cell
 from ssl_kd.errors import InputError
 from ssl_kd.export.content import Content
-from ssl_kd.export.place import refuse_existing
+from ssl_kd.export.registry import refuse_existing
 from ssl_kd.files import atomic_write_json
 
 COLUMNS = ("file", "x", "y", "width", "height")
@@ -84,7 +85,8 @@ def _read(path: Path) -> dict[str, list[list[float]]]:
         raise FileNotFoundError(f"there is no file {path}")
     kinds = {name: arrow.float64() for name in COLUMNS[1:]} | {"file": arrow.string()}
     try:
-        table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=kinds))
+        parsed = csv.ParseOptions(newlines_in_values=True)
+        table = csv.read_csv(path, None, parsed, csv.ConvertOptions(column_types=kinds))
     except arrow.ArrowInvalid as error:
         raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if lacking := [name for name in COLUMNS if name not in table.column_names]:
@@ -98,5 +100,5 @@ def _read(path: Path) -> dict[str, list[list[float]]]:
                 f"{path}, line {number}: x, y, width, height are {box}, expected finite numbers, "
                 "the last two above 0"
             )
-        found.setdefault(row["file"], []).append(box)
+        found.setdefault(from_cell(row["file"] or ""), []).append(box)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -174,11 +174,17 @@ class Content:
         return replace(self, rows=rows), [Path(path).absolute() for _, path in found]
 
 
+def refuse_columns(columns: Iterable[str], taken: Collection[str], whose: str) -> None:
+    """Raise InputError where a column that was given would take the place of another."""
+    if both := [name for name in columns if name in taken]:
+        raise InputError(f"{whose} has a column {both[0]!r} already: call yours otherwise")
+
+
 def _checked(samples: Samples, columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     found = {}
+    named = [f"{level}_name" for level in samples.levels]
+    refuse_columns(columns, [*samples.table.column_names, *named, "cluster_of_run"], "the run")
     for name, values in columns.items():
-        if name in samples.table.column_names:
-            raise InputError(f"the run has a column {name!r} already: call yours otherwise")
         found[name] = np.asarray(values)
         if found[name].shape != (len(samples),):
             raise InputError(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.export.content import Content
+from ssl_kd.export.content import Content, refuse_columns
 from ssl_kd.export.place import new_folder, write_list
 
 VERSION = "1.0.0"
@@ -26,6 +26,7 @@ def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -
     Raises:
         InputError: there is a folder, or pictures are gone.
     """
+    refuse_columns(content.columns, [field["name"] for field in _DEFAULT], "fiftyone")
     content, files = content.with_pictures(skip_missing=skip_missing)
     labels = [*content.samples.levels]
     if "label" in content.samples.table.column_names:
@@ -35,7 +36,7 @@ def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -
         name
         for name, value in first.items()
         if name not in (*labels, "confidence", "split", "file")
-        and not name.endswith("_name")
+        and name not in [f"{level}_name" for level in labels]
         and isinstance(value, int | float | str)
     ]
     kinds = {int: "IntField", float: "FloatField", str: "StringField", bool: "BooleanField"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import hashlib
 import json
 import os
@@ -86,7 +87,7 @@ def _is_there(place: Path, file: Path, link: str) -> bool:
     elif link == "hardlink":
         same = place.exists() and place.samefile(file)
     else:
-        same = place.is_file() and place.stat().st_size == file.stat().st_size
+        same = place.is_file() and filecmp.cmp(place, file, shallow=False)
     if not same:
         raise InputError(f"{place} is in the way: it is not {file}. Move it away")
     return True

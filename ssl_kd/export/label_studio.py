@@ -44,9 +44,9 @@ def _task(
     content: Content, row: dict[str, Any], number: int, file: Path, common: Path, url: str | None
 ) -> dict[str, Any]:
     if url is None:
-        image = LOCAL + quote(str(file).lstrip("/"))
+        image = LOCAL + quote(os.fsencode(file).lstrip(b"/"))
     else:
-        image = f"{url.rstrip('/')}/{quote(file.relative_to(common).as_posix())}"
+        image = f"{url.rstrip('/')}/{quote(os.fsencode(file.relative_to(common).as_posix()))}"
     task: dict[str, Any] = {
         "data": {"image": image, "file": row["file"]},
         "meta": {"run": content.title, "row": number, "split": row["split"]},

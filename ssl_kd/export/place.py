@@ -13,18 +13,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.errors import InputError
+from ssl_kd.export.registry import refuse_existing
 from ssl_kd.files import sync_folder
 
 LONGEST = 150  # bytes of a name; most systems take 255
 _UNSAFE = re.compile(r'[\\/:*?"<>|\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-
-
-def refuse_existing(path: Path) -> None:
-    """Raise InputError where something is at `path`, be it a broken link."""
-    if os.path.lexists(path):
-        raise InputError(f"{path} exists: name another place with --out, or move it away")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pyarrow as arrow
 from pyarrow import parquet
 
 from ssl_kd.export.content import Content
-from ssl_kd.export.place import refuse_existing
+from ssl_kd.export.registry import refuse_existing
 from ssl_kd.files import atomic_write
 from ssl_kd.vision.assigned import ROWS_PER_GROUP
 
@@ -37,6 +37,7 @@ def stream(batches: Iterator[arrow.RecordBatch], out: Path) -> Path:
             writer.write_batch(first)
             for batch in batches:
                 writer.write_table(arrow.Table.from_batches([batch]).cast(first.schema))
+        refuse_existing(out)  # it may be there by now
 
     atomic_write(out, write)
     return out

@@ -28,6 +28,7 @@ from ssl_kd.lock import Lock
 FILE, LOCK, WAIT = "curation.jsonl", ".curation.lock", 10.0
 MADE_FROM = 1000
 _MUTEX = threading.RLock()  # what is in memory changes whole, for all threads of this process
+OFFERED = 100  # numbers above K that are left to the clusters that extensions offer
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Decision:
 class Curation:
     """The decisions about one run, and its clusters as they are after them.
 
-    A cluster that people make has a number of its own, from the next full thousand above K on: so
-    it never is one that an extension of the run offers. A merged cluster has the lowest number of
-    its parts, so that it stays one of the run's own where any of them is. No number is ever used
-    twice, whatever is undone.
+    A cluster that people make has a number of its own, from a full thousand on that is at least 100
+    above K: so it is none that an extension of the run offers. A merged cluster has the lowest
+    number of its parts, so that it stays one of the run's own where any of them is. No number is
+    ever used twice, whatever is undone.
 
     Several programs and threads may decide at once: each decision is checked against, and added to,
     the file as it is by then.
@@ -367,7 +368,7 @@ class Curation:
 
     def _next_number(self, lines: list[dict[str, Any]]) -> int:
         """A number that no cluster has or ever had."""
-        first = -(-self.samples.n_clusters // MADE_FROM) * MADE_FROM
+        first = -(-(self.samples.n_clusters + OFFERED) // MADE_FROM) * MADE_FROM
         given = [number for line in lines for number in _made(line)]
         return max([first - 1, *given]) + 1
 

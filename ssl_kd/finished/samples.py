@@ -15,6 +15,7 @@ from PIL import Image
 from pyarrow import csv, parquet
 from torch import Tensor
 
+from ssl_kd.cells import from_cells
 from ssl_kd.datasets import FolderDataset, ImageDataset, open_dataset
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
@@ -159,8 +160,19 @@ class Samples:
                 f"{folder} holds other samples ({store.n}) than {self.path} clustered "
                 f"({len(rows)}): give every run an --embeddings_dir of its own"
             )
+        store.relabel(*self._labels(split))
         self._stores[split] = store
         return store
+
+    def _labels(self, split: str) -> tuple[Tensor | None, list[str] | None]:
+        """The labels that the run scored by: its cache may hold others, or those of no run."""
+        if "label" not in self.table.column_names:
+            return None, None
+        seen = sorted(text for text in self.table.column("label").unique().to_pylist() if text)
+        names = list(dict.fromkeys([*(self.metrics["dataset"].get("class_names") or ()), *seen]))
+        numbers = {name: number for number, name in enumerate(names)}
+        labels = [numbers.get(text, -1) for text in self.column("label", split).tolist()]
+        return torch.tensor(labels), names
 
     def embeddings(self, rows: Sequence[int] | NDArray[np.integer] | Tensor) -> Tensor:
         """Of some samples, float32 `[row, dim]`, as the teacher gave them."""
@@ -275,7 +287,11 @@ def _read_table(path: Path) -> arrow.Table:
             table = arrow.table(dict(zip(table.column_names, decoded, strict=True)))
         else:
             kinds = {name: arrow.string() for name in ("file", "split", "label")}
-            table = csv.read_csv(path, convert_options=csv.ConvertOptions(column_types=kinds))
+            parsed = csv.ParseOptions(newlines_in_values=True)
+            table = csv.read_csv(path, None, parsed, csv.ConvertOptions(column_types=kinds))
+            for name in {"file", "label"} & {*table.column_names}:
+                place = table.column_names.index(name)
+                table = table.set_column(place, name, from_cells(table.column(name)))
     except arrow.ArrowInvalid as error:
         raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
     if missing := [name for name in NEEDED if name not in table.column_names]:

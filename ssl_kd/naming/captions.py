@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import csv, parquet
 
+from ssl_kd.cells import from_cell
 from ssl_kd.errors import InputError
 from ssl_kd.settings import nearest
 
@@ -53,7 +54,7 @@ def read_captions(
     by_split = "split" in names and splits is not None
     texts: dict[Any, list[str]] = {}
     for row in rows:
-        key = str(row.get(file_column))
+        key = from_cell(str(row.get(file_column)))
         own = texts.setdefault((row["split"], key) if by_split else key, [])
         value = row.get(text_column)
         own += [str(text) for text in (value if isinstance(value, list) else [value]) if text]

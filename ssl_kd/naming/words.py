@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
+from scipy.stats import hypergeom
 from sklearn.feature_extraction.text import CountVectorizer
 
 from ssl_kd.errors import InputError
@@ -15,6 +16,8 @@ from ssl_kd.naming.names import Names, named, siblings
 
 WORDS = 10  # kept of each cluster
 SHARPNESS = 3  # chosen on half of the articles of benchmarks/naming.py, and better on the other
+CHANCE = 0.01  # that a cluster of random texts gets a name
+LEAST_LIFT = 0.5  # a word of a name is at least twice as frequent as in the siblings' texts
 TOKEN = r"(?u)[^\W\d_]{2,}"  # letters; a number says nothing of what is in a picture
 _BOUNDARY = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
@@ -31,14 +34,20 @@ def names_from_texts(
     the cluster and f_siblings that of the siblings' words. What every cluster says ("the", "photo")
     weighs nothing, in any language, without a list of such words.
 
+    A name begins with a word that tells the cluster apart: one that is at least twice as frequent
+    as in the siblings' texts, and stands in more of its texts than chance would put there, by
+    Fisher's exact test at one in a hundred for all words of a cluster (Bonferroni), or in half
+    of its texts and in none of theirs, which a few samples cannot show to be more than chance.
+    Other words of a name are twice as frequent, too.
+
     Args:
         texts: of each sample, `[n]`; empty ones are passed over.
         levels: level -> each sample's cluster `[n]`, coarsest level first; -1 is no cluster.
         vectorizer: how words are counted; by default runs of two letters and more, in lower case.
 
     Returns:
-        The names. A cluster keeps its number where no word stands in two of its texts, or none is
-        more frequent than in its siblings'.
+        The names. A cluster keeps its number where no word stands in two of its texts, or none
+        tells it apart.
 
     Raises:
         InputError: as many texts as samples were expected.
@@ -130,6 +139,8 @@ def _contrasted(
     belongs = sparse.csr_matrix((np.ones(len(places)), where), (len(ids), len(clusters)))
     said = sparse.csr_matrix(belongs @ counts)  # [cluster, term]
     texts = sparse.csr_matrix(belongs @ (counts > 0))  # in how many texts of it
+    sizes = belongs @ (np.diff(counts.indptr) > 0)  # how many texts it has
+    all_texts = np.asarray(texts.sum(0)).ravel()
     weights, totals = class_tfidf(said), np.asarray(said.sum(1)).ravel()
     place_of, all_said = {c: place for place, c in enumerate(ids)}, np.asarray(said.sum(0)).ravel()
     found = {}
@@ -139,13 +150,38 @@ def _contrasted(
         others = [place_of[c] for c in beside[cluster]]
         if len(others) == len(ids) - 1:  # all the others: no need to add them up
             theirs, total = all_said[terms] - often, totals.sum() - totals[place]
+            elsewhere, n_others = all_texts[terms], sizes.sum() - sizes[place]
+            elsewhere = elsewhere - texts[place, terms].toarray().ravel()
         else:
             theirs = np.asarray(said[others][:, terms].sum(0)).ravel()
-            total = totals[others].sum()
+            elsewhere = np.asarray(texts[others][:, terms].sum(0)).ravel()
+            total, n_others = totals[others].sum(), sizes[others].sum()
         lift = 1 - (theirs / max(total, 1)) / (often / max(totals[place], 1))
         weight = weights[place, terms].toarray().ravel() * np.maximum(lift, 0) ** SHARPNESS
-        known = texts[place, terms].toarray().ravel() >= 2
-        order = np.lexsort((vocabulary[terms].astype(str), -weight))
-        order = [at for at in order if known[at] and weight[at] > 0][:WORDS]
+        inside = texts[place, terms].toarray().ravel()
+        known = (inside >= 2) & (weight > 0)
+        telling = np.zeros(len(terms), bool)
+        telling[known] = _tell_apart(inside[known], elsewhere[known], sizes[place], n_others)
+        telling &= lift >= LEAST_LIFT
+        known &= (lift >= LEAST_LIFT) & telling.any()
+        order = np.lexsort((vocabulary[terms].astype(str), -weight, ~telling))
+        order = [at for at in order if known[at]][:WORDS]
         found[cluster] = [(str(vocabulary[terms[at]]), float(weight[at])) for at in order]
     return found
+
+
+def _tell_apart(
+    inside: NDArray[np.floating], elsewhere: NDArray[np.floating], n: float, n_others: float
+) -> NDArray[np.bool_]:
+    """Whether each word is in more of a cluster's n texts than chance would put there.
+
+    Args:
+        inside: how many of them have the word, `[word]`.
+        elsewhere: how many of the siblings' texts have it.
+        n: the cluster's texts.
+        n_others: the siblings' texts; without any nothing is to be told apart.
+    """
+    if not n_others:
+        return np.ones(len(inside), bool)
+    chance = hypergeom.sf(inside - 1, n + n_others, inside + elsewhere, n)
+    return (chance * len(inside) <= CHANCE) | ((2 * inside >= n) & (elsewhere == 0))

@@ -16,6 +16,8 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from ssl_kd.cells import from_cell
+
 NUMBERS = ("confidence", "outlier")
 Rows = Callable[[Sequence[int]], list[dict[str, str]]]
 
@@ -55,6 +57,8 @@ def _lines(path: Path, split: str) -> Iterator[tuple[bool, dict[str, str]]]:
     """Each line, and whether it is of the split; files of old runs do not name any."""
     with open(path, newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
+            for name in {"file", "label"} & line.keys():
+                line[name] = from_cell(line[name] or "")
             yield line.get("split", "train") == split, line
 
 

@@ -199,6 +199,11 @@ class EmbeddingStore(ShardStore):
         name = _name(split)
         return cls(folder, name, expect=expect, verify=verify, exclude_bad=exclude_bad)
 
+    def relabel(self, labels: Tensor | None, class_names: Sequence[str] | None) -> None:
+        """Take other labels than those in the files, int64 [n], or none; the files stay."""
+        self.labels = labels
+        self.class_names = None if class_names is None else tuple(class_names)
+
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
         """The columns of a cache with this manifest."""
@@ -345,7 +350,8 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
             fingerprint,
             header,
             ids=ids,
-            adopt=("dtype",) if dtype is None else (),
+            # Which labels are known is not part of what was computed; a run brings its own.
+            adopt=("labelled", "class_names", *(("dtype",) if dtype is None else ())),
             shard_rows=shard_rows,
             only=only,
             force=force,

@@ -7,7 +7,6 @@ are numbers there, and names an Arrow column.
 from __future__ import annotations
 
 import csv
-import io
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from ssl_kd.cells import csv_field
 from ssl_kd.files import atomic_write
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.consensus import sample_rows
@@ -119,11 +119,9 @@ class Assigned:
     def lines(self, split: str, columns: Sequence[str]) -> Iterator[str]:
         """Lines of CSV, thousands at a time; a column not known stays empty."""
         for block in self.blocks(split, ROWS_PER_BLOCK):
-            text, nothing = io.StringIO(), [""] * len(block["file"])
+            nothing = [""] * len(block["file"])
             shown = [_as_text(block.get(name, nothing)) for name in columns]
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerows(zip(*shown, strict=True))
-            yield text.getvalue()
+            yield "".join(",".join(row) + "\n" for row in zip(*shown, strict=True))
 
     def batches(self, split: str, schema: arrow.Schema) -> Iterator[arrow.RecordBatch]:
         """Groups of rows of Parquet; a column not known is null."""
@@ -139,10 +137,11 @@ class Assigned:
         return ["" if k < 0 else str(k) if names is None else names[k] for k in labels]
 
 
-def _as_text(values: Any) -> list[Any]:
-    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-        return [f"{value:.4f}" for value in values.tolist()]
-    return values.tolist() if isinstance(values, np.ndarray) else values
+def _as_text(values: Any) -> list[str]:
+    if isinstance(values, np.ndarray):
+        shown = "{:.4f}" if values.dtype.kind == "f" else "{}"
+        return [shown.format(value) for value in values.tolist()]
+    return [csv_field(text) for text in values]
 
 
 def assignments_of(folder: Path) -> Path:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ssl_kd import evaluate
-from ssl_kd.datasets import open_dataset
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.imports import path_of_file
@@ -40,6 +39,7 @@ from ssl_kd.vision.run import (
     Run,
     about_data,
     embedded,
+    open_samples,
     pictures,
     teacher_of,
 )
@@ -47,11 +47,13 @@ from ssl_kd.vision.settings import VisionSettings
 
 logger = logging.getLogger(__name__)
 
+# What people decided and called the clusters: it holds in the extended run, too.
+DECIDED = ("curation.jsonl", "names.json")
 # What an extension may be told; all else is the run's.
 OWN = {"dataset", "device", "download", "extend", "extract_batch_size", "force_recompute"}
 OWN |= {"rebuild_damaged", "resume", "run_name", "runs_dir", "workers"}
 # These too, but the run's where nothing is said.
-OWN_IF_GIVEN = {"data_dir", "embeddings_dir"}
+OWN_IF_GIVEN = {"data_dir", "embeddings_dir", "labels"}
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,9 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
                 "teacher": parent.metrics.get("teacher", {"name": teacher.name}),
                 "seconds": clock.seconds,
             }
+            for name in DECIDED:
+                if (parent.path / name).is_file():
+                    shutil.copyfile(parent.path / name, folder.path / name)
             metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}
             folder.update_json("metrics.json", **metrics)
         folder.path = _moved(folder.path, runs)
@@ -223,9 +228,7 @@ def _embedded(
     tell: Progress,
 ) -> tuple[Dataset, EmbeddingStore, Teacher]:
     """The new samples through the run's teacher, in a cache named after what they are."""
-    dataset = open_dataset(
-        settings.dataset, "train", root=settings.data_dir, download=settings.download
-    )
+    dataset = open_samples(settings)
     teacher = teacher_of(settings, dataset, precision)
     width, weights = model.options["in_dim"], parent.metrics.get("teacher", {}).get("weights")
     if teacher.dim != width:

@@ -138,7 +138,7 @@ def extract(
                 Path(folder), split, expect=expected, exclude_bad=exclude_bad
             )
             _name_left_out(store.manifest, store.folder, dataset)
-            return store
+            return _labelled(store, dataset)
         except FileNotFoundError:
             pass
     form = {"shard_rows": shard_rows, "exclude_bad": exclude_bad}
@@ -151,7 +151,7 @@ def extract(
     if waited:
         logger.info("%s", waited)
     _name_left_out(store.manifest, store.folder, dataset)
-    return store
+    return _labelled(store, dataset)
 
 
 @undisturbed()
@@ -209,6 +209,13 @@ def extract_share(  # noqa: D417, the others are those of `extract`
 def _say_anew(n: int, split: str, folder: Path, began: float) -> None:
     seconds = time.perf_counter() - began
     logger.info("%d samples of %s were embedded anew in %.1f s: %s", n, split, seconds, folder)
+
+
+def _labelled(store: EmbeddingStore, dataset: ImageDataset | FeatureDataset) -> EmbeddingStore:
+    """The store with the labels that this run asks for, which an earlier one may not have."""
+    labels = None if dataset.labels is None else torch.from_numpy(dataset.labels)[store.indices]
+    store.relabel(labels, dataset.class_names)
+    return store
 
 
 def _check(dataset: ImageDataset | FeatureDataset, teacher: Teacher, batch_size: int) -> None:

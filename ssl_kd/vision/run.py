@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
+from ssl_kd.datasets import FeatureDataset, FolderDataset, ImageDataset, open_dataset
+from ssl_kd.datasets.text import first_few
+from ssl_kd.errors import printable
 from ssl_kd.files import sha256_file
 from ssl_kd.graph.levels import check_enough
 from ssl_kd.guard.memory import give_back_memory
@@ -191,15 +193,37 @@ def cache_folder(
     return folder
 
 
+def open_samples(settings: VisionSettings) -> Dataset:
+    """The samples of DATASET, the training split; say so where its folders might be labels."""
+    labels: Any = settings.labels
+    root, download = settings.data_dir, settings.download
+    dataset = open_dataset(settings.dataset, "train", root=root, download=download, labels=labels)
+    if isinstance(dataset, FolderDataset) and dataset.folders and dataset.labels is None:
+        logger.info(
+            "%s: its %d folders (%s) are not taken for classes, so no label is known; where they "
+            "are classes, --labels folders scores by them",
+            settings.dataset,
+            len(dataset.folders),
+            printable(", ".join(first_few(dataset.folders, 3))),
+        )
+    return dataset
+
+
 def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str, Dataset], Teacher]:
     """The splits that there are, `train` and perhaps `test`, and the teacher for them."""
+    train_set = open_samples(settings)
+    if settings.labels == "folders" and not getattr(train_set, "folders", ()):
+        raise SettingsError(
+            f"LABELS is {settings.labels!r}, but {settings.dataset} has no folders of images: "
+            "leave the flag out"
+        )
     root, download = settings.data_dir, settings.download
-    train_set = open_dataset(settings.dataset, "train", root=root, download=download)
+    labels: Any = settings.labels
     if settings.dataset_test is not None:
         names, source = train_set.class_names, settings.dataset_test
-        test_set = open_dataset(
-            source, "test", class_names=names, root=root, download=download, whole=True
-        )
+        given: Any = {"class_names": names, "root": root, "download": download, "labels": labels}
+        test_set: Dataset | None = open_dataset(source, "test", whole=True, **given)
+        assert test_set is not None
         other = test_set.class_names
         if names is not None and other is not None and names != other:
             raise SettingsError(
@@ -215,7 +239,7 @@ def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str,
             )
     else:
         test_set = open_dataset(
-            settings.dataset, "test", missing_ok=True, root=root, download=download
+            settings.dataset, "test", missing_ok=True, root=root, download=download, labels=labels
         )
 
     teacher = teacher_of(settings, train_set, precision)
@@ -294,7 +318,8 @@ def n_clusters_of(
         if class_names is None:
             raise SettingsError(
                 "N_CLUSTERS is None, which means the number of classes the data set declares, but "
-                f"{settings.dataset} declares none: give --n_clusters, a number or {AUTO}"
+                f"{settings.dataset} declares none: give --n_clusters, a number or {AUTO}, or "
+                "--labels folders, where the folders of its images are classes"
             )
         n_clusters = len(class_names)
     if not 2 <= n_clusters <= n:

@@ -85,13 +85,21 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     dataset: str = setting(
         "digits",
         "what to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of"
-        " a folder of images (folder/<class>/*.jpg, or unlabelled) | path of features (.npy .npz"
+        " a folder of images, at any depth | path of features (.npy .npz"
         " .pt .safetensors .parquet)",
         section="Data and folders",
     )
     dataset_test: str | None = setting(
         None,
         "held-out folder or file of features; None: the data set's own test split, if it has one",
+    )
+    labels: str = setting(
+        "auto",
+        "labels to score the answer by: folders (the first folder below DATASET is an image's"
+        " class) | auto (those that a data set by name or a file of features brings; a folder has"
+        " none)",
+        "Never used for training. The folders of an album are no classes.",
+        choices=("auto", "folders"),
     )
     extend: str | None = setting(
         None,

@@ -9,7 +9,14 @@ from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 
 
 def write(
-    folder: Path, x, labels=None, split="train", shard_rows=70, class_names=None, data="made up"
+    folder: Path,
+    x,
+    labels=None,
+    split="train",
+    shard_rows=70,
+    class_names=None,
+    data="made up",
+    ids=None,
 ) -> EmbeddingStore:
     """A store of rows `[n, d]`, in several shards."""
     x = torch.as_tensor(np.asarray(x), dtype=torch.float32)
@@ -21,7 +28,7 @@ def write(
         n,
         dim,
         labels=None if labels is None else torch.as_tensor(labels),
-        ids=[f"{split}/{row}.png" for row in range(n)],
+        ids=[f"{split}/{row}.png" for row in range(n)] if ids is None else ids,
         class_names=class_names,
         shard_rows=shard_rows,
     ) as writer:

@@ -1,5 +1,6 @@
 """`ssl_kd curate`: tables of a run and of a cache, and what cannot be."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from pyarrow import csv, parquet
 
+from ssl_kd.cells import from_cell
 from ssl_kd.cli import main
 from ssl_kd.curate import outliers
 from ssl_kd.finished import Curation, Samples
@@ -64,6 +66,37 @@ def test_a_cache(tmp_path, capsys):
     assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == 3
 
 
+@fault(1200)
+@pytest.mark.parametrize(("unknown", "given"), [(2, 2), (50, 20), (0, 20)])
+def test_more_to_label_than_lack_one_gives_those_that_do(tmp_path, capsys, unknown, given):
+    x, labels = distinct(50)
+    labels[:unknown] = -1
+    cache = write(tmp_path / "cache", x, labels=labels, class_names=list("abcdefgh")).folder
+    assert main(["curate", str(cache), "--label", "20"]) == 0
+    assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == given
+    assert ("all without a label" in capsys.readouterr().out) == (given == 2)
+    if unknown < 50:
+        named = csv.read_csv(cache / "curated" / "labels.csv")
+        assert {*named["label"].to_pylist(), *named["suggested"].to_pylist()} <= {*"abcdefgh"}
+
+
+@fault(1201)
+@pytest.mark.parametrize(
+    "odd", ["x\ny.png", "x\r\ny", "\u2028", '"x"', "=cmd|' /C calc'!A0", "\tx"]
+)
+def test_no_name_forges_a_line_of_kept_or_a_formula_of_a_table(tmp_path, odd):
+    names = [odd, *(f"{i}.png" for i in range(49))]
+    cache = write(tmp_path / "cache", distinct(50)[0], ids=names).folder
+    assert main(["curate", str(cache)]) == 0
+    lines = (cache / "curated" / "kept.txt").read_text().splitlines()
+    assert len(lines) == 50 and lines[1:] == names[1:]
+    assert (json.loads(lines[0]) if lines[0] != odd else lines[0]) == odd
+    parsed = csv.ParseOptions(newlines_in_values=True)
+    table = csv.read_csv(cache / "curated" / "outliers.csv", None, parsed)
+    cell = table["file"][table["row"].to_pylist().index(0)].as_py()
+    assert from_cell(cell) == odd and cell[0] not in "=+-@\t\r\n"
+
+
 @pytest.mark.parametrize("edit", ["kept.txt", "mine.txt", "written.json"])
 def test_what_someone_else_wrote_is_replaced_by_force_alone(tmp_path, capsys, edit):
     cache = write(tmp_path / "cache", distinct(50)[0]).folder
@@ -89,6 +122,7 @@ def test_what_someone_else_wrote_is_replaced_by_force_alone(tmp_path, capsys, ed
         (["{}", "--label", "0"], "--label is 0; expected at least 1"),
         (["{}", "--label", "400"], "400 samples to label were asked for; expected 1 to 50"),
         (["{}", "--colour", "red"], "curate has no --colour; expected --split, --duplicates"),
+        (["{}", "--out", "a\0b"], "holds a NUL, which no path"),
         (["{}", "--images"], "--images needs a run, and"),
         (["{}", "--exclude"], "--exclude needs a run, and"),
         (["{}", "--split", "val"], "nor a cache of the split val (no embeddings_val.json)"),

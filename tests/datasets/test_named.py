@@ -41,13 +41,14 @@ def test_digits_are_split_once_and_for_all():
 def test_folder_with_splits(tmp_path, test_folder):
     for name in ("train/ant/a.png", "train/bee/b.png", f"{test_folder}/bee/c.png"):
         picture(tmp_path / name)
-    train = open_dataset(str(tmp_path), "train")
-    test = open_dataset(str(tmp_path), "test")
+    train = open_dataset(str(tmp_path), "train", labels="folders")
+    test = open_dataset(str(tmp_path), "test", labels="folders")
     assert isinstance(train, FolderDataset) and isinstance(test, FolderDataset)
     assert train.ids == ["ant/a.png", "bee/b.png"] and test.ids == ["bee/c.png"]
     # The test split lacks a class, and numbers the others as training does.
     assert test.labels is not None and test.labels.tolist() == [1]
     assert test.class_names == train.class_names == ("ant", "bee")
+    assert open_dataset(str(tmp_path), "test").labels is None  # not asked for
 
 
 def test_folder_without_splits_is_all_training(tmp_path):
@@ -67,8 +68,8 @@ def test_unlabelled_splits(tmp_path):
 
 
 def test_cifar_folder(shared_data):
-    train = open_dataset(str(shared_data / "images" / "cifar10"), "train")
-    test = open_dataset(str(shared_data / "images" / "cifar10"), "test")
+    train = open_dataset(str(shared_data / "images" / "cifar10"), "train", labels="folders")
+    test = open_dataset(str(shared_data / "images" / "cifar10"), "test", labels="folders")
     assert isinstance(train, ImageDataset) and train.class_names == test.class_names
     assert train.labels is not None and test.labels is not None
     assert np.bincount(train.labels).tolist() == [200] * 10

@@ -1,6 +1,7 @@
 """What goes out of a run: the selection, people's decisions, and what is missing."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -145,3 +146,84 @@ def test_groups_of_rows_are_one_file(photo_run, tmp_path, monkeypatch):
     with parquet.ParquetFile(path) as file:
         assert file.num_row_groups == -(-len(content) // 50)
         assert file.schema_arrow.field("cluster").type == arrow.int32()
+
+
+@fault(1202)
+@pytest.mark.parametrize("out", ["", ".", "..", "x", "x.PARQUET", "a\0.parquet", "~"])
+def test_a_place_that_cannot_be_is_refused_before_anything_is_written(photo_run, tmp_path, out):
+    place = f"{tmp_path}/{out}" if out not in ("~", "") else out
+    with pytest.raises(InputError, match="--out is|exists"):
+        export(Content.of(Samples(photo_run)), "parquet", place)
+    assert list(tmp_path.iterdir()) == []
+
+
+@fault(1202)
+@pytest.mark.parametrize("what", ["link", "broken link", "folder", "link to a folder", "pipe"])
+def test_force_replaces_a_file_and_follows_no_link(photo_run, tmp_path, what):
+    content, out = Content.of(Samples(photo_run)), tmp_path / "out.parquet"
+    other = tmp_path / "other"
+    if what == "pipe":
+        os.mkfifo(out)
+    elif what == "folder":
+        out.mkdir()
+    else:
+        out.symlink_to(other)
+    if what == "link":
+        other.write_text("mine")
+    elif what == "link to a folder":
+        other.mkdir()
+    if what == "link":
+        export(content, "parquet", out, force=True)
+        assert other.read_text() == "mine" and out.is_file() and not out.is_symlink()
+        return
+    with pytest.raises(InputError, match=r"exists: .* move it away"):
+        export(content, "parquet", out, force=True)
+    assert os.path.lexists(out) and not [p for p in tmp_path.iterdir() if p.suffix == ".tmp"]
+
+
+@fault(1202)
+def test_a_file_that_appears_during_an_export_is_not_replaced(photo_run, tmp_path, monkeypatch):
+    out, batches = tmp_path / "out.parquet", Content.batches
+
+    def slow(self, size):
+        yield from batches(self, size)
+        out.write_text("mine")
+
+    monkeypatch.setattr(Content, "batches", slow)
+    with pytest.raises(InputError, match="exists"):
+        export(Content.of(Samples(photo_run)), "parquet", out)
+    assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]
+
+
+@fault(1202)
+def test_a_failed_replacement_leaves_the_old_file(photo_run, tmp_path, monkeypatch):
+    out = tmp_path / "out.parquet"
+    out.write_text("mine")
+
+    def full(self, size):
+        raise OSError(28, "No space left on device")
+        yield
+
+    monkeypatch.setattr(Content, "batches", full)
+    with pytest.raises(OSError, match="No space"):
+        export(Content.of(Samples(photo_run)), "parquet", out, force=True)
+    assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]
+
+
+@fault(1202)
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [
+        ("embedding-atlas", "vector"),
+        ("embedding-atlas", "image"),
+        ("fiftyone", "tags"),
+        ("fiftyone", "filepath"),
+    ],
+)
+def test_a_column_of_the_format_itself_is_no_users(photo_run, tmp_path, to, name):
+    samples = Samples(photo_run)
+    content = Content.of(samples, columns={name: np.zeros(len(samples))})
+    out = tmp_path / ("out.parquet" if to == "embedding-atlas" else "out")
+    with pytest.raises(InputError, match=f"{to} has a column '{name}' already"):
+        export(content, to, out)
+    assert list(tmp_path.iterdir()) == []

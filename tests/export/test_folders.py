@@ -102,3 +102,15 @@ def test_nothing_is_overwritten(content, tmp_path):
     assert place.read_text() == "mine"
     with pytest.raises(InputError, match="--link is 'sym', not .*symlink"):
         export(content, "folders", Path(tmp_path / "new"), link="sym")
+
+
+@fault(1203)
+def test_a_copy_of_the_same_size_and_another_content_is_in_the_way(content, tmp_path):
+    out = export(content, "folders", tmp_path / "out", link="copy")
+    place = next((out / "1 ring").iterdir())
+    before = place.read_bytes()
+    place.write_bytes(bytes(len(before)))
+    with pytest.raises(InputError, match="is in the way"):
+        export(content, "folders", out, link="copy")
+    place.write_bytes(before)
+    export(content, "folders", out, link="copy")

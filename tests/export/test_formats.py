@@ -2,9 +2,12 @@
 
 import io
 import json
+import os
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_to_bytes
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,6 +21,7 @@ from ssl_kd.estimator import MultiHeadClusterer
 from ssl_kd.export import Content, export
 from ssl_kd.finished import Samples
 from ssl_kd.naming import Name, Names
+from tests.faults.matrix import row as fault
 
 RING = 'ring "o" <&>'
 
@@ -103,6 +107,20 @@ def test_label_studio_tasks(content, tmp_path):
     assert tasks_of(served)[0]["data"]["image"] == "https://a.org/p/train/" + tasks_of(served)[0][
         "data"
     ]["file"].replace(" ", "%20")
+
+
+@fault(1204)
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
+@pytest.mark.parametrize("url", [None, "https://a.org/p"])
+def test_a_file_name_that_is_no_utf8_is_a_url_of_its_bytes(content, tmp_path, monkeypatch, url):
+    odd = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9 \xf0.png"))
+    Image.new("L", (8, 8)).save(odd)
+    monkeypatch.setattr(Samples, "image_file", lambda self, row: odd)
+    out = export(content, "label-studio", tmp_path / "out", url=url)
+    image = tasks_of(out)[0]["data"]["image"]
+    assert image.endswith("caf%E9%20%F0.png") and unquote_to_bytes(image).endswith(
+        odd.name.encode("utf-8", "surrogateescape")
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other program

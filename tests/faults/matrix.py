@@ -752,4 +752,28 @@ ROWS = {
         "another data set or teacher, and no EMBEDDINGS_DIR",
         "a cache folder of its own; the first stays as it is",
     ),
+    1200: Row(
+        "the folders of an album, which are no classes",
+        "labels on request only, and said so; a cache serves no run another run's labels",
+    ),
+    1201: Row(
+        "names with line breaks, quotes, or `= + - @` first, in tables and lists that we write",
+        "a row or line each, no formula; what we read gives the same name back",
+    ),
+    1202: Row(
+        "an export onto something that is there, or of columns that would take others' places",
+        "refused before the run is read; --force replaces a file, whole, and never a folder",
+    ),
+    1203: Row(
+        "a copy of an earlier export was zeroed, or is another file of the same size",
+        "its content is compared, and it is named as in the way",
+    ),
+    1204: Row(
+        "pictures whose names are not UTF-8 go out to programs that want text",
+        "their bytes, as a URL spells them; where that cannot be, they are named",
+    ),
+    1205: Row(
+        "a run that people curated is extended",
+        "renames, merges, splits and exclusions hold in the extended one, and can be undone",
+    ),
 }

@@ -37,6 +37,22 @@ def test_what_every_cluster_says_names_none():
     assert [names.of("cluster", c) for c in range(3)] == ["cat", "dog", "ship"]
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("each", [2, 5, 40, 400])
+def test_words_that_fall_by_chance_name_no_cluster(seed, each):
+    rng = np.random.default_rng(seed)
+    said = np.array(["mer", "été", "la", "plage", "2023", "img", "soleil", "maman"])
+    texts = [" ".join(rng.choice(said, 4)) for _ in range(5 * each)]
+    names = names_from_texts(texts, {"cluster": np.repeat(np.arange(5), each)})
+    assert names.levels["cluster"] == {}
+
+
+def test_a_word_that_is_only_a_little_more_frequent_is_no_name():
+    texts = ["mer la"] * 1200 + ["la plage"] * 800 + ["mer la"] * 1000 + ["la plage"] * 1000
+    names = names_from_texts(texts, {"cluster": np.repeat([0, 1], 2000)})
+    assert names.levels["cluster"] == {}, "of 2,000 texts 200 more are no chance, but say little"
+
+
 def tree():
     kinds = {"dog": ("terrier", "poodle"), "ship": ("ferry", "yacht")}
     texts, fine, coarse = [], [], []

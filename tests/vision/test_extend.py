@@ -12,14 +12,18 @@ import torch
 from ssl_kd.cli import train
 from ssl_kd.errors import InputError
 from ssl_kd.estimator import MultiHeadClusterer
+from ssl_kd.export import Content
+from ssl_kd.finished import Curation, Samples, curation
+from ssl_kd.naming import names
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolderError
-from ssl_kd.vision.extend import extend, inherited
+from ssl_kd.vision.extend import DECIDED, extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.offers import comparable, find_offers
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
+from tests.faults.matrix import row as fault
 from tests.kills import kill_again_and_again
 from tests.vision.test_run import FAST, assignments, metrics
 
@@ -140,6 +144,33 @@ def test_copies_of_one_sample_are_no_cluster(settings, tmp_path):
     assert all("extend1" == row["split"] for row in assignments(path)[240:])
 
 
+@fault(1205)
+def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, settings, tmp_path):
+    assert set(DECIDED) == {curation.FILE, names.FILE}
+    decided = shutil.copytree(parent, tmp_path / "decided")
+    people = Curation.open(decided)
+    people.rename(2, "the third")
+    people.merge([0, 1], "both")
+    people.exclude([5, 7])
+    row = int(np.flatnonzero(people.clusters == 2)[0])
+    made = people.split(2, [row]).what["new"]
+    names.Names({"cluster": {2: names.Name("found", "found")}}).save(decided)
+    new = save(tmp_path, "new.npz", range(4), 40, 1)
+    path = extend(settings(new, extend=str(decided))).path
+    grown = Curation.open(path)
+    assert grown.names == {0: "both", 2: "the third"} and grown.history == people.history
+    n = len(people.clusters)
+    assert (grown.clusters[:n] == people.clusters).all() and grown.excluded.sum() == 2
+    run_says = np.array(joined(path)[0])
+    assert (grown.clusters[n:] == np.where(run_says == 1, 0, run_says)).all()
+    assert grown.clusters[row] == made and 3 in grown.sizes and made not in run_says
+    grown.undo()  # each line can still be taken back, and new ones added
+    grown.rename(3, "the new ones")
+    again = extend(settings(save(tmp_path, "x.npz", [4], 40, 3), extend=str(path))).path
+    assert Curation.open(again).names == grown.names
+    assert Content.of(Samples(again)).cluster_names()[3] == "the new ones"
+
+
 def test_an_extended_run_is_extended_again(settings, tmp_path):
     first = extend(settings(save(tmp_path, "one.npz", range(4), 40, 1), run_name="one")).path
     both = save(tmp_path, "two.npz", range(5), 40, 2)
@@ -181,6 +212,7 @@ def test_images_are_embedded_by_the_runs_teacher_and_shown(tmp_path):
             folder = tmp_path / name / f"class{label}"
             save_images(folder, images[rows][labels[rows] == label], name + "{}.png")
     asked = {**FAST, "max_steps": 60, "dataset": str(tmp_path / "old"), "run_name": "old"}
+    asked |= {"labels": "folders"}
     asked |= {"runs_dir": str(tmp_path / "runs"), "embeddings_dir": str(tmp_path / "e")}
     run(VisionSettings(**asked))
     given = {"extend": "old", "dataset": str(tmp_path / "new"), "runs_dir": asked["runs_dir"]}

@@ -15,6 +15,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.vision.extract import extract
+from tests.faults.matrix import row as fault
 
 CPU = Precision.for_device("cpu")
 
@@ -243,6 +244,89 @@ def test_an_interrupted_extraction_goes_on_at_the_last_shard(tmp_path):
     assert seen[0].done == 24 and seen[-1].done == seen[-1].total == 40
 
 
+def album(root, folders=("2023", "2024", "misc"), each=4):
+    rng = np.random.default_rng(0)
+    for folder in folders:
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for i in range(each):
+            pixels = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / folder / f"{i}.png")
+    return root
+
+
+@fault(1200)
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("force", [False, True])
+def test_an_extraction_goes_on_under_other_labels_and_keeps_its_shards(tmp_path, first, force):
+    root, cache = album(tmp_path / "album"), tmp_path / "cache"
+
+    def data(labelled):
+        return FolderDataset(root, "album", "train", labelled=labelled)
+
+    def stop(batch):
+        if len(failing.sizes) == 2:
+            raise KeyboardInterrupt
+
+    failing = Sums(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(data(first), failing, cache, shard_rows=4)
+    again = Sums()
+    store = run(data(not first), again, cache, shard_rows=4, force=force)
+    assert sum(again.sizes) <= 8  # the complete shards are kept
+    expected = [row // 4 for row in range(12)]
+    if first:
+        assert store.labels is None and store.class_names is None
+    else:
+        assert store.labels is not None and store.labels.tolist() == expected
+        assert store.class_names == ("2023", "2024", "misc")
+    for labelled in (False, True):
+        opened = run(data(labelled), again, cache)
+        assert (opened.labels is not None) == labelled
+        assert opened.labels is None or opened.labels.tolist() == expected
+    assert sum(again.sizes) <= 8
+
+
+@fault(1200)
+def test_labels_of_a_cache_follow_the_classes_of_the_training_split_by_now(tmp_path):
+    album(tmp_path / "data" / "train", ("cat", "dog"))
+    album(tmp_path / "data" / "test", ("dog",))
+    source, cache = str(tmp_path / "data"), tmp_path / "cache"
+
+    def held_out():
+        data = open_dataset(source, "test", labels="folders")
+        return run(data, Sums(), cache, split="test")
+
+    assert held_out().class_names == ("cat", "dog")
+    album(tmp_path / "data" / "train", ("bird",))  # every class behind it has another number now
+    store = held_out()
+    assert store.class_names == ("bird", "cat", "dog") and store.labels is not None
+    assert store.labels.tolist() == [2] * 4
+
+
+@fault(1200)
+@pytest.mark.parametrize(
+    ("folders", "classes"),
+    [
+        (("a\nb", "=x", "-1"), ("-1", "=x", "a\nb")),
+        ((".hidden", "seen"), ("seen",)),
+        (("deep/er", "deep/est"), ("deep",)),
+        (("train", "trainer"), ()),
+        (("Ä", "ä", "日本"), ("Ä", "ä", "日本")),
+        (("1", "10", "2"), ("1", "10", "2")),
+    ],
+)
+def test_folders_of_any_name_are_classes_on_request_alone(tmp_path, folders, classes):
+    root = str(album(tmp_path / "album", folders))
+    plain = open_dataset(root, "train")
+    asked = open_dataset(root, "train", labels="folders")
+    assert plain.labels is None and plain.class_names is None
+    assert (asked.class_names or ()) == classes and list(asked.ids) == list(plain.ids)
+    assert asked.fingerprint == plain.fingerprint
+    if asked.labels is not None:
+        firsts = [id.split("/")[0] for id in asked.ids]
+        assert [classes[k] for k in asked.labels] == firsts
+
+
 def test_resumed_batches_are_those_of_an_uninterrupted_run(tmp_path):
     data = arrays(30)
     seen = {}
@@ -414,7 +498,7 @@ def test_names_survive_a_csv(tmp_path):
 
 
 def test_a_real_teacher_on_real_images(shared_data, tmp_path):
-    data = open_dataset(str(shared_data / "images" / "cifar10"), "test")
+    data = open_dataset(str(shared_data / "images" / "cifar10"), "test", labels="folders")
     file = shared_data / "models" / "efficientnet_lite0" / "model.safetensors"
     teacher = load_teacher("efficientnet_lite0", weights=file, image_size=64)
     store = run(data, teacher, tmp_path, split="test", batch_size=50)

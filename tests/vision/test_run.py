@@ -15,11 +15,15 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from ssl_kd.errors import InputError
+from ssl_kd.export import model_card
 from ssl_kd.files import CorruptFileError, load_tensors
+from ssl_kd.finished import Samples
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.report import write_report
+from ssl_kd.report.assignments import read_assignments
 from ssl_kd.report.tables import results_table
+from ssl_kd.run import Run as OpenRun
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from ssl_kd.training.stop import Interrupted
@@ -28,6 +32,7 @@ from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
+from tests.faults.matrix import row as fault
 
 ROOT = Path(__file__).parents[2]
 FAST = {
@@ -288,6 +293,69 @@ def test_labels_change_nothing_but_the_scores(settings, tmp_path, digits):
     assert found[0][3] > found[1][3] and found[2][3] is None
 
 
+@pytest.fixture
+def album(tmp_path, digits):
+    """Settings of 62 digits in the folders of an album, and 2 beside them."""
+    images = digits[0]
+    save_images(tmp_path / "album", images[:2])
+    for name, rows in {"2023": images[2:30], "2024": images[30:50], "misc": images[50:64]}.items():
+        save_images(tmp_path / "album" / name, rows)
+    return {"dataset": str(tmp_path / "album"), "image_size": 8, "n_clusters": 4, "probe": True}
+
+
+@fault(1200)
+def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
+    caplog.set_level("INFO", "ssl_kd")
+    path = run(settings(**album)).path
+    (line,) = [r.getMessage() for r in caplog.records if "--labels folders" in r.getMessage()]
+    assert "its 3 folders (2023, 2024, misc) are not taken for classes" in line
+    assert "label" not in assignments(path)[0]
+    told = metrics(path)
+    assert all(line["acc"] is None for line in told["table"]) and told.get("knn_accuracy") is None
+    assert not told["dataset"]["labelled"] and told["dataset"]["class_names"] is None
+    page = write_report(path).read_text()
+    assert "no label is known" in page and "in the right cluster" not in page
+    samples = Samples(path)
+    assert samples.store().labels is None
+    assert "No labels are known" in str(model_card(samples))
+    with pytest.raises(InputError, match="fewer than two classes"):
+        OpenRun.open(path).mislabelled()
+
+
+@fault(1200)
+@pytest.mark.parametrize("first", ["auto", "folders"])
+def test_a_cache_serves_the_labels_that_each_run_asks_for(settings, album, first):
+    second = {"auto": "folders", "folders": "auto"}[first]
+    runs = {labels: run(settings(**album, labels=labels)).path for labels in (first, second)}
+    cache = Path(settings().embeddings_dir) / "embeddings_train.json"
+    written = cache.stat().st_mtime_ns
+    again = {labels: run(settings(**album, labels=labels)).path for labels in (first, second)}
+    assert cache.stat().st_mtime_ns == written  # nothing was embedded again
+    for found in (runs, again):
+        assert metrics(found["auto"])["table"][0]["acc"] is None
+        assert metrics(found["folders"])["table"][0]["acc"] > 0
+        assert weights(found["auto"]) == weights(found["folders"])
+        assert Samples(found["auto"]).store().labels is None
+        store = Samples(found["folders"]).store()
+        assert store.class_names == ("2023", "2024", "misc") and store.labels is not None
+        assert store.labels.tolist() == [-1] * 2 + [0] * 28 + [1] * 20 + [2] * 14
+
+
+@fault(1200)
+@pytest.mark.parametrize("dataset", ["flat", "features", "digits"])
+def test_labels_from_folders_that_are_not_there_are_refused(settings, tmp_path, digits, dataset):
+    save_images(tmp_path / "flat", digits[0][:8])
+    where = {"flat": str(tmp_path / "flat"), "features": settings().dataset}.get(dataset, dataset)
+    with pytest.raises(SettingsError, match="LABELS is 'folders'.*no folders of images"):
+        run(settings(dataset=where, labels="folders", image_size=8, n_clusters=2))
+
+
+@fault(1200)
+def test_k_by_the_classes_of_a_folder_names_the_flag(settings, album):
+    with pytest.raises(SettingsError, match="--n_clusters, a number or auto, or --labels folders"):
+        run(settings(**album | {"n_clusters": None}))
+
+
 # --- Stopped and resumed ------------------------------------------------------------------------
 
 
@@ -401,7 +469,8 @@ def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp
     save_images(tmp_path / "pictures", images[:32])
     for digit in range(10):
         save_images(tmp_path / "pictures" / f"digit {digit}", images[32:][labels[32:] == digit])
-    done = run(settings(dataset=str(tmp_path / "pictures"), image_size=8, probe=True))
+    pictures = {"dataset": str(tmp_path / "pictures"), "image_size": 8, "labels": "folders"}
+    done = run(settings(**pictures, probe=True))
     lines = assignments(done.path)
     assert sum(line["label"] == "" for line in lines) == 32
     assert {line["label"] for line in lines} == {"", *(f"digit {d}" for d in range(10))}
@@ -473,6 +542,22 @@ def test_some_duplicates_do_no_harm(settings, tmp_path, digits):
     data = save_features(tmp_path / "x.npz", np.concatenate([flat[:1].repeat(40, 0), flat[1:41]]))
     lines = assignments(run(settings(dataset=data, n_clusters=4)).path)
     assert len({line["cluster"] for line in lines[:40]}) == 1
+
+
+FORGED = ["a\nb,1,0.9,train.png", "c\rd.png", "=1+1.png", "'=1.png", "-x.png", 'q"u,o.png', "-3"]
+
+
+@fault(1201)
+def test_names_that_would_forge_rows_or_formulas_come_back_as_they_were(settings, tmp_path, digits):
+    names = [*FORGED, *(f"{i:04}" for i in range(64 - len(FORGED)))]
+    data = save_features(tmp_path / "x.npz", digits[0][:64].reshape(64, -1), ids=names)
+    path = run(settings(dataset=data, n_clusters=4)).path
+    assert Samples(path).column("file").tolist() == names
+    rows = read_assignments(path, "train").rows(range(64))
+    assert [line["file"] for line in rows] == names
+    cells = [line["file"] for line in assignments(path)]
+    assert len(cells) == 64 and not any(cell[0] in "=+@\t\r\n" for cell in cells)
+    assert cells[4:7] == ["'-x.png", 'q"u,o.png', "-3"]
 
 
 # --- Settings that matter to the whole ----------------------------------------------------------
@@ -604,7 +689,7 @@ def test_a_test_set_named_for_itself_is_scored_whole(settings, tmp_path, digits,
                 folder = tmp_path / part / f"digit {digit}"
                 save_images(folder, images[rows][labels[rows] == digit])
         held_out = str(tmp_path / "te")
-        changes = {"dataset": str(tmp_path / "mine"), "image_size": 8}
+        changes = {"dataset": str(tmp_path / "mine"), "image_size": 8, "labels": "folders"}
     path = run(settings(**changes, dataset_test=held_out, probe=True)).path
     found = metrics(path)
     assert (found["dataset"]["n_train"], found["dataset"]["n_test"]) == (64, 32)
