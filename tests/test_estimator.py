@@ -324,6 +324,30 @@ def test_the_number_of_clusters_can_be_found(blobs, tmp_path, wanted):
         small(wanted).fit(x[:20])
 
 
+@pytest.mark.parametrize(("method", "wanted"), [("graph", 60), ("heads", 2), ("heads", 24)])
+def test_as_many_clusters_as_are_wanted_are_returned(blobs, tmp_path, method, wanted):
+    x = blobs[0][:90]
+    clusterer = small(wanted, method=method, max_steps=5).fit(x)
+    assert sorted(set(clusterer.labels_)) == list(range(wanted))
+    np.testing.assert_array_equal(clusterer.predict(x), clusterer.labels_)
+    probabilities = clusterer.predict_proba(x)
+    np.testing.assert_array_equal(probabilities.argmax(1), clusterer.labels_)
+    np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
+    clusterer.save_pretrained(tmp_path)
+    again = MultiHeadClusterer.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(again.predict_proba(x), probabilities)
+    halves = np.concatenate([clusterer.predict(x[:70]), clusterer.predict(x[70:])])
+    np.testing.assert_array_equal(halves, clusterer.labels_)
+
+
+def test_fewer_distinct_samples_than_clusters_are_fewer_clusters_and_a_warning_counts_them(caplog):
+    x = np.repeat(np.random.default_rng(0).normal(size=(7, 4)), 9, axis=0)
+    clusterer = small(12, max_steps=5).fit(x)
+    assert len(set(clusterer.labels_)) == 7
+    assert "7 distinct rows, 12 clusters" in caplog.text
+    assert "5 of the 12 clusters stay empty" in caplog.text and "Ask for 7" in caplog.text
+
+
 def test_partial_fit_adds_samples_and_the_clusters_that_they_offer(blobs, tmp_path):
     x, truth = blobs
     clusterer = small().partial_fit(x)  # not fitted: this fits
