@@ -211,7 +211,8 @@ def form_answer(
         raise TooFewHealthyParts("no head is healthy, so there is no answer to form")
 
     chosen = order[: settings.consensus_heads or -(-len(order) // 2)]
-    novelty = Novelty.fit(gather(sample_rows(len(neighbours), settings.seed, REFERENCE_ROWS)))
+    reference = gather(sample_rows(len(neighbours), settings.seed, REFERENCE_ROWS))
+    novelty = Novelty.fit(reference, projection(torch.zeros(1, projection.in_dim))[0])
     model = ClusterModel(
         in_dim=projection.in_dim,
         head_dim=projection.dim,

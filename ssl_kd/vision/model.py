@@ -22,7 +22,7 @@ from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
 from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
 from ssl_kd.vision.confidence import tempered
-from ssl_kd.vision.novelty import Novelty
+from ssl_kd.vision.novelty import Novelty, is_dead
 from ssl_kd.vision.offers import Offers, comparable, find_offers
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.splits import Splits
@@ -303,7 +303,8 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         """Embeddings `[n, in_dim]` -> the share of training samples less far out, `[n]` in [0, 1].
 
         For one of an offered cluster the training samples are no measure: it has the share of its
-        nearest five that are not of that cluster, where this is less.
+        nearest five that are not of that cluster, where this is less. A dead input has 1, whatever
+        was trained on: a row of zeros, or of one value in 8 columns or more.
 
         Raises:
             InputError: the model was saved by a version that kept none.
@@ -312,11 +313,11 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
 
         def score(block: Tensor) -> Tensor:
             projected = self.projection(block)
-            found = novelty.score(projected)
-            if self.offers is None:
-                return found
-            cluster, share = self.offers.claims(novelty.polar(projected), novelty.reference)
-            return torch.where(cluster >= 0, found.minimum(1 - share), found)
+            scores = novelty.score(projected)
+            if self.offers is not None:
+                cluster, share = self.offers.claims(novelty.polar(projected), novelty.reference)
+                scores = torch.where(cluster >= 0, scores.minimum(1 - share), scores)
+            return scores.masked_fill(is_dead(block), 1)
 
         return self._in_blocks(score, x)
 

@@ -97,7 +97,7 @@ def _between(x: Tensor, side: Tensor) -> Plane | None:
 
 
 def _plane_around(x: Tensor, clusters: Tensor, members: Tensor) -> tuple[Tensor, Plane] | None:
-    """The cluster that holds most of some members `[n]` bool, and the plane that sets them apart."""
+    """The cluster that holds most of the members `[n]` bool, and the plane that parts them."""
     if not members.any():
         return None
     parent = clusters[members].mode().values
