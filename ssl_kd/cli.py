@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
+from ssl_kd.early import check_dataset, check_run_name, run_to_extend
 from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError
 from ssl_kd.failures import LANGUAGE_MEMORY, guarded, say
 from ssl_kd.flags import FlagParser, read_settings
@@ -74,8 +75,13 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
         from ssl_kd.vision.settings import VisionSettings
 
         def derive(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:
+            for source in (settings.dataset, settings.dataset_test):
+                check_dataset(source)
+            if settings.run_name is not None and "WORLD_SIZE" not in os.environ:
+                check_run_name(Path(settings.runs_dir) / settings.run_name, settings.resume)
             if settings.extend is None:
                 return settings
+            run_to_extend(settings.extend, settings.runs_dir)
             from ssl_kd.vision.extend import inherited
 
             return inherited(settings, given)

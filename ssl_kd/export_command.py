@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ssl_kd.early import run_folder
 from ssl_kd.errors import OK, InputError
 from ssl_kd.flags import flags_after, listed
 
@@ -49,6 +50,7 @@ def export_run(argv: Sequence[str], prog: str) -> int:
         raise InputError(f"There is no flag {rest[0]}; {prog} --help lists all")
     if given.to is None and given.names is None and given.push is None:
         raise InputError(f"what shall it be? {prog} {argv[0]} --to parquet, for one")
+    run_folder(argv[0])
     return _export(argv[0], given, prog)
 
 

@@ -18,7 +18,7 @@ from ssl_kd.datasets.names import Names
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors
 
-__all__ = ["FEATURE_FILES", "FeatureDataset", "class_numbers", "open_features"]
+__all__ = ["FeatureDataset", "class_numbers", "open_features"]
 
 logger = logging.getLogger(__name__)
 
@@ -335,5 +335,3 @@ _READERS: Mapping[str, Callable[[Path], Columns]] = {
     ".safetensors": _read_safetensors,
     ".parquet": _read_parquet,
 }
-FEATURE_FILES = tuple(_READERS)
-"""How the names of feature files end."""

@@ -236,6 +236,8 @@ def form_answer(
     _fill_empty(model, x, None if found is None else found.clusters)
     if found is not None:
         _calibrate(model, gather, found.repeats, settings.seed)
+        if model.splits is not None:  # at that temperature other votes may be equal
+            _fill_empty(model, x, found.clusters)
         model.tree = Tree.fit(x, found.clusters, found.levels, n_clusters)
     return model, chosen, information
 
@@ -249,7 +251,8 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
         x: training samples, projected.
         target: `[n]` int64, the partition that the heads learned; None: they found their own.
     """
-    likeliest = torch.cat([model.vote(block).argmax(-1) for block in x.split(ROWS_PER_BLOCK)])
+    model.splits = None
+    likeliest = torch.cat([model.answer(block).argmax(-1) for block in x.split(ROWS_PER_BLOCK)])
     splits = Splits.fit(x, likeliest, model.n_clusters, target)
     if n_splits := len(splits.parts):
         model.splits, model.options["n_splits"] = splits, n_splits
@@ -270,7 +273,8 @@ def _calibrate(model: ClusterModel, gather: Gather, repeats: Tensor, seed: int) 
     rows = sample_rows(repeats.shape[1], seed, CALIBRATION_ROWS)
     blocks = [gather(block) for block in rows.split(ROWS_PER_BLOCK)]
     votes = torch.cat([model.vote(block) for block in blocks])
-    wanted = stability(votes.argmax(-1), repeats[:, rows])
+    answered = torch.cat([model.answer(block).argmax(-1) for block in blocks])
+    wanted = stability(answered, repeats[:, rows])
     if wanted is not None:
         model.options["answer_temperature"] = temperature_for(votes, wanted)
 

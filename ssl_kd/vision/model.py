@@ -166,7 +166,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         of it, and the others share the rest; all other rows are as if nothing had been offered.
         """
         projected = self.projection(x)
-        old = tempered(self.vote(projected), self.options["answer_temperature"])
+        old = self.answer(projected)
         if self.offers is None:
             return old
         novelty = self._novelty()
@@ -182,17 +182,25 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         return log_probabilities(logits, self.temperature).exp()
 
     def vote(self, projected: Tensor) -> Tensor:
-        """Projected embeddings `[batch, head_dim]` -> the answer's `[batch, cluster]`.
+        """Projected embeddings `[batch, head_dim]` -> the heads' mean vote `[batch, cluster]`.
 
         Its largest entry is how far the heads agree on that sample, before `answer_temperature`.
-        Beyond a plane of `splits` the two clusters that it divides swap their probabilities.
         """
-        vote = torch.bmm(self.head_probabilities(projected), self.votes).mean(0)
+        return torch.bmm(self.head_probabilities(projected), self.votes).mean(0)
+
+    def answer(self, projected: Tensor) -> Tensor:
+        """The vote, tempered; beyond a plane of `splits` the two clusters swap probabilities."""
+        old = tempered(self.vote(projected), self.options["answer_temperature"])
         if self.splits is None:
-            return vote
-        likeliest = vote.argmax(-1)
-        pair = torch.stack([likeliest, self.splits(projected, likeliest)], 1)
-        return vote.scatter(1, pair.flip(1), vote.gather(1, pair))
+            return old
+        likeliest = old.argmax(-1)
+        last = self.splits(projected, likeliest)
+        pair = torch.stack([likeliest, last], 1)
+        swapped = old.gather(1, pair.flip(1))
+        # Votes are often equal to the bit: the swapped one is to be the only largest.
+        more = swapped[:, 1].nextafter(torch.full_like(swapped[:, 1], 2.0))
+        swapped[:, 1] = torch.where(last == likeliest, swapped[:, 1], more)
+        return old.scatter(1, pair, swapped)
 
     @undisturbed()
     @torch.inference_mode()
@@ -243,7 +251,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             InputError: the model was saved by a version that kept no samples to compare with.
         """
         novelty = self._novelty()
-        reference, old = novelty.reference, self.vote(novelty.rows).argmax(-1)
+        reference, old = novelty.reference, self.answer(novelty.rows).argmax(-1)
         if self.offers is not None:
             reference = torch.cat([reference, self.offers.rows])
             old = torch.cat([old, self.options["n_clusters"] + self.offers.clusters])
