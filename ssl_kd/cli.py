@@ -398,7 +398,7 @@ def _train(settings: VisionSettings) -> int:
     screen = open_screen()
     from ssl_kd.ranks import follows
     from ssl_kd.report import reported, run_images
-    from ssl_kd.report.tables import extension_text, number_text, results_table
+    from ssl_kd.report.tables import extension_text, next_commands, number_text, results_table
     from ssl_kd.vision.assigned import assignments_of
 
     if settings.extend is None:
@@ -428,7 +428,9 @@ def _train(settings: VisionSettings) -> int:
     files = {"Clusters": assignments_of(path), "Report": path / "report.html"}
     if (path / "faults").exists():
         files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"
-    return _show(result, files)
+    code = _show(result, files)
+    print(f"Next: {'; '.join(next_commands(path))}")
+    return code
 
 
 def _distill(settings: LanguageSettings) -> int:

