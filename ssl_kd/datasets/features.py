@@ -166,7 +166,8 @@ def open_features(
         path: `.npy` (an array; labels may lie beside it in `NAME_labels.npy`), `.npz`, `.pt` or
             `.safetensors` (arrays named `features`, `embeddings` or `x`, and perhaps `labels` or
             `y`, `ids`), or `.parquet` (one list column, of such a name where there are several, or
-            columns of numbers or booleans; any other column is left out with a warning, a pandas index silently).
+            columns of numbers or booleans; any other column is left out with a warning, a pandas
+            index silently).
         split: what to call it.
         class_names: the order of classes to keep, when another split has set it.
 

@@ -242,11 +242,7 @@ def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision)
     name = settings.teacher
     if isinstance(dataset, FeatureDataset) and name == VisionSettings.teacher:
         name = "features"  # a file of features says so by itself
-    if (
-        name == VisionSettings.teacher
-        and isinstance(dataset, ImageDataset)
-        and _are_photos(dataset)
-    ):
+    if name == "pixels" and isinstance(dataset, ImageDataset) and _are_photos(dataset):
         logger.warning(
             "TEACHER pixels compares colours point by point, which says next to nothing of "
             "photographs. For a network that knows them: pip install "

@@ -642,7 +642,7 @@ ROWS = {
         "its outlier score is 1, whatever was trained on",
     ),
     1601: Row(
-        "the vote of the heads leaves clusters empty, or fewer rows differ than clusters are wanted",
+        "the vote of the heads leaves clusters empty, or fewer rows differ than are wanted",
         "an empty cluster takes its part of another; what cannot be is counted in a warning",
     ),
     1602: Row(
