@@ -305,8 +305,8 @@ def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
     ("argv", "shown"),
     [
         (
-            ["/x y/train.py", "--dataset", "my photos"],
-            "python '/x y/train.py' --dataset 'my photos'",
+            ["/x y/t.py", "--dataset", "my photos"],
+            "python '/x y/t.py' --dataset 'my photos'",
         ),
         (["train.py", "--run_name", "a b", "--resume", "--seed", "3"], "python train.py --seed 3"),
         (["train.py", "--run-name=a", "--seed", "3"], "python train.py --seed 3"),
@@ -331,10 +331,10 @@ def test_a_damaged_command_is_shown_and_breaks_nothing(damaged):
 
 def test_the_interval_of_k_is_in_the_headline_and_what_to_do_next_below(run):
     change(run, "metrics.json", graph={"number": {
-        "n_clusters": 3, "interval": [2, 5], "ranked": [{"n_clusters": 3}]}})  # fmt: skip
+        "n_clusters": 4, "interval": [2, 5], "ranked": [{"n_clusters": 4}]}})  # fmt: skip
     page = write_report(run).read_text()
     headline = page.partition("<h1>")[2].partition("</h1>")[0]
-    assert "3 clusters were found, 2 to 5 by halves of the data" in headline
+    assert "4 clusters were found, 2 to 5 by halves of the data" in headline
     for command in ("explore", "curate", "export"):
         assert f"ssl_kd {command} {run}" in page
 
