@@ -2,6 +2,10 @@
 
     python -m benchmarks.calibration --sets digits,cifar_efficientnet --cifar FOLDER
 
+`--strange` shows another table instead: the area under the ROC curve of the outlier score between
+held-out samples and what is no sample at all (dead and constant inputs, noise, negatives, another
+data set), and in brackets the share of these above 0.99. `--features FOLDER` adds its NAME.npz.
+
 Of each set two tables' rows, labels read only to score: the expected calibration error (15 bins) of
 the heads' vote as it is and of the calibrated one, and how many of the samples with confidence 0.9
 or more are right; and the area under the ROC curve of the outlier score, where each class in turn
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,13 +53,62 @@ def detection(x: NDArray, y: NDArray, seed: int) -> tuple[float, float]:
     for c in np.unique(y)[:CLASSES]:
         train = torch.from_numpy(x[trained & (y != c)])
         projection = Projection.fit(train, VisionSettings.pca_dim)
-        novelty = Novelty.fit(projection(train[:REFERENCE_ROWS]))  # the sets are in random order
+        origin = projection(torch.zeros(1, x.shape[1]))[0]
+        novelty = Novelty.fit(projection(train[:REFERENCE_ROWS]), origin)  # in random order
         asked = ~trained | (y == c)
         scores = novelty.score(projection(torch.from_numpy(x[asked]))).numpy()
         new = y[asked] == c
         areas.append(roc_auc_score(new, scores))
         above.append((scores[~new] > 0.95).mean())
     return float(np.mean(areas)), float(np.mean(above))
+
+
+def inputs_that_are_none(
+    x: NDArray, other: NDArray, rng: np.random.Generator, n: int = 400
+) -> dict[str, NDArray]:
+    """Rows `[n, d]` by kind, none of which is a sample of the set of `x`; as long as its own."""
+    dim, length = x.shape[1], np.linalg.norm(x, axis=1).mean()
+    rows = x[rng.permutation(len(x))[:n]]
+    foreign = np.zeros((min(n, len(other)), dim))
+    width = min(dim, other.shape[1])
+    foreign[:, :width] = other[rng.permutation(len(other))[:n], :width]
+    return {
+        "zeros": np.zeros((1, dim)),
+        "the mean everywhere": np.full((1, dim), x.mean()),
+        "constant": rng.uniform(x.min(), x.max(), (n, 1)) * np.ones(dim),
+        "one-hot": np.eye(dim)[rng.integers(dim, size=n)] * length,
+        "uniform": rng.uniform(x.min(), x.max(), (n, dim)),
+        "normal": rng.normal(x.mean(), x.std(), (n, dim)),
+        "normal, each column's": rng.normal(x.mean(0), x.std(0), (n, dim)),
+        "negative": -rows,
+        "another set": foreign * length / np.linalg.norm(foreign, axis=1).mean(),
+    }
+
+
+def strangeness(x: NDArray, other: NDArray, seed: int) -> dict[str, tuple[float, float]]:
+    """Area under the ROC curve beside held-out samples, and the share above 0.99, of each kind."""
+    rng = np.random.default_rng(seed)
+    trained = rng.random(len(x)) < TRAINED
+    train = torch.from_numpy(x[trained])
+    clusterer = MultiHeadClusterer(2, method="heads", max_steps=1, n_heads=1).fit(train)
+    usual = clusterer.outlier_scores(x[~trained])
+    found = {"held out": (0.5, float((usual > 0.99).mean()))}
+    for kind, rows in inputs_that_are_none(x[trained], other, rng).items():
+        scores = clusterer.outlier_scores(rows.astype(np.float32))
+        truth = np.repeat([0, 1], [len(usual), len(scores)])
+        area = float(roc_auc_score(truth, np.concatenate([usual, scores])))
+        found[kind] = area, float((scores > 0.99).mean())
+    return found
+
+
+def print_strangeness(sets: dict[str, NDArray], seed: int) -> None:
+    names = list(sets)
+    for place, name in enumerate(names):
+        found = strangeness(sets[name], sets[names[place - 1]], seed)
+        if place == 0:
+            print(_line(["set", *found]), "|---" * (len(found) + 1) + "|", sep="\n")
+        cells = [f"{100 * area:.1f} ({100 * above:.0f} %)" for area, above in found.values()]
+        print(_line([name, *cells]), flush=True)
 
 
 def bins(found: dict[str, Any]) -> str:
@@ -71,8 +125,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Calibration of the confidence; outlier scores.")
     parser.add_argument("--sets", type=lambda text: names_of(SETS, text), default=list(SETS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strange", action="store_true", help="what is no sample, instead")
+    parser.add_argument("--features", type=Path, help="folder of more sets, NAME.npz with x and y")
     Sources.add_flags(parser)
     args = parser.parse_args()
+    if args.strange:
+        sets = {name: SETS[name] for name in args.sets if name in SETS}
+        found = {name: x for name, x, _ in loaded(sets, Sources.of(args))}
+        files = sorted(args.features.glob("*.npz")) if args.features else []
+        print_strangeness(found | {file.stem: np.load(file)["x"] for file in files}, args.seed)
+        return
     head = ["set", "accuracy", "ECE, the vote", "ECE, calibrated", "right from 0.9 on, the vote"]
     head += ["right from 0.9 on, calibrated", "AUROC, a class left out", "held out above 0.95"]
     lines, diagrams = [_line(head), "|---" * len(head) + "|"], []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
+from ssl_kd.early import check_dataset, check_run_name, run_to_extend
 from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError
 from ssl_kd.failures import LANGUAGE_MEMORY, guarded, keep_writing, say
 from ssl_kd.flags import FlagParser, read_settings
@@ -75,8 +76,13 @@ def train(argv: Sequence[str], *, config: Path = Path("config.py"), prog: str = 
         from ssl_kd.vision.settings import VisionSettings
 
         def derive(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:
+            for source in (settings.dataset, settings.dataset_test):
+                check_dataset(source)
+            if settings.run_name is not None and "WORLD_SIZE" not in os.environ:
+                check_run_name(Path(settings.runs_dir) / settings.run_name, settings.resume)
             if settings.extend is None:
                 return settings
+            run_to_extend(settings.extend, settings.runs_dir)
             from ssl_kd.vision.extend import inherited
 
             return inherited(settings, given)
@@ -397,7 +403,7 @@ def _train(settings: VisionSettings) -> int:
     screen = open_screen()
     from ssl_kd.ranks import follows
     from ssl_kd.report import reported, run_images
-    from ssl_kd.report.tables import extension_text, number_text, results_table
+    from ssl_kd.report.tables import extension_text, next_commands, number_text, results_table
     from ssl_kd.vision.assigned import assignments_of
 
     if settings.extend is None:
@@ -427,7 +433,9 @@ def _train(settings: VisionSettings) -> int:
     files = {"Clusters": assignments_of(path), "Report": path / "report.html"}
     if (path / "faults").exists():
         files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"
-    return _show(result, files)
+    code = _show(result, files)
+    print(f"Next: {'; '.join(next_commands(path))}")
+    return code
 
 
 def _distill(settings: LanguageSettings) -> int:

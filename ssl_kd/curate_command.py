@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssl_kd.early import home_resolved
 from ssl_kd.errors import OK, InputError
-from ssl_kd.flags import flags_after, listed
+from ssl_kd.flags import check_first, flags_after, listed
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -54,10 +55,11 @@ def curate(argv: Sequence[str], prog: str) -> int:
             "kept.txt, the files that stay.\n\n" + listed(_HELP, _FLAGS)
         )
         return OK
-    given = _given(argv, prog)
-    folder = Path(argv[0]).expanduser()
+    check_first(argv, prog, "the folder")
+    folder = home_resolved(argv[0])
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; expected a run's or a cache of embeddings")
+    given = _given(argv, prog)
     out = Path(given.out).expanduser() if given.out is not None else folder / "curated"
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; expected a folder for the tables (--out)")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import Unpack
 
+from ssl_kd.arguments import named_as_arguments
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.language.keywords import Keywords
@@ -30,6 +32,14 @@ from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.training.clock import Progress, untold
 
 TEXTS = Path("data") / "texts"
+# Settings that are arguments of `Distillation` under other names.
+_ARGUMENTS = {
+    "teacher_model": "teacher",
+    "student_model": "student",
+    "data_path": "texts",
+    "eval_path": "eval_texts",
+}
+_NAMING = partial(named_as_arguments, LanguageSettings, **_ARGUMENTS)
 
 Texts = str | os.PathLike[str] | Iterable[str | Mapping[str, Any]]
 Model = str | os.PathLike[str] | tuple[Any, Any]
@@ -66,6 +76,7 @@ class Distillation:
     >>> made.run().scores["perplexity"]["student"]  # doctest: +SKIP
     """
 
+    @_NAMING()
     def __init__(
         self,
         teacher: Model = "train",
@@ -77,15 +88,15 @@ class Distillation:
         **settings: Unpack[Keywords],
     ) -> None:
         values = LanguageSettings.canonical(settings)
-        for name in ("teacher_model", "student_model", "data_path", "eval_path"):
+        for name, argument in _ARGUMENTS.items():
             if name in values:
-                raise SettingsError(f"{name} is an argument of its own: teacher, student, texts")
+                raise SettingsError(f"give {name} as the argument {argument}")
         if preset is not None and preset not in PRESETS:
             known = ", ".join(PRESETS)
             raise SettingsError(f"preset is {preset!r}, not {known}.{nearest(preset, PRESETS)}")
         teacher_model, its = _model("teacher", teacher)
         student_model, own = _model("student", student)
-        self._given = Given(its, own)
+        self._given, self._naming = Given(its, own), _NAMING
         chosen = LanguageSettings(
             **{**PRESETS.get(preset or "", {}), **values},
             teacher_model=teacher_model,
@@ -100,7 +111,7 @@ class Distillation:
     def of(cls, settings: LanguageSettings) -> Distillation:
         """What a settings object asks for, as the command line has one."""
         made = cls.__new__(cls)
-        made.settings, made._given = settings, Given()
+        made.settings, made._given, made._naming = settings, Given(), contextlib.nullcontext
         return made
 
     def run(self, *, progress: Progress = untold) -> DistilledRun:
@@ -117,19 +128,20 @@ class Distillation:
             Interrupted: told to stop by Ctrl-C or SIGTERM; `resume()` goes on.
             TooFewHealthyParts: the student does not become healthy any more; says why.
         """
-        if follows():  # the first process tells and reports
-            with following():
-                return DistilledRun(run(self.settings, given=self._given))
+        with self._naming():
+            if follows():  # the first process reports
+                with following():
+                    return DistilledRun(run(self.settings, given=self._given))
 
-        def start(tell: Progress) -> tuple[Path, None]:
-            return run(self.settings, progress=tell, given=self._given), None
+            def start(tell: Progress) -> tuple[Path, None]:
+                return run(self.settings, progress=tell, given=self._given), None
 
-        return DistilledRun(reported(start, lambda path: None, progress))
+            return DistilledRun(reported(start, lambda path: None, progress))
 
     def resume(self, *, progress: Progress = untold) -> DistilledRun:
         """Go on with the last run that was interrupted, as `run` does."""
         again = Distillation.of(self.settings.replace(resume=True))
-        again._given = self._given
+        again._given, again._naming = self._given, self._naming
         return again.run(progress=progress)
 
 

@@ -41,6 +41,14 @@ class InputError(UserError, ValueError):
     exit_code = BAD_INPUT
 
 
+class DatasetUnavailable(InputError, RuntimeError):
+    """The data are not there; the message says where they are expected and what to do."""
+
+
+class RunFolderError(InputError, RuntimeError):
+    """A run folder that cannot be used; the message says why and what to do."""
+
+
 class MissingPackage(UserError, ImportError):
     """A package that only some need, and that is not installed; the message says how to."""
 

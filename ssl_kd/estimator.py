@@ -21,7 +21,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 from typing_extensions import Self
 
-from ssl_kd.datasets.features import as_numpy
+from ssl_kd.arguments import named_as_arguments
+from ssl_kd.datasets.in_memory import as_array
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.events import EventLog
@@ -50,14 +51,15 @@ class MultiHeadClusterer(
     The graph of neighbours is searched for its best partition (`ssl_kd.graph`); each head learns to
     give a sample the cluster of its nearest neighbours in it. With `method` heads they find the
     clusters themselves, by self-distillation. The answer is what the best heads agree on,
-    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`. No label is used:
-    `y` is there for pipelines and ignored. All the parameters but `n_clusters` and `random_state`
-    are settings of `config.py`, with their meaning, range and default. The same embeddings and
-    seed give the same answer as a run of `train.py`.
+    `p(c | x) = mean_h sum_k p_h(k | x) p_h(c | k)`, divided where it leaves one of `n_clusters`
+    empty. No label is used: `y` is for pipelines and ignored. All the parameters but `n_clusters`
+    and `random_state` are settings of `config.py`, with their meaning, range and default. The same
+    embeddings and seed give the same answer as a run of `train.py`.
 
-    Inputs are `[n, n_features]`: NumPy arrays, data frames, or tensors of any dtype and device;
-    computed in float32, whatever autocast, gradient mode, default dtype or device is set around it.
-    Outputs are NumPy arrays. The global random states are left as they were.
+    Inputs are `[n, n_features]`: NumPy arrays, data frames (of numbers, or one column of lists), or
+    tensors of any dtype and device; computed in float32, whatever autocast, gradient mode, default
+    dtype or device is set around it. Outputs are NumPy arrays. Global random states stay as they
+    were.
 
     Args:
         n_clusters: K, from 1 to the number of samples; None or `auto`: as many as are found, among
@@ -100,6 +102,9 @@ class MultiHeadClusterer(
     Attributes:
         labels_: `[n]` int64, the cluster of each sample of the last `fit` or `partial_fit` (or -1,
             see `noise_threshold`), equal to `predict` of them.
+        levels_: `[level, n]` int64, the clusters of these samples at every level of the tree, from
+            the fewest to the most; noise too. No level with `method` heads.
+        outlier_score_: `[n]` float32, `outlier_scores` of these samples.
         n_clusters_: how many clusters there are, those that `partial_fit` found among them.
         new_clusters_: the numbers of these.
         number_: where `n_clusters` was found, what speaks for it: an interval, and the levels that
@@ -212,8 +217,7 @@ class MultiHeadClusterer(
             return self.fit(X)
         x = self._embeddings(X, reset=False)
         self.model_ = self.model_.extended(x.__getitem__, len(x))
-        self.labels_ = self._clusters(x)
-        return self
+        return self._answer(x)
 
     @property
     def n_clusters_(self) -> int:
@@ -228,6 +232,7 @@ class MultiHeadClusterer(
         return np.arange(self.model_.options["n_clusters"], self.n_clusters_)
 
     @undisturbed()
+    @named_as_arguments(VisionSettings, seed="random_state")
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Train the heads and form their answer.
 
@@ -268,19 +273,11 @@ class MultiHeadClusterer(
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
         plan = make_plan(settings, trainer, neighbours, gather)
         tell = EventLog(announce=True).extend
-        self.n_iter_ = train(
-            trainer,
-            plan.sampler,
-            gather,
-            plan.steps,
-            until=plan.until,
-            clusters=clusters,
-            on_events=tell,
-        )
+        how = {"until": plan.until, "clusters": clusters, "on_events": tell}
+        self.n_iter_ = train(trainer, plan.sampler, gather, plan.steps, **how)
         self.model_, _, _ = form_answer(settings, trainer, neighbours, gather, projection, found)
         self.settings_ = settings
-        self.labels_ = self._clusters(x)
-        return self
+        return self._answer(x)
 
     @undisturbed()
     def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
@@ -299,6 +296,15 @@ class MultiHeadClusterer(
             blocks = np.split(X, range(ROWS_PER_BLOCK, len(X), ROWS_PER_BLOCK))
         found = [self._clusters(self._embeddings(block, reset=False)) for block in blocks]
         return np.concatenate(found)
+
+    def _answer(self, x: Tensor) -> Self:
+        """Keep what the model says of these samples."""
+        self.labels_ = self._clusters(x)
+        self.outlier_score_ = self.model_.outlier_scores(x).numpy()
+        self.levels_ = np.empty((0, len(x)), np.int64)
+        if self.model_.tree is not None:
+            self.levels_ = self.model_.predict_levels(x).numpy().T[::-1].copy()
+        return self
 
     def _clusters(self, x: Tensor) -> NDArray[np.int64]:
         clusters, threshold = self.model_.predict(x), self.settings_.noise_threshold
@@ -458,20 +464,10 @@ class MultiHeadClusterer(
 
     def _embeddings(self, X: ArrayLike | Tensor, *, reset: bool) -> Tensor:
         """Checked `[n, n_features]` float32 on the CPU; shares memory with X where it can."""
-        array: Any = X
-        if isinstance(X, Tensor):
-            if X.layout != torch.strided:
-                raise TypeError("Sparse tensors are not supported: pass X.to_dense()")
-            if X.is_quantized or X.is_meta:
-                kind = "Quantised tensors" if X.is_quantized else "Tensors on the meta device"
-                way = "X.dequantize()" if X.is_quantized else "a tensor that holds values"
-                raise TypeError(f"{kind} are not supported: pass {way}")
-            array = as_numpy(X)
         with np.errstate(over="ignore"):  # too large for float32: an error that says so follows
             least = 2 if reset else 1
-            x = validate_data(
-                self, array, reset=reset, dtype=np.float32, order="C", ensure_min_samples=least
-            )
+            form = {"dtype": np.float32, "order": "C", "ensure_min_samples": least}
+            x = validate_data(self, as_array(X), reset=reset, **form)
         return torch.from_numpy(np.require(x, requirements=["C", "W"]))
 
     @property

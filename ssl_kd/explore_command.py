@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ssl_kd.early import run_folder
 from ssl_kd.errors import OK, InputError
 from ssl_kd.flags import FlagParser, check_first
 
@@ -56,6 +57,7 @@ def explore(argv: Sequence[str], prog: str = "ssl_kd explore") -> int:
         raise InputError(
             f"--pictures is {given.pictures}; expected 0 or more, and --static DIR beside it"
         )
+    run_folder(argv[0])
 
     from ssl_kd.screen import ProgressBars, open_screen
 

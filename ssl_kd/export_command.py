@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ssl_kd.early import home_resolved, run_folder
 from ssl_kd.errors import OK, InputError
 from ssl_kd.flags import flags_after, listed
 
@@ -55,7 +56,7 @@ def export_run(argv: Sequence[str], prog: str) -> int:
     options = {name: value for name, value in options.items() if value is not None}
     if given.skip_missing:
         options["skip_missing"] = True
-    _refuse(Path(argv[0]).expanduser(), given, options)
+    _refuse(home_resolved(argv[0]), given, options)
     return _export(argv[0], given, options)
 
 
@@ -65,8 +66,7 @@ def _refuse(run: Path, given: Any, options: dict[str, Any]) -> None:
 
     if given.to is not None:
         place_of(run, given.to, given.out, options, force=given.force)
-    if not (run / "config.json").is_file():
-        raise InputError(f"{run} is not a run's folder (no config.json): give one, as runs/latest")
+    run_folder(run)
     files = (given.columns, given.boxes, None if given.names == "files" else given.names)
     for file in (Path(file).expanduser() for file in files if file is not None):
         if not file.is_file():

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssl_kd.early import check_dataset
 from ssl_kd.errors import OK, InputError
 from ssl_kd.flags import FlagParser, read_settings
 from ssl_kd.ranks import launched_as
@@ -66,6 +67,8 @@ def extract(argv: Sequence[str], config: Path, prog: str) -> int:
     from ssl_kd.vision.settings import VisionSettings
 
     settings = read_settings(VisionSettings, rest, config, prog=prog)
+    for source in (settings.dataset, settings.dataset_test):
+        check_dataset(source)
     if settings.extend is not None:
         raise InputError(
             f"EXTEND is {settings.extend!r}: an extension embeds its data itself; leave it out here"

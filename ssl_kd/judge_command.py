@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssl_kd.early import home_resolved
 from ssl_kd.errors import OK, InputError
 from ssl_kd.flags import flags_after, listed, read_settings
 
@@ -91,13 +92,16 @@ def _judge(settings: LanguageSettings, given: Any, out: Path) -> int:
 
 def _student(word: str) -> tuple[str, Path | None]:
     """What is to be loaded, and the run that it comes from, where it does."""
-    folder = Path(word).expanduser()
+    folder = home_resolved(word)
     for run in (folder, folder.parent):
         if _config(run).get("mode") != "language":
             continue
         if not (run / "student").is_dir():
             raise InputError(f"the run {run} has no student yet: expected a finished one")
         return str(run / "student"), run
+    if word[0] in "./~" or (folder.parent != Path() and folder.parent.is_dir()):
+        if not folder.exists():  # a name on the Hub has no such parent
+            raise InputError(f"{folder} is not there: give a run's folder, or a saved student's")
     return word, None
 
 

@@ -225,6 +225,49 @@ def test_help_does_not_wait_for_torch():
     assert "usage: ssl_kd COMMAND" in done.stdout
 
 
+WRONG = [
+    (["train", "--dataset", "nowhere"], "'nowhere' is neither a data set by name"),
+    (["train", "--dataset", "digts"], "did you mean 'digits'"),
+    (["train", "--dataset", "~nobodyhere/x.npy"], "'~nobodyhere/x.npy' is neither"),
+    (["train", "--dataset", "a\nb\x1b[2J"], "is neither"),
+    (["train", "--dataset", "x" * 5000], "File name too long"),
+    (["train", "--dataset", "cells.h5ad"], "anndata.read_h5ad('cells.h5ad').obsm"),
+    (["train", "--dataset", "table.csv"], "pandas.read_csv('table.csv').to_parquet"),
+    (["train", "--dataset", "notes.txt"], "nor a feature file (.npy"),
+    (["train", "--dataset_test", "nowhere"], "'nowhere' is neither"),
+    (["train", "--extend", "nowhere"], "neither nowhere nor runs/nowhere is a run's folder"),
+    (["train", "--run_name", "taken"], "already holds an unfinished run"),
+    (["train", "--resume", "--run_name", "gone"], "holds no run to resume"),
+    (["explore", "nowhere"], "nowhere is not a run's folder"),
+    (["explore", "~nobodyhere/run"], "is not a run's folder"),
+    (["export", "nowhere", "--to", "parquet"], "nowhere is not a run's folder"),
+    (["curate", "nowhere"], "nowhere is no folder"),
+    (["judge", "./nowhere"], "nowhere is not there"),
+    (["judge", "runs/nowhere"], "nowhere is not there"),
+]
+
+
+def test_what_is_not_there_is_refused_without_torch(tmp_path):
+    for name in ("cells.h5ad", "table.csv", "notes.txt", "runs/taken/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    code = (
+        "import json, sys, ssl_kd.cli as c\n"
+        "for words in json.load(sys.stdin):\n"
+        "    assert c.main(words) == 2, words\n"
+        "    assert 'torch' not in sys.modules, words\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    given = json.dumps([words for words, _ in WRONG])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, input=given,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(WRONG)
+    for (words, part), line in zip(WRONG, lines, strict=True):
+        assert part in line and line.isprintable(), words
+
+
 def test_train_py_reads_the_config_beside_it_from_any_folder(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

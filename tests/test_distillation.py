@@ -160,8 +160,8 @@ def test_other_texts_are_refused_and_nothing_is_written(here, texts, words):
     "given, words",
     [
         ({"temprature": 2.0}, "(?i)temprature.* Did you mean temperature"),
-        ({"temperature": -1}, "TEMPERATURE"),
-        ({"teacher_model": "gpt2"}, "teacher_model is an argument of its own"),
+        ({"temperature": -1}, "^temperature is -1"),
+        ({"teacher_model": "gpt2"}, "give teacher_model as the argument teacher"),
         ({"preset": "stabel"}, "preset is 'stabel', not .* Did you mean stable"),
         ({"teacher": 3}, "teacher is int, expected a folder"),
         ({"student": ("a", "b")}, "student is tuple"),

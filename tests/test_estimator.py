@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import joblib
@@ -361,6 +362,61 @@ def test_the_number_of_clusters_can_be_found(blobs, tmp_path, wanted):
         small(wanted).fit(x[:20])
 
 
+@pytest.mark.parametrize(("method", "wanted"), [("graph", 60), ("heads", 2), ("heads", 24)])
+def test_as_many_clusters_as_are_wanted_are_returned(blobs, tmp_path, method, wanted):
+    x = blobs[0][:90]
+    clusterer = small(wanted, method=method, max_steps=5).fit(x)
+    assert sorted(set(clusterer.labels_)) == list(range(wanted))
+    np.testing.assert_array_equal(clusterer.predict(x), clusterer.labels_)
+    probabilities = clusterer.predict_proba(x)
+    np.testing.assert_array_equal(probabilities.argmax(1), clusterer.labels_)
+    np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
+    clusterer.save_pretrained(tmp_path)
+    again = MultiHeadClusterer.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(again.predict_proba(x), probabilities)
+    halves = np.concatenate([clusterer.predict(x[:70]), clusterer.predict(x[70:])])
+    np.testing.assert_array_equal(halves, clusterer.labels_)
+
+
+def test_fewer_distinct_samples_than_clusters_are_fewer_clusters_and_a_warning_counts_them(caplog):
+    x = np.repeat(np.random.default_rng(0).normal(size=(7, 4)), 9, axis=0)
+    clusterer = small(12, max_steps=5).fit(x)
+    assert len(set(clusterer.labels_)) == 7
+    assert "7 distinct rows, 12 clusters" in caplog.text
+    assert "5 of the 12 clusters stay empty" in caplog.text and "Ask for 7" in caplog.text
+
+
+def test_levels_and_outlier_scores_of_the_samples_are_kept(blobs):
+    x, _ = blobs
+    clusterer = small().fit(x)
+    levels = clusterer.levels_
+    assert levels.dtype == np.int64 and levels.shape[1] == len(x)
+    sizes = [len(set(level)) for level in levels]
+    assert sizes == sorted(sizes) == clusterer.model_.options["levels"][::-1]  # coarse to fine
+    for coarse, fine in zip(levels, levels[1:], strict=False):
+        assert len({*zip(coarse, fine, strict=True)}) == len(set(fine))
+    np.testing.assert_array_equal(levels, clusterer.predict_levels(x).T[::-1])
+    np.testing.assert_array_equal(clusterer.outlier_score_, clusterer.outlier_scores(x))
+    clusterer.partial_fit(x[:40])
+    assert clusterer.levels_.shape == (len(levels), 40) and len(clusterer.outlier_score_) == 40
+    assert small(method="heads").fit(x).levels_.shape == (0, len(x))
+
+
+def test_a_frame_with_a_column_of_lists_is_taken_and_other_holders_are_refused_by_name(blobs):
+    pandas = pytest.importorskip("pandas")
+    x = blobs[0][:60]
+    lists = pandas.DataFrame({"embedding": list(x)})
+    heads = small(method="heads", max_steps=2)
+    np.testing.assert_array_equal(heads.fit(lists).labels_, heads.fit(x).labels_)
+    with pytest.raises(TypeError, match=r"and 1 other columns: pass numpy.stack\(X\['embedding'\]"):
+        heads.fit(lists.assign(name="a"))
+    with pytest.raises(ValueError, match="'embedding' have 2 to 6 numbers"):
+        heads.fit(pandas.DataFrame({"embedding": [*x[:59], x[0, :2]]}))
+    cells = SimpleNamespace(X=x, obs=None, obsm={"X_pca": x})  # as anndata has them
+    with pytest.raises(TypeError, match=r"AnnData.*pass X.X, X.obsm\['X_pca'\]"):
+        heads.fit(cells)
+
+
 def test_partial_fit_adds_samples_and_the_clusters_that_they_offer(blobs, tmp_path):
     x, truth = blobs
     clusterer = small().partial_fit(x)  # not fitted: this fits
@@ -470,13 +526,14 @@ def test_inputs_that_are_refused(X, error, message):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"n_clusters": "many"}, "N_CLUSTERS is 'many'.*at least 2"),
-        ({"n_clusters": 0}, "N_CLUSTERS is 0.*at least 2"),
-        ({"n_heads": 2.5}, "N_HEADS is 2.5.*whole number"),
-        ({"loss": "temy"}, "LOSS is 'temy'.*Did you mean temi"),
-        ({"random_state": -1}, "SEED is -1"),
+        ({"n_clusters": "many"}, "n_clusters is 'many'.*at least 2"),
+        ({"n_clusters": 0}, "n_clusters is 0.*at least 2"),
+        ({"n_heads": 2.5}, "n_heads is 2.5.*whole number"),
+        ({"loss": "temy"}, "loss is 'temy'.*Did you mean temi"),
+        ({"random_state": -1}, "random_state is -1"),
         ({"random_state": "seven"}, "cannot be used to seed"),
-        ({"device": "abacus"}, "DEVICE is 'abacus'"),
+        ({"device": "abacus"}, "device is 'abacus'"),
+        ({"loss": "sharpened", "teacher_temp": 0.9}, "^teacher_temp is 0.9 and student_temp 0.1"),
     ],
 )
 def test_parameters_that_are_refused_when_fitted(parameters, message, blobs):

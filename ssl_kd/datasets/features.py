@@ -18,7 +18,7 @@ from ssl_kd.datasets.names import Names
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors
 
-__all__ = ["FEATURE_FILES", "FeatureDataset", "class_numbers", "open_features"]
+__all__ = ["FeatureDataset", "class_numbers", "open_features"]
 
 logger = logging.getLogger(__name__)
 
@@ -160,8 +160,9 @@ def open_features(
     Args:
         path: `.npy` (an array; labels may lie beside it in `NAME_labels.npy`), `.npz`, `.pt` or
             `.safetensors` (arrays named `features`, `embeddings` or `x`, and perhaps `labels` or
-            `y`, `ids`), or `.parquet` (one list column of such a name, or columns of numbers or
-            booleans; any other column is left out with a warning, a pandas index silently).
+            `y`, `ids`), or `.parquet` (one list column, of such a name where there are several, or
+            columns of numbers or booleans; any other column is left out with a warning, a pandas
+            index silently).
         split: what to call it.
         class_names: the order of classes to keep, when another split has set it.
 
@@ -234,6 +235,11 @@ def _read_npy(path: Path) -> Columns:
 
 def _read_npz(path: Path) -> Columns:
     with np.load(path, allow_pickle=False) as file:
+        if {"indptr", "format", "shape"} <= set(file.files):
+            raise InputError(
+                f"{path} is a sparse matrix of SciPy: save its rows as an array, "
+                f"np.save('x.npy', scipy.sparse.load_npz({str(path)!r}).toarray())"
+            )
         return _columns(path, file.files, file.__getitem__)
 
 
@@ -268,7 +274,13 @@ def _read_parquet(path: Path) -> Columns:
     for what, name in zip(("labels", "ids"), taken, strict=True):
         if name is not None:
             logger.info("%s: its column %s is taken for the %s, not a feature", path, name, what)
-    wide = next((n for n in _FEATURES if n in kinds and hasattr(kinds[n], "value_type")), None)
+    lists = [n for n, kind in kinds.items() if hasattr(kind, "value_type") and n not in taken]
+    wide = _first([*_FEATURES, *(lists if len(lists) == 1 else [])], lists)
+    if wide is None and lists:
+        raise InputError(
+            f"{path} has {len(lists)} columns of lists, {', '.join(lists[:10])}: call the one that "
+            f"holds the features one of {', '.join(_FEATURES)}"
+        )
     if wide is not None:
         return _stacked(path, wide, file.read([wide]).column(wide)), labels, ids
 
@@ -330,5 +342,3 @@ _READERS: Mapping[str, Callable[[Path], Columns]] = {
     ".safetensors": _read_safetensors,
     ".parquet": _read_parquet,
 }
-FEATURE_FILES = tuple(_READERS)
-"""How the names of feature files end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import os
 from collections.abc import Callable
@@ -11,9 +10,10 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from ssl_kd.datasets.features import FEATURE_FILES, FeatureDataset, open_features
+from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
-from ssl_kd.errors import InputError, UserError
+from ssl_kd.early import DATASETS, dataset_path
+from ssl_kd.errors import DatasetUnavailable, UserError
 from ssl_kd.files import atomic_write_bytes
 
 __all__ = ["NAMES", "Labels", "DatasetUnavailable", "DatasetUnreachable", "open_dataset"]
@@ -21,10 +21,6 @@ __all__ = ["NAMES", "Labels", "DatasetUnavailable", "DatasetUnreachable", "open_
 Split = Literal["train", "test"]
 Labels = Literal["auto", "folders"]
 _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "valid")}
-
-
-class DatasetUnavailable(InputError, RuntimeError):
-    """The data are not there; the message says where they are expected and what to do."""
 
 
 class DatasetUnreachable(UserError, RuntimeError):
@@ -98,20 +94,12 @@ def open_dataset(
     dataset: ImageDataset | FeatureDataset | None
     if name in NAMES:
         return NAMES[name](name, split, Path(root), download)
-    path = Path(name).expanduser()
+    path = dataset_path(name)
     if path.is_dir():
         dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
-    elif path.suffix.lower() in FEATURE_FILES and path.is_file():
-        alone = split == "train" or whole
-        read = open_features if alone else _open_test_features
-        dataset = read(path, split, class_names)
     else:
-        close = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise DatasetUnavailable(
-            f"{name!r} is neither a data set by name ({', '.join(NAMES)}), nor a folder, nor a "
-            f"feature file ({' '.join(FEATURE_FILES)}){hint}"
-        )
+        read = open_features if split == "train" or whole else _open_test_features
+        dataset = read(path, split, class_names)
     if dataset is None and not missing_ok:
         raise DatasetUnavailable(f"{name} has no {split} split")
     return dataset
@@ -218,10 +206,14 @@ def _imagenet(name: str, split: Split, root: Path, download: bool) -> ImageDatas
     if (folder / "ILSVRC2012_devkit_t12.tar.gz").is_file() or (folder / "meta.bin").is_file():
         from torchvision import datasets
 
-        try:  # unpacks and sorts the archives the first time
+        try:  # unpacks and sorts the archives the first time; meta.bin is never unpickled
             datasets.ImageNet(folder, "train" if split == "train" else "val")
-        except (RuntimeError, OSError) as error:
-            raise DatasetUnavailable(f"imagenet in {folder}: {error}") from error
+        except Exception as error:  # torch has many for a damaged meta.bin
+            reason = " ".join(str(error).split())[:200]
+            raise DatasetUnavailable(
+                f"imagenet in {folder} cannot be read: {reason}. Delete meta.bin, which is made "
+                "anew out of the devkit archive, or leave train/ and val/ alone there"
+            ) from error
     dataset = _open_folder(folder, name, split, None, False, True) if folder.is_dir() else None
     if dataset is None or not (folder / "train").is_dir():
         raise DatasetUnavailable(
@@ -232,11 +224,8 @@ def _imagenet(name: str, split: Split, root: Path, download: bool) -> ImageDatas
 
 
 NAMES: dict[str, Callable[[str, Split, Path, bool], ImageDataset]] = {
+    **dict.fromkeys(DATASETS, _torchvision),
     "digits": _digits,
-    "cifar10": _torchvision,
-    "cifar100": _torchvision,
-    "stl10": _torchvision,
-    "fashion_mnist": _torchvision,
     "imagenet": _imagenet,
 }
 """What can be opened by name."""

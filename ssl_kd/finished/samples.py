@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ssl_kd.cells import from_cells
 from ssl_kd.datasets import FolderDataset, ImageDataset, open_dataset
-from ssl_kd.errors import InputError
+from ssl_kd.early import run_folder
+from ssl_kd.errors import InputError, RunFolderError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.store import EmbeddingStore, find_neighbours
-from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.assigned import assignments_of
 from ssl_kd.vision.model import read_config, read_metrics
 
@@ -49,11 +49,7 @@ class Samples:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().resolve()  # runs/latest may be another run's by then
-        if not (self.path / "config.json").is_file():
-            raise RunFolderError(
-                f"{self.path} is not a run's folder (no config.json): give one, as runs/latest"
-            )
+        self.path = run_folder(path).resolve()  # runs/latest may be another run's by then
         self.config = read_config(self.path)
         if "language" in (self.config.get("mode"), self.settings.get("MODE")):
             raise RunFolderError(f"{self.path} is a run of language models: it has no clusters")

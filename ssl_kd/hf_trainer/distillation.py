@@ -15,6 +15,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from ssl_kd.arguments import named_as_arguments
 from ssl_kd.datasets.aligned import AlignedBatch, AlignedBlocks
 from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents
 from ssl_kd.datasets.picture_blocks import image_tokens
@@ -111,6 +112,7 @@ class DistillationTrainer(Trainer):
         ICLR 2024; Ko et al. (DistiLLM-2), ICML 2025.
     """
 
+    @named_as_arguments(LanguageSettings)
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | None = None,

@@ -1,5 +1,7 @@
 """The table that a run leaves on the screen."""
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -55,13 +57,24 @@ def number_text(metrics: dict[str, Any]) -> str | None:
     number = (metrics.get("graph") or {}).get("number")
     if not number:
         return None
-    low, high = number["interval"]
     others = ", ".join(str(level["n_clusters"]) for level in number["ranked"][1:4])
-    between = (
-        f"{low} to {high} by halves of the data" if low < high else "by every half of the data"
-    )
     next_best = f"; next best {others}" if others else ""
-    return f"{number['n_clusters']} clusters were found ({between}{next_best})"
+    return f"{number['n_clusters']} clusters were found ({by_halves(metrics)}{next_best})"
+
+
+def by_halves(metrics: dict[str, Any]) -> str | None:
+    """The interval of the number of clusters that was found; None where K was given."""
+    number = (metrics.get("graph") or {}).get("number")
+    if not number:
+        return None
+    low, high = number["interval"]
+    return f"{low} to {high} by halves of the data" if low < high else "by every half of the data"
+
+
+def next_commands(path: Path) -> list[str]:
+    """What a finished run of clusters is good for, as commands."""
+    run = shlex.quote(str(path))
+    return [f"ssl_kd explore {run}", f"ssl_kd curate {run}", f"ssl_kd export {run} --to parquet"]
 
 
 def results_table(metrics: dict[str, Any]) -> Table:

@@ -10,7 +10,7 @@ from ssl_kd.report import figures
 from ssl_kd.report.curves import head_curves
 from ssl_kd.report.gallery import Images, extreme_rows, gallery
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.tables import extension_text, number_text
+from ssl_kd.report.tables import by_halves, extension_text, next_commands, number_text
 from ssl_kd.report.tree import tree
 from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
 
@@ -65,6 +65,7 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "heads": [_head(h) for h in heads],
         "heads_judged": any(finite(h.get("acc")) for h in heads),
         "heads_text": _heads_text(heads, chosen),
+        "next_commands": next_commands(run.path),
     }
 
 
@@ -144,6 +145,8 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
         lead.append("No label is known here, so there is no accuracy to report.")
+    if (interval := by_halves(metrics)) and "extended" not in metrics:
+        headline += f" ({k} clusters were found, {interval})"
     confidence = _confidence(run)
     if confidence is not None and not labelled:
         lead.append(f"The mean confidence is {100 * confidence:.0f}\u00a0%.")

@@ -1,6 +1,7 @@
 """`report.html`: what was done, how well and how fast, on one self-contained page."""
 
 import re
+import shlex
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -93,12 +94,27 @@ def _frame(run: RunResults) -> dict[str, Any]:
         "n_events": len(run.events),
         "events_text": _events_text(run),
         "times": shares(run.metrics.get("seconds") or {}, duration),
-        "command": run.config.get("command"),
+        "command": _again(str(run.config.get("command") or "")),
         "precision": run.config.get("precision", ""),
         "settings": sorted(_plain(run.config.get("settings", {}))),
         "versions": _plain(versions | {"commit": run.config.get("commit") or "not known"}),
         "folder": run.path.name,
     }
+
+
+def _again(command: str) -> str:
+    """The command without what names or continues this very run: it makes another one."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quote that is not closed
+        return command
+    kept, skipped = [], False
+    for word in words:
+        name = word.replace("-", "_")
+        if not skipped and not re.match("__(resume|run_name)(=|$)", name):
+            kept.append(word)
+        skipped = name == "__run_name"
+    return shlex.join(kept)
 
 
 def _events_text(run: RunResults) -> str:

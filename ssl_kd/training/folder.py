@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ssl_kd import __version__
-from ssl_kd.errors import BAD_INPUT, InputError, code_of
+from ssl_kd.early import check_run_name
+from ssl_kd.errors import BAD_INPUT, RunFolderError, code_of
 from ssl_kd.files import (
     CorruptFileError,
     atomic_write_bytes,
@@ -41,10 +43,6 @@ CHECKPOINTS_KEPT = 2
 CHECKPOINT_FORMAT = 1
 _VERSIONS = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "faiss-cpu")
 _VERSIONS += ("transformers", "tokenizers", "peft")
-
-
-class RunFolderError(InputError, RuntimeError):
-    """A run folder that cannot be used; the message says why and what to do."""
 
 
 class RunFinished(RunFolderError):
@@ -131,7 +129,7 @@ class RunFolder:
             settings=settings.to_dict(),
             versions=versions(),
             commit=commit(),
-            command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            command=_command(),
             **more,
         )
 
@@ -316,6 +314,15 @@ def _step(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def _command() -> str:
+    """The command that started this process, which starts the same again."""
+    script = Path(sys.argv[0])
+    if script.name == "__main__.py":
+        return shlex.join(["python", "-m", script.parent.name, *sys.argv[1:]])
+    program = ["python", sys.argv[0]] if script.suffix == ".py" else [script.name]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
 def _finished(path: Path) -> bool:
     return (path / "metrics.json").exists()
 
@@ -338,12 +345,7 @@ def _fresh(runs: Path, settings: RunSettings) -> Path:
 
 def _named(name: str, runs: Path) -> Path:
     path = runs / name
-    if path.exists() and {file.name for file in path.iterdir()} - {".lock"}:
-        what = "a finished run" if _finished(path) else "an unfinished run or something else"
-        raise RunFolderError(
-            f"{path} already holds {what}: choose another --run_name, remove the folder, or go on "
-            "with an unfinished run by --resume"
-        )
+    check_run_name(path, resume=False)
     path.mkdir(exist_ok=True)
     return path
 
@@ -362,8 +364,7 @@ def _named_by_time(runs: Path) -> Path:
 def _to_resume(runs: Path, settings: RunSettings) -> Path:
     if settings.run_name is not None:
         path = runs / settings.run_name
-        if not (path / "config.json").exists():
-            raise RunFolderError(f"{path} holds no run to resume")
+        check_run_name(path, resume=True)
         if _finished(path) and _extends(path, settings) is None:
             by = settings.extended_by
             raise RunFinished(path, f"; a larger --{by} extends it" if by else "")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ssl_kd import evaluate
+from ssl_kd.early import run_to_extend
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.imports import path_of_file
@@ -71,14 +72,7 @@ class _Parent:
         Raises:
             RunFolderError: there is none, it is not finished, or not of this mode.
         """
-        name = settings.extend or ""
-        places = [Path(name).expanduser(), Path(settings.runs_dir) / name]
-        found = next((p for p in places if (p / "config.json").is_file()), None)
-        if found is None:
-            raise RunFolderError(
-                f"EXTEND is {name!r}, but neither {places[0]} nor {places[1]} is a run's folder "
-                "(no config.json): name a finished run"
-            )
+        found = run_to_extend(settings.extend or "", settings.runs_dir)
         path, config = found.resolve(), read_config(found)
         if "language" in (config.get("mode"), config.get("settings", {}).get("MODE")):
             raise RunFolderError(f"{found} is a run of language models: only clusters are extended")

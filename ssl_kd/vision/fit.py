@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,15 +24,19 @@ from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
 from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.splits import Splits
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather
 from ssl_kd.vision.tree import Tree
+
+logger = logging.getLogger(__name__)
 
 # Pairs of neighbours by which answers are judged: enough for a hundredth of a nat, few enough to
 # hold their embeddings in memory.
 CONSENSUS_PAIRS = 20_000
 CONVERGENCE_PAIRS = 4_000  # and enough to see whether they still learn
 CALIBRATION_ROWS = 20_000  # whose mean confidence is set
+SPLIT_ROWS = 100_000  # among which heads that found the clusters themselves leave none empty
 MOST_EPOCHS = 200
 # Rows of weights of each head: student, EMA teacher, both moments, and these in their last good
 # state.
@@ -206,7 +211,8 @@ def form_answer(
         raise TooFewHealthyParts("no head is healthy, so there is no answer to form")
 
     chosen = order[: settings.consensus_heads or -(-len(order) // 2)]
-    novelty = Novelty.fit(gather(sample_rows(len(neighbours), settings.seed, REFERENCE_ROWS)))
+    reference = gather(sample_rows(len(neighbours), settings.seed, REFERENCE_ROWS))
+    novelty = Novelty.fit(reference, projection(torch.zeros(1, projection.in_dim))[0])
     model = ClusterModel(
         in_dim=projection.in_dim,
         head_dim=projection.dim,
@@ -224,11 +230,41 @@ def form_answer(
     anchor = clusters[order[0]] if found is None else found.clusters[judge.rows]
     model.votes.copy_(vote_tables(clusters[chosen], anchor, n_clusters))
     model.projection.load_state_dict(projection.state_dict())
+    most = len(neighbours) if found is not None else SPLIT_ROWS
+    rows = sample_rows(len(neighbours), settings.seed, most)
+    x = torch.cat([gather(block) for block in rows.split(ROWS_PER_BLOCK)])
+    _fill_empty(model, x, None if found is None else found.clusters)
     if found is not None:
         _calibrate(model, gather, found.repeats, settings.seed)
-        every = [gather(rows) for rows in torch.arange(len(neighbours)).split(ROWS_PER_BLOCK)]
-        model.tree = Tree.fit(torch.cat(every), found.clusters, found.levels, n_clusters)
+        if model.splits is not None:  # at that temperature other votes may be equal
+            _fill_empty(model, x, found.clusters)
+        model.tree = Tree.fit(x, found.clusters, found.levels, n_clusters)
     return model, chosen, information
+
+
+@torch.no_grad()
+def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
+    """Give each cluster that the vote leaves empty a part of another one.
+
+    Args:
+        model: of which heads and votes are set.
+        x: training samples, projected.
+        target: `[n]` int64, the partition that the heads learned; None: they found their own.
+    """
+    model.splits = None
+    likeliest = torch.cat([model.answer(block).argmax(-1) for block in x.split(ROWS_PER_BLOCK)])
+    splits = Splits.fit(x, likeliest, model.n_clusters, target)
+    if n_splits := len(splits.parts):
+        model.splits, model.options["n_splits"] = splits, n_splits
+    left = model.n_clusters - len(splits(x, likeliest).unique())
+    if left:
+        logger.warning(
+            "%d of the %d clusters stay empty: within the others all samples are the same. Ask for "
+            "%d clusters",
+            left,
+            model.n_clusters,
+            model.n_clusters - left,
+        )
 
 
 @torch.inference_mode()
@@ -236,8 +272,9 @@ def _calibrate(model: ClusterModel, gather: Gather, repeats: Tensor, seed: int) 
     """Make the model's mean confidence what the partition's stability is."""
     rows = sample_rows(repeats.shape[1], seed, CALIBRATION_ROWS)
     blocks = [gather(block) for block in rows.split(ROWS_PER_BLOCK)]
-    votes = torch.cat([model.vote(model.head_probabilities(block)) for block in blocks])
-    wanted = stability(votes.argmax(-1), repeats[:, rows])
+    votes = torch.cat([model.vote(block) for block in blocks])
+    answered = torch.cat([model.answer(block).argmax(-1) for block in blocks])
+    wanted = stability(answered, repeats[:, rows])
     if wanted is not None:
         model.options["answer_temperature"] = temperature_for(votes, wanted)
 

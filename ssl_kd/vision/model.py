@@ -22,9 +22,10 @@ from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
 from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
 from ssl_kd.vision.confidence import tempered
-from ssl_kd.vision.novelty import Novelty
+from ssl_kd.vision.novelty import Novelty, is_dead
 from ssl_kd.vision.offers import Offers, comparable, find_offers
 from ssl_kd.vision.projection import Projection
+from ssl_kd.vision.splits import Splits
 from ssl_kd.vision.tree import Tree
 
 ROWS_PER_BLOCK = 4096
@@ -54,6 +55,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         n_new: clusters that were offered later, numbered K, K + 1, ...
         n_new_rows: samples kept to know these by.
         levels: clusters of each level of the tree around these, finest first; None: there is none.
+        n_splits: planes that give clusters a part which the vote alone would leave empty.
 
     Attributes:
         n_clusters: all of them, K + n_new.
@@ -77,6 +79,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         n_new: int = 0,
         n_new_rows: int = 0,
         levels: list[int] | None = None,
+        n_splits: int = 0,
     ) -> None:
         super().__init__()
         self.n_clusters, self.temperature = n_clusters + n_new, temperature
@@ -94,6 +97,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             "n_new": n_new,
             "n_new_rows": n_new_rows,
             "levels": levels,
+            "n_splits": n_splits,
         }
         make = head_maker(
             head, head_dim, n_clusters, hidden_dim=hidden_dim, bottleneck_dim=bottleneck_dim
@@ -105,6 +109,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         self.novelty = Novelty(head_dim, n_reference) if n_reference else None
         self.tree = Tree(head_dim, levels, n_clusters) if levels else None
         self.offers = Offers(head_dim + 1, n_new_rows) if n_new else None
+        self.splits = Splits(head_dim, n_splits) if n_splits else None
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -175,8 +180,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         of it, and the others share the rest; all other rows are as if nothing had been offered.
         """
         projected = self.projection(x)
-        vote = self.vote(self.head_probabilities(projected))
-        old = tempered(vote, self.options["answer_temperature"])
+        old = self.answer(projected)
         if self.offers is None:
             return old
         novelty = self._novelty()
@@ -191,12 +195,26 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         logits = self.bank(self.bank.unflatten(self.weights), projected)
         return log_probabilities(logits, self.temperature).exp()
 
-    def vote(self, probabilities: Tensor) -> Tensor:
-        """The heads' own probabilities `[head, batch, cluster]` -> the answer's `[batch, cluster]`.
+    def vote(self, projected: Tensor) -> Tensor:
+        """Projected embeddings `[batch, head_dim]` -> the heads' mean vote `[batch, cluster]`.
 
         Its largest entry is how far the heads agree on that sample, before `answer_temperature`.
         """
-        return torch.bmm(probabilities, self.votes).mean(0)
+        return torch.bmm(self.head_probabilities(projected), self.votes).mean(0)
+
+    def answer(self, projected: Tensor) -> Tensor:
+        """The vote, tempered; beyond a plane of `splits` the two clusters swap probabilities."""
+        old = tempered(self.vote(projected), self.options["answer_temperature"])
+        if self.splits is None:
+            return old
+        likeliest = old.argmax(-1)
+        last = self.splits(projected, likeliest)
+        pair = torch.stack([likeliest, last], 1)
+        swapped = old.gather(1, pair.flip(1))
+        # Votes are often equal to the bit: the swapped one is to be the only largest.
+        more = swapped[:, 1].nextafter(torch.full_like(swapped[:, 1], 2.0))
+        swapped[:, 1] = torch.where(last == likeliest, swapped[:, 1], more)
+        return old.scatter(1, pair, swapped)
 
     @undisturbed()
     @torch.inference_mode()
@@ -247,10 +265,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             InputError: the model was saved by a version that kept no samples to compare with.
         """
         novelty = self._novelty()
-        reference, old = (
-            novelty.reference,
-            self.vote(self.head_probabilities(novelty.rows)).argmax(-1),
-        )
+        reference, old = novelty.reference, self.answer(novelty.rows).argmax(-1)
         if self.offers is not None:
             reference = torch.cat([reference, self.offers.rows])
             old = torch.cat([old, self.options["n_clusters"] + self.offers.clusters])
@@ -310,7 +325,8 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         """Embeddings `[n, in_dim]` -> the share of training samples less far out, `[n]` in [0, 1].
 
         For one of an offered cluster the training samples are no measure: it has the share of its
-        nearest five that are not of that cluster, where this is less.
+        nearest five that are not of that cluster, where this is less. A dead input has 1, whatever
+        was trained on: a row of zeros, or of one value in 8 columns or more.
 
         Raises:
             InputError: the model was saved by a version that kept none.
@@ -319,11 +335,11 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
 
         def score(block: Tensor) -> Tensor:
             projected = self.projection(block)
-            found = novelty.score(projected)
-            if self.offers is None:
-                return found
-            cluster, share = self.offers.claims(novelty.polar(projected), novelty.reference)
-            return torch.where(cluster >= 0, found.minimum(1 - share), found)
+            scores = novelty.score(projected)
+            if self.offers is not None:
+                cluster, share = self.offers.claims(novelty.polar(projected), novelty.reference)
+                scores = torch.where(cluster >= 0, scores.minimum(1 - share), scores)
+            return scores.masked_fill(is_dead(block), 1)
 
         return self._in_blocks(score, x)
 

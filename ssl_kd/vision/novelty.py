@@ -19,21 +19,26 @@ SHORTEST = 1e-3  # of the median length: what is nearer to the middle has no dir
 # duplicates is no denser than this.
 SAME, DENSEST = 1e-5, 1e-3
 QUERIES = 1024
+LEAST_WIDTH = 8  # of narrower embeddings a point on the diagonal may well be a sample
 
 
 class Novelty(nn.Module):
     """The share of training samples that lie less far out than a sample.
 
-    A row becomes its direction and the logarithm of its length, `z = (x / |x|, 0.3 log |x|)`. With
+    A row becomes its direction and the logarithm of its length, `z = (x / |x|, 0.3 log |x|)`, and
+    its direction from the origin o of the embeddings, `(x - o) / |x - o|`: centred rows alone would
+    call the zero embedding, which lies in the middle of sparse ones, the most typical of all. With
     `D(z)` the mean distance to the ten nearest training samples `N(z)`,
 
         far(z) = D(z) / sqrt(mean_{j in N(z)} D(z_j))
 
     lies half-way between the distance itself (Sun et al.), which calls every sample of a sparse
     cluster an outlier, and that in units of the neighbours' own (LOF), which calls none one that
-    lies among outliers. The score is its place among the training samples' own, each of which was
-    left out when its own was computed: samples never seen, of the same source, have scores spread
-    evenly over [0, 1]. A training sample that is given again is recognised and left out likewise.
+    lies among outliers. The greater of the shares of training samples with a smaller far(z) and
+    with a smaller D(z) counts, so that what is beyond all of them in either is beyond them. The
+    score is the place of this among the training samples' own, each of which was left out when its
+    own was computed: samples never seen, of the same source, have scores spread evenly over [0, 1].
+    A training sample that is given again is recognised and left out as well.
 
     Args:
         dim: width d of the rows.
@@ -48,7 +53,9 @@ class Novelty(nn.Module):
     spacing: Tensor
     reach: Tensor
     own: Tensor
+    places: Tensor
     length: Tensor
+    origin: Tensor
 
     def __init__(self, dim: int, n: int) -> None:
         super().__init__()
@@ -57,16 +64,19 @@ class Novelty(nn.Module):
         self.register_buffer("spacing", torch.zeros(n))  # D of each
         self.register_buffer("reach", torch.zeros(n))  # distance of its last neighbour
         self.register_buffer("own", torch.zeros(n))  # how far out they lie themselves, ascending
+        self.register_buffer("places", torch.zeros(n))  # and by the greater share, ascending
         self.register_buffer("length", torch.ones(()))
+        self.register_buffer("origin", torch.zeros(dim))
 
     @classmethod
     @undisturbed()
     @torch.no_grad()
-    def fit(cls, x: Tensor) -> Novelty:
+    def fit(cls, x: Tensor, origin: Tensor | None = None) -> Novelty:
         """Compare with these rows from now on.
 
         Args:
             x: `[n, d]`, finite, n at least 2: of very many a random `REFERENCE_ROWS`.
+            origin: `[d]`, where the zero embedding lies among them; None: at 0.
 
         Raises:
             ValueError: fewer than two rows.
@@ -76,11 +86,15 @@ class Novelty(nn.Module):
         novelty = cls(x.shape[1], len(x))
         median = x.double().norm(dim=1).median()
         novelty.length.copy_(median if median > 0 else torch.ones_like(median))
+        if origin is not None:
+            novelty.origin.copy_(origin)
         novelty.reference.copy_(novelty.polar(x))
         distances, _, _ = novelty._nearest(novelty.reference)
         novelty.spacing.copy_(distances.mean(1))
         novelty.reach.copy_(distances[:, -1])
-        novelty.own.copy_(novelty._far(novelty.reference).sort().values)
+        far, apart = novelty._far(novelty.reference)
+        novelty.own.copy_(far.sort().values)
+        novelty.places.copy_(novelty._greater_share(far, apart).sort().values)
         return novelty
 
     def score(self, x: Tensor) -> Tensor:
@@ -89,9 +103,12 @@ class Novelty(nn.Module):
         Of two thresholds the higher one calls fewer samples noise; 0.99 calls so about one in a
         hundred of those that come from where the training samples came from.
         """
-        blocks = [self._far(self.polar(block)) for block in x.split(QUERIES)]
-        far = torch.cat(blocks) if blocks else self.own[:0]
-        return torch.searchsorted(self.own, far).float() / len(self.own)
+        places = [
+            self._greater_share(*self._far(self.polar(block)))
+            for block in (x.split(QUERIES) if len(x) else [])
+        ]
+        found = torch.cat(places) if places else self.own[:0]
+        return torch.searchsorted(self.places, found).float() / len(self.own)
 
     @property
     def rows(self) -> Tensor:
@@ -105,30 +122,54 @@ class Novelty(nn.Module):
         length = x.norm(dim=1, keepdim=True) + SHORTEST
         return torch.cat([x / length, LENGTH_WEIGHT * length.log()], 1).float()
 
-    def _far(self, z: Tensor) -> Tensor:
-        """How far out, `[batch]`; a neighbour's own spacing counts `z` as one of its neighbours."""
+    def _headings(self, z: Tensor) -> Tensor:
+        """Polar rows `[batch, d + 1]` with the direction from the origin: `[batch, 2 d + 1]`."""
+        x = z[:, :-1].double() * (z[:, -1:].double() / LENGTH_WEIGHT).exp()
+        x = x - self.origin.double() / self.length.double()
+        return torch.cat([(x / (x.norm(dim=1, keepdim=True) + SHORTEST)).float(), z], 1)
+
+    def _far(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """How far out, `[batch]`, and the mean distance to the neighbours, `[batch]`.
+
+        A neighbour's own spacing counts `z` as one of its neighbours.
+        """
         distances, columns, known = self._nearest(z)
         reach = self.reach[columns]
         nearer = (distances.minimum(reach) - reach).masked_fill(known.unsqueeze(1), 0) / self.k
         around = (self.spacing[columns] + nearer).mean(1)
-        return distances.mean(1) / around.clamp(min=DENSEST).sqrt()
+        apart = distances.mean(1)
+        return apart / around.clamp(min=DENSEST).sqrt(), apart
+
+    def _greater_share(self, far: Tensor, apart: Tensor) -> Tensor:
+        """The share of training samples that lie less far out, or that are less far apart."""
+        less = torch.searchsorted(self.own, far), torch.searchsorted(self.spacing.sort()[0], apart)
+        return torch.maximum(*less).float() / len(self.own)
 
     def _nearest(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The k nearest that are not the sample itself: distances and numbers `[batch, k]`.
 
         The third, `[batch]`, is whether the sample is one of the reference.
         """
-        found = []
-        for block in z.split(QUERIES):
-            columns = torch.cdist(block, self.reference).topk(self.k + 1, largest=False).indices
+        found, reference = [], self._headings(self.reference)
+        for block in self._headings(z).split(QUERIES):
+            columns = torch.cdist(block, reference).topk(self.k + 1, largest=False).indices
             # Those came from a product, whose rounding hides small distances.
-            exact = (self.reference[columns] - block.unsqueeze(1)).norm(dim=-1)
+            exact = (reference[columns] - block.unsqueeze(1)).norm(dim=-1)
             exact, order = exact.sort(dim=1, stable=True)
             columns, known = columns.gather(1, order), exact[:, 0] <= SAME
             first = known.long().unsqueeze(1) + torch.arange(self.k, device=z.device)
             found.append((exact.gather(1, first), columns.gather(1, first), known))
         distances, columns, known = map(torch.cat, zip(*found, strict=True))
         return distances, columns, known
+
+
+def is_dead(x: Tensor) -> Tensor:
+    """Which embeddings `[n, D]` hold nothing: zeros, or one value throughout `LEAST_WIDTH` columns.
+
+    They have no direction, or that of every other dead input: a blank image, a text without words.
+    """
+    same = (x == x[:, :1]).all(1)
+    return same if x.shape[1] >= LEAST_WIDTH else same & (x[:, 0] == 0) & (x.shape[1] > 1)
 
 
 def without_outliers(clusters: Tensor, scores: Tensor, threshold: float) -> Tensor:

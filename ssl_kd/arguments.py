@@ -1,0 +1,34 @@
+"""Settings in errors, named as the Python arguments that they came from."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from ssl_kd.errors import UserError
+from ssl_kd.settings import Settings
+
+# A word outside quotes and paths: a setting in a file, or a flag.
+_WORD = re.compile(r"""(?<![\w'"./=-])(--[a-z]\w*|[A-Z][A-Z0-9_]+)(?![\w'"./=-])""")
+
+
+@contextlib.contextmanager
+def named_as_arguments(settings: type[Settings], **others: str) -> Iterator[None]:
+    """Name settings in errors as arguments: `n_clusters`, not N_CLUSTERS or --n_clusters.
+
+    Args:
+        settings: whose names are meant.
+        **others: setting -> the argument, where it is called otherwise: `seed="random_state"`.
+    """
+
+    def argument(word: re.Match[str]) -> str:
+        name = word[0].removeprefix("--").lower()
+        return others.get(name, name) if name in settings.rules() else word[0]
+
+    try:
+        yield
+    except UserError as error:
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (_WORD.sub(argument, error.args[0]),)
+        raise
