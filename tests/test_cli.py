@@ -132,7 +132,7 @@ HOSTILE = [
 ]
 
 
-@row(1703)
+@row(154)
 @pytest.mark.parametrize("argv", HOSTILE, ids=lambda argv: " ".join(argv)[:30])
 @pytest.mark.parametrize("command", [cli.train, cli.distill])
 def test_hostile_words_are_one_line_and_code_2(argv, command, tmp_path, monkeypatch, capfd):

@@ -225,7 +225,7 @@ class Dropped(torch.nn.Sequential):
         super().__init__(torch.nn.Dropout(0.5), torch.nn.Linear(in_dim, n_clusters))
 
 
-@row(1501)
+@row(162)
 @pytest.mark.parametrize("head", [None, f"{__name__}.Dropped"])
 def test_another_thread_draws_what_it_draws_without_a_fit(blobs, head):
     def drawn(n: int | None, stop: threading.Event) -> list[Any]:

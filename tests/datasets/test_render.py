@@ -170,7 +170,7 @@ THOUGHT = [
 ]
 
 
-@row(1400)
+@row(143)
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen25", "mistral", "phi35", "deepseek_r1"])
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_that_a_template_never_shows_are_refused(name, field):
@@ -245,7 +245,7 @@ def test_hostile_contents_are_learned_whole_and_alone(name, chat):
         end = stop
 
 
-@row(1401)
+@row(144)
 def test_turns_that_cannot_be_located_are_named_and_refused_above_one_percent():
     counts = (  # marks disturb it, and its first messages do not begin the whole
         "{{ messages|length }}{% for m in messages %}{{ m.role }} {{ m.content|length }}: "

@@ -50,6 +50,7 @@ GROUPS = {
     101: "several processes",
     112: "teachers elsewhere, and the student's own text",
     127: "what people do with a run; images and text",
+    143: "what testers found: chats, keys, caches, pages, names, flags",
 }
 """First row of each group -> its name."""
 
@@ -639,152 +640,152 @@ ROWS = {
         "every label of a batch is ignored, or a mask is empty: a mean over nothing",
         "skipped, and named as that",
     ),
-    1400: Row(
+    143: Row(
         "a chat template never shows the thoughts, calls or content that a turn holds",
         "the chat is left out by name; what a template hides of earlier turns by design is counted",
     ),
-    1401: Row(
+    144: Row(
         "a chat template shows turns of the assistant that cannot be located",
         "each is named and counted; above 1 % of the turns refused, with the way out",
     ),
-    1000: Row(
+    145: Row(
         "a teacher's server redirects, repeats the key, or the key cannot be sent; a proxy, .netrc",
         "the key goes to the host of TEACHER_URL alone, and into no message",
     ),
-    1001: Row(
+    146: Row(
         "a teacher's server drips its answer, or sends one without end, or a compressed bomb",
         "given up after TEACHER_TIMEOUT as a whole; no more is read than what was asked for",
     ),
-    1002: Row(
+    147: Row(
         "TEACHER_URL cannot be an address, or holds a secret",
         "one line before anything is loaded; the secret is not shown",
     ),
-    1003: Row(
+    148: Row(
         "a teacher's cache with right checksums holds what cannot be: tokens beyond the"
         " vocabulary, masses above 1, rows of other blocks",
         "named on open (file, row, block), with the range that was expected",
     ),
-    1004: Row(
+    149: Row(
         "adapters are given a rank above the width of the model",
         "refused with the largest useful one, before a teacher is trained or loaded",
     ),
-    1005: Row(
+    150: Row(
         "a package that the run needs is not installed",
         "one line with the command that installs it, before torch and any folder",
     ),
-    1700: Row(
+    151: Row(
         "a batch size of one device (`per_device_train_batch_size`) is given to several processes",
         "BATCH_SIZE is that of all, recorded as such; resumed with others, both totals are named",
     ),
-    1701: Row(
+    152: Row(
         "who reads the screen leaves (`2>&1 | head -1`, a terminal that is gone)",
         "the run goes on to its report, with exit code 0",
     ),
-    1702: Row(
+    153: Row(
         "paths outside ASCII where Python reads names as ASCII (LC_ALL=C, PYTHONUTF8=0)",
         "as in a UTF-8 locale",
     ),
-    1703: Row(
+    154: Row(
         "a flag of TRL or transformers that means something else here, or nothing",
         "refused with the flag to use in its place, or why there is none",
     ),
-    1100: Row(
+    155: Row(
         "a visitor's file of decisions has a line that nobody can follow, or is no file",
         "refused by its line, whole; nothing is taken of it, and the run goes on",
     ),
-    1101: Row(
+    156: Row(
         "a page is written into a folder that holds more by now, or is killed on the way",
         "nothing but its own is replaced; the old page is whole until the new one is",
     ),
-    1102: Row(
+    157: Row(
         "another user of the machine asks the explorer",
         "403 and one line, without the address that was printed",
     ),
-    1103: Row(
+    158: Row(
         "a client sends lengths that are none, bodies that are too deep, or byte after byte",
         "refused before it is read; others are answered meanwhile",
     ),
-    1104: Row(
+    159: Row(
         "a writer was killed with its temporary file open",
         "the next start removes it, and no file that is alive or somebody else's",
     ),
-    1105: Row(
+    160: Row(
         "`runs/latest` points to another run while the first is being decided about",
         "decisions stay with the run that was opened",
     ),
-    1500: Row(
+    161: Row(
         "a loss term is not finite in one row of a batch, by the student's answer or the teacher's",
         "that row is left out of that term, by name; no bit of the others changes; after "
         "STOP_AFTER steps in a row, the run ends",
         kinds=(Stage.LOSS,),
     ),
-    1501: Row(
+    162: Row(
         "another thread draws random numbers while heads are fitted",
         "it draws what it draws without them",
     ),
-    1502: Row(
+    163: Row(
         "losses of 1e200 in float64; spikes among the first steps",
         "finite is finite; a spike is skipped from the second step on",
         kinds=(Stage.SPIKE, Stage.LARGE),
     ),
-    1503: Row("a guard around a TorchScript model", "works, or refused in one line"),
-    1300: Row(
+    164: Row("a guard around a TorchScript model", "works, or refused in one line"),
+    165: Row(
         "a cache's manifest or shard with fitting checksums says what cannot be",
         "one line names the file and what is wrong; nothing is allocated for it",
     ),
-    1301: Row(
+    166: Row(
         "a file of tensors is a device, a pipe, a folder, or a zip larger inside than outside",
         "refused before anything is read",
     ),
-    1302: Row(
+    167: Row(
         "`--force-recompute` where the cache looks whole; a kill in between; several processes",
         "all is embedded anew and said so; the old cache stays until the new one is whole",
     ),
-    1303: Row(
+    168: Row(
         "an image that takes several times its size to decode",
         "strips, half the size, or refused: never more than 512 MiB",
     ),
-    1304: Row(
+    169: Row(
         "a saved model whose config.json or tensors are of another kind or out of range",
         "one line before memory is taken; nothing is converted silently",
     ),
-    1305: Row(
+    170: Row(
         "another data set or teacher, and no EMBEDDINGS_DIR",
         "a cache folder of its own; the first stays as it is",
     ),
-    1200: Row(
+    171: Row(
         "the folders of an album, which are no classes",
         "labels on request only, and said so; a cache serves no run another run's labels",
     ),
-    1201: Row(
+    172: Row(
         "names with line breaks, quotes, or `= + - @` first, in tables and lists that we write",
         "a row or line each, no formula; what we read gives the same name back",
     ),
-    1202: Row(
+    173: Row(
         "an export onto something that is there, or of columns that would take others' places",
         "refused before the run is read; --force replaces a file, whole, and never a folder",
     ),
-    1203: Row(
+    174: Row(
         "a copy of an earlier export was zeroed, or is another file of the same size",
         "its content is compared, and it is named as in the way",
     ),
-    1204: Row(
+    175: Row(
         "pictures whose names are not UTF-8 go out to programs that want text",
         "their bytes, as a URL spells them; where that cannot be, they are named",
     ),
-    1205: Row(
+    176: Row(
         "a run that people curated is extended",
         "renames, merges, splits and exclusions hold in the extended one, and can be undone",
     ),
-    1600: Row(
+    177: Row(
         "a dead input, zeros or one value throughout, is scored, or was trained on",
         "its outlier score is 1, whatever was trained on",
     ),
-    1601: Row(
+    178: Row(
         "the vote of the heads leaves clusters empty, or fewer rows differ than are wanted",
         "an empty cluster takes its part of another; what cannot be is counted in a warning",
     ),
-    1602: Row(
+    179: Row(
         "ImageNet's `meta.bin` is a pickle of something else",
         "one line that names it; nothing of it is run",
     ),

@@ -94,7 +94,7 @@ MANIFESTS = {
 }
 
 
-@row(1300)
+@row(165)
 @pytest.mark.parametrize("harm", MANIFESTS)
 def test_a_manifest_with_a_fitting_checksum_that_says_what_cannot_be(folder, harm):
     path = folder / f"{NAME}.json"
@@ -155,7 +155,7 @@ SHARDS = {
 }
 
 
-@row(1300)
+@row(165)
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested", "ignore:.*quantize")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("harm", SHARDS)
@@ -170,7 +170,7 @@ def test_a_shard_with_a_fitting_checksum_that_holds_something_else(folder, harm)
     assert "--" in refused(folder)
 
 
-@row(1301)
+@row(166)
 @pytest.mark.skipif(os.name == "nt", reason="needs devices and pipes")
 @pytest.mark.parametrize("file", [f"{NAME}.json", f"{NAME}_00000.pt"])
 @pytest.mark.parametrize("kind", ["device", "link to a device", "pipe", "folder"])
@@ -189,7 +189,7 @@ def test_a_device_a_pipe_and_a_folder_are_not_read(folder, file, kind):
         load_tensors(path)
 
 
-@row(1301)
+@row(166)
 def test_a_link_to_a_shard_on_another_disk_is_read(folder, tmp_path):
     path = folder / f"{NAME}_00000.pt"
     path.rename(tmp_path / "elsewhere.pt")
@@ -197,7 +197,7 @@ def test_a_link_to_a_shard_on_another_disk_is_read(folder, tmp_path):
     assert EmbeddingStore.open(folder, "train").tensor().shape == (N, D)
 
 
-@row(1301)
+@row(166)
 @pytest.mark.parametrize("how", ["deflated", "overlapping"])
 def test_a_zip_that_is_larger_inside_is_refused_before_it_is_inflated(tmp_path, how, monkeypatch):
     path = tmp_path / "x.pt"
@@ -214,7 +214,7 @@ def test_a_zip_that_is_larger_inside_is_refused_before_it_is_inflated(tmp_path, 
         load_tensors(path)
 
 
-@row(1300)
+@row(165)
 @pytest.mark.parametrize(
     "text",
     ["[" * 100_000, '{"a": NaN}', '{"a": [1]}', "[[1, 2]]", '"ab"', "7", "null", "{", "\udcff"],
@@ -230,7 +230,7 @@ def test_a_list_of_tables_that_was_edited_protects_all_of_them(tmp_path, text):
 # --- 1302: --force-recompute ----------------------------------------------------------------------
 
 
-@row(1302)
+@row(167)
 def test_force_recompute_embeds_everything_each_time_and_says_so(settings, train_py, capfd):
     run(settings())
     folder = Path(settings().embeddings_dir)
@@ -251,7 +251,7 @@ def plain(tmp_path, **changes):
     return VisionSettings(**common, **quick, **changes)
 
 
-@row(1305)
+@row(170)
 def test_each_data_set_and_teacher_has_a_cache_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     top = Path("data/embeddings")
@@ -275,7 +275,7 @@ def test_each_data_set_and_teacher_has_a_cache_folder_of_its_own(tmp_path, monke
     assert first.items() <= {p.name: p.read_bytes() for p in top.glob("embeddings_*")}.items()
 
 
-@row(1305)
+@row(170)
 @pytest.mark.parametrize("name", [".", "../..", "-", "a" * 300, "\udcff", "名前", "a\nb", "con"])
 def test_a_cache_folder_has_a_name_that_a_file_system_takes(name, monkeypatch):
     monkeypatch.setattr(run_module, "fingerprint", lambda *given: FINGERPRINT)

@@ -210,7 +210,7 @@ sys.exit(guarded(work))
 """
 
 
-@row(1701)
+@row(152)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path, closed, unbuffered):
@@ -229,7 +229,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path, closed, unbuffered)
     assert (tmp_path / "report.html").read_text() == "the report"
 
 
-@row(1701)
+@row(152)
 @pytest.mark.parametrize("words", [["--help"], ["config", "train"], ["train", "--help-all"], ["x"]])
 def test_a_command_whose_reader_left_at_once_ends_as_ever(tmp_path, words):
     reader, writer = os.pipe()
@@ -261,7 +261,7 @@ def test_a_result_that_cannot_be_written_is_still_a_failure(tmp_path):
     assert done.returncode == 1 and one_line(done.stderr).endswith("No space left on device")
 
 
-@row(1702)
+@row(153)
 @pytest.mark.parametrize("utf8", ["0", ""])
 @pytest.mark.parametrize("locale", ["C", "POSIX"])
 def test_names_outside_ascii_are_read_under_any_locale(tmp_path, locale, utf8):

@@ -495,7 +495,7 @@ def test_a_teacher_that_fails_names_the_image(
 # --- 1600 to 1602 ---------------------------------------------------------------------------------
 
 
-@row(1602)
+@row(179)
 def test_a_pickle_in_the_place_of_imagenets_meta_file_is_one_line_and_not_run(tmp_path):
     folder = tmp_path / "imagenet"
     (folder / "train" / "n01").mkdir(parents=True)
@@ -508,7 +508,7 @@ def test_a_pickle_in_the_place_of_imagenets_meta_file_is_one_line_and_not_run(tm
     assert "\n" not in str(error.value) and not (tmp_path / "trace").exists()
 
 
-@row(1600)
+@row(177)
 def test_zeros_that_were_trained_on_are_never_typical():
     x = np.random.default_rng(0).normal(size=(60, 9)).astype(np.float32)
     x[::2] = 0
@@ -518,7 +518,7 @@ def test_zeros_that_were_trained_on_are_never_typical():
     assert clusterer.outlier_score_[1::2].mean() < 0.8
 
 
-@row(1601)
+@row(178)
 @pytest.mark.parametrize(("distinct", "wanted"), [(40, 39), (40, 40), (3, 6), (1, 2)])
 def test_clusters_that_a_vote_leaves_empty_are_filled_or_counted(distinct, wanted, caplog):
     rows = np.random.default_rng(0).normal(size=(distinct, 5))

@@ -123,7 +123,7 @@ FOREIGN = """
 """
 
 
-@row(1703)
+@row(154)
 @pytest.mark.parametrize("name", FOREIGN.split())
 def test_every_name_of_trl_is_taken_or_answered(name, tmp_path):
     """Where it means the same, in the same unit, it is taken; else its substitute is named."""
@@ -141,7 +141,7 @@ def test_every_name_of_trl_is_taken_or_answered(name, tmp_path):
     assert named or answer.startswith(("There is none", "A run uploads nothing"))
 
 
-@row(1703)
+@row(154)
 @pytest.mark.parametrize("cls", [LanguageSettings, VisionSettings])
 def test_every_name_of_transformers_is_taken_or_answered(cls):
     transformers = pytest.importorskip("transformers")
@@ -158,7 +158,7 @@ def test_a_foreign_name_is_not_answered_by_the_wrong_flag():
     assert "top_p" not in VisionSettings.aliases and "lora_r" not in VisionSettings.aliases
 
 
-@row(1700)
+@row(151)
 @pytest.mark.parametrize("ranks", [None, "", "1", "8", "x"])
 @pytest.mark.parametrize("name", sorted(LanguageSettings.per_process))
 def test_rows_per_device_are_rows_of_each_process(name, ranks, tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_rows_per_device_are_rows_of_each_process(name, ranks, tmp_path, monkeyp
             read(file=f"{name.upper()} = {wrong if wrong != 'x' else repr(wrong)}\n")
 
 
-@row(1700)
+@row(151)
 def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path, monkeypatch):
     place = {"runs_dir": str(tmp_path), "run_name": "a"}
     monkeypatch.setenv("WORLD_SIZE", "8")

@@ -108,7 +108,7 @@ class Without(ByHand):
         return super().step(fewer, learning_rate)
 
 
-@row(1500)
+@row(161)
 @pytest.mark.parametrize("value", [NAN, math.inf])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_row_that_the_student_cannot_read_is_left_out_to_the_bit(monkeypatch, value, layer):
@@ -132,7 +132,7 @@ def test_a_row_that_the_student_cannot_read_is_left_out_to_the_bit(monkeypatch, 
         assert mine.kd == pytest.approx(theirs.kd * scale.item(), rel=1e-5)
 
 
-@row(1500)
+@row(161)
 @pytest.mark.parametrize("kind", ["logits", "hidden", "top k"])
 def test_a_row_that_the_teacher_cannot_judge_loses_its_divergence_alone(kind):
     bad = 5
@@ -168,7 +168,7 @@ def test_a_row_that_the_teacher_cannot_judge_loses_its_divergence_alone(kind):
     assert sick.results[0].ce == pytest.approx(ce.item(), rel=1e-5)
 
 
-@row(1500)
+@row(161)
 def test_what_stands_in_the_sick_row_changes_no_bit():
     found = [
         run(SickAnswer({5}, value=value, place=place), steps=3).owned()
@@ -178,7 +178,7 @@ def test_what_stands_in_the_sick_row_changes_no_bit():
     assert not same(found[0], run(SickAnswer(()), steps=3).owned())
 
 
-@row(1500)
+@row(161)
 @pytest.mark.parametrize("loss_mean", ["tokens", "sequences"])
 def test_accumulated_batches_leave_out_the_row_that_one_large_batch_does(loss_mean):
     whole = run(SickAnswer({2}), loss_mean=loss_mean, packing=loss_mean == "tokens")
@@ -196,7 +196,7 @@ def test_accumulated_batches_leave_out_the_row_that_one_large_batch_does(loss_me
             assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
 
 
-@row(1500)
+@row(161)
 @pytest.mark.parametrize("sick", ["teacher", "student"])
 def test_a_row_that_is_sick_in_every_step_ends_the_run(sick):
     options = {"steps": 9, "stop_after": 3, "rows": marked(3)}
@@ -206,7 +206,7 @@ def test_a_row_that_is_sick_in_every_step_ends_the_run(sick):
         run(SickAnswer({3}) if sick == "teacher" else None, **options)
 
 
-@row(1500)
+@row(161)
 def test_once_the_row_is_well_the_term_is_healthy_again():
     teacher = SickAnswer({3})
 
@@ -223,7 +223,7 @@ def test_once_the_row_is_well_the_term_is_healthy_again():
     assert all(result.learned("kd") for result in found.results)
 
 
-@row(1500)
+@row(161)
 @pytest.mark.parametrize("term", [{"alpha_hidden": 0.5}, {"alpha_ce": 0.0}])
 def test_other_terms_and_weights_go_on_beside_a_sick_row(term):
     found = run(SickAnswer({1}), steps=2, **term)
