@@ -16,7 +16,7 @@ NAMES = st.text(st.one_of(st.sampled_from("'=+-@\t\r\n\",1.=＝ a"), st.characte
 NAMES = NAMES.filter(lambda name: "\0" not in name)
 
 
-@fault(1201)
+@fault(172)
 @given(NAMES)
 @example("'=x")
 @example("''=x")
@@ -34,7 +34,7 @@ def test_a_cell_is_no_formula_and_gives_the_name_back(name):
     )
 
 
-@fault(1201)
+@fault(172)
 @given(st.lists(NAMES, min_size=1))
 def test_lines_of_csv_give_the_names_back_to_any_reader(names):
     text = "n,file\n" + "".join(f"{i},{csv_field(name)}\n" for i, name in enumerate(names))
@@ -48,7 +48,7 @@ def test_lines_of_csv_give_the_names_back_to_any_reader(names):
     assert from_cells(written["file"]).to_pylist() == names
 
 
-@fault(1201)
+@fault(172)
 @given(st.lists(NAMES, min_size=1, unique=True))
 @example(["a\nb", '"a\\nb"', "a\\nb"])
 def test_a_list_has_one_line_for_each_name_and_no_two_are_the_same(names):

@@ -47,7 +47,7 @@ def test_columns_of_a_table_go_out(copied, tmp_path):
     assert cli.main(argv) == 2  # it is there
 
 
-@fault(1202)
+@fault(173)
 def test_force_replaces_a_file_once_the_new_one_is_whole_and_nothing_else(copied, tmp_path, capsys):
     out = tmp_path / "out.parquet"
     argv = ["export", str(copied), "--to", "parquet", "--out", str(out)]
@@ -68,7 +68,7 @@ def test_force_replaces_a_file_once_the_new_one_is_whole_and_nothing_else(copied
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.parquet", "run", "short.csv"]
 
 
-@fault(1202)
+@fault(173)
 def test_what_needs_no_torch_is_refused_before_torch_is_imported(copied, tmp_path):
     (tmp_path / "there.parquet").write_text("mine")
     program = (
@@ -89,7 +89,7 @@ def test_what_needs_no_torch_is_refused_before_torch_is_imported(copied, tmp_pat
     assert len(done.stderr.splitlines()) == 9
 
 
-@fault(1202)
+@fault(173)
 @pytest.mark.parametrize(
     ("header", "told"),
     [

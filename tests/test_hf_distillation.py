@@ -753,7 +753,7 @@ class SickRow(Moods):
         return LinearTeacher(hidden, answer.weight, answer.bias)
 
 
-@fault(1500)
+@fault(161)
 def test_a_row_whose_answer_is_nan_leaves_the_others_their_divergence(tmp_path):
     sick, bits, stop = trained(tmp_path, SickRow(teacher_model()))
     _, well, _ = trained(tmp_path, Moods(teacher_model()))
@@ -767,7 +767,7 @@ def test_a_row_whose_answer_is_nan_leaves_the_others_their_divergence(tmp_path):
     assert [(e["part"], e["action"]) for e in events] == [("kd", "rows left out")] * len(bits.bits)
 
 
-@fault(1500)
+@fault(161)
 def test_a_row_that_stays_nan_ends_the_training(tmp_path):
     guard = GuardCallback(thresholds=Thresholds(stop_after=3))
     trainer, _, stop = trained(tmp_path, SickRow(teacher_model()), callbacks=[guard], max_steps=9)

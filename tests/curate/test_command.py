@@ -66,7 +66,7 @@ def test_a_cache(tmp_path, capsys):
     assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == 3
 
 
-@fault(1200)
+@fault(171)
 @pytest.mark.parametrize(("unknown", "given"), [(2, 2), (50, 20), (0, 20)])
 def test_more_to_label_than_lack_one_gives_those_that_do(tmp_path, capsys, unknown, given):
     x, labels = distinct(50)
@@ -80,7 +80,7 @@ def test_more_to_label_than_lack_one_gives_those_that_do(tmp_path, capsys, unkno
         assert {*named["label"].to_pylist(), *named["suggested"].to_pylist()} <= {*"abcdefgh"}
 
 
-@fault(1201)
+@fault(172)
 @pytest.mark.parametrize(
     "odd", ["x\ny.png", "x\r\ny", "\u2028", '"x"', "=cmd|' /C calc'!A0", "\tx"]
 )

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from ssl_kd.datasets import UnreadableImage, decode
+from tests.faults.matrix import row
 
 
 @pytest.fixture
@@ -138,6 +139,7 @@ for path in sys.argv[2:]:
 """
 
 
+@row(168)
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage counts otherwise")
 def test_decoding_takes_as_much_memory_as_is_reckoned_with(tmp_path):
     side = 3000

@@ -172,7 +172,7 @@ def test_decisions_are_lines_in_the_run(server, run):
         ({"do": "undo", "of": "x"}, "no decision before it"),
     ],
 )
-@fault(1100)
+@fault(155)
 def test_a_decision_that_cannot_be_is_refused_in_a_line(server, run, asked, why):
     status, answer = post(server, asked)
     assert status == 400 and re.search(why, answer["error"]) and "\n" not in answer["error"]
@@ -200,7 +200,7 @@ def test_another_site_decides_nothing(server, run):
     "path",
     ["/", "/explore.html", "/explore.js", "/data/files.txt", "/api/curation", "/api/image/1", "/x"],
 )
-@fault(1102)
+@fault(157)
 def test_without_the_address_that_was_printed_there_is_nothing_to_see(server, path):
     others = [
         *({"Cookie": ""}, {"Cookie": f"{server.cookie}=x"}, {"Cookie": f"other={server.token}"}),
@@ -220,7 +220,7 @@ def test_without_the_address_that_was_printed_there_is_nothing_to_see(server, pa
         assert ask(server, "GET", path + query, Cookie="")[0] == 403
 
 
-@fault(1102)
+@fault(157)
 def test_the_printed_address_opens_the_page_and_all_that_it_loads(server):
     path = server.url.removeprefix(f"http://127.0.0.1:{server.server_port}")
     status, page, headers = ask(server, "GET", path, Cookie="")
@@ -268,7 +268,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("header", "status"), REFUSED.values(), ids=REFUSED.keys())
-@fault(1103)
+@fault(158)
 def test_a_length_that_is_none_is_refused_before_anything_is_read(server, run, header, status):
     head = f"POST /api/curation HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n".encode()
     token = b"X-Token: " + server.token.encode() + b"\r\n"
@@ -284,7 +284,7 @@ def test_a_length_that_is_none_is_refused_before_anything_is_read(server, run, h
     [b"{", b"[" * 1_000_000, b'{"do":' * 200_000, b"[" + b"9" * 5000 + b"]", b"\xff", b"NaN",
      b"\xef\xbb\xbf{}", b'{"do": "undo", "do": "undo", "of": "x"}', b"", b"null\0"],
 )  # fmt: skip
-@fault(1103)
+@fault(158)
 def test_a_body_that_is_no_json_is_a_line(server, body):
     status, answer, _ = ask(server, "POST", "/api/curation", body, X_Token=server.token)
     said = json.loads(answer)["error"]
@@ -306,7 +306,7 @@ def test_a_request_that_is_none_ends_no_server(server, line, status, capsys):
     assert ask(server, "GET", "/")[0] == 200 and "Traceback" not in capsys.readouterr().err
 
 
-@fault(1103)
+@fault(158)
 def test_clients_that_drip_are_let_go_and_others_answered_meanwhile(server, monkeypatch, capsys):
     monkeypatch.setattr(module, "PATIENCE", 0.6)
     slow = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(20)]
@@ -333,7 +333,7 @@ def test_clients_that_drip_are_let_go_and_others_answered_meanwhile(server, monk
         one.close()
 
 
-@fault(1104)
+@fault(159)
 def test_nothing_is_under_the_temporary_folder_while_it_serves(run, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -361,7 +361,7 @@ def test_many_tabs_decide_and_read_at_once(server, run):
     assert answers == [200] * 60 and len(Curation.open(run).lines) == 30
 
 
-@fault(1105)
+@fault(160)
 def test_decisions_stay_with_the_run_that_was_opened(run, tmp_path):
     latest = tmp_path / "latest"
     latest.symlink_to(run)

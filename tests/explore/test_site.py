@@ -163,7 +163,7 @@ def assert_whole(folder):
     assert files == {"explore.js", "data/places.f32", "data/meta.json"}
 
 
-@fault(1101)
+@fault(156)
 def test_a_second_page_replaces_its_own_files_alone(small, tmp_path):
     folder = tmp_path / "out"
     small(folder)
@@ -201,7 +201,7 @@ def _killed(small, folder, moment, after):
     os._exit(0)
 
 
-@fault(1101)
+@fault(156)
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_at_any_moment_a_whole_page_is_there_and_nothing_else_is_lost(
     small, tmp_path, after
@@ -263,7 +263,7 @@ FOREIGN = {
 }
 
 
-@fault(1101)
+@fault(156)
 @pytest.mark.parametrize(("change", "said"), FOREIGN.values(), ids=FOREIGN.keys())
 def test_what_is_not_ours_is_named_in_a_line_and_nothing_written(small, tmp_path, change, said):
     folder = tmp_path / "out"
@@ -277,7 +277,7 @@ def test_what_is_not_ours_is_named_in_a_line_and_nothing_written(small, tmp_path
     assert before == {path: path.lstat().st_mtime_ns for path in sorted(folder.rglob("*"))}
 
 
-@fault(1101)
+@fault(156)
 def test_a_page_is_written_by_one_program_at_a_time_and_through_no_link(small, tmp_path):
     folder = tmp_path / "out"
     small(folder)

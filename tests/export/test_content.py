@@ -148,7 +148,7 @@ def test_groups_of_rows_are_one_file(photo_run, tmp_path, monkeypatch):
         assert file.schema_arrow.field("cluster").type == arrow.int32()
 
 
-@fault(1202)
+@fault(173)
 @pytest.mark.parametrize("out", ["", ".", "..", "x", "x.PARQUET", "a\0.parquet", "~"])
 def test_a_place_that_cannot_be_is_refused_before_anything_is_written(photo_run, tmp_path, out):
     place = f"{tmp_path}/{out}" if out not in ("~", "") else out
@@ -157,7 +157,7 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_written(photo_run,
     assert list(tmp_path.iterdir()) == []
 
 
-@fault(1202)
+@fault(173)
 @pytest.mark.parametrize("what", ["link", "broken link", "folder", "link to a folder", "pipe"])
 def test_force_replaces_a_file_and_follows_no_link(photo_run, tmp_path, what):
     content, out = Content.of(Samples(photo_run)), tmp_path / "out.parquet"
@@ -181,7 +181,7 @@ def test_force_replaces_a_file_and_follows_no_link(photo_run, tmp_path, what):
     assert os.path.lexists(out) and not [p for p in tmp_path.iterdir() if p.suffix == ".tmp"]
 
 
-@fault(1202)
+@fault(173)
 def test_a_file_that_appears_during_an_export_is_not_replaced(photo_run, tmp_path, monkeypatch):
     out, batches = tmp_path / "out.parquet", Content.batches
 
@@ -195,7 +195,7 @@ def test_a_file_that_appears_during_an_export_is_not_replaced(photo_run, tmp_pat
     assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]
 
 
-@fault(1202)
+@fault(173)
 def test_a_failed_replacement_leaves_the_old_file(photo_run, tmp_path, monkeypatch):
     out = tmp_path / "out.parquet"
     out.write_text("mine")
@@ -210,7 +210,7 @@ def test_a_failed_replacement_leaves_the_old_file(photo_run, tmp_path, monkeypat
     assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]
 
 
-@fault(1202)
+@fault(173)
 @pytest.mark.parametrize(
     ("to", "name"),
     [

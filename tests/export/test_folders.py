@@ -104,7 +104,7 @@ def test_nothing_is_overwritten(content, tmp_path):
         export(content, "folders", Path(tmp_path / "new"), link="sym")
 
 
-@fault(1203)
+@fault(174)
 def test_a_copy_of_the_same_size_and_another_content_is_in_the_way(content, tmp_path):
     out = export(content, "folders", tmp_path / "out", link="copy")
     place = next((out / "1 ring").iterdir())

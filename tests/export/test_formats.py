@@ -109,7 +109,7 @@ def test_label_studio_tasks(content, tmp_path):
     ]["file"].replace(" ", "%20")
 
 
-@fault(1204)
+@fault(175)
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
 @pytest.mark.parametrize("url", [None, "https://a.org/p"])
 def test_a_file_name_that_is_no_utf8_is_a_url_of_its_bytes(content, tmp_path, monkeypatch, url):

@@ -1,4 +1,4 @@
-"""Rows 1300 to 1302 and 1305: caches that say what cannot be, and whose folder they are in."""
+"""Rows 165 to 167 and 170: caches that say what cannot be, and whose folder they are in."""
 
 import json
 import os
@@ -227,7 +227,7 @@ def test_a_list_of_tables_that_was_edited_protects_all_of_them(tmp_path, text):
     assert list(_written(tmp_path)) == ["kept.csv"]
 
 
-# --- 1302: --force-recompute ----------------------------------------------------------------------
+# --- --force-recompute -------------------------------------------------------------------------
 
 
 @row(167)
@@ -242,7 +242,7 @@ def test_force_recompute_embeds_everything_each_time_and_says_so(settings, train
         assert after and not before.items() & after.items()
 
 
-# --- 1305: a folder for each data set and teacher -------------------------------------------------
+# --- a folder for each data set and teacher -------------------------------------------------
 
 
 def plain(tmp_path, **changes):

@@ -246,6 +246,7 @@ def test_a_command_whose_reader_left_at_once_ends_as_ever(tmp_path, words):
     assert done.returncode == (2 if words == ["x"] else 0)
 
 
+@row(152)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
 def test_a_result_that_cannot_be_written_is_still_a_failure(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -492,7 +492,7 @@ def test_a_teacher_that_fails_names_the_image(
     assert code == 1 and named in line and no_run(odd)
 
 
-# --- 1600 to 1602 ---------------------------------------------------------------------------------
+# --- what testers found ------------------------------------------------------------------------
 
 
 @row(179)

@@ -252,7 +252,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("edit", "said"), HOSTILE.values(), ids=HOSTILE.keys())
-@fault(1100)
+@fault(155)
 def test_a_visitor_s_line_is_checked_whole_and_blocks_no_run(run, tmp_path, edit, said):
     curation = Curation.open(run)
     curation.rename(0, "zeros")
@@ -275,7 +275,7 @@ def test_a_visitor_s_line_is_checked_whole_and_blocks_no_run(run, tmp_path, edit
         assert Curation.open(run).names == {0: "another"}
 
 
-@fault(1100)
+@fault(155)
 def test_a_visitor_s_number_leaves_room_for_those_of_others(run, tmp_path):
     curation = Curation.open(run)
     curation.move([3], name="mine")
@@ -308,7 +308,7 @@ def test_rows_that_come_twice_are_refused_as_the_page_counts_them(run, tmp_path)
     assert Curation.open(run).apply(copy)[0].do == "exclude"
 
 
-@fault(1100)
+@fault(155)
 def test_what_is_no_file_of_decisions_is_not_read_for_ever(run, tmp_path):
     curation = Curation.open(run)
     os.mkfifo(tmp_path / "pipe")
@@ -432,7 +432,7 @@ def test_tabs_and_processes_at_once_lose_no_decision(run, monkeypatch):
     assert len(Curation.open(run).history) == 2 * 4 * 8
 
 
-@fault(1104)
+@fault(159)
 def test_what_a_killed_writer_left_is_gone_after_the_next_start_and_nothing_else(run):
     orphan = run / ".curation.jsonl.0123abcd.tmp"
     others = [run / ".curation.jsonl.mine.tmp", run / "curation.jsonl.0123abcd.tmp"]

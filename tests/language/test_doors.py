@@ -67,7 +67,7 @@ finally:
         ("transformers", "cache_teacher.py", ["--teacher_cache", "cache"]),
     ],
 )
-@fault(1005)
+@fault(150)
 def test_a_missing_package_is_one_line_before_torch_and_any_folder(
     tmp_path, missing, script, flags
 ):
@@ -80,7 +80,7 @@ def test_a_missing_package_is_one_line_before_torch_and_any_folder(
 
 
 @pytest.mark.parametrize("work", [run, cache_teacher])
-@fault(1005)
+@fault(150)
 def test_from_python_no_folder_is_left_where_a_package_is_missing(
     settings, monkeypatch, tmp_path, work
 ):
@@ -93,7 +93,7 @@ def test_from_python_no_folder_is_left_where_a_package_is_missing(
 
 
 @pytest.mark.parametrize("student", ["llama:1x32", "fresh:1x32", "folder"])
-@fault(1004)
+@fault(149)
 def test_a_rank_above_the_width_is_refused_before_a_teacher_is_made(
     settings, monkeypatch, models, student
 ):

@@ -598,7 +598,7 @@ def change(folder, tamper, **stated):
         ("sample", "entropy", 9.0, "entropy from .* to 9, expected"),
     ],
 )
-@fault(1003)
+@fault(148)
 def test_what_cannot_be_is_named_even_with_a_fitting_checksum(
     tmp_path, method, column, value, said
 ):
@@ -609,7 +609,7 @@ def test_what_cannot_be_is_named_even_with_a_fitting_checksum(
 
 
 @pytest.mark.parametrize("vocabulary", [40_000, 70_000])
-@fault(1003)
+@fault(148)
 def test_tokens_of_any_width_are_compared_with_the_vocabulary(tmp_path, vocabulary):
     make(tmp_path, Teacher(vocabulary))
     TeacherCache.open(tmp_path)
@@ -619,7 +619,7 @@ def test_tokens_of_any_width_are_compared_with_the_vocabulary(tmp_path, vocabula
 
 
 @pytest.mark.parametrize("indices", [[5, 4, 6, 7], [4, 4, 6, 7], [-4, 5, 6, 7], [2**62, 5, 6, 7]])
-@fault(1003)
+@fault(148)
 def test_rows_that_are_of_another_block_are_named(tmp_path, indices):
     make(tmp_path)
     change(tmp_path, lambda shard: shard["indices"].copy_(torch.tensor(indices)))
@@ -629,7 +629,7 @@ def test_rows_that_are_of_another_block_are_named(tmp_path, indices):
         TeacherCache.open(tmp_path)
 
 
-@fault(1003)
+@fault(148)
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
@@ -646,7 +646,7 @@ def test_a_manifest_that_names_something_else_is_one_line(tmp_path, stated, said
     assert "\n" not in str(caught.value) and "\0" not in str(caught.value)
 
 
-@fault(1003)
+@fault(148)
 def test_a_number_of_rows_that_is_not_there_is_named(tmp_path):
     make(tmp_path)
     change(tmp_path, lambda shard: None, n=N + 1)

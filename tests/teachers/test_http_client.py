@@ -84,7 +84,7 @@ def ask(local, **options):
 
 @pytest.mark.parametrize("status", [300, 301, 302, 303, 305, 307, 308])
 @pytest.mark.parametrize("ask_it", [ask, lambda local: client(local).check(8)], ids=["POST", "GET"])
-@fault(1000)
+@fault(145)
 def test_the_key_goes_to_no_other_host(local, status, ask_it):
     with Local(lambda handler: handler.answer()) as other:
         to = f"{other.url.replace('127.0.0.1', 'u:p@localhost')}/v1/models?key=abc#d"
@@ -97,7 +97,7 @@ def test_the_key_goes_to_no_other_host(local, status, ask_it):
 
 
 @pytest.mark.parametrize("to", [None, "", "http://[::1", "//", "ftp://x", "\\\\evil", "a" * 9000])
-@fault(1000)
+@fault(145)
 def test_a_redirect_to_nowhere_is_one_line(local, to):
     given = {} if to is None else {"Location": to}
     local.act = lambda handler: handler.answer(b"", 302, **given)
@@ -106,7 +106,7 @@ def test_a_redirect_to_nowhere_is_one_line(local, to):
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
-@fault(1000)
+@fault(145)
 def test_the_key_stands_in_no_message_though_the_server_repeats_it(local, caplog):
     """In its refusal, at any place, in its reason, in a warning; cut off in the middle."""
     text = json.dumps({"error": {"message": "x" * 230 + f" wrong key: {KEY}"}}).encode()
@@ -135,7 +135,7 @@ def test_the_key_stands_in_no_message_though_the_server_repeats_it(local, caplog
         "☃",
     ],
 )
-@fault(1000)
+@fault(145)
 def test_a_key_that_no_header_may_hold_is_refused_unseen_before_any_request(
     local, monkeypatch, key
 ):
@@ -145,7 +145,7 @@ def test_a_key_that_no_header_may_hold_is_refused_unseen_before_any_request(
     assert not {"hush", key} & {*str(caught.value).split()} and local.seen == []
 
 
-@fault(1000)
+@fault(145)
 def test_neither_netrc_nor_a_proxy_has_a_part_in_an_http_exchange(local, monkeypatch, tmp_path):
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password other\n")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
@@ -157,7 +157,7 @@ def test_neither_netrc_nor_a_proxy_has_a_part_in_an_http_exchange(local, monkeyp
     assert local.keys() == [f"Bearer {KEY}"] and proxy.seen == []
 
 
-@fault(1000)
+@fault(145)
 def test_an_https_address_is_reached_through_the_proxys_tunnel_which_sees_no_key(
     local, monkeypatch
 ):
@@ -203,7 +203,7 @@ DRIPS = {
 
 
 @pytest.mark.parametrize("act", DRIPS.values(), ids=DRIPS)
-@fault(1001)
+@fault(146)
 def test_a_server_that_drips_is_given_up_after_the_timeout(local, act):
     local.act, start = act, time.monotonic()
     with pytest.raises(ServerFailed, match=r"no whole answer came in 0\.3 s, TEACHER_TIMEOUT"):
@@ -211,7 +211,7 @@ def test_a_server_that_drips_is_given_up_after_the_timeout(local, act):
     assert time.monotonic() - start < 3
 
 
-@fault(1001)
+@fault(146)
 def test_a_refusal_that_drips_is_told_by_its_status(local):
     local.act = drip(b"HTTP/1.1 401 No\r\nContent-Length: 900\r\n\r\n", b"x")
     start = time.monotonic()
@@ -238,7 +238,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("act", FLOODS.values(), ids=FLOODS)
-@fault(1001)
+@fault(146)
 def test_an_answer_is_no_larger_than_what_was_asked_for(local, monkeypatch, act):
     monkeypatch.setattr(server, "LISTED", 2**20)
     local.act = act
@@ -249,7 +249,7 @@ def test_an_answer_is_no_larger_than_what_was_asked_for(local, monkeypatch, act)
         client(local).check(8)
 
 
-@fault(1001)
+@fault(146)
 def test_of_a_refusal_the_beginning_is_read(local):
     local.act = flood(b"HTTP/1.1 400 No\r\n\r\n", b"y" * 2**16)
     with pytest.raises(ServerFailed, match="answers 400 No: (…|y+)") as caught:
@@ -258,7 +258,7 @@ def test_of_a_refusal_the_beginning_is_read(local):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "x\x1b[2J"])
-@fault(1001)
+@fault(146)
 def test_nothing_compressed_is_asked_for_or_inflated(local, encoding):
     bomb = gzip.compress(b" " * 2**24)
     local.act = lambda handler: handler.answer(bomb, Content_Encoding=encoding)
@@ -340,7 +340,7 @@ def test_a_name_that_is_not_known_is_one_line(local, monkeypatch):
         asked.check(8)
 
 
-@fault(1001)
+@fault(146)
 def test_a_name_that_is_looked_up_for_ever_ends_in_time(local, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(2))
     start = time.monotonic()
@@ -373,7 +373,7 @@ def test_a_name_that_is_looked_up_for_ever_ends_in_time(local, monkeypatch):
         *("HTTP//host", "http://host:80 /v1", "http://[fe80::1%25eth0\n]/", "unix:///x"),
     ],
 )
-@fault(1002)
+@fault(147)
 def test_an_address_that_cannot_be_is_one_line(url):
     with pytest.raises(InputError, match=r"^TEACHER_URL .*expected an address") as caught:
         check_url(url)
@@ -390,7 +390,7 @@ def test_an_address_that_cannot_be_is_one_line(url):
         "http://hush@h",
     ],
 )
-@fault(1002)
+@fault(147)
 def test_a_secret_in_an_address_is_refused_unseen(url):
     with pytest.raises(InputError, match="TEACHER_API_KEY") as caught:
         check_url(url)
@@ -420,7 +420,7 @@ def test_what_a_message_shows_of_a_value_is_short_and_has_no_key(value):
     assert time.monotonic() - start < 1
 
 
-@fault(1000)
+@fault(145)
 def test_a_key_is_hidden_before_what_it_stands_in_is_cut():
     for before in range(150):
         text = "x" * before + KEY + "y" * 100

@@ -144,7 +144,7 @@ def test_copies_of_one_sample_are_no_cluster(settings, tmp_path):
     assert all("extend1" == row["split"] for row in assignments(path)[240:])
 
 
-@fault(1205)
+@fault(176)
 def test_what_people_decided_about_a_run_holds_in_the_extended_one(parent, settings, tmp_path):
     assert set(DECIDED) == {curation.FILE, names.FILE}
     decided = shutil.copytree(parent, tmp_path / "decided")

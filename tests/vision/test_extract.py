@@ -254,7 +254,7 @@ def album(root, folders=("2023", "2024", "misc"), each=4):
     return root
 
 
-@fault(1200)
+@fault(171)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("force", [False, True])
 def test_an_extraction_goes_on_under_other_labels_and_keeps_its_shards(tmp_path, first, force):
@@ -286,7 +286,7 @@ def test_an_extraction_goes_on_under_other_labels_and_keeps_its_shards(tmp_path,
     assert sum(again.sizes) <= 8
 
 
-@fault(1200)
+@fault(171)
 def test_labels_of_a_cache_follow_the_classes_of_the_training_split_by_now(tmp_path):
     album(tmp_path / "data" / "train", ("cat", "dog"))
     album(tmp_path / "data" / "test", ("dog",))
@@ -303,7 +303,7 @@ def test_labels_of_a_cache_follow_the_classes_of_the_training_split_by_now(tmp_p
     assert store.labels.tolist() == [2] * 4
 
 
-@fault(1200)
+@fault(171)
 @pytest.mark.parametrize(
     ("folders", "classes"),
     [

@@ -16,6 +16,7 @@ from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import train
+from tests.faults.matrix import row
 
 DIM, K = 6, 4
 
@@ -261,6 +262,7 @@ HARM = {
 }
 
 
+@row(169)
 @pytest.mark.parametrize("harm", HARM)
 def test_a_model_that_says_what_cannot_be_is_one_line(tmp_path, harm):
     model = make_model()

@@ -305,7 +305,7 @@ def album(tmp_path, digits):
     return {"dataset": str(tmp_path / "album"), "image_size": 8, "n_clusters": 4, "probe": True}
 
 
-@fault(1200)
+@fault(171)
 def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
     caplog.set_level("INFO", "ssl_kd")
     path = run(settings(**album)).path
@@ -324,7 +324,7 @@ def test_the_folders_of_an_album_are_no_classes(settings, album, caplog):
         OpenRun.open(path).mislabelled()
 
 
-@fault(1200)
+@fault(171)
 @pytest.mark.parametrize("first", ["auto", "folders"])
 def test_a_cache_serves_the_labels_that_each_run_asks_for(settings, album, first):
     second = {"auto": "folders", "folders": "auto"}[first]
@@ -343,7 +343,7 @@ def test_a_cache_serves_the_labels_that_each_run_asks_for(settings, album, first
         assert store.labels.tolist() == [-1] * 2 + [0] * 28 + [1] * 20 + [2] * 14
 
 
-@fault(1200)
+@fault(171)
 @pytest.mark.parametrize("dataset", ["flat", "features", "digits"])
 def test_labels_from_folders_that_are_not_there_are_refused(settings, tmp_path, digits, dataset):
     save_images(tmp_path / "flat", digits[0][:8])
@@ -352,7 +352,7 @@ def test_labels_from_folders_that_are_not_there_are_refused(settings, tmp_path, 
         run(settings(dataset=where, labels="folders", image_size=8, n_clusters=2))
 
 
-@fault(1200)
+@fault(171)
 def test_k_by_the_classes_of_a_folder_names_the_flag(settings, album):
     with pytest.raises(SettingsError, match="--n_clusters, a number or auto, or --labels folders"):
         run(settings(**album | {"n_clusters": None}))
@@ -549,7 +549,7 @@ def test_some_duplicates_do_no_harm(settings, tmp_path, digits):
 FORGED = ["a\nb,1,0.9,train.png", "c\rd.png", "=1+1.png", "'=1.png", "-x.png", 'q"u,o.png', "-3"]
 
 
-@fault(1201)
+@fault(172)
 def test_names_that_would_forge_rows_or_formulas_come_back_as_they_were(settings, tmp_path, digits):
     names = [*FORGED, *(f"{i:04}" for i in range(64 - len(FORGED)))]
     data = save_features(tmp_path / "x.npz", digits[0][:64].reshape(64, -1), ids=names)
