@@ -480,7 +480,9 @@ def test_a_folder_that_is_gone_is_named(tmp_path, monkeypatch, capfd):
     assert "The folder that you stand in is gone" in capfd.readouterr().err
 
 
-def test_an_interrupted_run_says_how_to_go_on(run_that, capfd):
+def test_an_interrupted_run_says_how_to_go_on(run_that, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my images").mkdir()
     run_that(raises(Interrupted(signal.SIGTERM, Path("runs/fast"))), ["--dataset", "my images"])
     python = shlex.quote(sys.orig_argv[0])
     way = f"continue with: {python} train.py --dataset 'my images' --resume --run_name fast\n"
@@ -584,7 +586,8 @@ def test_without_labels_there_is_a_line_in_place_of_the_table(run_that, tmp_path
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
     done = types.SimpleNamespace(path=tmp_path, images=None)
     assert run_that(lambda settings, *, progress: done) == 0
-    first, *files = capfd.readouterr().out.splitlines()
+    first, *files, following = capfd.readouterr().out.splitlines()
+    assert following.startswith(f"Next: ssl_kd explore {tmp_path}; ssl_kd curate {tmp_path}; ")
     assert first.startswith("3 clusters of 0 to 26 samples; no label is known")
     assert files == [
         f"Clusters: {tmp_path / 'assignments.csv'}",

@@ -176,9 +176,9 @@ def test_what_it_cannot_be_with_is_refused(tmp_path):
         ({"data": several}, "a row holds several documents: put one"),
         ({"processing_class": None}, "give it as processing_class"),
         ({"processing_class": "tokens"}, "names no token that ends a text"),
-        ({"divergence": "distillm2", "on_policy": 0.0}, "set ON_POLICY above 0"),
-        ({"alpha_kd": 0.0}, "ON_POLICY an ALPHA_KD above 0"),
-        ({"teacher": cache}, "a teacher at work.*set TEACHER_CACHE to None"),
+        ({"divergence": "distillm2", "on_policy": 0.0}, "set on_policy above 0"),
+        ({"alpha_kd": 0.0}, "on_policy an alpha_kd above 0"),
+        ({"teacher": cache}, "a teacher at work.*set teacher_cache to None"),
     ):
         with pytest.raises((InputError, SettingsError), match=said):
             writing(tmp_path, **options)

@@ -86,12 +86,16 @@ class FirstPass(Generic[AnyBatch]):
         told = team.of_all(f"step {step}, rows left out", seen)
         gone = {name for name in terms if all(name in whole for _, whole, _ in told)}
         gone |= {name for _, _, vanished in told for name in vanished}
-        events = [
-            Event(step, name, "loss", f"not finite in {words}", "rows left out")
-            for name in terms
-            if name not in gone
-            and (words := "; ".join(some[name] for some, _, _ in told if name in some))
-        ]
+        events = []
+        for name in terms.keys() - gone:
+            where = [
+                some[name] + (f" on rank {rank} of {team.world}" if team.world > 1 else "")
+                for rank, (some, _, _) in enumerate(told)
+                if name in some
+            ]
+            if where:
+                reason = f"not finite in {'; '.join(where)}"
+                events.append(Event(step, name, "loss", reason, "rows left out"))
         partly = {event.part: self.out[event.part] for event in events}
         kept = {name: term for name, term in terms.items() if name not in gone}
         return kept, events, lost(self.batch, partly)

@@ -165,7 +165,8 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     def _load_as_safetensor(
         cls, model: Any, model_file: str, map_location: str, strict: bool
     ) -> Any:
-        kinds = {torch.float32: "F32", torch.int64: "I64"}  # loading would convert others silently
+        # Loading would convert others silently.
+        kinds = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
         state = model.state_dict()
         with safe_open(model_file, framework="pt") as file:
             for name in state.keys() & file.keys():

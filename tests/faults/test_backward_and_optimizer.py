@@ -67,7 +67,7 @@ def test_a_gradient_of_any_size_is_clipped_or_skipped_for_its_head_alone(exponen
     assert healthy_alike(sick, clean)
     assert all(torch.isfinite(tensor).all() for tensor in sick.owned(SICK).values())
     if sick.of(HEAD):
-        assert sick.of(HEAD) == [(1, "gradient", "skipped")]
+        assert sick.of(HEAD) in ([(1, "gradient", "skipped")], [(1, "spike", "skipped")])
         assert same(sick.owned(SICK, 2), sick.owned(SICK, 1))
     else:  # clipped, or taken as it is: AdamW does not care for the size
         moved = sick.owned(SICK, 2)["student"] - sick.owned(SICK, 1)["student"]

@@ -182,7 +182,7 @@ def test_an_image_that_is_too_large_decoded_is_named_and_left_out(settings, tmp_
     path = run(settings(dataset=str(folder), image_size=8, n_clusters=2)).path
     (left_out,) = opened(settings()).manifest["unreadable"]
     assert left_out["id"] == "bomb.png" and metrics(path)["dataset"]["unreadable"] == 1
-    assert "2000 x 900 pixels (I;16) take 3 MiB decoded, more than 3" in left_out["reason"]
+    assert "2000 x 900 pixels (I;16) take 5 MiB to decode, more than 3" in left_out["reason"]
 
 
 @row(88)

@@ -398,7 +398,7 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch):
     folder = tmp_path / "student"
     save_student(student.model, student.tokenizer, folder, "first")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(module, "_card", lambda *_: 1 / 0)
+    monkeypatch.setattr(module, "model_card", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_student(student.model, student.tokenizer, folder, "second")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
