@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.memory import sent
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
