@@ -379,9 +379,10 @@ def _picture_column(path: Path, file: Any) -> str | None:
     for field in file.schema_arrow:
         kind = field.type.value_type if types.is_dictionary(field.type) else field.type
         texts += [field.name] if types.is_string(kind) or types.is_large_string(kind) else []
-    head = next(file.iter_batches(_LOOKED_AT, columns=texts), None) if texts else None
-    for name in texts if head else ():
-        values = [value for value in head.column(name).to_pylist() if value]
+    batch = next(file.iter_batches(_LOOKED_AT, columns=texts), None) if texts else None
+    head = {} if batch is None else batch.to_pydict()
+    for name in head:
+        values = [value for value in head[name] if value]
         if not values or any(Path(v).suffix.lower() not in EXTENSIONS for v in values):
             continue
         if any(os.path.isfile(path.parent / value) for value in values):

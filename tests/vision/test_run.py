@@ -750,8 +750,8 @@ def save_columns(folder, name, images, paths, **columns):
 def test_a_column_by_name_reaches_both_sets_the_cache_and_an_extension(tmp_path, digits):
     images, labels = digits
     save_images(tmp_path / "photos", images)
-    files = [f"photos/{i:03}.png" for i in range(len(images))]
-    (tmp_path / files[3]).write_text("not an image")
+    files: list[str | None] = [f"photos/{i:03}.png" for i in range(len(images))]
+    (tmp_path / "photos/003.png").write_text("not an image")
     files[5] = None
     parts = {"old": slice(0, 40), "held": slice(40, 64), "new": slice(64, 96)}
     sets = {
