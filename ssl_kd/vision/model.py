@@ -344,7 +344,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     def _novelty(self) -> Novelty:
         if self.novelty is None:
             raise InputError(
-                "this model holds no outlier scores (n_reference 0): train it again with the "
+                "this model holds no outlier scores (n_reference 0). Train it again with the "
                 "settings of its config.json"
             )
         return self.novelty
