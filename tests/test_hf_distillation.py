@@ -746,7 +746,7 @@ class SickRow(Moods):
     """A teacher whose answer to one row of each batch is NaN at one token."""
 
     def __call__(self, batch, rows):
-        answer = self.frozen(batch, rows)
+        answer: Any = self.frozen(batch, rows)
         hidden = answer.hidden.clone()
         hidden[int((rows // batch.input_ids.shape[1] == 1).nonzero()[0])] = math.nan
         self.calls += 1
@@ -763,7 +763,7 @@ def test_a_row_whose_answer_is_nan_leaves_the_others_their_divergence(tmp_path):
     first = next(line for line in well.logs if "kd" in line)
     assert lines[0]["kd"] == pytest.approx(first["kd"], rel=0.5)  # a mean over the other rows
     assert lines[0]["ce"] == pytest.approx(first["ce"], rel=1e-4)
-    events = [row["guard"] for row in sick.state.log_history if "guard" in row]
+    events: list[Any] = [row["guard"] for row in sick.state.log_history if "guard" in row]
     assert [(e["part"], e["action"]) for e in events] == [("kd", "rows left out")] * len(bits.bits)
 
 

@@ -199,7 +199,7 @@ def cache_folder(
     readable = [re.sub(r"[^\w.]+", "_", name).strip("._")[:40] for name in names]
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()[:10]
     folder = Path(settings.embeddings_root) / "-".join([*readable, digest])
-    logger.info("the embeddings of %s are kept in %s", settings.dataset, folder)
+    logger.info("the embeddings of %s are kept in %s", printable(settings.dataset), folder)
     return folder
 
 
@@ -218,7 +218,7 @@ def open_samples(settings: VisionSettings) -> Dataset:
         logger.info(
             "%s: its %d folders (%s) are not taken for classes, so no label is known; where they "
             "are classes, --labels folders scores by them",
-            settings.dataset,
+            printable(settings.dataset),
             len(dataset.folders),
             printable(", ".join(first_few(dataset.folders, 3))),
         )

@@ -276,7 +276,9 @@ def test_each_data_set_and_teacher_has_a_cache_folder_of_its_own(tmp_path, monke
 
 
 @row(170)
-@pytest.mark.parametrize("name", [".", "../..", "-", "a" * 300, "\udcff", "名前", "a\nb", "con"])
+@pytest.mark.parametrize(
+    "name", [".", "../..", "-", "a" * 300, "\udcff", "名前", "a\nb", "con"], ids=ascii
+)
 def test_a_cache_folder_has_a_name_that_a_file_system_takes(name, monkeypatch):
     monkeypatch.setattr(run_module, "fingerprint", lambda *given: FINGERPRINT)
     settings, teacher = VisionSettings(), type("T", (), {"name": "timm:a/b.c" * 30})

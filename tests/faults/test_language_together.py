@@ -41,8 +41,8 @@ def sick(rank, settings, bad_rank, term):
     """A run in whose step 2 a term is NaN on one rank; its weights at the end of the step."""
     terms = steps.Distiller.terms
 
-    def and_spoil(self, batch, late=None):
-        found = terms(self, batch, late)
+    def and_spoil(self, batch, late=None, first=None):
+        found = terms(self, batch, late, first)
         if self.guard.steps == 2 and rank == bad_rank:
             found[term] = found[term] * NAN
         return found
@@ -55,9 +55,10 @@ def never_healthy(rank, settings):
     """A run whose terms are all NaN on the second rank from step 1 on."""
     terms = steps.Distiller.terms
 
-    def and_spoil(self, batch, late=None):
+    def and_spoil(self, batch, late=None, first=None):
         bad = self.guard.steps >= 1 and rank == 1
-        return {name: x * NAN if bad else x for name, x in terms(self, batch, late).items()}
+        found = terms(self, batch, late, first)
+        return {name: x * NAN if bad else x for name, x in found.items()}
 
     steps.Distiller.terms = and_spoil
     return str(run(settings))

@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.seen.append((self.command, self.path, dict(self.headers), body))
-        self.server.act(self)
+        server: Any = self.server
+        server.seen.append((self.command, self.path, dict(self.headers), body))
+        server.act(self)
 
     do_POST = do_CONNECT = do_GET
 

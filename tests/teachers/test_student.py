@@ -354,12 +354,13 @@ def test_a_card_names_the_base_that_the_folders_own_card_names(on_disk, tmp_path
             model, tokenizer, tmp_path / "adapters", "", made={"teacher": "a\nb", "data": "c"}
         )
         card = ModelCard.load(tmp_path / "adapters" / "README.md")
-        assert known in card.data.base_model
+        assert known in card.data.to_dict()["base_model"]
         assert f"- base model: {tmp_path / 'base'}\n- teacher: a b\n- data: c" in card.text
     for text in ("---\n: [\n---\n", "\xff", "no front matter"):
         readme.write_text(text, encoding="utf-8")
         save_student(model, tokenizer, tmp_path / "adapters", "")
-        assert ModelCard.load(tmp_path / "adapters" / "README.md").data.base_model == "base"
+        card = ModelCard.load(tmp_path / "adapters" / "README.md")
+        assert card.data.to_dict()["base_model"] == "base"
 
 
 @pytest.mark.parametrize("rank", [33, 10**6])
