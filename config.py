@@ -15,6 +15,9 @@ DATASET_TEST = None
 # (those that a data set by name or a file of features brings; a folder has none). Never used for
 # training. The folders of an album are no classes.
 LABELS = "auto"
+# Column (or array) of a file of features that holds them, DATASET_TEST's too; None: the only list
+# column, or one called features, embeddings, x or data.
+COLUMN = None
 # Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
 # None: train. Teacher and clusters are the run's; what is new is offered as new clusters.
 EXTEND = None

@@ -210,8 +210,7 @@ class MultiHeadClusterer(
             y: ignored.
 
         Raises:
-            ValueError: as `fit`, or the model was saved by a version that kept no samples to
-                compare with.
+            ValueError: as `fit`, or the model keeps no samples to compare with.
         """
         if not hasattr(self, "model_"):
             return self.fit(X)

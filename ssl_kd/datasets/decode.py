@@ -61,6 +61,14 @@ def decode(source: str | os.PathLike[str] | io.BytesIO, id: str | None = None) -
         raise UnreadableImage(id or name, reason[:300]) from error
 
 
+def decoded(open_image: Callable[[int], Image.Image | None], row: int) -> Image.Image | None:
+    """Return the image that `open_image` gives; None where it cannot be read."""
+    try:
+        return open_image(row)
+    except UnreadableImage:
+        return None
+
+
 def _check_size(image: Image.Image) -> None:
     """Raise ValueError where decoding would hold more than `LARGEST` bytes at once.
 

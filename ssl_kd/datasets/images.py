@@ -60,8 +60,14 @@ class ImageDataset:
         self.fingerprint = fingerprint
         self.arrays = arrays
 
+    pictured = True  # as a FeatureDataset may be
+
     def __len__(self) -> int:
         return len(self.ids)
+
+    def image_file(self, i: int) -> Path | None:
+        """Return where image `i` lies on the disk; None where it is not a file of its own."""
+        return None
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`.
@@ -176,6 +182,10 @@ class FolderDataset(ImageDataset):
             names,
             digest_files(self.root, self.paths),
         )
+
+    def image_file(self, i: int) -> Path:
+        """Return where image `i` lies."""
+        return self.root / self.paths[i]
 
     def image(self, i: int) -> Image.Image:
         """Decode image `i` to mode `L` or `RGB`; raises UnreadableImage."""

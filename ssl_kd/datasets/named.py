@@ -13,7 +13,7 @@ import numpy as np
 from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
 from ssl_kd.early import DATASETS, dataset_path
-from ssl_kd.errors import DatasetUnavailable, UserError
+from ssl_kd.errors import DatasetUnavailable, InputError, UserError
 from ssl_kd.files import atomic_write_bytes
 
 __all__ = ["NAMES", "Labels", "DatasetUnavailable", "DatasetUnreachable", "open_dataset"]
@@ -38,6 +38,7 @@ def open_dataset(
     class_names: tuple[str, ...] | None = ...,
     whole: bool = ...,
     labels: Labels = ...,
+    column: str | None = ...,
 ) -> ImageDataset | FeatureDataset: ...
 
 
@@ -52,6 +53,7 @@ def open_dataset(
     class_names: tuple[str, ...] | None = ...,
     whole: bool = ...,
     labels: Labels = ...,
+    column: str | None = ...,
 ) -> ImageDataset | FeatureDataset | None: ...
 
 
@@ -65,6 +67,7 @@ def open_dataset(
     class_names: tuple[str, ...] | None = None,
     whole: bool = False,
     labels: Labels = "auto",
+    column: str | None = None,
 ) -> ImageDataset | FeatureDataset | None:
     """Open one split of a data set.
 
@@ -84,22 +87,28 @@ def open_dataset(
             without folders of splits in it.
         labels: `folders`: the first folder below the root is an image's class; `auto`: a folder has
             no labels, anything else those that it brings.
+        column: the array or list column of a feature file that holds the features.
 
     Raises:
         DatasetUnavailable: nothing there; says where it was looked for.
-        ValueError: no such name or split.
+        ValueError: no such name, split or column.
     """
     if split not in _FOLDER_OF_SPLIT:
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
     dataset: ImageDataset | FeatureDataset | None
-    if name in NAMES:
+    path = None if name in NAMES else dataset_path(name)
+    if column is not None and (path is None or path.is_dir()):
+        raise InputError(
+            f"COLUMN is {column!r}, but {name} holds images, not a file's columns: leave --column "
+            "out"
+        )
+    if path is None:
         return NAMES[name](name, split, Path(root), download)
-    path = dataset_path(name)
     if path.is_dir():
         dataset = _open_folder(path, name, split, class_names, whole, labels == "folders")
     else:
         read = open_features if split == "train" or whole else _open_test_features
-        dataset = read(path, split, class_names)
+        dataset = read(path, split, class_names, column)
     if dataset is None and not missing_ok:
         raise DatasetUnavailable(f"{name} has no {split} split")
     return dataset
@@ -140,14 +149,15 @@ def _class_folders(train: Path | None) -> tuple[str, ...] | None:
 
 
 def _open_test_features(
-    path: Path, split: Split, class_names: tuple[str, ...] | None
+    path: Path, split: Split, class_names: tuple[str, ...] | None, column: str | None
 ) -> FeatureDataset | None:
     if not path.stem.endswith("train"):
         return None
     test_path = path.with_name(path.stem.removesuffix("train") + "test" + path.suffix)
     if not test_path.is_file():
         return None
-    return open_features(test_path, split, class_names or open_features(path).class_names)
+    class_names = class_names or open_features(path, column=column).class_names
+    return open_features(test_path, split, class_names, column)
 
 
 def _digits(name: str, split: Split, root: Path, download: bool) -> ImageDataset:

@@ -52,6 +52,7 @@ _TO_PAGE = (
 _OURS = re.compile("explore-[0-9a-f]{12}")
 Put = Callable[[str, bytes], object]  # a file's name, and what is in it
 PICTURES, EXAMPLES, NEIGHBOURS = 10_000, 400, 12
+LOOKED_AT = 20  # samples, until a picture can be read
 TILE, TINY, COLUMNS = 64, 32, 32  # pixels of a picture, of one that is shown as it is; in a row
 PER_FILE = 16_384  # samples whose neighbours a static page reads at once: 768 KiB
 GRID = 256  # cells of the map on either side, in which samples are counted
@@ -286,11 +287,14 @@ def _lines(names: NDArray[Any]) -> str:
 
 def _first_picture(samples: Samples) -> Image.Image | None:
     """The picture of the first sample; None where there are none, or they are gone."""
-    try:
-        return samples.image(0)
-    except (OSError, InputError, UnreadableImage) as error:
-        logger.warning("the page has no pictures: %s", error)
-        return None
+    reason: Exception | None = None
+    for row in range(min(len(samples), LOOKED_AT)):
+        try:
+            return samples.image(row)
+        except (OSError, InputError, UnreadableImage) as error:
+            reason = reason or error
+    logger.warning("the page has no pictures: %s", reason)
+    return None
 
 
 @dataclass(frozen=True)

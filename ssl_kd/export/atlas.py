@@ -12,6 +12,7 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.export.content import Content, refuse_columns
 from ssl_kd.export.table import stream
@@ -101,7 +102,7 @@ def _near(
 def _thumbnail(content: Content, row: int, gone: list[int]) -> dict[str, object] | None:
     try:
         image = content.samples.image(row)
-    except FileNotFoundError:
+    except (FileNotFoundError, UnreadableImage):
         gone.append(row)
         return None
     if image is None:

@@ -13,9 +13,11 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.finished import Curation, Samples
 from ssl_kd.naming import Names
+from ssl_kd.vision.model import has_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +99,8 @@ class Content:
 
     @property
     def pictured(self) -> bool:
-        """Whether the run learned from pictures, not from features."""
-        return self.samples.metrics.get("teacher", {}).get("name") != "features"
+        """Whether the samples have pictures, not features alone."""
+        return has_pictures(self.samples.metrics)
 
     def split_of(self, rows: NDArray[np.int64]) -> list[str]:
         """The splits of some rows of the run."""
@@ -153,7 +155,7 @@ class Content:
         for row in self.rows.tolist():
             try:
                 path = samples.image_file(row)
-            except FileNotFoundError:
+            except (FileNotFoundError, UnreadableImage):
                 gone.append(row)
                 continue
             if path is None:

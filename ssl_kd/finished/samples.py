@@ -16,13 +16,13 @@ from pyarrow import csv, parquet
 from torch import Tensor
 
 from ssl_kd.cells import from_cells
-from ssl_kd.datasets import FolderDataset, ImageDataset, open_dataset
+from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
 from ssl_kd.early import run_folder
 from ssl_kd.errors import InputError, RunFolderError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.store import EmbeddingStore, find_neighbours
 from ssl_kd.vision.assigned import assignments_of
-from ssl_kd.vision.model import read_config, read_metrics
+from ssl_kd.vision.model import has_pictures, read_config, read_metrics
 
 NEEDED = ("file", "cluster", "confidence", "split")
 
@@ -63,7 +63,7 @@ class Samples:
         self.metrics = read_metrics(self.path)
         self.table = _read_table(file)
         self._stores: dict[str, EmbeddingStore] = {}
-        self._pictures: dict[str, tuple[ImageDataset | None, dict[str, int]]] = {}
+        self._pictures: dict[str, tuple[ImageDataset | FeatureDataset, dict[str, int]] | None] = {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -205,35 +205,41 @@ class Samples:
         return found
 
     def image(self, row: int) -> Image.Image | None:
-        """The picture of one sample; None where the run learned from features.
+        """The picture of one sample; None where the run learned from features without images.
 
         Raises:
             FileNotFoundError: it is no longer where the run found it.
+            UnreadableImage: it cannot be decoded.
         """
-        dataset, number = self._picture(row)
-        return None if dataset is None else dataset.image(number)
+        picture = self._picture(row)
+        return None if picture is None else picture[0].image(picture[1])
 
     def image_file(self, row: int) -> Path | None:
         """Where a sample's picture lies on the disk; None where it is not a file of its own."""
-        dataset, number = self._picture(row)
-        return dataset.root / dataset.paths[number] if isinstance(dataset, FolderDataset) else None
+        picture = self._picture(row)
+        return None if picture is None else picture[0].image_file(picture[1])
 
-    def _picture(self, row: int) -> tuple[ImageDataset | None, int]:
+    def _picture(self, row: int) -> tuple[ImageDataset | FeatureDataset, int] | None:
         """The data set that a sample's picture is in, and its number there."""
         split = next(name for name, run in self.splits.items() if row in run)
         if split not in self._pictures:
             self._pictures[split] = self._open_pictures(split)
-        dataset, numbers = self._pictures[split]
-        if dataset is None:
-            return None, -1
-        name = str(self.table.column("file")[row])
-        if name not in numbers:
-            raise FileNotFoundError(f"{name} is no longer in {dataset.name}")
+        if (pictures := self._pictures[split]) is None:
+            return None
+        dataset, numbers = pictures
+        name, place = str(self.table.column("file")[row]), row - self.splits[split].start
+        if place < len(dataset) and dataset.ids[place] == name:  # several rows may share an id
+            return dataset, place
+        if numbers.get(name, -1) < 0:
+            what = "of several rows" if name in numbers else "no longer"
+            raise FileNotFoundError(f"{name} is {what} in {dataset.name}")
         return dataset, numbers[name]
 
-    def _open_pictures(self, split: str) -> tuple[ImageDataset | None, dict[str, int]]:
-        if self.metrics.get("teacher", {}).get("name") == "features":
-            return None, {}
+    def _open_pictures(
+        self, split: str
+    ) -> tuple[ImageDataset | FeatureDataset, dict[str, int]] | None:
+        if not has_pictures(self.metrics):
+            return None
         added, other = self._extension(split), self.settings.get("DATASET_TEST")
         name, alone = self.settings["DATASET"], False
         if added is not None:
@@ -241,9 +247,14 @@ class Samples:
         elif split == "test" and other is not None:
             name, alone = other, True
         kind = "test" if split == "test" else "train"
-        dataset = open_dataset(name, kind, root=self.settings["DATA_DIR"], whole=alone)
-        assert isinstance(dataset, ImageDataset)
-        return dataset, {name: number for number, name in enumerate(dataset.ids)}
+        root, column = self.settings["DATA_DIR"], self.settings.get("COLUMN")
+        dataset = open_dataset(name, kind, root=root, whole=alone, column=column)
+        if not dataset.pictured:
+            return None
+        numbers: dict[str, int] = {}
+        for number, name in enumerate(dataset.ids):
+            numbers[name] = -1 if name in numbers else number
+        return dataset, numbers
 
     def _split(self, name: str) -> range:
         if name not in self.splits:

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from ssl_kd.datasets.decode import decoded
 from ssl_kd.finished import Samples
 from ssl_kd.report.assignments import Assignments
 from ssl_kd.report.results import RunResults
+from ssl_kd.vision.model import has_pictures
 
 logger = logging.getLogger(__name__)
 
-Images = Callable[[list[int]], list[Image.Image]]
+Images = Callable[[list[int]], list[Image.Image | None]]
 MAX_CLUSTERS, MAX_PICTURES, EXTREME = 100, 600, 14
 
 
@@ -29,17 +31,16 @@ def run_images(run_dir: Path) -> Images | None:
 
     Returns:
         Opens the data set when it is asked, and raises what that raises; None where the run
-        learned from features or from text.
+        learned from features without images, or from text.
     """
     run = RunResults.read(Path(run_dir))
-    if run.is_language or run.metrics.get("teacher", {}).get("name") == "features":
+    if run.is_language or not has_pictures(run.metrics):
         return None
 
-    def images(rows: list[int]) -> list[Image.Image]:
+    def images(rows: list[int]) -> list[Image.Image | None]:
         samples = Samples(run_dir)
         first = samples.splits[run.split].start
-        found = [samples.image(first + row) for row in rows]
-        return [image for image in found if image is not None]
+        return [decoded(samples.image, first + row) for row in rows]
 
     return images
 
@@ -55,7 +56,7 @@ def gallery(
 
     Args:
         run: The run folder; `typical` of its arrays are row numbers of the training split.
-        images: Gives the pictures of training rows, or None.
+        images: Gives the pictures of training rows, None for one that cannot be read; or None.
         sizes: Size of each cluster.
         colours: Colour of each cluster.
         label_names: Name of each label as written in `assignments.csv`.
@@ -78,11 +79,16 @@ def gallery(
     outlying = extreme_rows(run.assignments, "outlier", -1)
     rows = [row for k in shown for row in picked[k]] + doubtful + outlying
     try:
-        pictures = dict(zip(rows, map(thumbnail, images(rows)), strict=True))
+        read = zip(rows, images(rows), strict=True)
+        pictures = {row: thumbnail(image) for row, image in read if image is not None}
     except Exception as error:  # the images may be gone by now; the rest of the page still stands
         logger.warning("the report has no pictures: %s", error)
         return nothing | {"missing": f"There are no pictures: {type(error).__name__}: {error}"}
 
+    if len(pictures) < len({*rows}):
+        logger.warning("%d of %d pictures cannot be read", len({*rows} - {*pictures}), len({*rows}))
+    if not pictures:
+        return nothing | {"missing": "There are no pictures: none of them can be read."}
     samples = dict(zip(rows, run.assignments.rows(rows), strict=True))
 
     def named(row: int, *about: str) -> dict[str, str]:
@@ -101,7 +107,7 @@ def gallery(
             "cluster": k,
             "size": counts[k],
             "colour": colours[k] if k < len(colours) else "#808080",
-            "pictures": [named(row) for row in picked[k]],
+            "pictures": [named(row) for row in picked[k] if row in pictures],
         }
         for k in shown
     ]
@@ -109,8 +115,8 @@ def gallery(
         "clusters": clusters,
         "hidden": len(typical) - len(shown),
         "columns": typical.shape[1] if typical.shape[1] <= 8 else -(-typical.shape[1] // 2),
-        "doubtful": [named(row, "cluster", "confidence") for row in doubtful],
-        "outlying": [named(row, "cluster", "outlier") for row in outlying],
+        "doubtful": [named(row, "cluster", "confidence") for row in doubtful if row in pictures],
+        "outlying": [named(row, "cluster", "outlier") for row in outlying if row in pictures],
     }
 
 

@@ -32,7 +32,7 @@ from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of
 from ssl_kd.vision.extract import fingerprint
 from ssl_kd.vision.learn import save_model
-from ssl_kd.vision.model import ClusterModel, read_config, read_metrics
+from ssl_kd.vision.model import ClusterModel, has_pictures, read_config, read_metrics
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import (
     Dataset,
@@ -194,6 +194,8 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
             for name in DECIDED:
                 if (parent.path / name).is_file():
                     shutil.copyfile(parent.path / name, folder.path / name)
+            if has_pictures(parent.metrics):
+                metrics["dataset"]["pictured"] = True
             metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}
             folder.update_json("metrics.json", **metrics)
         folder.path = _moved(folder.path, runs)

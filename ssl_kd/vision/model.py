@@ -263,7 +263,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             n: how many there are, at least 1.
 
         Raises:
-            InputError: the model was saved by a version that kept no samples to compare with.
+            InputError: the model keeps no samples to compare with.
         """
         novelty = self._novelty()
         reference, old = novelty.reference, self.answer(novelty.rows).argmax(-1)
@@ -302,14 +302,12 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             clusters: `[n]` int64, what `predict` says of them, where that is known.
 
         Raises:
-            InputError: the model has no tree: its heads found the clusters themselves, or it was
-                saved before there were any.
+            InputError: the model has no tree: its heads found the clusters themselves.
         """
         tree = self.tree
         if tree is None:
             raise InputError(
-                "this model holds no tree of levels: train it with METHOD graph (the default), in "
-                "this version"
+                "this model holds no tree of levels: train it with METHOD graph (the default)"
             )
         blocks = x.split(ROWS_PER_BLOCK)
         given = (self.predict(x) if clusters is None else clusters).split(ROWS_PER_BLOCK)
@@ -330,7 +328,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         was trained on: a row of zeros, or of one value in 8 columns or more.
 
         Raises:
-            InputError: the model was saved by a version that kept none.
+            InputError: the model keeps none.
         """
         novelty = self._novelty()
 
@@ -347,8 +345,8 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
     def _novelty(self) -> Novelty:
         if self.novelty is None:
             raise InputError(
-                "this model holds no outlier scores: it was saved before there were any. Train it "
-                "again with the settings of its config.json"
+                "this model holds no outlier scores (n_reference 0). Train it again with the "
+                "settings of its config.json"
             )
         return self.novelty
 
@@ -378,6 +376,12 @@ def read_metrics(folder: str | Path) -> dict[str, Any]:
         CorruptFileError: it is not JSON, or not an object.
     """
     return _read_object(Path(folder) / "metrics.json")
+
+
+def has_pictures(metrics: Mapping[str, Any]) -> bool:
+    """Whether the `metrics.json` of a run says that its samples, or some of them, have pictures."""
+    pictured = metrics.get("dataset", {}).get("pictured", False)
+    return pictured or metrics.get("teacher", {}).get("name") != "features"
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ssl_kd.datasets import (
     UnreadableImage,
     open_dataset,
 )
+from ssl_kd.datasets.decode import decoded
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import printable
 from ssl_kd.files import sha256_file
@@ -49,7 +50,7 @@ LOOKED_AT = 20  # images, until one of them can be read
 LARGEST_SCAN = 32  # side in pixels of a grey image, a digit or a piece of clothing
 
 Dataset = ImageDataset | FeatureDataset
-Images = Callable[[list[int]], list[Any]]
+Images = Callable[[list[int]], list[Any]]  # None for a picture that cannot be read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +162,9 @@ def _own_code(settings: VisionSettings) -> dict[str, tuple[Path, str]]:
 
 def pictures(dataset: Dataset, store: EmbeddingStore) -> Images | None:
     """The pictures of some rows of the store; None where there are none."""
-    if not isinstance(dataset, ImageDataset):
+    if not dataset.pictured:
         return None
-    return lambda wanted: [dataset.image(int(store.indices[i])) for i in wanted]
+    return lambda wanted: [decoded(dataset.image, int(store.indices[i])) for i in wanted]
 
 
 def _embed(
@@ -205,8 +206,14 @@ def cache_folder(
 def open_samples(settings: VisionSettings) -> Dataset:
     """The samples of DATASET, the training split; say so where its folders might be labels."""
     labels: Any = settings.labels
-    root, download = settings.data_dir, settings.download
-    dataset = open_dataset(settings.dataset, "train", root=root, download=download, labels=labels)
+    dataset = open_dataset(
+        settings.dataset,
+        "train",
+        root=settings.data_dir,
+        download=settings.download,
+        labels=labels,
+        column=settings.column,
+    )
     if isinstance(dataset, FolderDataset) and dataset.folders and dataset.labels is None:
         logger.info(
             "%s: its %d folders (%s) are not taken for classes, so no label is known; where they "
@@ -226,12 +233,13 @@ def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str,
             f"LABELS is {settings.labels!r}, but {settings.dataset} has no folders of images: "
             "leave the flag out"
         )
-    root, download = settings.data_dir, settings.download
-    labels: Any = settings.labels
+    given: Any = {"root": settings.data_dir, "download": settings.download}
+    given |= {"labels": settings.labels, "column": settings.column}
     if settings.dataset_test is not None:
         names, source = train_set.class_names, settings.dataset_test
-        given: Any = {"class_names": names, "root": root, "download": download, "labels": labels}
-        test_set: Dataset | None = open_dataset(source, "test", whole=True, **given)
+        test_set: Dataset | None = open_dataset(
+            source, "test", whole=True, class_names=names, **given
+        )
         assert test_set is not None
         other = test_set.class_names
         if names is not None and other is not None and names != other:
@@ -247,9 +255,7 @@ def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str,
                 settings.dataset,
             )
     else:
-        test_set = open_dataset(
-            settings.dataset, "test", missing_ok=True, root=root, download=download, labels=labels
-        )
+        test_set = open_dataset(settings.dataset, "test", missing_ok=True, **given)
 
     teacher = teacher_of(settings, train_set, precision)
     if settings.embedding_dim not in (None, teacher.dim):
@@ -364,6 +370,7 @@ def about_data(
     store = stores["train"]
     return {
         "name": dataset.name,
+        "pictured": dataset.pictured,
         "n_train": store.n,
         "n_test": stores["test"].n if "test" in stores else 0,
         "n_classes": None if store.class_names is None else len(store.class_names),

@@ -101,6 +101,11 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "Never used for training. The folders of an album are no classes.",
         choices=("auto", "folders"),
     )
+    column: str | None = setting(
+        None,
+        "column (or array) of a file of features that holds them, DATASET_TEST's too; None: the"
+        " only list column, or one called features, embeddings, x or data",
+    )
     extend: str | None = setting(
         None,
         "finished run that the samples of DATASET are added to: its folder, or its name under"

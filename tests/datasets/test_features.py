@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
-from ssl_kd.datasets import open_features
+from ssl_kd.datasets import UnreadableImage, open_features
 from ssl_kd.datasets.features import class_numbers
 from ssl_kd.errors import InputError
 from tests.damage import Payload
@@ -75,10 +76,118 @@ def test_the_only_list_column_is_taken_whatever_it_is_called(tmp_path, name):
 
 def test_of_several_list_columns_one_is_to_be_called_the_features(tmp_path):
     two = {"clip": list(X), "dino": list(X * 2)}
-    with pytest.raises(InputError, match="2 columns of lists, clip, dino: call the one"):
+    with pytest.raises(InputError, match="2 columns of lists, clip, dino: .*--column clip"):
         open_features(list_columns(tmp_path / "f.parquet", **two))
     found = open_features(list_columns(tmp_path / "g.parquet", **two, x=list(X * 3)))
     np.testing.assert_array_equal(found.features, X * 3)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "npz", "pt", "safetensors"])
+def test_a_column_is_taken_by_its_name(tmp_path, kind):
+    path = tmp_path / f"f.{kind}"
+    arrays = {"features": X, "mine": X * 2, "y": Y}
+    tensors = {name: torch.tensor(values) for name, values in arrays.items()}
+    write = {
+        "parquet": lambda: list_columns(path, features=list(X), mine=list(X * 2), y=Y),
+        "npz": lambda: np.savez(path, **arrays),
+        "pt": lambda: torch.save(tensors, path),
+        "safetensors": lambda: save_file(tensors, path),
+    }
+    write[kind]()
+    data = open_features(path, column="mine")
+    np.testing.assert_array_equal(data.features, X * 2)
+    assert data.features.dtype == np.float32
+    assert data.labels is not None and data.labels.tolist() == Y.tolist()
+    assert data.fingerprint != open_features(path, column="features").fingerprint
+    with pytest.raises(InputError, match="has no column 'min'.*did you mean 'mine'") as error:
+        open_features(path, column="min")
+    assert "\n" not in str(error.value)
+
+
+def test_a_column_that_holds_no_lists_or_cannot_be_is_refused(tmp_path):
+    path = list_columns(tmp_path / "f.parquet", clip=list(X), age=Y, **{"a\nb": Y})
+    for column, message in (
+        ("age", "its column 'age' is int64, expected lists"),
+        ("Clip\n", "did you mean 'clip'"),
+        ("", "has no column '', only clip, age"),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            open_features(path, column=column)
+        assert "\n" not in str(error.value)
+    np.save(tmp_path / "f.npy", X)
+    torch.save(torch.tensor(X), tmp_path / "f.pt")
+    for name in ("f.npy", "f.pt"):
+        with pytest.raises(InputError, match="one array without a name: leave --column out"):
+            open_features(tmp_path / name, column="clip")
+
+
+def test_a_column_of_categories_is_no_column_of_lists(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    kinds = pyarrow.array(list("aabba")).dictionary_encode()
+    data = open_features(list_columns(tmp_path / "f.parquet", clip=list(X), kind=kinds))
+    np.testing.assert_array_equal(data.features, X)
+
+
+@pytest.mark.parametrize("rows", [[[1.0, None], [2.0, 3.0]], [[1.0], [2.0, 3.0]], [None, [1.0]]])
+def test_lists_with_gaps_are_refused(tmp_path, rows):
+    with pytest.raises(InputError, match="clip are of several lengths or null"):
+        open_features(list_columns(tmp_path / "f.parquet", clip=rows))
+
+
+# --- Pictures of rows ---------------------------------------------------------------------------
+
+
+def pictured(folder, paths, **columns):
+    """A file of features beside one picture, `a.png`, and its column of paths."""
+    Image.new("RGB", (4, 4), "red").save(folder / "a.png")
+    return list_columns(folder / "f.parquet", clip=list(X), shown=paths, **columns)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_column_of_image_paths_gives_the_pictures(tmp_path, absolute):
+    name = str(tmp_path / "a.png") if absolute else "a.png"
+    data = open_features(pictured(tmp_path, [None, name, name, "", name], note=["x.png y"] * 5))
+    assert data.pictured and data.image(1).getpixel((0, 0)) == (255, 0, 0)
+    assert data.image_file(4) == tmp_path / "a.png"
+    for row in (0, 3):  # null and empty
+        for give in (data.image, data.image_file):
+            with pytest.raises(UnreadableImage, match="no image file"):
+                give(row)
+
+
+def test_columns_of_numbers_have_pictures_too(tmp_path, caplog):
+    Image.new("L", (4, 4)).save(tmp_path / "a.png")
+    data = open_features(
+        list_columns(tmp_path / "f.parquet", a=X[:, 0], b=X[:, 1], p=["a.png"] * 5)
+    )
+    assert data.features.shape == (5, 2) and data.image(2).size == (4, 4) and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["secret.txt", "text.png", "pipe.png", "link.png", "folder.png", "x\0.png", "é" * 400 + ".png",
+     "/dev/zero", "../../../../../etc/passwd", "gone.png", "https://a.org/a.png", "\ud7ff\n.png"],
+)  # fmt: skip
+def test_only_images_are_given_out_by_a_path(tmp_path, path):
+    for name in ("secret.txt", "text.png"):
+        (tmp_path / name).write_text("secret")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "link.png").symlink_to("secret.txt")
+    data = open_features(pictured(tmp_path, ["a.png", None, None, None, path]))
+    if data.pictured:  # not where a row names no image at all
+        for give in (data.image, data.image_file):
+            with pytest.raises(UnreadableImage) as error:
+                give(4)
+            assert "\n" not in str(error.value)
+    assert data.pictured == (path.endswith(".png"))
+
+
+def test_addresses_are_no_pictures_and_that_is_logged(tmp_path, caplog):
+    caplog.set_level("INFO")
+    urls = [f"https://example.org/{i}.jpg" for i in range(5)]
+    data = open_features(pictured(tmp_path, urls))
+    assert not data.pictured and "no picture is shown, for its column shown" in caplog.text
 
 
 def test_a_sparse_matrix_of_scipy_is_refused_by_name(tmp_path):

@@ -255,6 +255,8 @@ def test_features_have_no_pictures(content, tmp_path, monkeypatch):
     for to in ("folders", "fiftyone", "label-studio"):
         with pytest.raises(InputError, match="no picture files of their own"):
             export(content, to, tmp_path / to)
-    content.samples.metrics = {**content.samples.metrics, "teacher": {"name": "features"}}
+    dataset = {**content.samples.metrics["dataset"], "pictured": False}
+    features = {"teacher": {"name": "features"}, "dataset": dataset}
+    content.samples.metrics = {**content.samples.metrics, **features}
     path = export(content, "embedding-atlas", tmp_path / "a.parquet")
     assert "image" not in parquet.read_table(path).column_names

