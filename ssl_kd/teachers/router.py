@@ -23,8 +23,6 @@ from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.losses.routing import gate_anchor, load_balance
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 
-__all__ = ["RouterRecord", "RouterStep"]
-
 _PART = "router"
 _FIRST_SCALE = 2.0**12
 
