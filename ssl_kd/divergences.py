@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DIVERGENCES", "JS_BETA", "Divergence", "divergence_named", "near_0"]
-
 JS_BETA = r"js:0?\.\d*[1-9]\d*"
 """How `js` is written with a weight of its own, above 0 and below 1."""
 SKEW = 0.1  # alpha of DistiLLM: the share of the first distribution in the mixture

@@ -21,9 +21,7 @@ _HELP = {
     "columns": "table (CSV, Parquet) with a row for each sample of the run, in its order: its "
     "columns go out, too; x and y are a map",
     "link": "of folders: symlink, hardlink or copy; default: symlink",
-    "boxes": "of coco: CSV with the columns file,x,y,width,height",
     "url": "of label-studio: where the folder of pictures is served",
-    "model": "of vlm4cluster: what it calls the features, as laion400m__vit-b-32",
     "push": "put the model on the Hugging Face hub under this name, user/name",
 }
 _SWITCHES = {
@@ -31,7 +29,7 @@ _SWITCHES = {
     "force": "replace the file that is there, once the new one is whole; never a folder",
     "private": "of --push: a repository that others do not see",
 }
-_OWN = ("link", "boxes", "url", "model")
+_OWN = ("link", "url")
 
 
 def export_run(argv: Sequence[str], prog: str) -> int:
@@ -67,7 +65,7 @@ def _refuse(run: Path, given: Any, options: dict[str, Any]) -> None:
     if given.to is not None:
         place_of(run, given.to, given.out, options, force=given.force)
     run_folder(run)
-    files = (given.columns, given.boxes, None if given.names == "files" else given.names)
+    files = (given.columns, None if given.names == "files" else given.names)
     for file in (Path(file).expanduser() for file in files if file is not None):
         if not file.is_file():
             raise FileNotFoundError(f"there is no file {file}")
@@ -92,8 +90,6 @@ def _export(word: str, given: Any, options: dict[str, Any]) -> int:
     if given.to is not None:
         splits = _parts(given.split)
         content = Content.of(samples, splits=splits, clusters=chosen, columns=columns)
-        if "boxes" in options:
-            options["boxes"] = Path(options["boxes"]).expanduser()
         path = export(content, given.to, given.out, force=given.force, **options)
         print(f"{given.to}: {path}")
         if how := format_of(given.to).reads(content, path):

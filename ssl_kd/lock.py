@@ -9,8 +9,6 @@ from filelock import FileLock, Timeout
 
 from ssl_kd.errors import UserError
 
-__all__ = ["Lock", "LockHeld"]
-
 
 class LockHeld(UserError, RuntimeError):
     """Another writer is at work on the same files."""

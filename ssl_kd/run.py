@@ -31,8 +31,6 @@ from ssl_kd.finished import Curation, Samples, name_samples
 from ssl_kd.naming import Names
 from ssl_kd.report.gallery import thumbnail
 
-__all__ = ["Cluster", "Run"]
-
 TYPICAL = 8  # samples that stand for a cluster
 SHOWN = 30  # clusters in a notebook
 _STYLES = {"tiny": "height: 40px; image-rendering: pixelated", "photo": "height: 40px"}

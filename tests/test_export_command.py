@@ -76,7 +76,6 @@ def test_what_needs_no_torch_is_refused_before_torch_is_imported(copied, tmp_pat
         "for argv in [\n"
         f"    ['--to', 'parquet', '--out', {str(tmp_path / 'there.parquet')!r}],\n"
         "    ['--to', 'parquet', '--out', 'a\\0b.parquet'],\n"
-        "    ['--to', 'coco', '--boxes', 'no.csv'],\n"
         "    ['--to', 'parquet', '--out', 'x.csv'], ['--to', 'parkit'], ['--names', 'no.csv'],\n"
         "    ['--to', 'parquet', '--link', 'copy'], ['--to', 'folders', '--columns', 'no.csv'],\n"
         "]:\n"
@@ -86,7 +85,7 @@ def test_what_needs_no_torch_is_refused_before_torch_is_imported(copied, tmp_pat
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 9
+    assert len(done.stderr.splitlines()) == 8
 
 
 @fault(173)
@@ -122,7 +121,6 @@ def test_a_column_that_would_take_anothers_place_is_refused(copied, tmp_path, ca
         (["--to", "parquet", "--split", "valid"], "no split 'valid', only train, test"),
         (["--to", "parquet", "--link", "copy"], "parquet does not take --link"),
         (["--to", "parquet", "--columns", "gone.csv"], "gone.csv"),
-        (["--to", "coco"], "a clustering knows none: give them with --boxes"),
         (["--names", "gone.csv"], "there is no file gone.csv"),
     ],
 )
@@ -153,5 +151,5 @@ def test_what_is_no_run(copied, tmp_path, capsys):
 def test_help_lists_the_formats(capsys):
     assert cli.main(["export", "--help"]) == 0
     told = capsys.readouterr().out
-    for name in ("fiftyone", "label-studio", "embedding-atlas", "vlm4cluster", "--skip_missing"):
+    for name in ("fiftyone", "label-studio", "embedding-atlas", "--skip_missing"):
         assert name in told

@@ -24,8 +24,6 @@ from ssl_kd.losses.cross_tokenizer import Positions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["AlignedBatch", "AlignedBlocks", "aligned_blocks"]
-
 logger = logging.getLogger(__name__)
 
 SLICE = 256  # rows that the statistics look at together

@@ -25,8 +25,6 @@ from ssl_kd.guard.memory import sent
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Batch", "Blocks", "isolates_documents", "make_blocks"]
-
 logger = logging.getLogger(__name__)
 
 _BATCH = 256  # documents handed to the tokenizer at once

@@ -11,8 +11,6 @@ from PIL import ExifTags, Image, ImageOps
 
 from ssl_kd.errors import UserError
 
-__all__ = ["UnreadableImage", "decode"]
-
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 """What is decoded; some of PIL's other formats start a program, as EPS starts Ghostscript."""
 LARGEST = 512 << 20

@@ -17,8 +17,6 @@ import numpy as np
 
 from ssl_kd.errors import InputError
 
-__all__ = ["held", "table"]
-
 logger = logging.getLogger(__name__)
 
 IN_MEMORY = 1 << 30

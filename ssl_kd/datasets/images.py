@@ -16,8 +16,6 @@ from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.errors import InputError
 from ssl_kd.files import release_pages
 
-__all__ = ["EXTENSIONS", "ArrayDataset", "FolderDataset", "ImageDataset"]
-
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = frozenset(

@@ -16,8 +16,6 @@ from ssl_kd.early import DATASETS, dataset_path
 from ssl_kd.errors import DatasetUnavailable, InputError, UserError
 from ssl_kd.files import atomic_write_bytes
 
-__all__ = ["NAMES", "Labels", "DatasetUnavailable", "DatasetUnreachable", "open_dataset"]
-
 Split = Literal["train", "test"]
 Labels = Literal["auto", "folders"]
 _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "valid")}

@@ -11,8 +11,6 @@ from ssl_kd.errors import InputError, MissingPackage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["train_tokenizer"]
-
 
 def train_tokenizer(dataset: TextDataset, vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on a data set; the same data give the same tokenizer.

@@ -11,8 +11,6 @@ import numpy as np
 
 from ssl_kd.datasets.held import table
 
-__all__ = ["best_fit", "digest_of", "padded"]
-
 
 def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
     """Which pieces share a row: the longest first, each into the fullest row with room for it.

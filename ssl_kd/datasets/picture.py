@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ssl_kd.datasets.decode import decode
 
-__all__ = ["Picture", "Pictures", "picture_of"]
-
 _KEYS = ("image", "path", "url", "base64", "bytes", "image_url")
 
 

@@ -33,8 +33,6 @@ from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import sent
 
-__all__ = ["PictureBlocks", "image_tokens", "make_picture_blocks", "processor_state"]
-
 _OF_QWEN = ("<|vision_start|>", "<|vision_end|>")  # what its templates put around an image
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from ssl_kd.datasets.picture import Picture, picture_of
 
-__all__ = ["IMAGE", "Example", "as_example"]
-
 IMAGE = "<image>"
 """Where an image stands in a string, as LLaVA's data sets write it."""
 

@@ -16,8 +16,6 @@ from ssl_kd.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["Alignment", "TextReader", "align", "check_fast", "partition"]
-
 _SPACES = np.array([c for c in range(0x3001) if chr(c).isspace()])
 
 

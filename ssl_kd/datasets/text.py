@@ -31,8 +31,6 @@ from ssl_kd.datasets.text_files import (
 )
 from ssl_kd.errors import InputError, MissingPackage
 
-__all__ = ["Example", "TextDataset", "first_few", "open_text"]
-
 TextSplit = Literal["train", "test", "all"]
 _SPLIT_NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val", "eval")}
 _OF_MANY = r"(-\d+-of-\d+)?"  # a file that is one of several, as the Hub has them

@@ -14,20 +14,6 @@ from typing import IO, Any, NamedTuple
 
 from ssl_kd.datasets.records import Example
 
-__all__ = [
-    "LONGEST",
-    "PLAIN",
-    "TEXT_FILES",
-    "Record",
-    "as_document",
-    "files_in",
-    "is_saved_dataset",
-    "kind_of",
-    "read_file",
-    "stem_of",
-    "without_nulls",
-]
-
 LONGEST = 1_000_000
 """Bytes of one example, above which it is taken for an accident and left out."""
 _DOCUMENT, _LONG_DOCUMENT = 4_096, 16_384

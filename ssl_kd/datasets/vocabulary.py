@@ -14,8 +14,6 @@ from ssl_kd.losses.cross_tokenizer import VocabularyMap
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["SharedVocabulary", "shared_vocabulary", "token_texts"]
-
 
 def token_texts(tokenizer: PreTrainedTokenizerFast) -> list[bytes | None]:
     """What text each token stands for, as bytes; None for special tokens.

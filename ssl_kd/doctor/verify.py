@@ -26,8 +26,6 @@ from ssl_kd.teachers.causal import n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
 from ssl_kd.training.clock import Progress, untold
 
-__all__ = ["Agreement", "agreement_table", "verify"]
-
 ROWS = 4  # of the text: whole logits of both models must fit in memory
 CHUNK_TOKENS = 7  # a prime: the last chunk is an incomplete one
 

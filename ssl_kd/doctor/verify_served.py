@@ -17,8 +17,6 @@ from ssl_kd.teachers.causal import CausalLM, load_causal_lm, positions
 from ssl_kd.teachers.http_client import short
 from ssl_kd.teachers.server import PromptTopK, ServerFailed
 
-__all__ = ["compare_served"]
-
 ROWS = 8  # of the text
 # Of log-probabilities, in nats, weighted by probability. bf16 beside float32 is about 0.01.
 SAME = 0.05

@@ -13,8 +13,6 @@ from ssl_kd.errors import InputError, MissingPackage
 from ssl_kd.settings import nearest
 from ssl_kd.teachers.causal import evaluating
 
-__all__ = ["Tasks"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from ssl_kd.losses.token_terms import CHUNK_BYTES
 from ssl_kd.teachers.causal import evaluating
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states, linear_head
 
-__all__ = ["Generation", "LanguageJudge", "Reading", "judge_answers", "judge_tokens"]
-
 logger = logging.getLogger(__name__)
 
 PROMPT_CHARACTERS = 120

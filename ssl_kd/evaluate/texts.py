@@ -6,8 +6,6 @@ import re
 from collections.abc import Hashable, Sequence
 from statistics import fmean
 
-__all__ = ["distinct", "repetition", "rouge_l"]
-
 
 def repetition(texts: Sequence[Sequence[Hashable]], n: int = 4) -> float | None:
     """The share of n-grams that stood in the same text before, a mean over texts.

@@ -74,25 +74,12 @@ FORMATS: Mapping[str, Format] = {
         ("url", "skip_missing"),
         lambda content, out: "import tasks.json into a project with label_config.xml",
     ),
-    "coco": Format(
-        "boxes that you give, with clusters as categories",
-        "coco.write_coco",
-        "clusters.coco.json",
-        ("boxes", "skip_missing"),
-    ),
     "embedding-atlas": Format(
         "a file for embedding-atlas",
         "atlas.write_atlas",
         "atlas.parquet",
         ("skip_missing",),
         _atlas_command,
-    ),
-    "vlm4cluster": Format(
-        "VLM4Cluster's cache of features",
-        "vlm4cluster.write_vlm4cluster",
-        "vlm4cluster",
-        ("model",),
-        lambda content, out: f"image_dataset.root={out}, or copy feature_cache to your root",
     ),
     "hf-model": Format("the model with its card", "cards.write_model", "hf-model"),
     "hf-dataset": Format(

@@ -25,8 +25,6 @@ from ssl_kd.guard.faults import (
 )
 from ssl_kd.guard.parts import TooFewHealthyParts
 
-__all__ = ["Health", "Stage", "Thresholds", "is_healthy"]
-
 _SHORTEST = 0.05
 
 

@@ -11,15 +11,6 @@ from torch import nn
 
 from ssl_kd.errors import InputError, UserError
 
-__all__ = [
-    "DeviceInfo",
-    "Precision",
-    "UnsupportedDevice",
-    "precision_table",
-    "promote_to_fp32",
-    "undisturbed",
-]
-
 _HALVES = (torch.float16, torch.bfloat16)
 _BUILT = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 _BUILT_CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")

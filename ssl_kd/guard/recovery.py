@@ -224,8 +224,6 @@ class Recovery:
         return {"counts": self.counts, "skipped_before": self._skipped, "unsteady": self.unsteady}
 
     def load(self, tensors: Mapping[str, Any]) -> None:
-        """Take over what `tensors` gave; an older version may have known fewer kinds of faults."""
-        known = tensors["counts"]
-        self.counts.zero_()[:, : known.shape[1]] = known
-        self._skipped.copy_(tensors["skipped_before"])
-        self.unsteady.copy_(tensors["unsteady"])
+        """Take over what `tensors` gave."""
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])

@@ -24,8 +24,6 @@ from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, untold
 
-__all__ = ["judge"]
-
 logger = logging.getLogger(__name__)
 
 

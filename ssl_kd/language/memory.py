@@ -18,8 +18,6 @@ from ssl_kd.teachers.frozen import FrozenTeacher, linear_head
 if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
 
-__all__ = ["MemoryEstimate", "estimate_memory", "refused"]
-
 LOWERED_BY = {
     "teacher": ("TEACHER_CACHE", "TEACHER_OFFLOAD", "TEACHER_QUANTIZATION", "MODEL_DTYPE"),
     "cache": ("CACHE_METHOD", "CACHE_K", "BATCH_SIZE", "BLOCK_SIZE"),

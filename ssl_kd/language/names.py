@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ssl_kd.settings import RunSettings, by_name
+from ssl_kd.foreign_names import by_name
+from ssl_kd.settings import RunSettings
 
 GIVEN = "given"
 """TEACHER_MODEL and STUDENT_MODEL of a model that was handed over in memory."""

@@ -10,8 +10,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, sees
 
-__all__ = ["check_models", "check_ranks_see", "check_settings"]
-
 
 def check_settings(settings: LanguageSettings, *texts: TextDataset) -> None:
     """Refuse settings that do not go with images, before any model is loaded.

@@ -31,17 +31,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.seeds import seed_of
 from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
 
-__all__ = [
-    "Generated",
-    "Rollouts",
-    "Written",
-    "continued",
-    "prompt_length",
-    "sampler",
-    "seen_of",
-    "writer",
-]
-
 _CHOICE, _DRAW = 0, 1  # what the random numbers of a row are for
 
 

@@ -20,8 +20,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.seeds import seeded
 from ssl_kd.teachers.causal import evaluating, n_ids, without_adapters
 
-__all__ = ["VllmRollouts", "check_engine", "named_weights"]
-
 # Of log-probabilities, in nats, a mean: what rounding may do.
 OFF = {torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
 

@@ -20,8 +20,6 @@ from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
 from ssl_kd.teachers.http_client import is_file
 from ssl_kd.teachers.server import CompletionServer, PromptAnswers, PromptTopK
 
-__all__ = ["ServedTeacher", "served_lm", "server_of"]
-
 IN_FLIGHT = 16  # prompts at once: the server makes batches of them
 ROUNDING = 1e-7  # of a sum of probabilities in float32
 

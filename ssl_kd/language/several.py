@@ -14,8 +14,6 @@ from ssl_kd.ranks import Ranks
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.frozen import FrozenTeacher
 
-__all__ = ["Beside", "others_of"]
-
 
 @dataclass(frozen=True)
 class Beside:

@@ -8,8 +8,6 @@ from torch import Tensor
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.losses.rows import saturated
 
-__all__ = ["relation_divergence", "state_distance"]
-
 
 def state_distance(student: Tensor, teacher: Tensor) -> Tensor:
     r"""Half the squared distance of two states that are scaled to unit length.

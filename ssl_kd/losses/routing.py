@@ -16,8 +16,6 @@ from torch import Tensor
 from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.rows import lifted, saturated
 
-__all__ = ["gate_anchor", "gate_entropy", "gate_kl", "load_balance"]
-
 _EPS = 1e-10
 
 

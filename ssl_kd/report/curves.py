@@ -211,5 +211,4 @@ def _natural(part: str) -> tuple[str, int]:
 
 def _action(event: dict[str, Any]) -> str:
     text = re.sub(r"[-_ ]", "", str(event.get("action", "")).lower())
-    text = text.replace("takenin", "used")  # older run folders say "taken in again"
     return next(stem for stem in ACTIONS if stem in text)

@@ -127,7 +127,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     table = metrics.get("table", [])
     n = data.get("n_train")
     count = f"{n:,} {noun}s" if isinstance(n, int) else f"{noun}s"
-    scored = data.get("n_labelled", n)  # runs of version 0.1 did not count them
+    scored = data.get("n_labelled", n)
     scored = count if scored == n else f"the {scored:,} labelled {noun}s (of {n:,})"
     k = len(metrics.get("cluster_sizes", [])) or data.get("n_classes")
     scores = {(row.get("name"), row.get("split", "train")): row for row in table}

@@ -19,8 +19,6 @@ from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.store.shards import ANEW, Columns, Content, Manifest, ShardStore
 from ssl_kd.store.writer import ShardWriter
 
-__all__ = ["EmbeddingStore", "EmbeddingWriter", "is_bad", "odd_rows", "row_peaks"]
-
 # A larger value is not plausible in an embedding: the square of its norm nears float32's limit.
 LARGEST = 1e12
 # Nor is one that is this many times the typical row's largest value.

@@ -10,8 +10,6 @@ from torch import Tensor
 from ssl_kd.losses.teacher_output import TopKTeacher
 from ssl_kd.store.shards import Content
 
-__all__ = ["LOWEST", "as_cached", "given_top_k", "rescaled"]
-
 LOWEST = torch.finfo(torch.float16).min  # a log-probability below it is a probability of 0
 
 

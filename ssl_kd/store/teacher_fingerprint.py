@@ -14,8 +14,6 @@ from ssl_kd.teachers.causal import tokenizer_id
 if TYPE_CHECKING:
     from ssl_kd.datasets.text import TextDataset
 
-__all__ = ["METHODS", "TeacherFingerprint", "identity"]
-
 METHODS = ("topk", "sample", "hidden")
 
 

@@ -16,8 +16,6 @@ from ssl_kd.files import atomic_write
 from ssl_kd.teachers.http_client import short
 from ssl_kd.teachers.server import LARGEST, PromptAnswers, read_json
 
-__all__ = ["AnswerFile"]
-
 
 class AnswerFile(PromptAnswers):
     """Lines of JSON, each a prompt with vLLM's `prompt_logprobs`.

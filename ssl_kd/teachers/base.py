@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ssl_kd.errors import UserError
 
-__all__ = ["Features", "Pixels", "Teacher", "TeacherUnavailable"]
-
 
 class TeacherUnavailable(UserError, RuntimeError):
     """The teacher's weights cannot be reached; one line, with the ways to go on."""

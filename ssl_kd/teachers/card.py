@@ -9,8 +9,6 @@ from typing import Any
 
 from ssl_kd.teachers.causal import llm_module
 
-__all__ = ["model_card"]
-
 
 def model_card(
     title: str,

@@ -27,23 +27,6 @@ from ssl_kd.teachers.dtypes import cast_weights
 from ssl_kd.teachers.quantization import Quantization, keep_gradients, stacked_bytes
 from ssl_kd.teachers.weights import model_files, weights_id
 
-__all__ = [
-    "CausalLM",
-    "CausalLMUnavailable",
-    "auto_model",
-    "files_id",
-    "llm_module",
-    "load_causal_lm",
-    "load_tokenizer",
-    "n_ids",
-    "positions",
-    "quiet",
-    "sees",
-    "set_attention",
-    "tokenizer_id",
-    "without_adapters",
-]
-
 logger = logging.getLogger(__name__)
 
 _ID_LENGTH = 16

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_weights", "halve_products"]
-
 
 def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast a model's weights, in place and one at a time.

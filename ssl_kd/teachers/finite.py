@@ -15,8 +15,6 @@ from ssl_kd.guard.diagnosis import HUGE, Cause, Diagnosis, diagnose
 from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.teachers.causal import evaluating
 
-__all__ = ["first_fault", "in_words", "not_finite", "of_a_file", "suspect_weights"]
-
 
 def not_finite(model: nn.Module) -> str | None:
     """The first weight that holds a NaN or an infinity, by name; None if none does."""

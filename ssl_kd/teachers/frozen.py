@@ -19,8 +19,6 @@ from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.teachers.causal import evaluating, without_adapters
 from ssl_kd.teachers.dtypes import cast_weights
 
-__all__ = ["FrozenTeacher", "LinearHead", "hidden_states", "linear_head"]
-
 
 @dataclass(frozen=True)
 class LinearHead:

@@ -19,19 +19,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from ssl_kd.errors import InputError, MissingPackage
 
-__all__ = [
-    "Answer",
-    "NoAnswer",
-    "KEY",
-    "api_key",
-    "check_url",
-    "client_module",
-    "exchange",
-    "hidden",
-    "is_file",
-    "short",
-]
-
 KEY = "TEACHER_API_KEY"  # of the environment: a setting would stand in the run's files
 MESSAGE = 2**16  # bytes that are read of a refusal
 FOREVER = 1e9  # seconds: a clock takes no infinite ones

@@ -9,8 +9,6 @@ from torch import nn
 from ssl_kd.errors import InputError
 from ssl_kd.teachers.causal import sees, without_adapters
 
-__all__ = ["attention_projections", "decoder_layers", "stack_of"]
-
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 

@@ -34,8 +34,6 @@ from ssl_kd.teachers.weights import (
     rename_lite0,
 )
 
-__all__ = ["DINOV2_MODELS", "load_teacher"]
-
 _SIZES = {"s": "small", "b": "base", "l": "large", "g": "giant"}
 DINOV2_MODELS = {
     f"dinov2_vit{letter}14{reg}": f"vit_{size}_patch14{'_reg4' if reg else ''}_dinov2.lvd142m"

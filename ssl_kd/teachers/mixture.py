@@ -26,15 +26,6 @@ from ssl_kd.files import atomic_write_bytes
 from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.routing import gate_entropy, gate_kl
 
-__all__ = [
-    "ROUTERS",
-    "Gates",
-    "Mixture",
-    "Routing",
-    "default_renorm",
-    "is_mixture",
-]
-
 Mode = Literal["native", "all", "ka", "sar"]
 Renorm = Literal["selected", "native"]
 

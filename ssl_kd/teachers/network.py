@@ -15,8 +15,6 @@ from ssl_kd.errors import InputError
 from ssl_kd.teachers.base import Teacher
 from ssl_kd.teachers.weights import weights_id
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Network", "Transform"]
-
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _LONGEST = 4

@@ -18,8 +18,6 @@ from ssl_kd.losses.rows import saturated
 from ssl_kd.teachers.causal import evaluating
 from ssl_kd.teachers.layers import decoder_layers, stack_of
 
-__all__ = ["Cut", "Importance", "importance_of", "prune"]
-
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are laid out as Llama's
 FORM = "prune:LAYERS[xMLP[xDIM[xKV]]]"
 _ROWS = 8  # of a forward pass

@@ -15,8 +15,6 @@ import torch
 
 from ssl_kd.errors import MissingPackage
 
-__all__ = ["Quantization", "keep_gradients", "stacked_bytes"]
-
 
 @dataclass(frozen=True)
 class Quantization:

@@ -11,8 +11,6 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
 from ssl_kd.teachers.frozen import FrozenTeacher
 
-__all__ = ["REMEMBERED", "RememberedTeacher"]
-
 REMEMBERED = 64  # rows: of 512 tokens and 4,096 dimensions in bfloat16, 256 MiB beside the head
 
 

@@ -23,8 +23,6 @@ from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.losses.routing import gate_anchor, load_balance
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 
-__all__ = ["RouterRecord", "RouterStep"]
-
 _PART = "router"
 _FIRST_SCALE = 2.0**12
 
@@ -241,7 +239,7 @@ class RouterStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`, of this version or of 0.1, whose routers had no guard.
+        """Go on from `state_dict`.
 
         Raises:
             ValueError: it belongs to other routers.
@@ -255,11 +253,7 @@ class RouterStep:
             for name, value in state["routers"].items():
                 self._parameters[name].copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
-        if "guard" in state:
-            self.guard.load_state_dict(state["guard"])
-        else:
-            self.guard.scale.copy_(state["scale"])
-            self.guard.updates.copy_(state["updates"])
+        self.guard.load_state_dict(state["guard"])
         self.stopped = state["stopped"]
 
 

@@ -30,8 +30,6 @@ from ssl_kd.teachers.http_client import (
     short,
 )
 
-__all__ = ["CompletionServer", "PromptAnswers", "PromptTopK", "ServerFailed", "read_json"]
-
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds between two attempts

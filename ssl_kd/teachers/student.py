@@ -45,8 +45,6 @@ from ssl_kd.teachers.pruning import prune
 from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.tower import trained_linears
 
-__all__ = ["NotFinite", "add_lora", "build_student", "save_student"]
-
 logger = logging.getLogger(__name__)
 
 # What scales with the width of a model, as configurations of different families call it.

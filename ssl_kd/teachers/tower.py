@@ -8,8 +8,6 @@ from torch import nn
 
 from ssl_kd.teachers.causal import sees, without_adapters
 
-__all__ = ["freeze_tower", "trained_linears"]
-
 _TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
 _PROJECTORS = ("merger",)  # of Qwen-VL, inside its tower
 

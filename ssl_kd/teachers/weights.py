@@ -17,15 +17,6 @@ from torch import Tensor, nn
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors
 
-__all__ = [
-    "efficientnet_lite0_file",
-    "load_strict",
-    "model_files",
-    "read_weights",
-    "rename_lite0",
-    "weights_id",
-]
-
 State = dict[str, Tensor]
 
 

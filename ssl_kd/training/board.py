@@ -12,8 +12,6 @@ import numpy as np
 
 from ssl_kd.errors import MissingPackage, UserError
 
-__all__ = ["Board", "check_boards"]
-
 TRACKERS = ("wandb", "trackio")
 PROJECT = "ssl_kd"
 

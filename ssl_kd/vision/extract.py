@@ -25,8 +25,6 @@ from ssl_kd.teachers import Features, Pixels, Teacher
 from ssl_kd.vision.loading import Batch, ExtractionFailed, load, threads_ahead
 from ssl_kd.vision.pace import Clocked, Pace, keeping_up
 
-__all__ = ["ExtractProgress", "Share", "extract", "extract_share", "fingerprint"]
-
 logger = logging.getLogger(__name__)
 
 _FEATURE_ROWS = 8192

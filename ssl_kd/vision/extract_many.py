@@ -14,8 +14,6 @@ from ssl_kd.vision.extract import ExtractProgress, Share, extract_share
 from ssl_kd.vision.run import Dataset, cache_folder, embedded, open_data
 from ssl_kd.vision.settings import VisionSettings
 
-__all__ = ["Filled", "Progress", "Splits", "fill", "fill_share", "in_words"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from ssl_kd.vision.extract_many import Filled, Splits, in_words
 from ssl_kd.vision.loading import ExtractionFailed
 from ssl_kd.vision.settings import VisionSettings
 
-__all__ = ["fill_by_ray", "workers_for"]
-
 logger = logging.getLogger(__name__)
 
 # A machine may be taken back, but a shard that kills each worker must end: Ray tries without end.

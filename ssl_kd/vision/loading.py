@@ -17,8 +17,6 @@ from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import release_pages
 from ssl_kd.teachers import Pixels, Teacher
 
-__all__ = ["Batch", "ExtractionFailed", "load", "threads_ahead"]
-
 
 class ExtractionFailed(UserError, RuntimeError):
     """A teacher failed; the message names the sample, or the first and last of the batch."""

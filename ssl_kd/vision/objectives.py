@@ -20,8 +20,6 @@ from ssl_kd.settings import SettingsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OBJECTIVES", "Objective", "make_objective", "objective_class"]
-
 
 class Objective(ABC):
     """What a head learns from its EMA teacher.

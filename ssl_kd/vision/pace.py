@@ -11,8 +11,6 @@ import torch
 
 from ssl_kd.vision.loading import Batch
 
-__all__ = ["Clocked", "Pace", "keeping_up"]
-
 
 class Clocked:
     """How long a CUDA device computed, without waiting for it: a context manager, again and again.

@@ -212,15 +212,11 @@ class HeadTrainer:
             ValueError: a tensor is missing or has another shape.
         """
         for name, mine in self.tensors().items():
-            if name.startswith("recovery."):
-                continue
             saved = tensors.get(name)
             if saved is None or saved.shape != mine.shape:
                 found = "is missing" if saved is None else f"is {list(saved.shape)}"
                 raise ValueError(f"{name} {found}, expected {list(mine.shape)}")
             mine.copy_(saved)
-        names = self.recovery.tensors()
-        self.recovery.load({name: tensors[f"recovery.{name}"] for name in names})
 
     def step(
         self,

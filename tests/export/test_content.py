@@ -92,10 +92,6 @@ def test_what_cannot_be_asked_for(photo_run, tmp_path):
     (tmp_path / "b.parquet").write_text("mine")
     refused("b.parquet exists", lambda: export(content, "parquet", tmp_path / "b.parquet"))
     assert (tmp_path / "b.parquet").read_text() == "mine"
-    refused(
-        "coco holds boxes, and a clustering knows none",
-        lambda: export(content, "coco", tmp_path / "c.json"),
-    )
 
 
 @pytest.mark.parametrize("to", ["folders", "fiftyone", "label-studio", "embedding-atlas"])
@@ -112,7 +108,7 @@ def test_missing_pictures_are_named_and_the_rest_goes_on_when_asked(copied, tmp_
     assert out.exists() and "2 of" in caplog.text
 
 
-@pytest.mark.parametrize("to", ["parquet", "fiftyone", "label-studio", "vlm4cluster", "hf-dataset"])
+@pytest.mark.parametrize("to", ["parquet", "fiftyone", "label-studio", "hf-dataset"])
 @fault(133)
 def test_a_full_disk_leaves_nothing(photo_run, tmp_path, monkeypatch, to):
     def full(*_, **__):
@@ -122,18 +118,15 @@ def test_a_full_disk_leaves_nothing(photo_run, tmp_path, monkeypatch, to):
     content = Content.of(Samples(photo_run))
     place = tmp_path / "a" / ("out.parquet" if to == "parquet" else "out")
     place.parent.mkdir()
-    if to == "vlm4cluster":
-        monkeypatch.setattr("numpy.lib.format.write_array", lambda *a, **k: next(full()))
-    else:
-        first, batches = Content.batches(content, 1), Content.batches
+    first, batches = Content.batches(content, 1), Content.batches
 
-        def some(self, size):
-            if size == 1:
-                return first
-            found = batches(self, 100)
-            return (b if i < 1 else next(full()) for i, b in enumerate(found))
+    def some(self, size):
+        if size == 1:
+            return first
+        found = batches(self, 100)
+        return (b if i < 1 else next(full()) for i, b in enumerate(found))
 
-        monkeypatch.setattr(Content, "batches", some)
+    monkeypatch.setattr(Content, "batches", some)
     with pytest.raises(OSError, match="No space left"):
         export(content, to, place)
     assert list(place.parent.iterdir()) == []

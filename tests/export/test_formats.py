@@ -135,36 +135,6 @@ def test_label_studio_takes_them(content, tmp_path):
             assert own.validate_prediction(prediction, return_errors=True) == []
 
 
-def test_coco_has_the_boxes_that_are_given(content, tmp_path):
-    rows = rows_of(content)
-    boxes = tmp_path / "boxes.csv"
-    lines = [
-        f"{rows[0]['file']},1,2,3,4",
-        f"{rows[0]['file']},0,0,1,1.5",
-        f"{rows[5]['file']},0,0,8,8",
-    ]
-    boxes.write_text("\n".join(["file,x,y,width,height", *lines]) + "\n")
-    found = json.loads(export(content, "coco", tmp_path / "c.json", boxes=boxes).read_text())
-    assert len(found["images"]) == len(content) and found["images"][0]["width"] == 8
-    categories = {category["id"]: category["name"] for category in found["categories"]}
-    assert [a["bbox"] for a in found["annotations"]] == [[1, 2, 3, 4], [0, 0, 1, 1.5], [0, 0, 8, 8]]
-    assert [a["area"] for a in found["annotations"]] == [12, 1.5, 64]
-    for annotation, row in zip(found["annotations"], (rows[0], rows[0], rows[5]), strict=True):
-        assert categories[annotation["category_id"]] == row["cluster_name"]
-        assert found["images"][annotation["image_id"]]["file_name"] == row["file"]
-    for text, match in {
-        "file,x,y,width\na,1,2,3\n": "no column height",
-        "file,x,y,width,height\na,1,2,0,3\n": r"line 2: .* \[1.0, 2.0, 0.0, 3.0\]",
-        "file,x,y,width,height\na,1,2,nan,3\n": "line 2",
-        "file,x,y,width,height\na,1,2,3,4\n": "no box of any picture",
-        "file,x,y,width,height\na,one,2,3,4\n": "cannot be read",
-    }.items():
-        boxes.write_text(text)
-        with pytest.raises(InputError, match=match):
-            export(content, "coco", tmp_path / "d.json", boxes=boxes)
-    assert not (tmp_path / "d.json").exists()
-
-
 def test_embedding_atlas_file(photo_run, tmp_path):
     samples = Samples(photo_run)
     content = Content.of(samples, clusters=[0, 1])
@@ -203,23 +173,6 @@ def test_embedding_atlas_reads_it(photo_run, tmp_path):
     assert written.num_rows == len(samples)
     near = [len(row["ids"]) for row in parquet.read_table(path).column("neighbors").to_pylist()]
     assert written.column("out_degree").to_pylist() == near
-
-
-def test_vlm4cluster_features(content, tmp_path):
-    out = export(content, "vlm4cluster", tmp_path / "out", model="laion400m__vit-b-32")
-    files = sorted(path.name for path in (out / "feature_cache" / "common" / "image").iterdir())
-    name = "photos__{}__laion400m__vit-b-32__raw_image.npz"
-    assert files == [name.format("test"), name.format("train")]
-    samples = content.samples
-    for split in ("train", "test"):
-        path = out / "feature_cache" / "common" / "image" / name.format(split)
-        with np.load(path, allow_pickle=False) as found:
-            assert found["features"].dtype == np.float32 and found["has_labels"].tolist() == [True]
-            assert np.array_equal(found["features"], samples.store(split).tensor().numpy())
-            assert np.array_equal(found["labels"], samples.store(split).labels.numpy())
-            assert found["sample_indices"].tolist() == list(range(len(samples.splits[split])))
-    again = export(content, "vlm4cluster", tmp_path / "again")
-    assert any("photos__train__pixels__raw" in str(path) for path in again.rglob("*.npz"))
 
 
 def test_cards_say_the_numbers_of_the_run(content, tmp_path):

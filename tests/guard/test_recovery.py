@@ -170,15 +170,6 @@ def test_the_diagnosis_advises_on_the_fault_seen_most_often():
     assert Bench().recovery.diagnosis(5) == ""
 
 
-def test_counts_of_a_version_that_knew_fewer_faults_are_taken_over():
-    old, new = Bench(), Bench()
-    old.step(0, {1}, Stage.LOSS)
-    new.recovery.counts += 99
-    tensors = old.recovery.tensors()
-    new.recovery.load(tensors | {"counts": tensors["counts"][:, : Stage.LOSS + 1]})
-    assert torch.equal(new.recovery.counts, old.recovery.counts)
-
-
 # -- rows -----------------------------------------------------------------------------------------
 
 

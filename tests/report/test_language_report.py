@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from ssl_kd.report import run_images
-from ssl_kd.report.curves import action_name
 from tests.report.reading import Reader, change, put, write_and_read
 
 PROMPTS = ("Once upon a time", "The little dog")
@@ -68,7 +67,7 @@ def run(tmp_path) -> Path:
         {"step": 31, "part": "kd", "stage": "loss", "reason": "not finite",
          "action": "cut out, 2 times in a row: lower the temperature", "value": None},
         {"step": 32, "part": "kd", "stage": "loss", "reason": "healthy again after 2 steps",
-         "action": "taken in again", "value": None},
+         "action": "used again", "value": None},
         {"step": 80, "part": "model", "stage": "gradient", "reason": "too large",
          "action": "skipped", "value": 1e30},
     ])  # fmt: skip
@@ -236,7 +235,7 @@ def test_user_text_is_inert(run):
 
 def test_guard_events_are_counted_part_by_part(run):
     source, page = read(run)
-    assert "The guard stepped in 4 times on 2 parts: 2 cut out, 1 taken in again" in page.text
+    assert "The guard stepped in 4 times on 2 parts: 2 cut out, 1 used again" in page.text
     rows = re.findall(r'<tr><th scope="row">(dist|model).*?</th>(.*?)</tr>', source)
     cells = {name: re.findall(r'<td class="n">(.*?)</td>', row) for name, row in rows}
     assert cells["dist"] == ["0", "2", "1"] and cells["model"] == ["1", "0", "0"]
@@ -324,12 +323,6 @@ def test_long_runs_stay_readable_and_small(run):
 
 def test_a_language_run_has_no_pictures_to_open(run):
     assert run_images(run) is None
-
-
-@pytest.mark.parametrize("word", ["used again", "taken in again"])
-def test_an_older_word_for_a_term_that_is_used_again_is_read(word):
-    assert action_name({"action": word}) == "used again"
-    assert action_name({"action": "not found again"}) == "other"
 
 
 def test_terms_that_took_no_part_in_some_steps_and_a_training_that_did_not_help_are_said(run):
