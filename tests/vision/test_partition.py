@@ -104,5 +104,5 @@ def test_heads_can_still_find_the_clusters_themselves():
     own = MultiHeadClusterer(10, method="heads", **options).fit(X.numpy())
     learnt = MultiHeadClusterer(10, method="graph", **options).fit(X.numpy())
     assert adjusted_rand_score(own.labels_, learnt.labels_) < 0.999
-    with pytest.raises(ValueError, match="METHOD is 'tree', but must be one of 'graph', 'heads'"):
+    with pytest.raises(ValueError, match="method is 'tree', but must be one of 'graph', 'heads'"):
         MultiHeadClusterer(10, method="tree").fit(X.numpy())

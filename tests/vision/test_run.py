@@ -724,7 +724,7 @@ def test_a_test_set_of_other_classes_is_refused(settings, tmp_path, digits):
     for digit in range(10):
         save_images(tmp_path / "mine" / f"digit {digit}", digits[0][:2])
     with pytest.raises(SettingsError, match="DATASET_TEST digits has the classes"):
-        run(settings(dataset=str(tmp_path / "mine"), dataset_test="digits"))
+        run(settings(dataset=str(tmp_path / "mine"), dataset_test="digits", labels="folders"))
 
 
 @pytest.mark.parametrize(
