@@ -164,6 +164,7 @@ class Objective:
         text, answers = student_side(batch), first.answers or ()
         with self.precision.autocast(), torch.no_grad(), self._listening(), first.as_before(device):
             outputs = self._forward(text)
+            self._show_teacher(text, outputs)
             healthy: dict[str, list[bool]] = {}
             for row in torch.eye(len(text.counts), dtype=torch.bool):
                 some = without(batch, ~row)
@@ -177,7 +178,15 @@ class Objective:
         places, theirs = self._given(text, student_side(left), answers)
         with self.precision.autocast(), self._listening(), first.as_before(device):
             outputs = self._forward(student_side(left))
+            self._show_teacher(student_side(left), outputs)
             return self._terms_of(left, places, outputs, theirs, late, first.out)
+
+    def _show_teacher(self, text: Batch, outputs: _Outputs) -> None:
+        """Run the teacher for the terms that listen to it; its answer is known already."""
+        if self.others and self.source is not None:
+            rows, _ = next_token_targets(text.input_ids, text.counts)
+            with torch.no_grad():
+                self.source(text, rows, outputs.at(rows).as_teacher())
 
     @staticmethod
     def _given(
@@ -284,7 +293,7 @@ class Objective:
                 [chosen(teacher, at) for teacher in teachers] if divergence else (),
                 divergence=divergence or kind,
                 token_weights=None if each is None else each[at],
-                **options,
+                **options | ({} if divergence else {"teacher_weights": None}),
             )
             for at, has_target, divergence in parts
         ]

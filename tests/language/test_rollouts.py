@@ -322,7 +322,7 @@ def test_a_nan_divergence_leaves_the_text_to_train_alone(make):
 
     def poisoned(batch, rows):
         said = answer(batch, rows)
-        said.hidden[-1] = math.nan  # at a token that the student wrote
+        said.hidden[:] = math.nan  # in every row
         return said
 
     sick.source.answers = (poisoned,)
@@ -413,7 +413,7 @@ def test_one_sick_row_of_the_student_is_named(make, tiny):
     assert len(mine) > 1
     before = copy.deepcopy(distiller.student.state_dict())
     result = distiller.step(written.batches(0, [rows], CPU)[0], 1e-2)
-    assert math.isnan(result.kd)
+    assert math.isfinite(result.kd)
     reasons = " ".join(event.reason for event in distiller.guard.events.events)
     assert f"rows {', '.join(map(str, [r for r in range(8) if r not in mine] + mine))}" in reasons
     after = distiller.student.state_dict()
@@ -572,7 +572,9 @@ def test_a_fault_that_text_never_meets_is_found_cut_out_and_replayed(
     tiny.tokenizer.save_pretrained(own.teacher_model)
     path = run(own)
     metrics = json.loads((path / "metrics.json").read_text())
-    assert metrics["learned_from"]["kd"] < 6 == metrics["learned_from"]["ce"]
+    assert metrics["learned_from"] == {"ce": 6, "kd": 6}  # from the other rows
+    events = map(json.loads, (path / "events.jsonl").read_text().splitlines())
+    assert "rows left out" in {event["action"] for event in events if event["part"] == "kd"}
     (bundle,) = (path / "faults").glob("kd-*.pt")
     found = replay(bundle)
     assert found.fault is not None and "embed_tokens" in str(found), found

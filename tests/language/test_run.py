@@ -846,7 +846,10 @@ def test_a_run_in_which_no_step_went_through_is_no_success(settings, tmp_path, c
         said = str(end.value)
         assert end.value.exit_code == 3 and "--learning_rate" in said
         if "grad_norm_threshold" in cause:
-            assert "above the fixed threshold (2 times)" in said
+            assert (
+                "above the fixed threshold, or too large for the optimizer to square (2 times)"
+                in said
+            )
             assert "raise GRAD_NORM_THRESHOLD" in said and "Thresholds." not in said
             assert "--grad_norm_threshold None" in said
     path = tmp_path / "runs" / "a"

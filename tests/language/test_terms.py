@@ -37,7 +37,7 @@ class Narrow:
         self.seen = [out]
 
     def __call__(self, batch, rows):
-        found = self.module(self.seen.pop().flatten(0, 1)[rows].float()).square().sum()
+        found = self.module(self.seen[-1].flatten(0, 1)[rows].float()).square().sum()
         return found * math.nan if self.sick else found
 
     def count(self, batch):

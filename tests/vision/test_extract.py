@@ -257,9 +257,7 @@ def album(root, folders=("2023", "2024", "misc"), each=4):
 @fault(171)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("force", [False, True])
-def test_an_extraction_goes_on_under_other_labels_and_keeps_its_shards(
-    tmp_path, first, force
-):
+def test_an_extraction_goes_on_under_other_labels_and_keeps_its_shards(tmp_path, first, force):
     root, cache = album(tmp_path / "album"), tmp_path / "cache"
 
     def data(labelled):
