@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ssl_kd.errors import InputError, MissingPackage
+from ssl_kd.errors import InputError, MissingPackage, UserError
 
 KEY = "TEACHER_API_KEY"  # of the environment: a setting would stand in the run's files
 MESSAGE = 2**16  # bytes that are read of a refusal
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     content: bytes
 
 
-class NoAnswer(Exception):
+class NoAnswer(UserError):
     """No whole answer came: if `again`, one may come to another attempt."""
 
     def __init__(self, message: str, again: bool = True) -> None:

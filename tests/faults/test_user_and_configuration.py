@@ -167,7 +167,8 @@ def test_awkward_file_names_go_through_a_whole_run(settings, tmp_path, digits, t
     for number, name in enumerate(NAMES):
         (folder / f"class {number % 2}").mkdir(parents=True, exist_ok=True)
         Image.fromarray(digits[0][number]).save(folder / f"class {number % 2}" / name)
-    odd = settings(dataset=str(folder), image_size=8, run_name="a run, später")
+    name = "a run, später"
+    odd = settings(dataset=str(folder), image_size=8, run_name=name, labels="folders")
     before = content(folder)
     code, error = train_py(odd)
     assert code == 0, error
