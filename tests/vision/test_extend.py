@@ -324,6 +324,7 @@ def test_the_command(parent, tmp_path, capsys):
     assert [p.name for p in (tmp_path / "e").iterdir()][0].startswith("extend-")
     assert train(words, config=tmp_path / "none.py") == 2
     assert "already holds a finished run" in capsys.readouterr().err
+    words = ["other" if word == "more" else word for word in words]
     assert train([*words, "--n_clusters", "7"], config=tmp_path / "none.py") == 2
     assert "N_CLUSTERS is 7 here and 3 there" in capsys.readouterr().err
 
