@@ -87,7 +87,7 @@ class FirstPass(Generic[AnyBatch]):
         gone = {name for name in terms if all(name in whole for _, whole, _ in told)}
         gone |= {name for _, _, vanished in told for name in vanished}
         events = []
-        for name in terms.keys() - gone:
+        for name in (name for name in terms if name not in gone):
             where = [
                 some[name] + (f" on rank {rank} of {team.world}" if team.world > 1 else "")
                 for rank, (some, _, _) in enumerate(told)

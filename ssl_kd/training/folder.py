@@ -330,9 +330,7 @@ def _finished(path: Path) -> bool:
 def _fresh(runs: Path, settings: RunSettings) -> Path:
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        return (
-            _named_by_time(runs) if settings.run_name is None else _named(settings.run_name, runs)
-        )
+        return named_by_time(runs) if settings.run_name is None else _named(settings.run_name, runs)
     except OSError as error:
         if code_of(error) != BAD_INPUT:
             raise
@@ -350,7 +348,8 @@ def _named(name: str, runs: Path) -> Path:
     return path
 
 
-def _named_by_time(runs: Path) -> Path:
+def named_by_time(runs: Path) -> Path:
+    """Make a folder of its own for a run that has no name, and return it."""
     name, again = time.strftime("%Y-%m-%d_%H-%M-%S"), 1
     while True:
         path = runs / (name if again == 1 else f"{name}_{again}")

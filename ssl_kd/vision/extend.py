@@ -28,7 +28,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
 from ssl_kd.training.clock import Clock, untold
-from ssl_kd.training.folder import RunFolder, RunFolderError
+from ssl_kd.training.folder import RunFolder, RunFolderError, named_by_time
 from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of
 from ssl_kd.vision.extract import fingerprint
 from ssl_kd.vision.learn import save_model
@@ -198,7 +198,7 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
                 metrics["dataset"]["pictured"] = True
             metrics["extended"] |= {"run": str(parent.path), "dataset": settings.dataset}
             folder.update_json("metrics.json", **metrics)
-        folder.path = _moved(folder.path, runs)
+        folder.path = _moved(folder.path, runs, settings.run_name)
     folder.become_latest()
     return Run(folder.path, pictures(dataset, store))
 
@@ -208,12 +208,13 @@ def _check_free(runs: Path, name: str | None) -> None:
         raise RunFolderError(f"{runs / name} exists already: choose another --run_name")
 
 
-def _moved(path: Path, runs: Path) -> Path:
-    """The finished folder, at its place."""
-    _check_free(runs, path.name)
+def _moved(path: Path, runs: Path, name: str | None) -> Path:
+    """Move the finished folder to its place, which it returns."""
+    _check_free(runs, name)
     (path / ".lock").unlink(missing_ok=True)
-    os.rename(path, runs / path.name)
-    return runs / path.name
+    place = named_by_time(runs) if name is None else runs / name
+    os.rename(path, place)
+    return place
 
 
 def _embedded(
