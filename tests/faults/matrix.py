@@ -678,7 +678,7 @@ ROWS = {
         "BATCH_SIZE is that of all, recorded as such; resumed with others, both totals are named",
     ),
     152: Row(
-        "who reads the screen leaves (`2>&1 | head -1`, a terminal that is gone)",
+        "the reader of the output leaves (`head -1`, a terminal that is gone)",
         "the run goes on to its report, with exit code 0",
     ),
     153: Row(
