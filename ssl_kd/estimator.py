@@ -24,7 +24,7 @@ from typing_extensions import Self
 from ssl_kd.arguments import named_as_arguments
 from ssl_kd.datasets.in_memory import as_array
 from ssl_kd.errors import InputError
-from ssl_kd.files import CorruptFileError
+from ssl_kd.files import CorruptFileError, atomic_write_json, sha256_file
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.imports import path_of_file
@@ -32,7 +32,7 @@ from ssl_kd.ranks import refuse_ranks
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
-from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config
+from ssl_kd.vision.model import DIGEST, ROWS_PER_BLOCK, ClusterModel, read_config
 from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
@@ -366,6 +366,8 @@ class MultiHeadClusterer(
         if hasattr(self, "feature_names_in_"):
             config["feature_names"] = list(self.feature_names_in_)
         self.model_.save_pretrained(folder, config=config)
+        config[DIGEST] = sha256_file(Path(folder) / "model.safetensors")
+        atomic_write_json(Path(folder) / "config.json", config)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None

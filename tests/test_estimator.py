@@ -1,6 +1,7 @@
 """The estimator: scikit-learn's own checks, and what they leave out."""
 
 import doctest
+import hashlib
 import inspect
 import json
 import pickle
@@ -30,6 +31,7 @@ from ssl_kd import MultiHeadClusterer
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.store import EmbeddingStore
+from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row
@@ -468,6 +470,22 @@ def test_feature_names_survive_saving(blobs, tmp_path):
     np.testing.assert_array_equal(loaded.predict(frame), fitted.labels_)
     with pytest.raises(ValueError, match="feature names"):
         loaded.predict(frame.rename(columns={"a": "z"}))
+
+
+@pytest.mark.parametrize("load", [MultiHeadClusterer, ClusterModel])
+def test_a_flipped_byte_of_the_weights_is_refused_by_both_digests(load, fitted, tmp_path):
+    fitted.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    expected = json.loads(config.read_text())["model_sha256"]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptFileError, match=rf"{file} .* expected {expected}") as refused:
+        load.from_pretrained(tmp_path)
+    message = str(refused.value)
+    assert hashlib.sha256(data).hexdigest() in message and "\n" not in message
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_sha256": None}))
+    load.from_pretrained(tmp_path)  # as one that an earlier version saved
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path):

@@ -16,7 +16,7 @@ from ssl_kd.export.place import new_folder
 from ssl_kd.export.table import write_parquet
 from ssl_kd.files import atomic_write_json
 from ssl_kd.finished import Samples
-from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.model import DIGEST, ClusterModel
 
 MODEL = ("config.json", "model.safetensors")
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
@@ -141,7 +141,7 @@ themselves are not here. Columns: {columns}.
 
 def _config(samples: Samples) -> dict[str, Any]:
     """What loading the model takes, and nothing of the machine that it was trained on."""
-    taken = inspect.signature(ClusterModel).parameters
+    taken = {DIGEST, *inspect.signature(ClusterModel).parameters}
     config = {name: value for name, value in samples.config.items() if name in taken}
     settings = {
         name: value

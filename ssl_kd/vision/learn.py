@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ssl_kd.files import atomic_write_bytes
+from ssl_kd.files import atomic_write_bytes, sha256_file
 from ssl_kd.graph.search import MOST_ALPHA
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
@@ -19,7 +19,7 @@ from ssl_kd.training.clock import Clock, Progress
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.fit import Plan, form_answer, make_plan, make_trainer
-from ssl_kd.vision.model import ClusterModel
+from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.partition import GraphAnswer, partition_of
 from ssl_kd.vision.ranks import Together
 from ssl_kd.vision.recorded import Found, train_recorded
@@ -212,7 +212,8 @@ def _partition(
 
 
 def save_model(model: ClusterModel, folder: RunFolder) -> None:
-    """`model.safetensors`, and the model's options beside the settings in `config.json`."""
+    """Write `model.safetensors`, and into `config.json` its digest and the model's options."""
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    atomic_write_bytes(folder.path / "model.safetensors", safetensors.torch.save(tensors))
-    folder.update_json("config.json", **model.options)
+    file = folder.path / "model.safetensors"
+    atomic_write_bytes(file, safetensors.torch.save(tensors))
+    folder.update_json("config.json", **model.options, **{DIGEST: sha256_file(file)})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ssl_kd.errors import InputError, UserError
-from ssl_kd.files import CorruptFileError
+from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.guard.precision import undisturbed
 from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
 from ssl_kd.imports import path_of_file
@@ -29,6 +29,7 @@ from ssl_kd.vision.splits import Splits
 from ssl_kd.vision.tree import Tree
 
 ROWS_PER_BLOCK = 4096
+DIGEST = "model_sha256"  # of model.safetensors, in the config.json beside it
 
 
 class ClusterModel(nn.Module, PyTorchModelHubMixin):
@@ -124,11 +125,12 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             **options: of `PyTorchModelHubMixin.from_pretrained`.
 
         Raises:
-            CorruptFileError: config.json or model.safetensors is damaged, or they do not fit.
+            CorruptFileError: config.json or model.safetensors is damaged, or they do not fit; a
+                digest in config.json is compared, and folders without one are loaded as they are.
             ValueError: a head that is not this library's and was not named.
         """
         if Path(folder).is_dir():
-            read_config(folder)
+            _check_digest(Path(folder) / "model.safetensors", read_config(folder).get(DIGEST))
         return super().from_pretrained(folder, own_head=head, **options)
 
     @classmethod
@@ -411,6 +413,15 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         return {}
     with safe_open(file, framework="pt") as tensors:
         return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+
+
+def _check_digest(file: Path, expected: Any) -> None:
+    """Raise CorruptFileError where a file is not the one that config.json describes; None: any."""
+    if expected is not None and file.is_file() and expected != (digest := sha256_file(file)):
+        raise CorruptFileError(
+            f"{file} has the sha256 {digest}, expected {expected} ({DIGEST} in config.json): one "
+            "of the two is damaged or of another model. Copy both again, or train again"
+        )
 
 
 def _check_options(options: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> None:

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from ssl_kd.datasets import ArrayDataset
 from ssl_kd.errors import InputError
 from ssl_kd.export import Content, export, model_card
-from ssl_kd.files import CorruptFileError, load_tensors
+from ssl_kd.files import CorruptFileError, load_tensors, sha256_file
 from ssl_kd.finished import Samples
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
@@ -135,6 +135,7 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
 
     config = json.loads((done.path / "config.json").read_text())
     assert config["settings"]["N_HEADS"] == 4 and config["n_clusters"] == 10
+    assert config["model_sha256"] == sha256_file(done.path / "model.safetensors")
     assert {"python", "torch", "ssl_kd"} <= set(config["versions"])
     assert "cpu" in config["precision"]
     assert [row["step"] for row in log_lines(done.path)] == [5, 10, 15, 20, 25, 30]
