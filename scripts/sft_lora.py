@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded, program
-from ssl_kd.evaluate.answers import TOLERANCE
 from ssl_kd.flags import FlagParser, read_settings
+from ssl_kd.imports import check_installed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 
@@ -90,6 +90,7 @@ def asked_split(given: argparse.Namespace) -> tuple[Literal["all", "test"], str]
 
 def test(given: argparse.Namespace) -> int:
     """Ask the questions, greedily, and print how many answers are right."""
+    check_installed(["transformers"], "llm")
     import torch
 
     from ssl_kd.datasets.text import open_text
@@ -156,9 +157,7 @@ def main(words: list[str]) -> int:
     testing.add_argument("--limit", type=whole, help="questions asked at most; default: all")
     testing.add_argument("--batch-size", type=whole, default=8, help="questions asked at once")
     testing.add_argument("--max-new-tokens", type=whole, default=256, help="of an answer, at most")
-    testing.add_argument(
-        "--tolerance", type=distance, default=TOLERANCE, help="relative, of numbers"
-    )
+    testing.add_argument("--tolerance", type=distance, default=1e-4, help="relative, of numbers")
     testing.add_argument(
         "--last-number", action="store_true", help="the last number counts where no answer is named"
     )

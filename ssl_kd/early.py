@@ -1,8 +1,9 @@
-"""What can be refused before torch is imported, which takes seconds: paths where nothing is."""
+"""What can be refused before torch is imported, which takes seconds: paths, and launchers."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 
 from ssl_kd.errors import DatasetUnavailable, RunFolderError, printable
@@ -19,6 +20,14 @@ _WAYS = {
     ".hdf5": "np.save('x.npy', h5py.File({0!r})['NAME'][:])",
     ".mtx": "np.save('x.npy', scipy.io.mmread({0!r}).toarray())",
     ".pkl": "np.save('x.npy', array), where you trust the file enough to load it",
+}
+
+LAUNCHERS = {  # how many were started -> which of them this is
+    "WORLD_SIZE": "RANK",  # torchrun, accelerate
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",  # mpirun of Open MPI
+    "PMI_SIZE": "PMI_RANK",  # mpiexec of MPICH and Intel MPI
+    # srun. SLURM_NTASKS is what a job was granted: its batch script, one process, has it as well.
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
 }
 
 
@@ -103,3 +112,19 @@ def run_folder(name: str | Path) -> Path:
             f"{path} is not a run's folder (no config.json): give one, as runs/latest"
         )
     return path
+
+
+def launched_as(environment: Mapping[str, str]) -> tuple[int, int, str] | None:
+    """Which process this is, of how many that were started together, and the variables that say so.
+
+    Args:
+        environment: the process's own.
+
+    Returns:
+        Rank, count and the two variables in words; None for a process that was started alone.
+    """
+    for size, rank in LAUNCHERS.items():
+        count, place = environment.get(size, ""), environment.get(rank, "")
+        if count.isdecimal() and int(count) > 1 and place.isdecimal():
+            return int(place), int(count), f"{rank} and {size}"
+    return None

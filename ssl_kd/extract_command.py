@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssl_kd.early import check_dataset
+from ssl_kd.early import check_dataset, launched_as
 from ssl_kd.errors import OK, InputError
 from ssl_kd.flags import FlagParser, read_settings
-from ssl_kd.ranks import launched_as
 
 if TYPE_CHECKING:
     from ssl_kd.vision.extract_many import Filled

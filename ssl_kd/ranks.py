@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
+from ssl_kd.early import LAUNCHERS
 from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
 
 if TYPE_CHECKING:  # a torch that was built for one process alone has none of them
@@ -28,13 +29,6 @@ if TYPE_CHECKING:  # a torch that was built for one process alone has none of th
         TCPStore,  # pyright: ignore[reportPrivateImportUsage]
     )
 
-_LAUNCHERS = {  # how many were started -> which of them this is
-    "WORLD_SIZE": "RANK",  # torchrun, accelerate
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",  # mpirun of Open MPI
-    "PMI_SIZE": "PMI_RANK",  # mpiexec of MPICH and Intel MPI
-    # srun. SLURM_NTASKS is what a job was granted: its batch script, one process, has it as well.
-    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
-}
 _JOINED_BY = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 _POLL = 0.05  # seconds between two looks at what rank 0 does
 _LAST_WORDS = 1.0  # seconds that another rank's reason to stop is waited for
@@ -61,22 +55,6 @@ class RankStopped(RankLost):
         self.exit_code = exit_code
 
 
-def launched_as(environment: Mapping[str, str]) -> tuple[int, int, str] | None:
-    """Which process this is, of how many that were started together, and the variables that say so.
-
-    Args:
-        environment: the process's own.
-
-    Returns:
-        Rank, count and the two variables in words; None for a process that was started alone.
-    """
-    for size, rank in _LAUNCHERS.items():
-        count, place = environment.get(size, ""), environment.get(rank, "")
-        if count.isdecimal() and int(count) > 1 and place.isdecimal():
-            return int(place), int(count), f"{rank} and {size}"
-    return None
-
-
 def refuse_ranks() -> None:
     """Let no process work alone that a launcher (torchrun, mpirun, srun) started as one of several.
 
@@ -89,7 +67,7 @@ def refuse_ranks() -> None:
     if found := _launcher():
         size, count = found
         raise InputError(
-            f"This is rank {os.environ.get(_LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
+            f"This is rank {os.environ.get(LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
             " this is work for one process on one device. Start it with python alone, not torchrun,"
             " mpirun or srun with several tasks; for several GPUs one run for each, --device"
             " cuda:0, cuda:1 ..."
@@ -98,7 +76,7 @@ def refuse_ranks() -> None:
 
 def _launcher() -> tuple[str, int] | None:
     """The variable that says that a launcher started several processes, and how many."""
-    for size in _LAUNCHERS:
+    for size in LAUNCHERS:
         count = os.environ.get(size, "")
         if count.isdecimal() and int(count) > 1:
             return size, int(count)
@@ -108,7 +86,7 @@ def _launcher() -> tuple[str, int] | None:
 def follows() -> bool:
     """Whether a launcher started this process as another than the first of several."""
     found = _launcher()
-    return found is not None and os.environ.get(_LAUNCHERS[found[0]], "0") != "0"
+    return found is not None and os.environ.get(LAUNCHERS[found[0]], "0") != "0"
 
 
 @contextlib.contextmanager
@@ -325,7 +303,7 @@ def _device(device: str, size: str, count: int) -> torch.device:
     """
     if size != "WORLD_SIZE" or any(name not in os.environ for name in _JOINED_BY):
         raise InputError(
-            f"This is rank {os.environ.get(_LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
+            f"This is rank {os.environ.get(LAUNCHERS[size], 'unknown')} of {count} ({size}), but"
             f" what torchrun tells its processes ({', '.join(_JOINED_BY)}) is missing: each would"
             " work alone. Start them by torchrun --nproc_per_node N, or one with python alone"
         )

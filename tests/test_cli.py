@@ -238,6 +238,8 @@ WRONG = [
     (["train", "--extend", "nowhere"], "neither nowhere nor runs/nowhere is a run's folder"),
     (["train", "--run_name", "taken"], "already holds an unfinished run"),
     (["train", "--resume", "--run_name", "gone"], "holds no run to resume"),
+    (["extract", "--dataset", "nowhere"], "'nowhere' is neither"),
+    (["extract", "--rank", "0"], "--rank came without --world"),
     (["explore", "nowhere"], "nowhere is not a run's folder"),
     (["explore", "~nobodyhere/run"], "is not a run's folder"),
     (["export", "nowhere", "--to", "parquet"], "nowhere is not a run's folder"),

@@ -2,10 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 from ssl_kd.language.presets import PRESETS
+from tests.documents import ROOT
 
 TINY = ["--block_size", 32, "--max_steps", 4, "--eval_every", 2, "--eval_rows", 2]
 TINY += ["--generations", 1, "--max_new_tokens", 4, "--answer_prompts", 2, "--device", "cpu"]
@@ -189,6 +192,28 @@ def test_foreign_flags_are_answered_with_what_to_use(script, name):
     ):
         code, _, err = script(name, *PLACES[name], *words)
         assert code == 2 and said in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["distill_quantumbench", *PLACES["distill_quantumbench"]],
+        ["sft_lora", *PLACES["sft_lora"]],
+        ["sft_lora", "test", *PLACES["sft_lora"][1:]],
+    ],
+)
+def test_a_missing_package_is_refused_without_torch(words):
+    code = (
+        f"import runpy, sys; sys.argv = {[f'scripts/{words[0]}.py', *words[1:]]!r}\n"
+        "sys.modules['transformers'] = None\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 1 and 'torch' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stderr
+    assert "needs the package" in done.stderr and "transformers" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_the_test_of_adapters_says_which_flags_it_has(script):
