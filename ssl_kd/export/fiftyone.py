@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.export.content import Content, refuse_columns
+from ssl_kd.export.content import RECORDS, Content, refuse_columns
 from ssl_kd.export.place import new_folder, write_list
 
 VERSION = "1.0.0"
@@ -31,7 +31,7 @@ def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -
     labels = [*content.samples.levels]
     if "label" in content.samples.table.column_names:
         labels.append("label")
-    first = next(content.batches(1)).to_pylist()[0]
+    first = _first_values(content)
     others = [
         name
         for name, value in first.items()
@@ -68,6 +68,16 @@ def write_fiftyone(content: Content, out: Path, *, skip_missing: bool = False) -
         samples = _samples(content, files, labels, others)
         write_list(folder / "samples.json", samples, '{"samples": [', "]}")
     return out
+
+
+def _first_values(content: Content) -> dict[str, Any]:
+    """Return each column's first value that is not null; columns of nulls alone are left out."""
+    first: dict[str, Any] = {}
+    for batch in content.batches(RECORDS):
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if name not in first and len(values := column.drop_null()):
+                first[name] = values[0].as_py()
+    return first
 
 
 def _samples(

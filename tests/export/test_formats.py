@@ -52,6 +52,19 @@ def test_fiftyone_has_the_documented_layout(content, tmp_path):
         assert set(sample) <= {"_id", "_media_type", "_rand"} | set(fields)
 
 
+def test_a_column_that_begins_with_null_is_a_field_of_fiftyones(photo_run, tmp_path):
+    samples = Samples(photo_run)
+    scores = np.array([None, *map(float, range(1, len(samples)))], dtype=object)
+    nothing = np.full(len(samples), None)
+    content = Content.of(samples, columns={"score": scores, "nothing": nothing})
+    out = export(content, "fiftyone", tmp_path / "out")
+    fields = json.loads((out / "metadata.json").read_text())["sample_fields"]
+    kinds = {field["name"]: field["ftype"].rpartition(".")[2] for field in fields}
+    assert kinds["score"] == "FloatField" and "nothing" not in kinds
+    found = json.loads((out / "samples.json").read_text())["samples"]
+    assert [sample["score"] for sample in found] == list(scores)
+
+
 @pytest.mark.filterwarnings("ignore")  # of the other program
 def test_fiftyone_reads_it(content, tmp_path, monkeypatch):
     mongomock = pytest.importorskip("mongomock")  # in place of the server that it would start
