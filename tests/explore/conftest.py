@@ -1,4 +1,4 @@
-"""A run with its map, copied for every test that decides something, and its page served."""
+"""A run with its map, and a copy whose page is served to the tests of a module."""
 
 import shutil
 import threading
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from ssl_kd.explore import map_of
+from ssl_kd.explore.server import ExploreServer
 from ssl_kd.finished import Samples
 
 
@@ -17,9 +18,25 @@ def mapped_run(photo_run, tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module")
+def serving(mapped_run, tmp_path_factory):
+    run = shutil.copytree(mapped_run, tmp_path_factory.mktemp("served") / "copy")
+    with ExploreServer(Samples(run)) as server, answering(server):
+        yield server
+
+
 @pytest.fixture
-def run(mapped_run, tmp_path):
-    return shutil.copytree(mapped_run, tmp_path / "copy")
+def run(serving):
+    """A run that the tests of a module share; what a test decides is gone after it."""
+    path = serving.curation.path
+    yield path.parent
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def server(serving, run):
+    """The page of `run`."""
+    return serving
 
 
 @contextmanager

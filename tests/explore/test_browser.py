@@ -4,14 +4,12 @@ One browser and one served run are shared; what a test decides is gone after it.
 """
 
 import json
-import shutil
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from ssl_kd.explore import write_site
-from ssl_kd.explore.server import ExploreServer
 from ssl_kd.finished import Curation, Samples
 from tests.explore.chromium import chromium, launch, until
 from tests.explore.conftest import answering
@@ -28,23 +26,6 @@ def browser():
         browser = launch(playwright)
         yield browser
         browser.close()
-
-
-@pytest.fixture(scope="module")
-def run(mapped_run, tmp_path_factory):
-    return shutil.copytree(mapped_run, tmp_path_factory.mktemp("browser") / "copy")
-
-
-@pytest.fixture(scope="module")
-def serving(run):
-    with ExploreServer(Samples(run)) as server, answering(server):
-        yield server
-
-
-@pytest.fixture
-def server(serving):
-    yield serving
-    serving.curation.path.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -82,7 +63,6 @@ def static(run, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
     with server, answering(server):
         yield f"http://127.0.0.1:{server.server_port}/explore.html"
-    (run / "curation.jsonl").unlink(missing_ok=True)
 
 
 def lasso(page):

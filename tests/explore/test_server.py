@@ -4,7 +4,6 @@ import http.client
 import io
 import json
 import re
-import shutil
 import socket
 import tempfile
 import threading
@@ -19,26 +18,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.explore import server as module
 from ssl_kd.explore.server import ExploreServer, serve
 from ssl_kd.finished import Curation, Samples
-from tests.explore.conftest import answering
 from tests.faults.matrix import row as fault
-
-
-@pytest.fixture(scope="module")
-def run(mapped_run, tmp_path_factory):
-    return shutil.copytree(mapped_run, tmp_path_factory.mktemp("server") / "copy")
-
-
-@pytest.fixture(scope="module")
-def server(run):
-    with ExploreServer(Samples(run)) as server, answering(server):
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def undecided(run):
-    """What a test decides is gone after it."""
-    yield
-    (run / "curation.jsonl").unlink(missing_ok=True)
 
 
 def ask(server, method, path, body=None, **headers):

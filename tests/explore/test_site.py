@@ -131,6 +131,11 @@ def test_a_folder_of_something_else_is_left_alone(run, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def run(mapped_run, tmp_path):
+    return shutil.copytree(mapped_run, tmp_path / "copy")
+
+
+@pytest.fixture
 def small(monkeypatch):
     """A page of a few files: what is tested is when and where they are written."""
     monkeypatch.setattr(site, "page_files", lambda: ["explore.html", "explore.js"])
