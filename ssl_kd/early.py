@@ -91,7 +91,9 @@ def check_run_name(path: Path, resume: bool) -> None:
     if resume:
         if not (path / "config.json").exists():
             raise RunFolderError(f"{path} holds no run to resume")
-    elif path.is_dir() and {file.name for file in path.iterdir()} - {".lock"}:
+    elif path.exists() and (
+        not path.is_dir() or {file.name for file in path.iterdir()} - {".lock"}
+    ):
         finished = (path / "metrics.json").exists()
         what = "a finished run" if finished else "an unfinished run or something else"
         raise RunFolderError(

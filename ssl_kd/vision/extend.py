@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ssl_kd import evaluate
-from ssl_kd.early import run_to_extend
+from ssl_kd.early import check_run_name, run_to_extend
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.imports import path_of_file
@@ -163,7 +163,8 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
     refuse_ranks()
     tell = progress or untold
     parent, runs = _Parent.of(settings), Path(settings.runs_dir)
-    _check_free(runs, settings.run_name)
+    if settings.run_name is not None:
+        check_run_name(runs / settings.run_name, resume=False)
     clock, precision = Clock(), Precision.for_device(settings.device, settings.use_fp16)
     model = ClusterModel.from_pretrained(parent.path, head=settings.head)
     with clock("extract"):
@@ -203,16 +204,14 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
     return Run(folder.path, pictures(dataset, store))
 
 
-def _check_free(runs: Path, name: str | None) -> None:
-    if name is not None and (runs / name).exists():
-        raise RunFolderError(f"{runs / name} exists already: choose another --run_name")
-
-
 def _moved(path: Path, runs: Path, name: str | None) -> Path:
     """Move the finished folder to its place, which it returns."""
-    _check_free(runs, name)
-    (path / ".lock").unlink(missing_ok=True)
     place = named_by_time(runs) if name is None else runs / name
+    check_run_name(place, resume=False)
+    if (lock := place / ".lock").exists():  # of a run that was killed before it wrote anything
+        with Lock(lock):
+            lock.unlink()
+    (path / ".lock").unlink(missing_ok=True)
     os.rename(path, place)
     return place
 

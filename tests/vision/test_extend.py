@@ -329,6 +329,22 @@ def test_the_command(parent, tmp_path, capsys):
     assert "N_CLUSTERS is 7 here and 3 there" in capsys.readouterr().err
 
 
+def test_a_place_that_is_taken_is_refused_first_and_one_that_a_kill_left_is_not(
+    parent, settings, tmp_path
+):
+    asked = settings(save(tmp_path, "new.npz", range(4), 40, 1), run_name="more")
+    place = tmp_path / "runs" / "more"
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("mine")
+    with pytest.raises(RunFolderError, match=f"{place} already holds"):
+        extend(asked)
+    assert [path.name for path in place.parent.iterdir()] == ["more"]
+    place.unlink()
+    place.mkdir()
+    (place / ".lock").touch()
+    assert extend(asked).path == place and (place / "metrics.json").is_file()
+
+
 # --- Kills --------------------------------------------------------------------------------------
 
 
