@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write_bytes, remove_orphans
-from ssl_kd.finished.decided import Clusters
+from ssl_kd.finished.decided import Clusters, made_by
 from ssl_kd.finished.lines import ABOUT, at, checked, parsed, read_lines
 from ssl_kd.finished.samples import Samples
 from ssl_kd.lock import Lock
@@ -78,8 +78,7 @@ class Curation:
     def __init__(self, samples: Samples) -> None:
         self.samples, self.path = samples, samples.path / FILE
         self._digests: dict[int, str] = {}
-        self._bytes, self._lines = b"", list[dict[str, Any]]()
-        self._state = Clusters(samples)
+        self._bytes, self._state = b"", Clusters(samples)
         remove_orphans(self.path)
         self._refresh()
 
@@ -114,7 +113,7 @@ class Curation:
     def lines(self) -> list[dict[str, Any]]:
         """Every line of the file as it stands there, the oldest first."""
         self._refresh()
-        return [dict(line) for line in self._lines]
+        return [dict(line) for line in self._state.lines]
 
     @property
     def digest(self) -> str:
@@ -124,9 +123,8 @@ class Curation:
     @property
     def history(self) -> list[Decision]:
         """Every line of the file, the oldest first."""
-        lines = self._lines
-        live = _live(lines)
-        return [_decision(line, n, n not in live) for n, line in enumerate(lines, 1)]
+        state = self._state
+        return [_decision(line, n, state.is_undone(line)) for n, line in enumerate(state.lines, 1)]
 
     # --- Decisions --------------------------------------------------------------------------------
 
@@ -224,11 +222,8 @@ class Curation:
                 later decision stands on it.
         """
         self._refresh()
-        if id is None:
-            holds = [line for line in self.history if not line.undone and line.do != "undo"]
-            if not holds:
-                raise InputError(f"{self.path} has no decision that could be undone")
-            id = holds[-1].id
+        if id is None and (id := self._state.last) is None:
+            raise InputError(f"{self.path} has no decision that could be undone")
         return self._add([{"do": "undo", "of": id}])[0]
 
     def redo(self) -> Decision:
@@ -238,10 +233,11 @@ class Curation:
             InputError: there is none.
         """
         self._refresh()
-        holds = [line for line in self.history if not line.undone and line.do == "undo"]
-        if not holds:
-            raise InputError(f"{self.path} has no undo that could be taken back")
-        return self.undo(holds[-1].id)
+        state = self._state
+        for line in reversed(state.lines):
+            if line["do"] == "undo" and not state.is_undone(line):
+                return self.undo(line["id"])
+        raise InputError(f"{self.path} has no undo that could be taken back")
 
     def apply(self, path: str | Path) -> list[Decision]:
         """Add the decisions of another file: all of them, or none.
@@ -264,28 +260,23 @@ class Curation:
         """Check decisions one after the other, and append them with one write."""
         with _MUTEX, Lock(self.path.parent / LOCK, wait=WAIT):
             self._refresh()
-            lines, state = list(self._lines), self._state.copy()
-            known = {line["id"]: line for line in lines}
+            before, state = len(self._state.lines), self._state.copy()
             for number, what in enumerate(said, 1):
                 try:
-                    line = checked(self._stamped(what, lines)) if source is None else what
-                    if known.get(line["id"]) == line:
-                        continue
-                    _refuse_twin(line, known)
-                    state = self._followed(state, lines, line)
+                    line = checked(self._stamped(what, state)) if source is None else what
+                    there = state.numbers.get(line["id"])
+                    if there is None or state.lines[there - 1] != line:
+                        self._follow(state, line)
                 except InputError as error:
                     if source is None:
                         raise
                     raise CorruptFileError(at(source, number, error)) from error
-                known[line["id"]] = line
-            text = "".join(json.dumps(line) + "\n" for line in lines[len(self._lines) :])
-            if text:
-                written = self._bytes + text.encode()
+            new = state.lines[before:]
+            if new:
+                written = self._bytes + "".join(json.dumps(line) + "\n" for line in new).encode()
                 atomic_write_bytes(self.path, written)
-                first, self._bytes, self._lines = len(self._lines) + 1, written, lines
-                self._state = state
-                return [_decision(lines[n - 1], n) for n in range(first, len(lines) + 1)]
-        return []
+                self._bytes, self._state = written, state
+            return [_decision(line, n) for n, line in enumerate(new, before + 1)]
 
     def _refresh(self) -> None:
         """Read the file again where somebody wrote it."""
@@ -296,68 +287,34 @@ class Curation:
                 found = b""
             if found == self._bytes:
                 return
-            lines: list[dict[str, Any]] = []
-            state, known = Clusters(self.samples), dict[str, Any]()
+            state = Clusters(self.samples)
             for number, line in enumerate(parsed(self.path, found), 1):
                 try:
-                    _refuse_twin(line, known)
-                    known[line["id"]] = line
-                    state = self._followed(state, lines, line)
+                    self._follow(state, line)
                 except InputError as error:
                     raise CorruptFileError(at(self.path, number, error)) from error
-            self._bytes, self._lines, self._state = found, lines, state
+            self._bytes, self._state = found, state
 
-    def _followed(
-        self, state: Clusters, lines: list[dict[str, Any]], line: dict[str, Any]
-    ) -> Clusters:
-        """What comes of one more line, which is added to `lines`."""
+    def _follow(self, state: Clusters, line: dict[str, Any]) -> None:
+        """Let one more line change the state."""
         ends = {rows.stop for rows in self.samples.splits.values()}
         if line["samples"] not in ends or line["digest"] != self._digest(line["samples"]):
             raise InputError(
                 f"it is about another run than {self.samples.path}, or its assignments were edited"
             )
-        if line["do"] != "undo":
-            state.follow(line)
-            if made := _made(line):  # after a jump, later clusters would find no number
-                first = max([-1, *(k for other in lines for k in _made(other))]) + 1
-                end = self._next_number(lines) + MADE_FROM
-                if min(made) < first or max(made) >= end:
-                    raise InputError(
-                        f"a new cluster cannot have the number {max(made)}: expected one below "
-                        f"{end} that is above all that were given"
-                    )
-            lines.append(line)
-            return state
-        live, numbers = _live(lines), {before["id"]: n for n, before in enumerate(lines, 1)}
-        of = line["of"]
-        if of not in numbers:
-            raise InputError(f"no decision before it has the id {of!r}")
-        if numbers[of] not in live:
-            raise InputError(f"the decision {of} is undone already")
-        lines.append(line)
-        try:
-            return self._replay(lines)
-        except InputError:
-            lines.pop()
-            raise
+        first, end = state.last_made + 1, self._next_number(state) + MADE_FROM
+        state.follow(line)
+        made = made_by(line)  # after a jump, later clusters would find no number
+        if made and (min(made) < first or max(made) >= end):
+            raise InputError(
+                f"a new cluster cannot have the number {max(made)}: expected one below "
+                f"{end} that is above all that were given"
+            )
 
-    def _replay(self, lines: list[dict[str, Any]]) -> Clusters:
-        state, live = Clusters(self.samples), _live(lines)
-        for number, line in enumerate(lines, 1):
-            if number in live and line["do"] != "undo":
-                try:
-                    state.follow(line)
-                except InputError as error:
-                    raise InputError(
-                        f"{line['do']} in line {number} (id {line['id']}) stands on it, and could "
-                        f"not hold without it ({error}): undo that one first"
-                    ) from error
-        return state
-
-    def _stamped(self, said: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, Any]:
+    def _stamped(self, said: dict[str, Any], state: Clusters) -> dict[str, Any]:
         """A decision as a line: with an id, the time, the run, and numbers for what it makes."""
         n = len(self.samples)
-        new = self._next_number(lines)
+        new = self._next_number(state)
         if "new" in said:
             said = said | {"new": new}
         if "parts" in said:
@@ -366,11 +323,10 @@ class Curation:
         about = {"id": secrets.token_hex(6), "time": time, "samples": n, "digest": self._digest(n)}
         return about | said
 
-    def _next_number(self, lines: list[dict[str, Any]]) -> int:
+    def _next_number(self, state: Clusters) -> int:
         """A number that no cluster has or ever had."""
         first = -(-(self.samples.n_clusters + OFFERED) // MADE_FROM) * MADE_FROM
-        given = [number for line in lines for number in _made(line)]
-        return max([first - 1, *given]) + 1
+        return max(first, state.last_made + 1)
 
     def _digest(self, n: int) -> str:
         """Which samples are meant: file and cluster of the first n; more come by an extension."""
@@ -401,30 +357,6 @@ def _number(cluster: Any) -> int:
     if type(cluster) is not int:
         raise InputError(f"{cluster!r} is no cluster's number; expected 0, 1, 2, ...")
     return cluster
-
-
-def _refuse_twin(line: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    if line["id"] in known:
-        raise InputError(f"the id {line['id']} is that of an earlier line")
-
-
-def _live(lines: Sequence[Mapping[str, Any]]) -> set[int]:
-    """The numbers of the lines that no later one undoes, unless it is undone itself."""
-    live, undone = set(), set()
-    for number in range(len(lines), 0, -1):
-        line = lines[number - 1]
-        if line["id"] not in undone:
-            live.add(number)
-            if line["do"] == "undo":
-                undone.add(line["of"])
-    return live
-
-
-def _made(line: Mapping[str, Any]) -> list[int]:
-    """The numbers of clusters that a line made."""
-    return [number for _, number in line.get("parts", [])] + (
-        [line["new"]] if "new" in line else []
-    )
 
 
 def _decision(line: Mapping[str, Any], number: int, undone: bool = False) -> Decision:

@@ -1,7 +1,13 @@
-"""A run's clusters while one decision after the other is followed."""
+"""A run's clusters while one decision after the other is followed, and taken back.
+
+Each decision keeps what it overwrote, so that an `undo` goes back to just before its decision and
+follows only those after it once more.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,35 +18,63 @@ from typing_extensions import Self
 from ssl_kd.errors import InputError
 from ssl_kd.finished.samples import Samples
 
-LAST_NUMBER = 10**7  # of a cluster: their sizes are an array
+LAST_NUMBER = 10**7  # of a cluster: the page counts them in an array
+MOST_KEPT = 1 << 24  # values that were overwritten; beyond, an undo starts from the run
 
 
 class Clusters:
-    """Who is where, and what the clusters are called; each step is whole, or refused.
+    """Who is where, and what the clusters are called.
 
     Attributes:
         clusters: `[n]` int64, each sample's; -1 in none.
         excluded: `[n]`, whether it was taken out.
         names: of the clusters that have one.
+        lines: those that were followed, the oldest first.
+        numbers: of each line by its id, from 1.
+        undos: how many undos that hold there are of a line, by its id.
+        last_made: the highest number that a line gave to a new cluster, or -1.
     """
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
-        self.clusters = samples.column("cluster").astype(np.int64)
-        self.excluded: NDArray[np.bool_] = np.zeros(len(samples), bool)
+        self.lines: list[dict[str, Any]] = []
+        self.numbers: dict[str, int] = {}
+        self.undos = Counter[str]()
+        self.last_made = -1
+        self._start()
+
+    def _start(self) -> None:
+        self.clusters = self._samples.column("cluster").astype(np.int64)
+        self.excluded: NDArray[np.bool_] = np.zeros(len(self.clusters), bool)
+        self._sizes = Counter(self.clusters.tolist())
+        del self._sizes[-1]
         self.names: dict[int, str] = {}
+        self._owners: dict[str, int] = {}  # of the names, casefolded
+        # The decisions that hold: number of the line, and what it overwrote (None: not kept).
+        self._steps: list[tuple[int, list[Any] | None]] = []
+        self._overwritten: list[Any] = []
+        self._kept = 0
 
     def copy(self) -> Self:
         """Another, which changes by itself."""
-        other = type(self)(self._samples)
-        other.clusters, other.excluded = self.clusters.copy(), self.excluded.copy()
-        other.names = dict(self.names)
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if name != "_samples" and hasattr(value, "copy"):
+                setattr(other, name, value.copy())
         return other
+
+    def is_undone(self, line: Mapping[str, Any]) -> bool:
+        """Whether an undo that holds is of this line."""
+        return self.undos[line["id"]] > 0
+
+    @property
+    def last(self) -> str | None:
+        """The id of the last decision that holds, which is no undo."""
+        return self.lines[self._steps[-1][0] - 1]["id"] if self._steps else None
 
     def sizes(self) -> dict[int, int]:
         """The samples in each cluster that has any, by number."""
-        count = np.bincount(self.clusters[self.clusters >= 0])
-        return {int(k): int(count[k]) for k in np.flatnonzero(count)}
+        return dict(sorted(self._sizes.items()))
 
     def parts(self, cluster: int) -> tuple[str, list[int]]:
         """The coarsest level of the tree that parts a cluster, and its parts but the largest.
@@ -59,20 +93,71 @@ class Clusters:
             f"no level of the tree parts cluster {cluster}: select the samples that are to leave it"
         )
 
-    def follow(self, line: Mapping[str, Any]) -> None:
-        """Do what a line says, which `ssl_kd.finished.lines.checked` let pass.
+    def follow(self, line: dict[str, Any]) -> None:
+        """Do what one more line says, which `ssl_kd.finished.lines.checked` let pass.
 
         Raises:
-            InputError: it cannot be done, and nothing was.
+            InputError: it cannot be done; where it is an undo, what is left is of no use.
         """
-        steps = {
-            "rename": self._rename,
-            "merge": self._merge,
-            "split": self._split,
-            "move": self._move,
-            "exclude": self._exclude,
-        }
-        steps[line["do"]](line)
+        if line["id"] in self.numbers:
+            raise InputError(f"the id {line['id']} is that of an earlier line")
+        if line["do"] == "undo":
+            self._undo(line["of"])
+        else:
+            self._do(line, len(self.lines) + 1)
+        self.lines.append(line)
+        self.numbers[line["id"]] = len(self.lines)
+        self.last_made = max([self.last_made, *made_by(line)])
+
+    def _undo(self, of: str) -> None:
+        if of not in self.numbers:
+            raise InputError(f"no decision before it has the id {of!r}")
+        if self.undos[of]:
+            raise InputError(f"the decision {of} is undone already")
+        change = 1
+        while True:
+            number, before = self.numbers[of], self.undos[of]
+            self.undos[of] += change
+            if bool(before) == bool(self.undos[of]):
+                return  # another undo of it holds
+            if (line := self.lines[number - 1])["do"] != "undo":
+                break
+            of, change = line["of"], -change
+        for again in sorted({*self._back_to(number)} ^ {number}):
+            line = self.lines[again - 1]
+            try:
+                self._do(line, again)
+            except InputError as error:
+                raise InputError(
+                    f"{line['do']} in line {again} (id {line['id']}) stands on it, and could "
+                    f"not hold without it ({error}): undo that one first"
+                ) from error
+
+    def _back_to(self, number: int) -> list[int]:
+        """Take back the decisions from this line on, and return the lines to be followed again."""
+        cut = len(self._steps)
+        while cut and self._steps[cut - 1][0] >= number:
+            cut -= 1
+        if any(overwritten is None for _, overwritten in self._steps[cut:]):
+            held = [held for held, _ in self._steps]
+            self._start()
+            return held
+        later, self._steps = self._steps[cut:], self._steps[:cut]
+        for _, overwritten in reversed(later):
+            for change in reversed(overwritten or ()):
+                if len(change) == 2:
+                    self._call(*change)
+                else:
+                    self._set(*change)
+        return [held for held, _ in later]
+
+    def _do(self, line: Mapping[str, Any], number: int) -> None:
+        self._overwritten = []
+        getattr(self, f"_{line['do']}")(line)
+        self._steps.append((number, self._overwritten))
+        self._kept += sum(len(change[0]) if len(change) == 3 else 1 for change in self._overwritten)
+        if self._kept > MOST_KEPT:
+            self._steps, self._kept = [(held, None) for held, _ in self._steps], 0
 
     def _rename(self, line: Mapping[str, Any]) -> None:
         cluster = self._there(line["cluster"])
@@ -84,8 +169,8 @@ class Clusters:
             raise InputError(f"clusters are {line['clusters']}; expected two or more to merge")
         named = [self.names[k] for k in wanted if k in self.names]
         name = self._name(line["name"] if "name" in line else (named or [""])[0], *wanted)
-        self.clusters[np.isin(self.clusters, wanted)] = wanted[0]
-        for cluster in wanted:
+        self._put(np.flatnonzero(np.isin(self.clusters, wanted)), wanted[0])
+        for cluster in reversed(wanted):  # the name of another one is free by then
             self._call(cluster, name if cluster == wanted[0] else "")
 
     def _split(self, line: Mapping[str, Any]) -> None:
@@ -99,7 +184,7 @@ class Clusters:
             if len(rows) == members.sum():
                 raise InputError(f"they are all of cluster {cluster}: nothing is left to part from")
             name = self._name(line.get("name", ""))
-            self.clusters[rows] = new
+            self._put(rows, new)
             self._call(new, name)
             return
         if line["level"] not in self._samples.levels:
@@ -112,45 +197,60 @@ class Clusters:
         if len({new for _, new in moved}) < len(moved):
             raise InputError(f"parts are {line['parts']}: two of one number")
         for mask, new in moved:
-            self.clusters[mask] = new
+            self._put(np.flatnonzero(mask), new)
 
     def _move(self, line: Mapping[str, Any]) -> None:
         rows, name = self._rows(line), self._name(line.get("name", ""))
         into = self._new(line["new"]) if "new" in line else self._there(line["into"])
         if name and "into" in line:
             raise InputError(f"cluster {into} is there: rename it to call it {name!r}")
-        self.clusters[rows], self.excluded[rows] = into, False
+        self._put(rows, into)
         if name:
             self._call(into, name)
         self._forget_empty()
 
     def _exclude(self, line: Mapping[str, Any]) -> None:
-        rows = self._rows(line)
-        self.clusters[rows], self.excluded[rows] = -1, True
+        self._put(self._rows(line), -1)
         self._forget_empty()
 
+    def _put(self, rows: NDArray[np.int64], cluster: int) -> None:
+        """Put samples into a cluster; -1: take them out."""
+        self._overwritten.append((rows, self.clusters[rows], self.excluded[rows]))
+        self._set(rows, np.full(len(rows), cluster), np.full(len(rows), cluster < 0))
+
+    def _set(
+        self, rows: NDArray[np.int64], clusters: NDArray[np.int64], excluded: NDArray[np.bool_]
+    ) -> None:
+        self._sizes.subtract(self.clusters[rows].tolist())
+        self._sizes.update(clusters.tolist())
+        self._sizes = +self._sizes  # without zeros
+        del self._sizes[-1]
+        self.clusters[rows], self.excluded[rows] = clusters, excluded
+
     def _forget_empty(self) -> None:
-        sizes = self.sizes()
-        self.names = {k: name for k, name in self.names.items() if k in sizes}
+        for cluster in self.names.keys() - self._sizes.keys():
+            self._call(cluster, "")
 
     def _call(self, cluster: int, name: str) -> None:
-        self.names.pop(cluster, None)
+        before = self.names.pop(cluster, "")
+        self._overwritten.append((cluster, before))
+        self._owners.pop(before.casefold(), None)
         if name:
-            self.names[cluster] = name
+            self.names[cluster], self._owners[name.casefold()] = name, cluster
 
     def _name(self, name: str, *clusters: int) -> str:
         """A name that no other cluster than these has."""
-        for other, own in self.names.items():
-            if other not in clusters and own.casefold() == name.strip().casefold():
-                raise InputError(
-                    f"cluster {other} is called {own!r} already: merge the two, or say what sets "
-                    "them apart"
-                )
+        other = self._owners.get(name.strip().casefold())
+        if other is not None and other not in clusters:
+            raise InputError(
+                f"cluster {other} is called {self.names[other]!r} already: merge the two, or say "
+                "what sets them apart"
+            )
         return name.strip()
 
     def _there(self, cluster: int) -> int:
-        sizes = self.sizes()
-        if cluster not in sizes:
+        if cluster not in self._sizes:
+            sizes = self.sizes()
             known = ", ".join(map(str, list(sizes)[:12])) + (" ..." if len(sizes) > 12 else "")
             raise InputError(f"there is no cluster {cluster!r} (any more), only {known}")
         return cluster
@@ -158,7 +258,7 @@ class Clusters:
     def _new(self, number: int) -> int:
         """The number of a cluster that is made."""
         own = self._samples.n_clusters
-        if not own <= number < LAST_NUMBER or number in self.sizes():
+        if not own <= number < LAST_NUMBER or number in self._sizes:
             raise InputError(
                 f"a new cluster cannot have the number {number!r}: expected one from {own} to "
                 f"{LAST_NUMBER - 1} that no other has"
@@ -170,3 +270,9 @@ class Clusters:
         if rows[-1] >= n:
             raise InputError(f"there is no sample {rows[-1]}; expected 0 to {n - 1}")
         return rows
+
+
+def made_by(line: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the clusters that a line made."""
+    new = [line["new"]] if "new" in line else []
+    return new + [number for _, number in line.get("parts", [])]

@@ -14,8 +14,9 @@ import pytest
 from ssl_kd import files
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
-from ssl_kd.finished import Curation, Samples
+from ssl_kd.finished import Curation, Samples, decided
 from ssl_kd.finished import curation as module
+from ssl_kd.finished.decided import Clusters
 from ssl_kd.lock import Lock, LockHeld
 from tests.faults.matrix import row as fault
 
@@ -90,6 +91,78 @@ def test_undo_and_redo_are_lines_too(run):
 
 
 @fault(129)
+def held(lines):
+    """The decisions that hold, found from the last line to the first."""
+    found, undone = [], set()
+    for line in reversed(lines):
+        if line["id"] not in undone:
+            found.append(line)
+            undone |= {line["of"]} if line["do"] == "undo" else set()
+    return [line for line in reversed(found) if line["do"] != "undo"]
+
+
+def followed(samples, lines):
+    """The clusters after these decisions, each followed once; None where one cannot be."""
+    state = Clusters(samples)
+    try:
+        for line in lines:
+            state.follow(line)
+    except InputError:
+        return None
+    return state
+
+
+@pytest.mark.parametrize("kept", [1 << 24, 5], ids=["kept", "not kept"])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_undo_leaves_what_following_all_others_leaves(run, monkeypatch, kept, seed):
+    monkeypatch.setattr(decided, "MOST_KEPT", kept)
+    samples, rng = Samples(run), np.random.default_rng(seed)
+    state, refused = Clusters(samples), 0
+    for number in range(150):
+        k, *rows = (int(i) for i in rng.integers([5, *[len(samples)] * 3]))
+        there = list(state.sizes())
+        new = {"new": max(1000, state.last_made + 1)} if k % 2 else {"into": there[k % len(there)]}
+        of = state.lines[int(rng.integers(len(state.lines)))]["id"] if state.lines else ""
+        undo, new_rows = {"do": "undo", "of": of}, sorted({*rows})
+        asked = [
+            {"do": "rename", "cluster": there[k % len(there)], "name": f"n{k}"},
+            {"do": "move", "rows": new_rows, **new},
+            {"do": "merge", "clusters": there[:2]},
+            {"do": "exclude", "rows": new_rows},
+            *[undo] * 6,
+        ][int(rng.integers(10))]
+        line = {"id": f"{number:012x}", "samples": len(samples), **asked}
+        after, expected = state.copy(), followed(samples, held([*state.lines, line]))
+        possible = asked["do"] != "undo" or (of in state.numbers and not state.undos[of])
+        if expected is None or not possible:
+            refused += 1
+            with pytest.raises(InputError):
+                after.follow(line)
+            continue
+        after.follow(line)
+        state = after
+        assert np.array_equal(state.clusters, expected.clusters)
+        assert np.array_equal(state.excluded, expected.excluded)
+        assert state.names == expected.names and state.sizes() == expected.sizes()
+        assert [n for n in state.lines if state.is_undone(n) or n["do"] == "undo"] == [
+            n for n in state.lines if n not in held(state.lines)
+        ]
+    assert refused > 5 and len(state.lines) > 80
+
+
+def test_undoing_the_last_decisions_one_by_one_follows_none_again(run, monkeypatch):
+    samples, done = Samples(run), []
+    do = Clusters._do
+    monkeypatch.setattr(Clusters, "_do", lambda *given: done.append(do(*given)))
+    state = Clusters(samples)
+    for n in range(300):
+        about = {"id": f"{n:012x}", "samples": len(samples)}
+        state.follow({**about, "do": "rename", "cluster": n % 3, "name": f"n{n}"})
+    for n in range(299, -1, -1):
+        state.follow({"id": f"{n + 300:012x}", "do": "undo", "of": f"{n:012x}"})
+    assert len(done) == 300 and state.names == {}
+
+
 def test_a_number_is_never_used_twice_and_what_others_stand_on_stays(run):
     curation = Curation.open(run)
     split = curation.split(0, members(curation, 0)[:3])
