@@ -51,7 +51,7 @@ class Clusters:
         self.names: dict[int, str] = {}
         self._owners: dict[str, int] = {}  # of the names, casefolded
         # The decisions that hold: number of the line, and what it overwrote (None: not kept).
-        self._steps: list[tuple[int, list[Any] | None]] = []
+        self._steps: list[tuple[int, Any]] = []
         self._overwritten: list[Any] = []
         self._kept = 0
 
