@@ -144,11 +144,8 @@ class Clusters:
             return held
         later, self._steps = self._steps[cut:], self._steps[:cut]
         for _, overwritten in reversed(later):
-            for change in reversed(overwritten or ()):
-                if len(change) == 2:
-                    self._call(*change)
-                else:
-                    self._set(*change)
+            for change in reversed(overwritten):
+                (self._call if len(change) == 2 else self._set)(*change)
         return [held for held, _ in later]
 
     def _do(self, line: Mapping[str, Any], number: int) -> None:
