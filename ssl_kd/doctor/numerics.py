@@ -97,11 +97,7 @@ def _step(settings: VisionSettings, weights):
     teacher = losses.log_probabilities(logits.detach(), settings.teacher_temp)
     marginal = teacher.exp().mean((1, 2))
     loss = losses.temi(
-        logits,
-        teacher,
-        marginal,
-        beta=settings.beta,
-        student_temperature=settings.student_temp,
+        logits, teacher, marginal, beta=settings.beta, student_temperature=settings.student_temp
     )
     # A sick head is cut out before the sum: NaN times 0 is NaN.
     torch.where(torch.isfinite(loss), loss, 0.0).sum().backward()

@@ -133,11 +133,7 @@ def scan_rows(store: EmbeddingStore) -> Scan:
     peaks = torch.cat(all_peaks)
     shards = peaks.split([entry["rows"] for entry in store.manifest["shards"]])
     bad = torch.cat([is_bad(shard) for shard in shards])  # shard by shard, as opening judges
-    kinds = {
-        "NaN": peaks.isnan(),
-        "inf": peaks.isinf(),
-        "out of range": bad & peaks.isfinite(),
-    }
+    kinds = {"NaN": peaks.isnan(), "inf": peaks.isinf(), "out of range": bad & peaks.isfinite()}
     n = max(good_rows, 1)
     mean, columns = float(total.sum() / (n * store.dim)), total / n
     within = float((squares / n - columns.square()).clamp(min=0).mean().sqrt())

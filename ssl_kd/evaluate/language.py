@@ -17,12 +17,7 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import show_chat
 from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
-from ssl_kd.evaluate.generation import (
-    Autocast,
-    continue_prompts,
-    generate,
-    prompt_ids,
-)
+from ssl_kd.evaluate.generation import Autocast, continue_prompts, generate, prompt_ids
 from ssl_kd.evaluate.texts import repetition
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, logits_of

@@ -11,15 +11,7 @@ if TYPE_CHECKING:
     from ssl_kd.export.hub import HubRefused, push_run
     from ssl_kd.export.registry import FORMATS, export
 
-__all__ = [
-    "FORMATS",
-    "Content",
-    "HubRefused",
-    "dataset_card",
-    "export",
-    "model_card",
-    "push_run",
-]
+__all__ = ["FORMATS", "Content", "HubRefused", "dataset_card", "export", "model_card", "push_run"]
 
 
 def __getattr__(name: str) -> object:

@@ -89,12 +89,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def export(
-    content: Content,
-    to: str,
-    out: str | Path | None = None,
-    *,
-    force: bool = False,
-    **options: Any,
+    content: Content, to: str, out: str | Path | None = None, *, force: bool = False, **options: Any
 ) -> Path:
     """Write some samples of a run in another program's format.
 

@@ -107,9 +107,7 @@ class Buffers:
         return largest
 
     def _badness(
-        self,
-        largest: Sequence[float] | None = None,
-        of: Sequence[Tensor | None] | None = None,
+        self, largest: Sequence[float] | None = None, of: Sequence[Tensor | None] | None = None
     ) -> list[int]:
         """0 for a finite buffer, 1 for one with an infinity, 2 for one with a NaN."""
         if largest is None:  # ask the device

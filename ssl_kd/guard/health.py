@@ -143,11 +143,7 @@ class Health:
         return judge(Observation(loss, norm, self, thresholds, teacher, scale))
 
     def record_(
-        self,
-        stage: Tensor,
-        norm: Tensor,
-        thresholds: Thresholds,
-        absent: Tensor | None = None,
+        self, stage: Tensor, norm: Tensor, thresholds: Thresholds, absent: Tensor | None = None
     ) -> None:
         """Remember a step's stages and gradient norms, `[part]` each.
 

@@ -18,13 +18,7 @@ from ssl_kd.language.routed import Routed, RoutedDraw
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.teacher import (
-    at_work,
-    is_routed,
-    load_teacher,
-    router_id,
-    trained_teacher,
-)
+from ssl_kd.language.teacher import at_work, is_routed, load_teacher, router_id, trained_teacher
 from ssl_kd.language.texts import lay_out, texts_of
 from ssl_kd.ranks import Ranks, joined
 from ssl_kd.settings import SettingsError

@@ -162,10 +162,7 @@ def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: 
     )
     lm = load_teacher(settings, task.teacher.name, precision)
     return dataclasses.replace(
-        task,
-        precision=precision,
-        teacher=lm,
-        frozen=at_work(settings, precision, lm, task.ranks),
+        task, precision=precision, teacher=lm, frozen=at_work(settings, precision, lm, task.ranks)
     )
 
 

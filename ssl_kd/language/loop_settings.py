@@ -34,9 +34,7 @@ class LoopSettings(RunSettings):
     )
 
     teacher_offload: bool = setting(
-        False,
-        "keep the teacher in the host's memory between forward passes",
-        section="Memory",
+        False, "keep the teacher in the host's memory between forward passes", section="Memory"
     )
     shard: bool = setting(
         False,

@@ -24,18 +24,8 @@ LOWERED_BY = {
     "student": ("STUDENT_MODEL", "LORA_QUANTIZATION"),
     "optimizer": ("LORA_RANK", "STUDENT_MODEL"),
     "guard": ("LORA_RANK", "STUDENT_MODEL"),
-    "router": (
-        "GRADIENT_CHECKPOINTING",
-        "BATCH_SIZE",
-        "BLOCK_SIZE",
-        "ROUTER_MODE",
-    ),
-    "activations": (
-        "GRADIENT_CHECKPOINTING",
-        "BATCH_SIZE",
-        "BLOCK_SIZE",
-        "MODEL_DTYPE",
-    ),
+    "router": ("GRADIENT_CHECKPOINTING", "BATCH_SIZE", "BLOCK_SIZE", "ROUTER_MODE"),
+    "activations": ("GRADIENT_CHECKPOINTING", "BATCH_SIZE", "BLOCK_SIZE", "MODEL_DTYPE"),
     "loss": ("BATCH_SIZE", "BLOCK_SIZE", "LORA_RANK"),
     "features": ("LAYER_MAP", "BATCH_SIZE", "BLOCK_SIZE"),
 }

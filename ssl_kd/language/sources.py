@@ -47,10 +47,7 @@ class Plain:
     """
 
     def __init__(
-        self,
-        *answers: Answer,
-        names: Sequence[str] = (),
-        weights: Sequence[float] | None = None,
+        self, *answers: Answer, names: Sequence[str] = (), weights: Sequence[float] | None = None
     ) -> None:
         self.answers, self.weights = answers, weights
         self.model: Any = getattr(answers[0], "model", None)

@@ -105,11 +105,7 @@ def token_kd(
             values = values.new_zeros(shape.numel()).index_copy(0, rows, values)
         return values.view(shape)
     total = logits_distillation(
-        student,
-        None,
-        [LogitsTeacher(teacher)],
-        temperature=temperature,
-        divergence=divergence,
+        student, None, [LogitsTeacher(teacher)], temperature=temperature, divergence=divergence
     )[1]
     if reduction == "sum":
         return total

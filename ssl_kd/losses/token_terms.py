@@ -53,11 +53,7 @@ class Wanted:
 
 
 def _top_k(
-    teacher: TopKTeacher,
-    log_q: Tensor,
-    divergence: Divergence,
-    gradient: bool,
-    exact: bool,
+    teacher: TopKTeacher, log_q: Tensor, divergence: Divergence, gradient: bool, exact: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The divergence over k + 1 outcomes; the tail's gradient is shared out as q has it."""
     indices = teacher.indices.long()

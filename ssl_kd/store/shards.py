@@ -27,13 +27,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.names import Names
 from ssl_kd.errors import UserError
-from ssl_kd.files import (
-    CorruptFileError,
-    atomic_write_json,
-    load_tensors,
-    sha256_file,
-    size_of,
-)
+from ssl_kd.files import CorruptFileError, atomic_write_json, load_tensors, sha256_file, size_of
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 
 # Mapped pages count as resident memory: they are released when there may be this much.

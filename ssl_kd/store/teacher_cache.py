@@ -27,14 +27,7 @@ from ssl_kd.store.teacher_fingerprint import METHODS, TeacherFingerprint, identi
 from ssl_kd.teachers.finite import first_fault, in_words
 from ssl_kd.training.together import Team
 
-__all__ = [
-    "METHODS",
-    "LiveTeacher",
-    "TeacherCache",
-    "TeacherFingerprint",
-    "identity",
-    "write",
-]
+__all__ = ["METHODS", "LiveTeacher", "TeacherCache", "TeacherFingerprint", "identity", "write"]
 
 logger = logging.getLogger(__name__)
 

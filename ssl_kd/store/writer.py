@@ -19,13 +19,7 @@ from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
 from ssl_kd.lock import Lock
 from ssl_kd.store.fingerprint import BaseFingerprint
 from ssl_kd.store.ledger import Ledger
-from ssl_kd.store.shards import (
-    Content,
-    Manifest,
-    NonFiniteRow,
-    ShardStore,
-    bad_row,
-)
+from ssl_kd.store.shards import Content, Manifest, NonFiniteRow, ShardStore, bad_row
 
 logger = logging.getLogger(__name__)
 

@@ -250,10 +250,7 @@ class CompletionServer(PromptAnswers):
             largest += len(body["prompt"]) * (body["prompt_logprobs"] + 1) * PER_TOKEN
         try:
             answer = exchange(
-                f"{self.url}/{path}",
-                data,
-                timeout=self._timeout,
-                largest=min(largest, LARGEST),
+                f"{self.url}/{path}", data, timeout=self._timeout, largest=min(largest, LARGEST)
             )
         except NoAnswer as error:
             if error.again:

@@ -81,9 +81,7 @@ class Graphed:
     """
 
     def __init__(
-        self,
-        trainer: HeadTrainer,
-        record: Callable[[Replay, torch.device], Replay] = recorded,
+        self, trainer: HeadTrainer, record: Callable[[Replay, torch.device], Replay] = recorded
     ) -> None:
         self._trainer, self._record = trainer, record
         self._seen: Counter[object] = Counter()

@@ -184,11 +184,7 @@ def _neighbours(
 
 
 def _partition(
-    n_clusters: int | None,
-    neighbours: Tensor,
-    source: Source,
-    device: torch.device,
-    tell: Progress,
+    n_clusters: int | None, neighbours: Tensor, source: Source, device: torch.device, tell: Progress
 ) -> GraphAnswer:
     """The clusters that the heads are to learn."""
     projected = source(torch.arange(source.n))

@@ -59,10 +59,7 @@ def load(
 
 
 def _load_between(
-    dataset: ImageDataset | FeatureDataset,
-    teacher: Teacher,
-    batches: Sequence[range],
-    workers: int,
+    dataset: ImageDataset | FeatureDataset, teacher: Teacher, batches: Sequence[range], workers: int
 ) -> Generator[Batch, None, None]:
     """Decode each batch when it is asked for, its images by several threads.
 
@@ -75,10 +72,7 @@ def _load_between(
 
 
 def _load_ahead(
-    dataset: ImageDataset | FeatureDataset,
-    teacher: Teacher,
-    batches: Sequence[range],
-    workers: int,
+    dataset: ImageDataset | FeatureDataset, teacher: Teacher, batches: Sequence[range], workers: int
 ) -> Generator[Batch, None, None]:
     """Decode batches in order, by threads (PIL lets go of the interpreter), a few ahead."""
     workers = threads_ahead(workers)

@@ -81,11 +81,7 @@ def _nearest(z: Tensor, pool: Tensor) -> Tensor:
 
 
 def find_offers(
-    reference: Tensor,
-    old: Tensor,
-    new: Tensor,
-    joined: Tensor,
-    device: str | torch.device = "cpu",
+    reference: Tensor, old: Tensor, new: Tensor, joined: Tensor, device: str | torch.device = "cpu"
 ) -> Tensor:
     """Groups of new samples that lie where old ones do not, by more than chance.
 

@@ -292,11 +292,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         below=1,
     )
     ema_momentum: float = setting(
-        0.9,
-        "momentum of the EMA teachers' weights",
-        "Higher for longer training.",
-        low=0,
-        below=1,
+        0.9, "momentum of the EMA teachers' weights", "Higher for longer training.", low=0, below=1
     )
 
     learning_rate: float = setting(
@@ -421,8 +417,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         " training)",
     )
     baselines: bool = setting(
-        True,
-        "run k-means and, where the size allows, spectral clustering on the same embeddings",
+        True, "run k-means and, where the size allows, spectral clustering on the same embeddings"
     )
 
     @property

@@ -95,12 +95,7 @@ class LastHidden(Kept):
     def header(self) -> Manifest:
         """As `Kept.header`."""
         stored = str(self.stored).removeprefix("torch.")
-        return {
-            "vocabulary": self.vocabulary,
-            "dim": self.dim,
-            "stored": stored,
-            "head": self.head,
-        }
+        return {"vocabulary": self.vocabulary, "dim": self.dim, "stored": stored, "head": self.head}
 
     @property
     def facts(self) -> dict[str, Any]:
