@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,14 +124,9 @@ def overwritten(batch: AnyBatch, rows: Tensor) -> AnyBatch:
         return replace(without(batch, rows), student=student)
     if batch.pictures is not None or not bool(rows.any()):
         return without(batch, rows)
-    columns: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-    columns["documents"] = batch.documents
-    healthy = (~rows).nonzero().flatten()
-    if len(healthy):
-        source = sent(
-            torch.where(rows, healthy[0], torch.arange(len(rows))), batch.input_ids.device
-        )
-        columns = {name: column[source] for name, column in columns.items()}
-    else:
-        columns["input_ids"] = torch.zeros_like(batch.input_ids)
+    if bool(rows.all()):
+        return replace(without(batch, rows), input_ids=torch.zeros_like(batch.input_ids))
+    source = torch.where(rows, (~rows).int().argmax(), torch.arange(len(rows)))
+    source = sent(source, batch.input_ids.device)
+    columns = {n: getattr(batch, n)[source] for n in ("input_ids", "position_ids", "documents")}
     return replace(without(batch, rows), **columns)

@@ -12,12 +12,11 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
-from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ssl_kd.errors import InputError, MissingPackage, UserError
+from ssl_kd.errors import InputError, UserError
 
 KEY = "TEACHER_API_KEY"  # of the environment: a setting would stand in the run's files
 MESSAGE = 2**16  # bytes that are read of a refusal
@@ -81,7 +80,8 @@ def exchange(url: str, body: bytes | None, *, timeout: float, largest: int) -> A
 
 
 async def _exchange(url: str, body: bytes | None, timeout: float, largest: int) -> Answer:
-    aiohttp = client_module()
+    import aiohttp  # which only a served teacher needs
+
     headers = {"Accept": "application/json", "Content-Type": "application/json"}
     headers["Accept-Encoding"] = "identity"  # a megabyte of gzip is a gigabyte of JSON
     if key := api_key():
@@ -122,21 +122,6 @@ async def _content(response: Any, most: int, whole: bool) -> bytes:
         if len(content) > most:
             break
     return bytes(content[:most])
-
-
-def client_module() -> ModuleType:
-    """Import the HTTP client, which only a served teacher needs.
-
-    Raises:
-        MissingPackage: it is not installed.
-    """
-    try:
-        import aiohttp
-    except ImportError as error:
-        raise MissingPackage(
-            f"a served teacher needs aiohttp, which does not load ({error}): pip install aiohttp"
-        ) from error
-    return aiohttp
 
 
 def api_key() -> str | None:

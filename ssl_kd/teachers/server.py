@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ssl_kd.errors import UserError, printable
+from ssl_kd.imports import check_installed
 from ssl_kd.teachers.http_client import (
     KEY,
     Answer,
     NoAnswer,
     api_key,
     check_url,
-    client_module,
     exchange,
     hidden,
     short,
@@ -165,7 +165,7 @@ class CompletionServer(PromptAnswers):
     ) -> None:
         check_url(url)
         api_key()
-        client_module()
+        check_installed(["aiohttp"], "llm")
         self.url, self.model = url.rstrip("/"), model
         self._timeout, self._patience = timeout, patience
         self._lock, self._in_trouble = threading.Lock(), False
