@@ -1,6 +1,6 @@
 """The methods of `benchmarks.quality`: ours, and what a user could install instead.
 
-    pip install evoc igraph leidenalg
+    pip install evoc igraph leidenalg umap-learn
 
 Each runs as it comes. Leiden's graph joins every sample with its 15 nearest by cosine, without
 weights; with K given its resolution is searched by bisection, otherwise it is 1, which is
@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.cluster import HDBSCAN
+from sklearn.cluster import HDBSCAN, AgglomerativeClustering, KMeans
 from sklearn.datasets import make_blobs
 from sklearn.decomposition import PCA
 from sklearn.neighbors import KNeighborsClassifier
@@ -83,6 +84,29 @@ def _hdbscan(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
     return HDBSCAN(copy=True).fit_predict(unit)  # pyright: ignore[reportArgumentType]
 
 
+def _umap(x: NDArray, seed: int) -> NDArray:
+    from umap import UMAP  # pyright: ignore[reportMissingImports]
+
+    options = {"n_neighbors": min(15, len(x) - 1), "n_components": min(10, len(x) - 2)}
+    return UMAP(metric="cosine", min_dist=0.0, random_state=seed, **options).fit_transform(x)
+
+
+def _umap_kmeans(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    assert n_clusters is not None
+    starts: Any = 10  # scikit-learn's declaration knows n_init as a word only
+    return KMeans(n_clusters, n_init=starts, random_state=seed).fit_predict(_umap(x, seed))
+
+
+def _umap_hdbscan(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    size = max(5, len(x) // 100)
+    return HDBSCAN(size, copy=True).fit_predict(_umap(x, seed))  # pyright: ignore[reportArgumentType]
+
+
+def _ward(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
+    assert n_clusters is not None
+    return AgglomerativeClustering(n_clusters).fit_predict(normalize(x))
+
+
 def _ours(x: NDArray, n_clusters: int | None, seed: int) -> NDArray:
     clusterer = MultiHeadClusterer(n_clusters, random_state=seed)  # pyright: ignore[reportArgumentType]
     return clusterer.fit(x).labels_
@@ -113,6 +137,9 @@ METHODS = {
     "evoc": Method("EVoC", _evoc, packages=("evoc",)),
     "leiden": Method("Leiden", _leiden, packages=("igraph", "leidenalg")),
     "hdbscan": Method("HDBSCAN", _hdbscan, given=False),
+    "umap_kmeans": Method("UMAP + k-means", _umap_kmeans, not_given=False, packages=("umap",)),
+    "umap_hdbscan": Method("UMAP + HDBSCAN", _umap_hdbscan, packages=("umap",)),
+    "ward": Method("Ward", _ward, not_given=False),
     OURS: Method("**ssl_kd**", _ours),
 }
 

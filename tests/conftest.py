@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.graph import best_partitions
+from ssl_kd.graph import ask_crowd
 from ssl_kd.losses import linear_distillation
 from tests.photos import photo_run
 from tests.tiny import text_file, tiny
@@ -43,20 +43,21 @@ def _seeded():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _each_graph_is_searched_once():
-    """The search sees its arguments alone, as tests/graph shows, and is most of a tiny run."""
+def _each_crowd_is_asked_once():
+    """Its answer depends on its arguments alone, and is most of a tiny run."""
     known = {}
 
-    def remembered(graph, n_clusters, starts=None, **options):
-        csr, given = graph.matrix, starts or {}
-        seen = hashlib.sha256(repr((n_clusters, [*given], sorted(options.items()))).encode())
-        for x in (csr.indptr, csr.indices, csr.data, *given.values()):
-            seen.update(x.tobytes())
+    def remembered(cosine, euclidean, whitened, n_clusters, progress=lambda done, total: None):
+        seen = hashlib.sha256(repr(n_clusters).encode())
+        for view in (cosine, euclidean, whitened):
+            seen.update(b"" if view.rows is None else view.rows.tobytes())
+            for graph in view.graphs.values():
+                seen.update(graph.indices.tobytes() + graph.data.tobytes())
         if (key := seen.digest()) not in known:
-            known[key] = best_partitions(graph, n_clusters, starts=starts, **options)
+            known[key] = ask_crowd(cosine, euclidean, whitened, n_clusters, progress)
         return copy.deepcopy(known[key])
 
-    with mock.patch("ssl_kd.vision.partition.best_partitions", remembered):
+    with mock.patch("ssl_kd.vision.partition.ask_crowd", remembered):
         yield
 
 

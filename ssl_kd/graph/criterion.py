@@ -8,7 +8,6 @@ and a few crumbs are as good.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -65,23 +64,6 @@ class Graph:
         return Graph((members.T @ self.matrix @ members).tocsr())
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Clusters of a graph's nodes, and what they are worth.
-
-    Attributes:
-        value: `partition_value`, higher is better.
-        clusters: `[n]` int64 from 0.
-        origin: which method began it.
-        alpha: the power of the entropy in the value.
-    """
-
-    value: float
-    clusters: Ints
-    origin: str
-    alpha: float
-
-
 def joint(graph: Graph, clusters: Ints, n_clusters: int) -> Floats:
     """Weight between each two clusters: symmetric `[n_clusters, n_clusters]`, summing to 1."""
     return _joint(graph.ties(clusters, n_clusters), clusters)
@@ -130,26 +112,21 @@ def _value(information: Floats | float, entropy: Floats | float, alpha: float) -
 
 
 def refine(
-    graph: Graph,
-    clusters: Ints,
-    n_clusters: int,
-    alpha: float = ALPHA,
-    origin: str = "",
-    sweeps: int = SWEEPS,
-) -> Partition:
+    graph: Graph, clusters: Ints, n_clusters: int, alpha: float = ALPHA, sweeps: int = SWEEPS
+) -> Ints:
     """Move all samples to the cluster that gains most, again and again while the value grows.
 
     The gain is the value's derivative, so that a sweep is one pass over the edges; a sweep that
     loses is not taken.
     """
-    best, clusters = Partition(-np.inf, clusters, origin, alpha), np.asarray(clusters, np.int64)
+    best, clusters, highest = clusters, np.asarray(clusters, np.int64), -np.inf
     for _ in range(sweeps):
         ties = graph.ties(clusters, n_clusters)
         table = _joint(ties, clusters)
         value = partition_value(table, alpha)
-        if value <= best.value + LEAST_GAIN:
+        if value <= highest + LEAST_GAIN:
             break
-        best = Partition(value, clusters, origin, alpha)
+        best, highest = clusters, value
         moved = _preferred(graph, ties, table, alpha)
         if (moved == clusters).all():
             break

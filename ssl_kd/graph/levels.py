@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,14 +20,24 @@ from numpy.typing import NDArray
 from sklearn.metrics import adjusted_rand_score
 
 from ssl_kd.errors import InputError
-from ssl_kd.graph.criterion import Floats, Graph, Ints, joint, merge_losses, one_hot
+from ssl_kd.graph.criterion import (
+    ALPHA,
+    Floats,
+    Graph,
+    Ints,
+    joint,
+    merge_losses,
+    modularity_losses,
+    one_hot,
+    refine,
+)
 from ssl_kd.graph.kmeans import kmeans
-from ssl_kd.graph.search import MANY, descend, in_order
 from ssl_kd.graph.spectral import on_sphere
 
 EXPONENT = 1 / 3
 HALVINGS = 4
 ATOMS = 400
+ATOMS_PER_CLUSTER = 6
 MOST = 250  # clusters that are looked for
 LEAST_SIZE = 16  # samples that a cluster has on average
 LEAST_SAMPLES = 64  # in all
@@ -34,7 +45,54 @@ DIMENSIONS, STEPS = 64, 10
 # Of the tree: clusters at its ends, the first as a multiple of K.
 FINEST, COARSEST = 3, 5
 LEAST_SHARE = 1e-9
+MANY = 60  # clusters from which on the square of their number is felt
 APART = 1.25  # two levels closer than this factor are one
+
+
+def in_order(clusters: Ints) -> Ints:
+    """The same clusters, numbered as they come: whatever way found them."""
+    _, first, number = np.unique(clusters, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[number]
+
+
+def descend(
+    graph: Graph, clusters: Ints, n_clusters: int, *, alpha: float = ALPHA, pace: int, refined: int
+) -> Iterator[tuple[int, Ints]]:
+    """Merge the pairs of clusters that cost least, down to `n_clusters`.
+
+    Args:
+        graph: of few nodes.
+        clusters: `[node]`, without gaps in their numbers.
+        n_clusters: where it ends.
+        alpha: of the value.
+        pace: one part in so many of the way left is gone at a time.
+        refined: from so many clusters on the nodes are moved after each time.
+
+    Yields:
+        The number of clusters, fewer each time, and the clusters `[node]`.
+    """
+    k = int(clusters.max()) + 1
+    while k > n_clusters:
+        losses = pair_losses(joint(graph, clusters, k), refined, alpha)
+        merged, used = np.arange(k), set()
+        for pair in losses.argsort(axis=None):
+            a, b = divmod(int(pair), k)
+            if len(used) >= 2 * max(1, (k - n_clusters) // pace) or np.isinf(losses[a, b]):
+                break
+            if a not in used and b not in used:
+                used |= {a, b}
+                merged[b] = a
+        clusters = np.unique(merged[clusters], return_inverse=True)[1]
+        k -= len(used) // 2
+        if k <= refined:
+            clusters = refine(graph, clusters, k, alpha, sweeps=10)
+        yield k, clusters
+
+
+def pair_losses(table: Floats, exact: int, alpha: float) -> Floats:
+    """What merging a pair costs; by modularity alone where there are more clusters than `exact`."""
+    few = len(table) <= min(exact, 3 * MANY)
+    return merge_losses(table, alpha) if few else modularity_losses(table)
 
 
 @dataclass(frozen=True)
@@ -137,6 +195,32 @@ def _atoms(graph: Graph, least: int, seed: int) -> Ints:
         return np.arange(graph.n)
     places = _diffused(graph, np.random.default_rng(seed))
     return kmeans(places, wanted, seed, max_iter=5, init="random")
+
+
+def communities(graph: Graph, n_clusters: int, powers: Sequence[float]) -> list[Ints]:
+    """Groups of nodes few steps apart, merged pair by pair down to K, then refined node by node.
+
+    Args:
+        graph: of the samples.
+        n_clusters: K; fewer where refining leaves some empty.
+        powers: of the entropy in what is maximised, one for each partition: with 0 clusters come
+            out even, with 0.5 those of a long tail are kept apart.
+
+    Returns:
+        Of each power `[n]` int64 from 0 without gaps.
+    """
+    atoms = _atoms(graph, ATOMS_PER_CLUSTER * n_clusters, seed=0)
+    m = int(atoms.max()) + 1
+    small, found = graph.of_groups(atoms, m), []
+    for alpha in powers:
+        clusters = np.arange(m)
+        for _, merged in descend(
+            small, clusters, n_clusters, alpha=alpha, pace=10, refined=3 * n_clusters
+        ):
+            clusters = merged
+        refined = refine(graph, clusters[atoms], int(clusters.max()) + 1, alpha)
+        found.append(np.unique(refined, return_inverse=True)[1])
+    return found
 
 
 def _modularity(graph: Graph, clusters: Ints, k: int) -> float:

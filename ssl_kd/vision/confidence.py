@@ -7,31 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ssl_kd.evaluate import accuracy
-
 # Between these the temperature is looked for, by halving the interval this often.
 COLDEST, HOTTEST, HALVINGS = 0.05, 20.0, 40
-
-
-def stability(clusters: Tensor, repeats: Tensor) -> float | None:
-    """How far an answer agrees with partitions that were found anew in parts of the data.
-
-    The mean over repeats of the share of their samples that they put into the same cluster, after
-    the best one-to-one matching: Hungarian accuracy, with a repeat in the place of the labels.
-
-    Args:
-        clusters: `[n]` int64, the answer.
-        repeats: `[repeat, n]` int64, -1 where a sample took no part.
-
-    Returns:
-        A number in [0, 1]; None without repeats.
-
-    References:
-        Lange et al., Stability-based validation of clustering solutions, 2004.
-    """
-    if not len(repeats):
-        return None
-    return sum(accuracy(r.numpy(), clusters.numpy()) for r in repeats) / len(repeats)
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:

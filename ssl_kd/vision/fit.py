@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ssl_kd.graph import Crowd
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.memory import free_memory
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision.confidence import stability, temperature_for
+from ssl_kd.vision.confidence import temperature_for
 from ssl_kd.vision.consensus import judging_pairs, neighbour_information, sample_rows, vote_tables
 from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
@@ -235,7 +236,7 @@ def form_answer(
     x = torch.cat([gather(block) for block in rows.split(ROWS_PER_BLOCK)])
     _fill_empty(model, x, None if found is None else found.clusters)
     if found is not None:
-        _calibrate(model, gather, found.repeats, settings.seed)
+        _calibrate(model, gather, found.crowd, settings.seed)
         if model.splits is not None:  # at that temperature other votes may be equal
             _fill_empty(model, x, found.clusters)
         model.tree = Tree.fit(x, found.clusters, found.levels, n_clusters)
@@ -268,15 +269,12 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
 
 
 @torch.inference_mode()
-def _calibrate(model: ClusterModel, gather: Gather, repeats: Tensor, seed: int) -> None:
-    """Make the model's mean confidence what the partition's stability is."""
-    rows = sample_rows(repeats.shape[1], seed, CALIBRATION_ROWS)
-    blocks = [gather(block) for block in rows.split(ROWS_PER_BLOCK)]
-    votes = torch.cat([model.vote(block) for block in blocks])
-    answered = torch.cat([model.answer(block).argmax(-1) for block in blocks])
-    wanted = stability(answered, repeats[:, rows])
-    if wanted is not None:
-        model.options["answer_temperature"] = temperature_for(votes, wanted)
+def _calibrate(model: ClusterModel, gather: Gather, crowd: Crowd, seed: int) -> None:
+    """Make the model's mean confidence the share of samples that the crowd agrees on."""
+    rows = sample_rows(len(crowd.clusters), seed, CALIBRATION_ROWS)
+    votes = torch.cat([model.vote(gather(block)) for block in rows.split(ROWS_PER_BLOCK)])
+    agreement = list(crowd.agreement().values())
+    model.options["answer_temperature"] = temperature_for(votes, sum(agreement) / len(agreement))
 
 
 @torch.inference_mode()

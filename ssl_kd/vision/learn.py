@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ssl_kd.files import atomic_write_bytes, sha256_file
-from ssl_kd.graph.search import MOST_ALPHA
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
 from ssl_kd.store.approximate import by_index
@@ -192,19 +191,7 @@ def _partition(
     def draw(done: int, total: int) -> None:
         tell("graph", done, total, {})
 
-    found = partition_of(
-        n_clusters, neighbours, source.embeddings, projected, device, progress=draw
-    )
-    if found.ranked[0].alpha >= MOST_ALPHA:
-        sizes = found.clusters.bincount(minlength=found.n_clusters)
-        logger.warning(
-            "the clusters have %d to %d samples, as uneven as the criterion allows for (alpha %g): "
-            "small ones may still hide in large ones; more clusters or the levels would show them",
-            int(sizes.min()),
-            int(sizes.max()),
-            MOST_ALPHA,
-        )
-    return found
+    return partition_of(n_clusters, neighbours, source.embeddings, projected, device, draw)
 
 
 def save_model(model: ClusterModel, folder: RunFolder) -> None:

@@ -1,60 +1,54 @@
-"""The partition that the heads learn: the best one of the graph of neighbours.
+"""The partition that the heads learn: what the crowd agrees on, among graphs of neighbours.
 
-Three graphs are summed, because none is best on all features: neighbours by the cosine of the
+Samples are looked at in three ways, because none is best on all features: by the cosine of the
 embeddings as they are, by their Euclidean distance, and by that after their principal components
 were brought half-way to one length, which lets the weaker ones have a say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import scipy.sparse as sp
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ssl_kd.graph import Graph, Partition, best_partitions, fuzzy_graph, kmeans
+from ssl_kd.graph import Crowd, Graph, View, ask_crowd, fuzzy_graph
 from ssl_kd.graph.levels import Evidence, nested_levels, number_of_clusters
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.splits import Splits
 
-# Neighbours that a sample is tied to in each graph, as UMAP takes them.
+# Neighbours that a sample is tied to; 15 as UMAP takes them.
+COSINE_GRAPHS = (10, 15, 20)
 GRAPH_NEIGHBOURS = 15
 # The square root of the singular values: half-way between as they are and all alike.
 WHITENING = 0.5
 LEAST_DIRECTION = 1e-3  # of the strongest: weaker ones are noise that whitening would raise
 ROWS = 4096
-LEAST_IN_HALF = 4  # samples for each cluster, or nothing can be said of how stable they are
 
 Gather = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class GraphAnswer:
-    """What was found in the graph.
+    """What was found in the graphs.
 
     Attributes:
         n_clusters: K.
-        clusters: `[n]` int64, the best partition.
-        ranked: the partitions that competed, best first.
+        clusters: `[n]` int64, the consensus.
+        crowd: what agreed on it.
         levels: `[level, n]` int64, finest first: clusters within those of `clusters`, to 3 K of
             them, and of whole ones, down to 5.
         number: why there are so many clusters; None where that was given.
-        repeats: `[repeat, n]` int64, found anew in a random half of the samples, -1 for the other
-            half; in one of the three graphs each. None of them where a half is too small.
     """
 
     n_clusters: int
     clusters: Tensor
-    ranked: list[Partition]
+    crowd: Crowd
     levels: Tensor
     number: Evidence | None
-    repeats: Tensor
 
 
 def partition_of(
@@ -73,68 +67,51 @@ def partition_of(
         embeddings: reads these by row.
         projected: `[n, dim]`, as the heads see them: centred.
         device: where neighbours are searched.
-        progress: called with (graphs done, graphs).
+        progress: called with (partitions done, partitions).
 
     Raises:
         InputError: the number of clusters is to be found among too few samples.
     """
-    n = len(projected)
-    views, total = [], sp.csr_matrix((n, n), dtype=np.float32)
-    for view in graph_views(neighbours, embeddings, projected, device):
-        views.append(view)
-        total = total + view
-        progress(len(views), 3)
-    graph, number = Graph(total.tocsr()), None
+    cosine, euclidean, whitened = views(neighbours, embeddings, projected, device)
+    graphs = [view.graphs[GRAPH_NEIGHBOURS] for view in (cosine, euclidean, whitened)]
+    graph, number = Graph((graphs[0] + graphs[1] + graphs[2]).tocsr()), None
     if n_clusters is None:
         number = number_of_clusters(graph)
         n_clusters = number.n_clusters
-    starts = {"k-means": kmeans(safe_normalize(projected).numpy(), n_clusters, seed=0)}
-    ranked = best_partitions(graph, n_clusters, starts=starts)
-    best = torch.from_numpy(ranked[0].clusters)
-    clusters = Splits.fit(projected, best, n_clusters)(projected, best)  # a search may leave fewer
+    crowd = ask_crowd(cosine, euclidean, whitened, n_clusters, progress)
+    agreed = torch.from_numpy(crowd.clusters)
+    clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # there may be fewer
     levels = np.stack(nested_levels(graph, clusters.numpy()))
-    alpha = ranked[0].alpha
-    repeats = [_repeated(view, n_clusters, alpha, seed) for seed, view in enumerate(views)]
-    found = [torch.from_numpy(clusters) for clusters in repeats if clusters is not None]
-    every = torch.stack(found) if found else torch.empty(0, n, dtype=torch.int64)
-    return GraphAnswer(n_clusters, clusters, ranked, torch.from_numpy(levels), number, every)
+    return GraphAnswer(n_clusters, clusters, crowd, torch.from_numpy(levels), number)
 
 
-def _repeated(graph: Any, n_clusters: int, alpha: float, seed: int) -> NDArray[np.int64] | None:
-    """The best partition of a random half of a graph's nodes, -1 for the others; None: too few."""
-    n = graph.shape[0]
-    half = np.sort(np.random.default_rng(seed).permutation(n)[: n // 2])
-    part = graph[half][:, half].tocsr()
-    if len(half) < LEAST_IN_HALF * n_clusters or not part.nnz:
-        return None
-    clusters = np.full(n, -1)
-    clusters[half] = best_partitions(Graph(part), n_clusters, alpha=alpha, restarts=1)[0].clusters
-    return clusters
-
-
-def graph_views(
+def views(
     neighbours: Tensor, embeddings: Gather, projected: Tensor, device: torch.device
-) -> Iterator[sp.csr_matrix]:
-    """The three graphs, `[n, n]` each: cosine, Euclidean, half-whitened; as for `partition_of`."""
-    k = min(GRAPH_NEIGHBOURS, len(projected) - 1)
+) -> tuple[View, View, View]:
+    """By cosine, Euclidean distance and half-whitened components; as for `partition_of`."""
+    n = len(projected)
+    unit = safe_normalize(embeddings(torch.arange(n)).float())
+    k = min(max(COSINE_GRAPHS), n - 1)
     near = neighbours[:, :k]
     if near.shape[1] < k:  # fewer were asked for, to pair samples with
-        near = nearest_neighbours(embeddings(torch.arange(len(projected))), k, device=device)
-    chords = _distances(near, lambda rows: safe_normalize(embeddings(rows).float()))
-    yield fuzzy_graph(near.numpy(), (chords.square() / 2).numpy())  # 1 - cosine
+        near = nearest_neighbours(unit, k, device=device)
+    distances = _distances(near, unit).square() / 2  # 1 - cosine
+    graphs = {
+        size: fuzzy_graph(near[:, :size].numpy(), distances[:, :size].numpy())
+        for size in COSINE_GRAPHS
+    }
+    k, others = min(GRAPH_NEIGHBOURS, n - 1), []
     for x in (projected, _half_whitened(projected)):
         near = nearest_neighbours(x, k, metric="euclidean", device=device)
-        yield fuzzy_graph(near.numpy(), _distances(near, x.__getitem__).numpy())
+        others.append({GRAPH_NEIGHBOURS: fuzzy_graph(near.numpy(), _distances(near, x).numpy())})
+    euclidean, whitened = View(projected.numpy(), others[0]), View(None, others[1])
+    return View(unit.numpy(), graphs), euclidean, whitened
 
 
-def _distances(near: Tensor, read: Gather) -> Tensor:
+def _distances(near: Tensor, x: Tensor) -> Tensor:
     """Euclidean distance from each row to its neighbours, `[n, k]`."""
-    n, k = near.shape
-    blocks = []
-    for rows in torch.arange(n).split(max(1, ROWS // k)):
-        others = read(near[rows].flatten()).unflatten(0, (len(rows), k))
-        blocks.append((others - read(rows).unsqueeze(1)).norm(dim=-1))
-    return torch.cat(blocks)
+    blocks = torch.arange(len(near)).split(max(1, ROWS // near.shape[1]))
+    return torch.cat([(x[near[rows]] - x[rows].unsqueeze(1)).norm(dim=-1) for rows in blocks])
 
 
 def _half_whitened(x: Tensor) -> Tensor:

@@ -178,20 +178,16 @@ def _heads(
 
 def _as_baseline(answer: GraphAnswer, rows: Tensor) -> Baseline:
     """The partition itself, as it was before the heads learnt it."""
-    return Baseline("graph partition", answer.clusters[rows].numpy(), note=answer.ranked[0].origin)
+    return Baseline("graph partition", answer.clusters[rows].numpy(), note="consensus")
 
 
 def _graph(answer: GraphAnswer) -> dict[str, Any]:
-    """The partitions that competed, each method's best: what the choice was made by."""
-    best: dict[str, float] = {}
-    for part in answer.ranked:
-        best.setdefault(part.origin, part.value)
-    first = answer.ranked[0]
+    """Which families of partitions agree with the answer, and which of them voted."""
+    crowd = answer.crowd
     return {
-        "value": first.value,
-        "alpha": first.alpha,
-        "origin": first.origin,
-        "ranked": best,
+        "agreement": crowd.agreement(),
+        "voters": sorted({name.split(":")[0] for name in crowd.voters}),
+        "evenness": crowd.evenness,
         "number": None if answer.number is None else dataclasses.asdict(answer.number),
     }
 

@@ -18,7 +18,7 @@ from ssl_kd.vision.train import Gather, Held
 PROJECTION_ROWS = 10_000
 # Samples whose graph is searched: enough for any number of clusters that can be told apart, few
 # enough to compare all pairs.
-GRAPH_ROWS = 100_000
+GRAPH_ROWS = 10_000
 
 
 class Source:

@@ -4,11 +4,22 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from sklearn.metrics import adjusted_rand_score
+from sklearn.neighbors import NearestNeighbors
 
 from ssl_kd.errors import InputError
-from ssl_kd.graph import Graph
-from ssl_kd.graph.levels import level_sizes, levels, nested_levels, number_of_clusters
-from tests.graph.test_search import graph_of
+from ssl_kd.graph import Graph, fuzzy_graph
+from ssl_kd.graph.levels import (
+    communities,
+    level_sizes,
+    levels,
+    nested_levels,
+    number_of_clusters,
+)
+
+
+def graph_of(x, k=10):
+    distances, near = NearestNeighbors(n_neighbors=k).fit(x).kneighbors()
+    return Graph(fuzzy_graph(near, distances))
 
 
 def blobs(k, each=60, dim=12, seed=0):
@@ -86,3 +97,11 @@ def test_sizes_of_levels():
     assert level_sizes(10) == [30, 22, 15, 7, 5]
     assert level_sizes(2) == [6, 4, 3]
     assert level_sizes(5) == [15, 11, 8]
+
+
+def test_communities_keep_a_long_tail_apart_where_the_entropy_counts():
+    r = np.random.default_rng(0)
+    y = np.repeat(np.arange(5), [900, 300, 100, 40, 30])
+    graph = graph_of(6 * r.normal(size=(5, 8))[y] + r.normal(size=(len(y), 8)))
+    even, uneven = communities(graph, 5, powers=(0.0, 0.5))
+    assert adjusted_rand_score(y, uneven) > 0.95 > adjusted_rand_score(y, even)

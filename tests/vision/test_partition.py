@@ -11,7 +11,7 @@ from sklearn.metrics import adjusted_rand_score
 from ssl_kd import MultiHeadClusterer
 from ssl_kd.graph import fuzzy_graph
 from ssl_kd.store import nearest_neighbours
-from ssl_kd.vision.partition import GRAPH_NEIGHBOURS, graph_views, partition_of
+from ssl_kd.vision.partition import COSINE_GRAPHS, GRAPH_NEIGHBOURS, partition_of, views
 from ssl_kd.vision.projection import Projection
 
 CPU = torch.device("cpu")
@@ -32,11 +32,14 @@ def test_graphs_are_cosine_euclidean_and_half_whitened():
     white /= lengths[lengths > 1e-3].sqrt()
     unit = x.double() / x.double().norm(dim=1, keepdim=True)
     distances = [1 - unit @ unit.T, torch.cdist(x.double(), x.double()), torch.cdist(white, white)]
-    for view, distance in zip(graph_views(near, read, projected, CPU), distances, strict=True):
+    for view, distance in zip(views(near, read, projected, CPU), distances, strict=True):
         distance.fill_diagonal_(torch.inf)
-        nearest = distance.topk(GRAPH_NEIGHBOURS, largest=False)
-        expected = fuzzy_graph(nearest.indices.numpy(), nearest.values.numpy())
-        assert abs(view - expected).max() < 2e-3
+        sizes = COSINE_GRAPHS if view.rows is not None and len(view.graphs) > 1 else (15,)
+        assert tuple(view.graphs) == sizes and GRAPH_NEIGHBOURS in sizes
+        for size in sizes:
+            nearest = distance.topk(size, largest=False)
+            expected = fuzzy_graph(nearest.indices.numpy(), nearest.values.numpy())
+            assert abs(view.graphs[size] - expected).max() < 2e-3
 
 
 def test_neighbours_by_euclid_are_those_of_all_distances():
@@ -51,21 +54,13 @@ def test_neighbours_by_euclid_are_those_of_all_distances():
         nearest_neighbours(x, 6, metric="manhattan")
 
 
-def test_it_finds_the_digits_and_reports_each_graph():
+def test_it_finds_the_digits_and_reports_each_partition():
     seen = []
-    found = partition_of(
-        10, *_inputs(), CPU, progress=lambda done, total: seen.append((done, total))
-    )
+    found = partition_of(10, *_inputs(), CPU, lambda *numbers: seen.append(numbers))
     assert adjusted_rand_score(Y, found.clusters) > 0.75
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    assert found.repeats.shape == (3, len(X))  # one in each graph, each of another half
-    for repeat in found.repeats:
-        took_part = repeat >= 0
-        assert took_part.sum() == len(X) // 2 and len(repeat[took_part].unique()) == 10
-        assert adjusted_rand_score(found.clusters[took_part], repeat[took_part]) > 0.5
-    assert not torch.equal(found.repeats[0] >= 0, found.repeats[1] >= 0)
-    assert partition_of(10, *_inputs(X[:79]), CPU).repeats.shape == (0, 79)  # under 4 for each
-    assert (found.clusters.numpy() == found.ranked[0].clusters).all()
+    assert seen == [(number, 37) for number in range(1, 38)]
+    assert (found.clusters.numpy() == found.crowd.clusters).all()
+    assert found.number is None and len(found.levels) > 2
 
 
 def test_fewer_neighbours_to_pair_with_change_no_graph():
@@ -87,7 +82,7 @@ def test_few_samples(n, k):
 )
 def test_odd_embeddings(x):
     found = partition_of(3, *_inputs(x), CPU)
-    assert torch.isfinite(torch.tensor(found.ranked[0].value))
+    assert np.isfinite(found.crowd.evenness)
     assert found.clusters.shape == (40,)
 
 

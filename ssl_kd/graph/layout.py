@@ -1,0 +1,206 @@
+"""A graph of neighbours in few dimensions, and the clusters that density shows there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
+from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
+
+from ssl_kd.graph.spectral import spectral_coordinates
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+STEPS = 50
+LEARNING_RATE = 0.1
+NEAREST_REPELLED = 1e-2  # squared distance; below it the repulsion has no bound
+LARGEST_PUSH = 4.0
+NEIGHBORS = 15
+CORE_NEIGHBORS = 5  # whose last distance is a sample's core distance
+VOTERS = 5
+
+
+def low_dimensional(graph: Any, dim: int, seed: int) -> Floats:
+    """Places of the nodes in which edges are short: UMAP's layout, all edges in each step.
+
+    It starts from the leading eigenvectors. Each edge pulls its ends together and pushes the first
+    one away from a random node, with the forces that EVoC uses.
+
+    Args:
+        graph: `[n, n]` sparse, symmetric, weights at least 0.
+        dim: of the places.
+        seed: of the noise at the start and of the random nodes.
+
+    Returns:
+        `[n, dim]` float32.
+
+    References:
+        McInnes, Healy & Melville, UMAP, 2018, section 3.2; Healy & McInnes, EVoC, 2025.
+    """
+    n, random = graph.shape[0], np.random.default_rng(seed)
+    vectors = spectral_coordinates(graph, dim + 1)[:, 1:]
+    vectors = vectors / np.sqrt(np.maximum(np.asarray(graph.sum(1)), 1e-9)).reshape(-1, 1)
+    places = np.zeros((n, dim), np.float32)
+    places[:, : vectors.shape[1]] = 5 * vectors / np.maximum(np.abs(vectors).max(0), 1e-12)
+    places += random.normal(scale=0.05, size=(n, dim)).astype(np.float32)
+    edges: Any = sp.triu(graph, 1).tocoo()
+    head, tail, m = edges.row, edges.col, edges.nnz
+    weights = (edges.data / max(edges.data.max(initial=0), 1e-12)).astype(np.float32)
+    ones, columns = np.ones(m, np.float32), np.arange(m)
+    to_head = sp.csr_matrix((ones, (head, columns)), shape=(n, m))
+    to_tail = sp.csr_matrix((ones, (tail, columns)), shape=(n, m))
+    for step in range(STEPS):
+        difference = places[head] - places[tail]
+        squares = np.einsum("ed,ed->e", difference, difference)
+        lengths = np.sqrt(squares)
+        pull = difference * (-weights * (lengths + 2) / (2 * squares - lengths / 2 + 1))[:, None]
+        away = places[head] - places[random.integers(n, size=m)]
+        squares = np.einsum("ed,ed->e", away, away)
+        push = 4 * weights / ((1 + squares / 4) * np.maximum(squares, NEAREST_REPELLED))
+        push[squares <= NEAREST_REPELLED] = 0
+        away = np.clip(away * push[:, None], -LARGEST_PUSH, LARGEST_PUSH)
+        rate = np.float32(LEARNING_RATE * (1 - step / STEPS))
+        places = places + rate * (to_head @ (pull + away) - to_tail @ pull)
+    return places
+
+
+def density_leaves(places: Floats, n_clusters: int) -> Ints:
+    """The leaves of HDBSCAN's tree at the minimum cluster size that gives this many.
+
+    A merge of the single-linkage tree separates two clusters where both sides have at least the
+    minimum size, so the size that leaves K of them is the (K - 1)-th largest smaller side. What
+    lies outside every leaf gets the commonest cluster of its five nearest clustered neighbors.
+
+    Args:
+        places: `[n, dim]`.
+        n_clusters: K, at least 2; ties in the sizes may give more or fewer.
+
+    References:
+        Campello et al., Density-based clustering based on hierarchical density estimates, 2013.
+    """
+    n = len(places)
+    pairs = _spanning_tree(places)
+    parent, size = list(range(2 * n - 1)), [1] * (2 * n - 1)
+    children: list[tuple[int, int]] = []
+    for a, b in pairs:
+        a, b, new = _root(parent, a), _root(parent, b), n + len(children)
+        parent[a] = parent[b] = new
+        size[new] = size[a] + size[b]
+        children.append((a, b))
+    smaller = np.array([min(size[a], size[b]) for a, b in children])
+    least = np.sort(smaller)[-(min(n_clusters, n) - 1)]
+    if 2 * n_clusters < 2 + (smaller >= least).sum() + (smaller > least).sum():
+        least += 1  # of sizes that are tied: rather too few than more too many
+    divided = [False] * n  # whether a node holds several leaves
+    for (a, b), smallest in zip(children, smaller, strict=True):
+        divided.append(bool(smallest >= least) or divided[a] or divided[b])
+    clusters = np.full(2 * n - 1, -1)
+    found = 0
+    for node in range(2 * n - 2, n - 1, -1):
+        pair = children[node - n]
+        if divided[node]:
+            for child in pair:
+                if not divided[child] and size[child] >= least:
+                    clusters[child], found = found, found + 1
+        else:
+            clusters[list(pair)] = clusters[node]
+    return _without_noise(places, clusters[:n])
+
+
+def density_peaks(places: Floats, n_clusters: int) -> Ints:
+    """The K most prominent peaks of a density, whatever their sizes.
+
+    The density at a sample is the inverse of the distance to its 15 nearest neighbors. Each sample
+    climbs to the densest of them; a peak ends where its slope meets that of a higher one, and its
+    prominence is how far, in logarithms, it rises above that saddle.
+
+    Args:
+        places: `[n, dim]`.
+        n_clusters: K; there are more where the graph has more pieces, fewer where fewer peaks.
+
+    References:
+        Chazal et al., Persistence-based clustering in Riemannian manifolds (ToMATo), 2013.
+    """
+    n = len(places)
+    distances, near = _neighbors(places)
+    density = -0.5 * np.log(np.square(distances).mean(1) + 1e-18)
+    order = np.argsort(-density, kind="stable")
+    rank = np.empty(n, np.int64)
+    rank[order] = np.arange(n)
+    head, tail = np.repeat(np.arange(n), near.shape[1]), near.ravel()
+    ends = np.concatenate([np.stack([head, tail]), np.stack([tail, head])], 1)
+    upward = rank.copy()  # of the densest neighbor, or of the sample itself
+    np.minimum.at(upward, ends[0], rank[ends[1]])
+    basin = order[upward]
+    while (above := basin[basin] != basin).any():
+        basin[above] = basin[basin[above]]
+    crossing = ends[:, basin[ends[0]] != basin[ends[1]]]
+    saddles = density[crossing].min(0)
+    highest_first = np.argsort(-saddles, kind="stable")
+    parent, died = {int(p): int(p) for p in np.unique(basin)}, {}
+    for edge in highest_first:
+        a, b = (_root(parent, int(basin[node])) for node in crossing[:, edge])
+        if a != b:
+            low, high = (a, b) if rank[a] > rank[b] else (b, a)
+            parent[low] = high
+            died[low] = (density[low] - saddles[edge], high)
+    wanted = max(0, n_clusters - (len(parent) - len(died)))
+    lasting = set(sorted(died, key=lambda peak: -died[peak][0])[:wanted])
+    into = {peak: peak for peak in parent}
+    for peak in sorted(died, key=lambda peak: rank[peak]):  # higher ones are settled already
+        if peak not in lasting:
+            into[peak] = into[died[peak][1]]
+    return np.unique([into[int(peak)] for peak in basin], return_inverse=True)[1].astype(np.int64)
+
+
+def _root(parent: Any, node: int) -> int:
+    while parent[node] != node:
+        parent[node] = parent[parent[node]]
+        node = parent[node]
+    return node
+
+
+def _neighbors(places: Floats) -> tuple[NDArray[np.float64], Ints]:
+    """Distances and numbers `[n, k]` of the nearest, nearest first, without the sample itself."""
+    k = min(NEIGHBORS, len(places) - 1)
+    distances, near = NearestNeighbors(n_neighbors=k).fit(places).kneighbors()
+    return distances, near
+
+
+def _spanning_tree(places: Floats) -> list[tuple[int, int]]:
+    """Edges of the minimum spanning tree by mutual reachability, shortest first.
+
+    Of the graph of neighbors; its pieces are joined by the distances between their means.
+    """
+    n = len(places)
+    distances, near = _neighbors(places)
+    core = distances[:, min(CORE_NEIGHBORS, near.shape[1]) - 1]
+    rows = np.repeat(np.arange(n), near.shape[1])
+    reach = np.maximum(np.maximum(distances.ravel(), core[rows]), core[near.ravel()]) + 1e-12
+    graph = sp.csr_matrix((reach, (rows, near.ravel())), shape=(n, n))
+    graph = graph.maximum(graph.T)
+    tree = minimum_spanning_tree(graph).tocoo()
+    heads, tails, lengths = tree.row, tree.col, tree.data
+    n_pieces, piece = connected_components(graph, directed=False)
+    if n_pieces > 1:
+        means = np.stack([places[piece == p].mean(0) for p in range(n_pieces)])
+        apart = np.linalg.norm(means[:, None] - means, axis=-1) + 1e-12
+        joins = minimum_spanning_tree(apart).tocoo()
+        first = np.unique(piece, return_index=True)[1]
+        heads, tails = np.r_[heads, first[joins.row]], np.r_[tails, first[joins.col]]
+        lengths = np.r_[lengths, lengths.max(initial=0) + joins.data]
+    order = np.argsort(lengths, kind="stable")
+    return list(zip(heads[order].tolist(), tails[order].tolist(), strict=True))
+
+
+def _without_noise(places: Floats, clusters: Ints) -> Ints:
+    noise = clusters < 0
+    if not noise.any() or noise.all():
+        return np.maximum(clusters, 0)
+    voters = KNeighborsClassifier(min(VOTERS, int((~noise).sum())))
+    clusters[noise] = voters.fit(places[~noise], clusters[~noise]).predict(places[noise])
+    return clusters

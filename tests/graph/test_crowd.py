@@ -1,0 +1,101 @@
+"""What partitions agree on, and what the crowd answers on shapes that single families miss."""
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits, make_moons
+from sklearn.metrics import adjusted_rand_score
+from sklearn.neighbors import NearestNeighbors
+
+from ssl_kd.graph import View, ask_crowd, consensus, fuzzy_graph
+from ssl_kd.graph.crowd import PEAKS, aligned
+
+R = np.random.default_rng(0)
+
+
+def crowd_of(x, n_clusters, progress=lambda done, total: None):
+    distances, near = NearestNeighbors(n_neighbors=min(20, len(x) - 1)).fit(x).kneighbors()
+    graphs = {k: fuzzy_graph(near[:, :k], distances[:, :k]) for k in (10, 15, 20)}
+    centred = (x - x.mean(0)).astype(np.float32)
+    views = View(centred, graphs), View(centred, graphs), View(None, graphs)
+    return ask_crowd(*views, n_clusters, progress)
+
+
+def test_a_partition_takes_the_names_of_the_answer():
+    answer = np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    assert aligned(np.array([2, 2, 2, 0, 0, 1, 1, 1]), answer).tolist() == answer.tolist()
+    more = np.array([0, 0, 3, 1, 1, 2, 2, 2])  # a cluster that is left over goes where it was
+    assert aligned(more, answer).tolist() == answer.tolist()
+    assert set(aligned(np.zeros(8, int), answer)) == {0}
+
+
+def test_errors_that_partitions_do_not_share_are_outvoted():
+    y = np.repeat(np.arange(6), 50)
+    parts = []
+    for _ in range(9):
+        part = y.copy()
+        wrong = R.random(len(y)) < 0.25
+        part[wrong] = R.integers(6, size=wrong.sum())
+        parts.append(R.permutation(6)[part])
+    assert max(adjusted_rand_score(y, part) for part in parts) < 0.75
+    assert adjusted_rand_score(y, consensus(parts, 6)) > 0.97
+
+
+def test_partitions_may_have_other_numbers_of_clusters():
+    y = np.repeat(np.arange(4), 40)
+    parts = [y, y, np.minimum(y, 2), 2 * y + R.integers(2, size=len(y)), np.zeros(160, int)]
+    assert adjusted_rand_score(y, consensus(parts, 4)) == 1
+
+
+def test_many_joint_clusters_are_solved_as_few_are():
+    y = np.repeat(np.arange(50), 20)
+    parts = [np.where(R.random(1000) < 0.1, R.integers(50, size=1000), y) for _ in range(12)]
+    assert adjusted_rand_score(y, consensus(parts, 50)) > 0.99
+
+
+def test_two_moons_are_two():
+    x, y = make_moons(800, noise=0.06, random_state=0)
+    assert adjusted_rand_score(y, crowd_of(x, 2).clusters) > 0.98
+
+
+def test_digits_many_clusters_and_progress():
+    x, y = load_digits(return_X_y=True)
+    done = []
+    crowd = crowd_of(x[:600], 10, lambda *numbers: done.append(numbers))
+    assert adjusted_rand_score(y[:600], crowd.clusters) > 0.7
+    assert done == [(number, 37) for number in range(1, 38)]
+    assert len(crowd.voters) + len(crowd.others) == 37
+    agreement = crowd.agreement()
+    assert min(agreement.values()) > 0.4 and max(agreement.values()) < 1
+    y = np.repeat(np.arange(60), 25)
+    x = 4 * R.normal(size=(60, 16))[y] + R.normal(size=(len(y), 16))
+    done.clear()
+    assert (
+        adjusted_rand_score(y, crowd_of(x, 60, lambda *numbers: done.append(numbers)).clusters)
+        > 0.99
+    )
+    assert done == [(number, 25) for number in range(1, 26)]
+
+
+def test_where_clusters_are_uneven_the_peaks_vote_alone():
+    y = np.repeat(np.arange(5), [900, 120, 60, 40, 30])
+    x = 5 * R.normal(size=(5, 8))[y] + R.normal(size=(len(y), 8))
+    crowd = crowd_of(x, 5)
+    assert crowd.evenness < 0.9 and all(name.startswith(PEAKS) for name in crowd.voters)
+    assert adjusted_rand_score(y, crowd.clusters) > 0.98
+
+
+def test_the_same_samples_give_the_same_answer_whatever_was_drawn_before():
+    x = load_digits(return_X_y=True)[0][:300]
+    first = crowd_of(x, 10)
+    np.random.seed(3)
+    np.random.rand(5)
+    again = crowd_of(x, 10)
+    assert (first.clusters == again.clusters).all()
+    for name, clusters in first.voters.items():
+        assert (clusters == again.voters[name]).all(), name
+
+
+@pytest.mark.parametrize(("n", "k"), [(3, 2), (6, 5), (12, 3)])
+def test_few_samples(n, k):
+    crowd = crowd_of(R.normal(size=(n, 3)), k)
+    assert crowd.clusters.shape == (n,) and crowd.clusters.max() < k

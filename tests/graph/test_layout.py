@@ -1,0 +1,72 @@
+"""Low-dimensional layouts of a graph, and the clusters that density shows there."""
+
+import numpy as np
+import pytest
+from sklearn.cluster import HDBSCAN
+from sklearn.datasets import make_blobs, make_moons
+from sklearn.metrics import adjusted_rand_score
+from sklearn.neighbors import NearestNeighbors
+
+from ssl_kd.graph import fuzzy_graph
+from ssl_kd.graph.layout import density_leaves, density_peaks, low_dimensional
+
+
+def graph_of(x, k=15):
+    distances, near = NearestNeighbors(n_neighbors=min(k, len(x) - 1)).fit(x).kneighbors()
+    return fuzzy_graph(near, distances)
+
+
+def blobs(sizes, seed=0, dim=4, apart=8.0):
+    r = np.random.default_rng(seed)
+    y = np.repeat(np.arange(len(sizes)), sizes)
+    return (apart * r.normal(size=(len(sizes), dim))[y] + r.normal(size=(len(y), dim))), y
+
+
+def test_neighbors_stay_neighbors_in_few_dimensions():
+    x, y = make_blobs(600, 40, centers=8, random_state=0)[:2]
+    graph = graph_of(x)
+    places = low_dimensional(graph, 5, seed=0)
+    assert places.shape == (600, 5) and places.dtype == np.float32
+    _, near = NearestNeighbors(n_neighbors=10).fit(places).kneighbors()
+    assert np.mean(np.take(y, near) == np.reshape(y, (-1, 1))) > 0.99
+    assert (places == low_dimensional(graph, 5, seed=0)).all()
+    assert (places != low_dimensional(graph, 5, seed=1)).any()
+
+
+@pytest.mark.parametrize("sizes", [[100] * 5, [300, 60, 60, 30]])
+@pytest.mark.parametrize("clusters", [density_leaves, density_peaks])
+def test_clusters_that_lie_apart_are_found_by_their_density(clusters, sizes):
+    x, y = blobs(sizes)
+    found = clusters(x, len(sizes))
+    assert found.dtype == np.int64 and set(found) == set(range(len(sizes)))
+    assert adjusted_rand_score(y, found) > 0.98
+
+
+def test_leaves_are_those_of_hdbscan_at_the_size_that_leaves_so_many():
+    x, _ = make_moons(500, noise=0.08, random_state=0)
+    found = density_leaves(x, 2)
+    trees = [
+        HDBSCAN(size, min_samples=5, cluster_selection_method="leaf", copy=True).fit_predict(x)
+        for size in (50, 100, 150)
+    ]
+    theirs = next(tree for tree in trees if tree.max() == 1)
+    inside = theirs >= 0
+    assert adjusted_rand_score(theirs[inside], found[inside]) > 0.99
+
+
+def test_peaks_keep_a_rare_cluster_where_leaves_divide_the_large_one():
+    x, y = blobs([900, 900, 25], apart=6.0)
+    assert adjusted_rand_score(y, density_peaks(x, 3)) > 0.99
+    assert np.bincount(density_leaves(x, 3)).min() > 25
+
+
+@pytest.mark.parametrize(
+    "x",
+    [np.zeros((30, 3)), np.ones((2, 2)), np.arange(5.0)[:, None], np.repeat(np.eye(3), 20, 0)],
+    ids=["one point", "two", "a line", "duplicates"],
+)
+def test_degenerate_places_give_clusters_for_all(x):
+    for clusters in (density_leaves, density_peaks):
+        found = clusters(x, 2)
+        assert found.shape == (len(x),) and found.min() == 0
+    assert np.isfinite(low_dimensional(graph_of(x), 4, seed=0)).all()
