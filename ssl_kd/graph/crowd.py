@@ -27,9 +27,9 @@ from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 Rows = NDArray[np.float32]
 
 # An answer whose entropy is below this share of log K is of uneven clusters, and families that
-# prefer even ones still cut the large: then the peaks of the density answer alone. Chosen by
-# `benchmarks.regret`, which also shows what it is worth on families of sets left out.
-EVEN = 0.9725
+# prefer even ones still cut the large: then others vote. Chosen with families of sets left out, as
+# `benchmarks.regret` does it.
+EVEN = 0.97
 POWERS, MIDDLE_POWER = (0.0, 0.3, 0.5), (0.3,)  # of the entropy in what communities maximise
 WIDER = 1.25  # times K eigenvectors, for a second k-means
 DIMENSIONS = (8, 4)
@@ -61,7 +61,8 @@ class Crowd:
         clusters: `[n]` int64, at most K clusters, numbered in the order of their first samples.
         voters: partitions `[n]` by name, each "family: what it saw".
         others: those that did not vote, likewise.
-        evenness: entropy of the consensus of all families but the peaks, as a share of log K.
+        evenness: entropy of the consensus of those that vote where clusters are even, as a share of
+            log K.
     """
 
     clusters: Ints
@@ -105,14 +106,31 @@ def ask_crowd(
         for name, clusters in _candidates(cosine, euclidean, whitened, n_clusters):
             found[name] = in_order(clusters)
             progress(len(found), total)
-        peaks = {name: c for name, c in found.items() if name.startswith(PEAKS)}
-        rest = {name: c for name, c in found.items() if name not in peaks}
-        clusters = consensus([*rest.values()], n_clusters)
+        even = voters(found, even=True)
+        clusters = consensus([*even.values()], n_clusters)
         share = np.bincount(clusters) / len(clusters)
         evenness = float(-(share * np.log(np.maximum(share, 1e-12))).sum() / np.log(n_clusters))
-        if evenness >= EVEN:
-            return Crowd(in_order(clusters), rest, peaks, evenness)
-        return Crowd(in_order(consensus([*peaks.values()], n_clusters)), peaks, rest, evenness)
+        if evenness < EVEN:
+            even = voters(found, even=False)
+            clusters = consensus([*even.values()], n_clusters)
+        others = {name: c for name, c in found.items() if name not in even}
+        return Crowd(in_order(clusters), even, others, evenness)
+
+
+def voters(found: Mapping[str, Ints], even: bool) -> dict[str, Ints]:
+    """Those of all partitions that vote where clusters are even, or where they are not.
+
+    All but the peaks; or the peaks and the communities at the highest power of the entropy, which
+    have no preference for clusters of one size.
+    """
+    if even:
+        return {name: c for name, c in found.items() if not name.startswith(PEAKS)}
+    highest = max(power for power in POWERS if any(name.endswith(f", {power}") for name in found))
+    return {
+        name: c
+        for name, c in found.items()
+        if name.startswith(PEAKS) or name.endswith(f", {highest}")
+    }
 
 
 def _candidates(
