@@ -4,7 +4,7 @@
     python -m benchmarks.explore FOLDER --screenshot RUN explore.png
 
 Needs playwright and a Chromium. Where embedding-atlas is installed, the same samples go through
-`ssl_kd export --to embedding-atlas`, its own command serves them, and rounds take turns. Each
+`ssl_kd export --to parquet`, its own command serves them, and rounds take turns. Each
 visit has a fresh browser with the same flags. Medians are shown. Memory is what all processes of
 the browser have more (PSS) than with an empty page, and that of the server; js is heap and typed
 arrays of the page. Frames are counted while the map is dragged. Without a graphics card Chromium
@@ -200,7 +200,7 @@ def for_atlas(run: Path, folder: Path) -> Path:
     if not out.is_file():
         places, columns = map_of(Samples(run)), folder / "places.parquet"
         parquet.write_table(arrow.table({"x": places[:, 0], "y": places[:, 1]}), columns)
-        words = ["export", str(run), "--to", "embedding-atlas", "--out", str(out)]
+        words = ["export", str(run), "--to", "parquet", "--out", str(out)]
         command = [sys.executable, "-m", "ssl_kd", *words, "--columns", str(columns)]
         subprocess.run(command, check=True)
     return out
@@ -211,7 +211,7 @@ def commands(run: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
     found = {"ssl_kd": (["ssl_kd", "explore", str(run), "--port", str(ours)], ours)}
     if importlib.util.find_spec("embedding_atlas"):
         words = ["embedding_atlas.cli", str(for_atlas(run, folder)), "--x", "x", "--y", "y"]
-        words += ["--neighbors", "neighbors", "--port", str(theirs), "--host", "127.0.0.1"]
+        words += ["--port", str(theirs), "--host", "127.0.0.1"]
         found["embedding-atlas"] = (words, theirs)
     return found
 

@@ -151,5 +151,5 @@ def test_what_is_no_run(copied, tmp_path, capsys):
 def test_help_lists_the_formats(capsys):
     assert cli.main(["export", "--help"]) == 0
     told = capsys.readouterr().out
-    for name in ("fiftyone", "label-studio", "embedding-atlas", "--skip_missing"):
+    for name in ("fiftyone", "label-studio", "--skip_missing"):
         assert name in told

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +36,6 @@ class Format:
     reads: Callable[[Content, Path], str] = lambda content, out: ""
 
 
-def _atlas_command(content: Content, out: Path) -> str:
-    from ssl_kd.export.atlas import has_map
-
-    how = "--x x --y y" if has_map(content) else "--vector vector"
-    picture = " --image image" if content.pictured else ""
-    return f"embedding-atlas {shlex.quote(str(out))} {how} --neighbors neighbors{picture}"
-
-
 FORMATS: Mapping[str, Format] = {
     "parquet": Format(
         "a row for each sample, with everything known of it",
@@ -73,13 +64,6 @@ FORMATS: Mapping[str, Format] = {
         "label-studio",
         ("url", "skip_missing"),
         lambda content, out: "import tasks.json into a project with label_config.xml",
-    ),
-    "embedding-atlas": Format(
-        "a file for embedding-atlas",
-        "atlas.write_atlas",
-        "atlas.parquet",
-        ("skip_missing",),
-        _atlas_command,
     ),
     "hf-model": Format("the model with its card", "cards.write_model", "hf-model"),
     "hf-dataset": Format(

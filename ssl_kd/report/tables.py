@@ -62,6 +62,16 @@ def number_text(metrics: dict[str, Any]) -> str | None:
     return f"{number['n_clusters']} clusters were found ({by_halves(metrics)}{next_best})"
 
 
+def agreement_text(metrics: dict[str, Any]) -> str | None:
+    """How far other ways to cluster agree with the answer, in a line; None with METHOD heads."""
+    agreement = (metrics.get("graph") or {}).get("agreement")
+    if not agreement:
+        return None
+    most_first = sorted(agreement.items(), key=lambda family: -family[1])
+    shares = ", ".join(f"{family} {100 * share:.0f} %" for family, share in most_first)
+    return f"Samples that other ways to cluster put where the answer does: {shares}"
+
+
 def by_halves(metrics: dict[str, Any]) -> str | None:
     """The interval of the number of clusters that was found; None where K was given."""
     number = (metrics.get("graph") or {}).get("number")

@@ -10,7 +10,13 @@ from ssl_kd.report import figures
 from ssl_kd.report.curves import head_curves
 from ssl_kd.report.gallery import Images, extreme_rows, gallery
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.tables import by_halves, extension_text, next_commands, number_text
+from ssl_kd.report.tables import (
+    agreement_text,
+    by_halves,
+    extension_text,
+    next_commands,
+    number_text,
+)
 from ssl_kd.report.tree import tree
 from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
 
@@ -70,10 +76,9 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
 
 
 def _tree_text(metrics: dict[str, Any]) -> str:
-    """What the tree is, and where the number of its clusters comes from."""
-    text = "Fewer and larger clusters at the top, what they are made of inside; click to open."
-    found = number_text(metrics)
-    return f"{found}. {text}" if found else text
+    """What the tree is, where its number of clusters comes from, and which families agree."""
+    text = "Fewer and larger clusters at the top, what they are made of inside; click to open"
+    return ". ".join(t for t in (number_text(metrics), text, agreement_text(metrics)) if t) + "."
 
 
 def _maps(run: RunResults, colours: list[str], names: list[str]) -> dict[str, Any]:

@@ -94,10 +94,10 @@ def test_what_cannot_be_asked_for(photo_run, tmp_path):
     assert (tmp_path / "b.parquet").read_text() == "mine"
 
 
-@pytest.mark.parametrize("to", ["folders", "fiftyone", "label-studio", "embedding-atlas"])
+@pytest.mark.parametrize("to", ["folders", "fiftyone", "label-studio"])
 @fault(134)
 def test_missing_pictures_are_named_and_the_rest_goes_on_when_asked(copied, tmp_path, caplog, to):
-    out = tmp_path / ("out.parquet" if to == "embedding-atlas" else "out")
+    out = tmp_path / "out"
     gone = sorted((tmp_path / "photos" / "train" / "digit 0").iterdir())[:2]
     for file in gone:
         file.unlink()
@@ -207,8 +207,6 @@ def test_a_failed_replacement_leaves_the_old_file(photo_run, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("to", "name"),
     [
-        ("embedding-atlas", "vector"),
-        ("embedding-atlas", "image"),
         ("fiftyone", "tags"),
         ("fiftyone", "filepath"),
     ],
@@ -216,7 +214,7 @@ def test_a_failed_replacement_leaves_the_old_file(photo_run, tmp_path, monkeypat
 def test_a_column_of_the_format_itself_is_no_users(photo_run, tmp_path, to, name):
     samples = Samples(photo_run)
     content = Content.of(samples, columns={name: np.zeros(len(samples))})
-    out = tmp_path / ("out.parquet" if to == "embedding-atlas" else "out")
+    out = tmp_path / "out"
     with pytest.raises(InputError, match=f"{to} has a column '{name}' already"):
         export(content, to, out)
     assert list(tmp_path.iterdir()) == []

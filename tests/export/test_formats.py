@@ -1,6 +1,5 @@
 """What the other programs read: by their own code where it is installed, else by its rules."""
 
-import io
 import json
 import os
 import sys
@@ -148,46 +147,6 @@ def test_label_studio_takes_them(content, tmp_path):
             assert own.validate_prediction(prediction, return_errors=True) == []
 
 
-def test_embedding_atlas_file(photo_run, tmp_path):
-    samples = Samples(photo_run)
-    content = Content.of(samples, clusters=[0, 1])
-    table = parquet.read_table(export(content, "embedding-atlas", tmp_path / "a.parquet"))
-    x = samples.embeddings(content.rows).numpy().astype(np.float64)
-    assert np.allclose(np.stack(table.column("vector").to_pylist()), x)
-    unit, splits = x / np.linalg.norm(x, axis=1, keepdims=True), content.split_of(content.rows)
-    for at, near in enumerate(table.column("neighbors").to_pylist()):
-        ids, distances = near["ids"], near["distances"]
-        assert len(ids) == len(distances) and at not in ids
-        assert all(splits[other] == splits[at] for other in ids)
-        assert np.allclose(distances, 1 - unit[ids] @ unit[at], atol=1e-5)
-        assert distances == sorted(distances) or np.allclose(
-            distances, sorted(distances), atol=1e-6
-        )
-    image = table.column("image")[0].as_py()
-    assert Image.open(io.BytesIO(image["bytes"])).size == (8, 8)
-    place = {"x": np.arange(len(samples)) / 2, "y": np.zeros(len(samples))}
-    mapped = Content.of(samples, columns=place)
-    table = parquet.read_table(export(mapped, "embedding-atlas", tmp_path / "b.parquet"))
-    assert "vector" not in table.column_names
-    assert table.column("x").to_pylist() == place["x"].tolist()
-
-
-@pytest.mark.filterwarnings("ignore")  # of the other program
-def test_embedding_atlas_reads_it(photo_run, tmp_path):
-    cli = pytest.importorskip("embedding_atlas.cli")
-    samples = Samples(photo_run)
-    places = {"x": np.arange(len(samples)) / 2, "y": np.zeros(len(samples))}
-    content = Content.of(samples, columns=places)
-    path = export(content, "embedding-atlas", tmp_path / "a.parquet")
-    flags = ["--x", "x", "--y", "y", "--neighbors", "neighbors", "--image", "image", "--degree"]
-    out = tmp_path / "page"
-    cli.main([str(path), *flags, "--export-application", str(out)], standalone_mode=False)
-    written = parquet.read_table(out / "data" / "dataset.parquet")
-    assert written.num_rows == len(samples)
-    near = [len(row["ids"]) for row in parquet.read_table(path).column("neighbors").to_pylist()]
-    assert written.column("out_degree").to_pylist() == near
-
-
 def test_cards_say_the_numbers_of_the_run(content, tmp_path):
     out = export(content, "hf-model", tmp_path / "model")
     data: Any = ModelCard.load(out / "README.md").data
@@ -221,8 +180,3 @@ def test_features_have_no_pictures(content, tmp_path, monkeypatch):
     for to in ("folders", "fiftyone", "label-studio"):
         with pytest.raises(InputError, match="no picture files of their own"):
             export(content, to, tmp_path / to)
-    dataset = {**content.samples.metrics["dataset"], "pictured": False}
-    features = {"teacher": {"name": "features"}, "dataset": dataset}
-    content.samples.metrics = {**content.samples.metrics, **features}
-    path = export(content, "embedding-atlas", tmp_path / "a.parquet")
-    assert "image" not in parquet.read_table(path).column_names
