@@ -134,7 +134,7 @@ def test_noise_is_for_those_who_ask_for_it(blobs, fitted, tmp_path):
                                   asked.labels_)  # fmt: skip
 
 
-def test_the_confidence_is_as_sure_as_the_partition_is_stable():
+def test_the_confidence_is_low_where_other_partitions_disagree():
     rng = np.random.default_rng(0)
     apart = rng.normal(size=(300, 6)) + 8 * np.eye(3, 6)[np.arange(300) % 3]
     one = rng.normal(size=(300, 6))  # three clusters where there are none
