@@ -17,7 +17,6 @@ from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.finished import Curation, Samples
 from ssl_kd.naming import Names
-from ssl_kd.vision.model import has_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -96,17 +95,6 @@ class Content:
     def title(self) -> str:
         """What the run is called."""
         return self.samples.path.resolve().name
-
-    @property
-    def pictured(self) -> bool:
-        """Whether the samples have pictures, not features alone."""
-        return has_pictures(self.samples.metrics)
-
-    def split_of(self, rows: NDArray[np.int64]) -> list[str]:
-        """The splits of some rows of the run."""
-        starts = np.array([run.start for run in self.samples.splits.values()])
-        names = list(self.samples.splits)
-        return [names[at] for at in np.searchsorted(starts, rows, side="right") - 1]
 
     def cluster_names(self) -> dict[int, str]:
         """The name, or the number, of every cluster that goes out; -1 is `none`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,17 +18,13 @@ def write_parquet(content: Content, out: Path) -> Path:
     """The columns of the run's assignments, names of every level, and what was given beside them.
 
     `cluster` is what it is after people's decisions; where these changed any, `cluster_of_run` is
-    what it was. Written in groups of rows, and only whole.
+    what it was. Written in groups of rows, never all of them in memory, and only whole.
 
     Raises:
         InputError: there is a file; OSError: it cannot be written, and nothing is left behind.
     """
-    return stream(content.batches(ROWS_PER_GROUP), out)
-
-
-def stream(batches: Iterator[arrow.RecordBatch], out: Path) -> Path:
-    """Groups of rows as one Parquet file, never all of them in memory."""
     refuse_existing(out)
+    batches = content.batches(ROWS_PER_GROUP)
 
     def write(file: BinaryIO) -> None:
         first = next(batches)

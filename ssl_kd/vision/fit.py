@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 # hold their embeddings in memory.
 CONSENSUS_PAIRS = 20_000
 CONVERGENCE_PAIRS = 4_000  # and enough to see whether they still learn
+LEAST_OF_EACH = 8  # samples for each cluster, or the confidence is the vote as it is
 CALIBRATION_ROWS = 20_000  # whose mean confidence is set
 SPLIT_ROWS = 100_000  # among which heads that found the clusters themselves leave none empty
 MOST_EPOCHS = 200
@@ -275,6 +276,8 @@ def _calibrate(model: ClusterModel, gather: Gather, crowd: Crowd, seed: int) -> 
     Partitions share errors: on 26 sets the mean agreement was 13 points above the accuracy, and its
     square 8 points from it either way.
     """
+    if len(crowd.clusters) < LEAST_OF_EACH * model.n_clusters:
+        return  # of so few nothing can be said
     rows = sample_rows(len(crowd.clusters), seed, CALIBRATION_ROWS)
     votes = torch.cat([model.vote(gather(block)) for block in rows.split(ROWS_PER_BLOCK)])
     agreement = [*crowd.agreement().values()]
