@@ -1,0 +1,48 @@
+"""The tables of regrets, and the rule that is chosen on families of sets left out."""
+
+import numpy as np
+import pytest
+
+from benchmarks.regret import EVEN, Regrets, draw_of, family, report
+
+
+def rows(name, evenness, even, uneven, peer, ours=50.0):
+    about = {"set": name, "draw": 0, "n": 100, "classes": 10, "seconds": 1.0}
+    accuracies = {"kmeans": peer, "ward": peer - 5, "ssl_kd": ours, "even": even, "uneven": uneven}
+    return [
+        {**about, "method": method, "evenness": evenness}
+        | dict.fromkeys(("acc", "nmi", "ari", "balanced"), accuracy)
+        for method, accuracy in accuracies.items()
+    ]
+
+
+def test_regret_is_behind_the_best_peer_and_negative_ahead_of_it():
+    regrets = Regrets([*rows("digits", 0.99, 70, 60, 80, ours=75), *rows("umist", 0.9, 40, 50, 45)])
+    assert regrets.of("ssl_kd", "acc") == {"digits": 5, "umist": -5}
+    assert regrets.of("ward", "nmi") == {"digits": 5, "umist": 5}  # a peer: behind the others
+    half = rows("usps", 0.9, 1, 2, 3)[:3]
+    assert Regrets(half).sets == []  # a draw that is not whole does not count
+
+
+def test_a_rule_is_chosen_on_other_families_only():
+    assert family("fashion10k_lt10") == family("fashion10k_efficientnet") == "fashion"
+    # Of every other family the second vote is better below 0.96; of fashion it is always worse.
+    others = [row for name in "abc" for row in rows(name, 0.955, 50, 60, 60)]
+    others += [row for name in "de" for row in rows(name, 0.965, 60, 50, 60)]
+    fashion = rows("fashion10k", 0.955, 60, 45, 60)
+    regrets = Regrets([*others, *fashion])
+    left_out = regrets.of(regrets.left_out(), "acc")
+    assert left_out["fashion10k"] == 15  # the rule that others speak for, though its own do not
+    assert left_out["a"] == 0 and left_out["d"] == 0
+    text = report([*others, *fashion])
+    assert "6 sets, 6 draws" in text and str(EVEN) in text
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_draws_are_random_and_those_of_folders_have_some_classes(seed):
+    x, y = np.random.default_rng(0).normal(size=(400, 5)), np.arange(400) % 8
+    rows, labels = draw_of("digits", x, y, seed)
+    assert rows.shape == (320, 5) and np.allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
+    rows, labels = draw_of("digits_folder_3_60", x, y, seed)
+    assert set(labels) == {0, 1, 2} and 12 <= len(rows) <= 60
+    assert not np.array_equal(rows[:3], draw_of("digits_folder_3_60", x, y, seed + 1)[0][:3])
