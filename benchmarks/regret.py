@@ -33,7 +33,7 @@ from ssl_kd import evaluate
 from ssl_kd.graph import ask_crowd, consensus
 from ssl_kd.graph.crowd import EVEN, voters
 from ssl_kd.store import nearest_neighbours
-from ssl_kd.vision.partition import views
+from ssl_kd.vision.partition import summed, views
 from ssl_kd.vision.projection import Projection
 
 MOST_ROWS = 2500
@@ -44,6 +44,15 @@ TAILED = (
     "cifar10_resnet18_pca50",
     "fashion10k",
     "fashion10k_efficientnet",
+)
+OWN = (  # of `benchmarks.sets`
+    "digits",
+    "fashion10k",
+    "fashion10k_efficientnet",
+    "cifar_efficientnet",
+    "unequal",
+    "two",
+    "rare",
 )
 FOLDERS = {
     "cifar_efficientnet": [(3, 90), (10, 400)],
@@ -69,9 +78,7 @@ def sets(features: Path | None, sources: Sources) -> Iterator[tuple[str, Labelle
     makers: dict[str, Callable[[], Labelled]] = {
         file.stem: lambda file=file: (np.load(file)["x"], np.load(file)["y"]) for file in files
     }
-    for name in ("digits", "fashion10k", "fashion10k_efficientnet", "cifar_efficientnet"):
-        makers[name] = lambda name=name: SETS[name](sources)
-    for name in ("unequal", "two", "rare"):
+    for name in OWN:
         makers[name] = lambda name=name: SETS[name](sources)
     for name, make in makers.items():
         try:
@@ -116,12 +123,11 @@ def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
     rows = torch.from_numpy(x)
     near = nearest_neighbours(rows, min(20, len(x) - 1))
     projected = Projection.fit(rows, 256)(rows)
-    looks = views(near, rows.__getitem__, projected, torch.device("cpu"))
-    crowd = ask_crowd(*looks, n_clusters)
-    every = {**crowd.voters, **crowd.others}
+    cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
+    crowd = ask_crowd(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
     return {
-        "even": consensus([*voters(every, even=True).values()], n_clusters),
-        "uneven": consensus([*voters(every, even=False).values()], n_clusters),
+        "even": consensus(voters(crowd.candidates, even=True), n_clusters),
+        "uneven": consensus(voters(crowd.candidates, even=False), n_clusters),
         "evenness": crowd.evenness,
     }
 

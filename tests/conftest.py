@@ -47,14 +47,14 @@ def _each_crowd_is_asked_once():
     """Its answer depends on its arguments alone, and is most of a tiny run."""
     known = {}
 
-    def remembered(cosine, euclidean, whitened, n_clusters, progress=lambda done, total: None):
+    def remembered(cosine, euclidean, together, n_clusters, progress=lambda done, total: None):
         seen = hashlib.sha256(repr(n_clusters).encode())
-        for view in (cosine, euclidean, whitened):
-            seen.update(b"" if view.rows is None else view.rows.tobytes())
-            for graph in view.graphs.values():
-                seen.update(graph.indices.tobytes() + graph.data.tobytes())
+        for view in (cosine, euclidean):
+            seen.update(view.rows.tobytes())
+        for graph in (*cosine.graphs.values(), *euclidean.graphs.values(), together):
+            seen.update(graph.indices.tobytes() + graph.data.tobytes())
         if (key := seen.digest()) not in known:
-            known[key] = ask_crowd(cosine, euclidean, whitened, n_clusters, progress)
+            known[key] = ask_crowd(cosine, euclidean, together, n_clusters, progress)
         return copy.deepcopy(known[key])
 
     with mock.patch("ssl_kd.vision.partition.ask_crowd", remembered):

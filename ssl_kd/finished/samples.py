@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -190,15 +190,10 @@ class Samples:
         found, _ = find_neighbours(self.store(split), k, search="auto")
         return found.numpy() + self.splits[split].start
 
-    def nearest(self, k: int, splits: Iterable[str] | None = None) -> NDArray[np.int64]:
-        """The k nearest of every sample in its split `[n, k]`; -1 where there are no more.
-
-        Args:
-            k: how many.
-            splits: those that it is asked of; None: all. Of other samples there is -1.
-        """
+    def nearest(self, k: int) -> NDArray[np.int64]:
+        """The k nearest of every sample in its split `[n, k]`; -1 where there are no more."""
         found = np.full((len(self), k), -1, np.int64)
-        for split in self.splits if splits is None else splits:
+        for split in self.splits:
             rows = self._split(split)
             if (most := min(k, len(rows) - 1)) > 0:
                 found[rows.start : rows.stop, :most] = self.neighbours(most, split)

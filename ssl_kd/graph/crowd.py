@@ -7,8 +7,9 @@ points behind the best one. Their consensus rarely is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from threadpoolctl import threadpool_limits
 
 from ssl_kd.graph.criterion import Graph, Ints, one_hot
 from ssl_kd.graph.kmeans import kmeans
-from ssl_kd.graph.layout import density_leaves, density_peaks, low_dimensional
+from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import MANY, communities, in_order
 from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 
@@ -45,37 +46,56 @@ class View:
     """One way to look at the samples.
 
     Attributes:
-        rows: `[n, d]` float32, for k-means; None: only the graphs are looked at.
+        rows: `[n, d]` float32, for k-means.
         graphs: of neighbors, by their number.
     """
 
-    rows: Rows | None
+    rows: Rows
     graphs: Mapping[int, sp.csr_matrix]
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A partition that may vote.
+
+    Attributes:
+        family: the kind of method that found it.
+        clusters: `[n]` int64, numbered in the order of their first samples.
+        any_size: whether the method has no preference for clusters of one size.
+    """
+
+    family: str
+    clusters: Ints
+    any_size: bool = False
+
+
+@dataclass(frozen=True)
 class Crowd:
-    """An answer, and the partitions that voted for it.
+    """An answer, and the partitions that it was formed from.
 
     Attributes:
         clusters: `[n]` int64, at most K clusters, numbered in the order of their first samples.
-        voters: partitions `[n]` by name, each "family: what it saw".
-        others: those that did not vote, likewise.
+        candidates: all partitions, whether they voted or not.
         evenness: entropy of the consensus of those that vote where clusters are even, as a share of
             log K.
     """
 
     clusters: Ints
-    voters: dict[str, Ints]
-    others: dict[str, Ints]
+    candidates: list[Candidate]
     evenness: float
 
+    @property
+    def voters(self) -> list[Candidate]:
+        """The partitions that voted for the answer."""
+        return voters(self.candidates, even=self.evenness >= EVEN)
+
+    @cached_property
     def agreement(self) -> dict[str, float]:
         """Mean share of samples that a family's partitions put where the answer does."""
         found: dict[str, list[float]] = {}
-        for name, clusters in {**self.voters, **self.others}.items():
-            same = float(np.mean(aligned(clusters, self.clusters) == self.clusters))
-            found.setdefault(name.split(":")[0], []).append(same)
+        for candidate in self.candidates:
+            same = float(np.mean(aligned(candidate.clusters, self.clusters) == self.clusters))
+            found.setdefault(candidate.family, []).append(same)
         return {family: float(np.mean(shares)) for family, shares in found.items()}
 
 
@@ -87,7 +107,7 @@ def n_partitions(n_clusters: int) -> int:
 def ask_crowd(
     cosine: View,
     euclidean: View,
-    whitened: View,
+    together: sp.csr_matrix,
     n_clusters: int,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Crowd:
@@ -96,78 +116,57 @@ def ask_crowd(
     Args:
         cosine: rows of length 1; graphs of 10, 15 and 20 neighbors.
         euclidean: centred rows; the graph of 15 neighbors.
-        whitened: the graph of 15 neighbors by half-whitened components.
+        together: the sum of the graphs of 15 neighbors in all views.
         n_clusters: K, at least 2.
         progress: called with (partitions done, partitions).
     """
-    found, total = dict[str, Ints](), n_partitions(n_clusters)
+    found, total = list[Candidate](), n_partitions(n_clusters)
     # Small products, which several threads would only wait for each other in.
     with threadpool_limits(1):
-        for name, clusters in _candidates(cosine, euclidean, whitened, n_clusters):
-            found[name] = in_order(clusters)
+        for candidate in _candidates(cosine, euclidean, together, n_clusters):
+            found.append(replace(candidate, clusters=in_order(candidate.clusters)))
             progress(len(found), total)
-        even = voters(found, even=True)
-        clusters = consensus([*even.values()], n_clusters)
+        clusters = consensus(voters(found, even=True), n_clusters)
         share = np.bincount(clusters) / len(clusters)
         evenness = float(-(share * np.log(np.maximum(share, 1e-12))).sum() / np.log(n_clusters))
         if evenness < EVEN:
-            even = voters(found, even=False)
-            clusters = consensus([*even.values()], n_clusters)
-        others = {name: c for name, c in found.items() if name not in even}
-        return Crowd(in_order(clusters), even, others, evenness)
+            clusters = consensus(voters(found, even=False), n_clusters)
+        return Crowd(in_order(clusters), found, evenness)
 
 
-def voters(found: Mapping[str, Ints], even: bool) -> dict[str, Ints]:
-    """Those of all partitions that vote where clusters are even, or where they are not.
-
-    All but the peaks; or the peaks and the communities at the highest power of the entropy, which
-    have no preference for clusters of one size.
-    """
-    if even:
-        return {name: c for name, c in found.items() if not name.startswith(PEAKS)}
-    highest = max(power for power in POWERS if any(name.endswith(f", {power}") for name in found))
-    return {
-        name: c
-        for name, c in found.items()
-        if name.startswith(PEAKS) or name.endswith(f", {highest}")
-    }
+def voters(candidates: Iterable[Candidate], even: bool) -> list[Candidate]:
+    """Those that vote where clusters are even: all but the peaks; or uneven: those of any size."""
+    return [c for c in candidates if (c.family != PEAKS if even else c.any_size)]
 
 
 def _candidates(
-    cosine: View, euclidean: View, whitened: View, n_clusters: int
-) -> Iterator[tuple[str, Ints]]:
+    cosine: View, euclidean: View, together: sp.csr_matrix, n_clusters: int
+) -> Iterator[Candidate]:
     k = n_clusters
     many = k >= MANY
     starts, powers = (1, MIDDLE_POWER) if many else (STARTS, POWERS)
-    assert cosine.rows is not None and euclidean.rows is not None
     directions = euclidean.rows / np.maximum(
         np.linalg.norm(euclidean.rows, axis=1, keepdims=True), 1e-12
     )
-    together = (cosine.graphs[15] + euclidean.graphs[15] + whitened.graphs[15]).tocsr()
-    graphs = {
-        "cosine, 10": cosine.graphs[10],
-        "cosine, 20": cosine.graphs[20],
-        "euclidean": euclidean.graphs[15],
-        "all views": together,
-    }
-    rows = {"cosine": cosine.rows, "centred": directions, "euclidean": euclidean.rows}
-    for name, x in rows.items():
-        yield f"k-means: {name}", kmeans(x, k, 0, n_init=starts)
-    for name, graph in graphs.items():
+    for rows in (cosine.rows, directions, euclidean.rows):
+        yield Candidate("k-means", kmeans(rows, k, 0, n_init=starts))
+    for graph in (cosine.graphs[10], cosine.graphs[20], euclidean.graphs[15], together):
         vectors = spectral_coordinates(graph, int(WIDER * k) + 1)
-        yield f"spectral: {name}", kmeans(on_sphere(vectors[:, :k]), k, 0, n_init=starts)
+        yield Candidate("spectral", kmeans(on_sphere(vectors[:, :k]), k, 0, n_init=starts))
         if not many:
-            yield f"spectral: {name}, wider", kmeans(on_sphere(vectors), k, 0, n_init=starts)
+            yield Candidate("spectral", kmeans(on_sphere(vectors), k, 0, n_init=starts))
         for power, clusters in zip(powers, communities(Graph(graph), k, powers), strict=True):
-            yield f"communities: {name}, {power}", clusters
-    for name, graph in {"cosine": cosine.graphs[15], "all views": together}.items():
-        yield f"diffused k-means: {name}", kmeans(_diffused(graph, directions), k, 0, n_init=starts)
-    for name, view in {"cosine": cosine, "euclidean": euclidean}.items():
+            yield Candidate("communities", clusters, any_size=power == max(powers))
+    for graph in (cosine.graphs[15], together):
+        rows = _diffused(graph, directions)
+        yield Candidate("diffused k-means", kmeans(rows, k, 0, n_init=starts))
+    for view in (cosine, euclidean):
         for dim in DIMENSIONS:
             places = low_dimensional(view.graphs[15], dim, seed=dim)
-            yield f"layout: {name}, {dim}", kmeans(places, k, 0, n_init=starts)
-            yield f"density leaves: {name}, {dim}", density_leaves(places, k)
-            yield f"{PEAKS}: {name}, {dim}", density_peaks(places, k)
+            density = Density(places)
+            yield Candidate("layout", kmeans(places, k, 0, n_init=starts))
+            yield Candidate("density leaves", density.leaves(k))
+            yield Candidate(PEAKS, density.peaks(k), any_size=True)
 
 
 def _diffused(graph: Any, rows: Rows) -> Rows:
@@ -178,19 +177,20 @@ def _diffused(graph: Any, rows: Rows) -> Rows:
     return rows
 
 
-def consensus(partitions: Sequence[Ints], n_clusters: int) -> Ints:
+def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     """The partition that others agree on most: spectral clustering of their joint assignments.
 
     Each partition is then matched to it one to one, and the majority decides, until nothing moves.
 
     Args:
-        partitions: `[n]` int64 each, from 0 without gaps; any numbers of clusters.
+        candidates: partitions from 0 without gaps, into any numbers of clusters.
         n_clusters: K of the answer, at most n.
 
     References:
         Strehl & Ghosh, Cluster ensembles, 2002; Fern & Brodley, Solving cluster ensemble problems
         by bipartite graph partitioning, 2004.
     """
+    partitions = [candidate.clusters for candidate in candidates]
     n = len(partitions[0])
     joint: Any = sp.hstack([one_hot(c, int(c.max()) + 1) for c in partitions]).tocsr()
     joint = joint @ sp.diags_array(1 / np.sqrt(np.asarray(joint.sum(0)).ravel()))

@@ -68,93 +68,127 @@ def low_dimensional(graph: Any, dim: int, seed: int) -> Floats:
     return places
 
 
-def density_leaves(places: Floats, n_clusters: int) -> Ints:
-    """The leaves of HDBSCAN's tree at the minimum cluster size that gives this many.
-
-    A merge of the single-linkage tree separates two clusters where both sides have at least the
-    minimum size, so the size that leaves K of them is the (K - 1)-th largest smaller side. What
-    lies outside every leaf gets the commonest cluster of its five nearest clustered neighbors.
+class Density:
+    """Clusters of places, by how densely samples lie in them.
 
     Args:
         places: `[n, dim]`.
-        n_clusters: K, at least 2; ties in the sizes may give more or fewer.
-
-    References:
-        Campello et al., Density-based clustering based on hierarchical density estimates, 2013.
     """
-    n = len(places)
-    pairs = _spanning_tree(places)
-    parent, size = list(range(2 * n - 1)), [1] * (2 * n - 1)
-    children: list[tuple[int, int]] = []
-    for a, b in pairs:
-        a, b, new = _root(parent, a), _root(parent, b), n + len(children)
-        parent[a] = parent[b] = new
-        size[new] = size[a] + size[b]
-        children.append((a, b))
-    smaller = np.array([min(size[a], size[b]) for a, b in children])
-    least = np.sort(smaller)[-(min(n_clusters, n) - 1)]
-    if 2 * n_clusters < 2 + (smaller >= least).sum() + (smaller > least).sum():
-        least += 1  # of sizes that are tied: rather too few than more too many
-    divided = [False] * n  # whether a node holds several leaves
-    for (a, b), smallest in zip(children, smaller, strict=True):
-        divided.append(bool(smallest >= least) or divided[a] or divided[b])
-    clusters = np.full(2 * n - 1, -1)
-    found = 0
-    for node in range(2 * n - 2, n - 1, -1):
-        pair = children[node - n]
-        if divided[node]:
-            for child in pair:
-                if not divided[child] and size[child] >= least:
-                    clusters[child], found = found, found + 1
-        else:
-            clusters[list(pair)] = clusters[node]
-    return _without_noise(places, clusters[:n])
 
+    def __init__(self, places: Floats) -> None:
+        self.places, k = places, min(NEIGHBORS, len(places) - 1)
+        # Of the nearest, nearest first, without the sample itself: `[n, k]` each.
+        self._distances, self._near = NearestNeighbors(n_neighbors=k).fit(places).kneighbors()
 
-def density_peaks(places: Floats, n_clusters: int) -> Ints:
-    """The K most prominent peaks of a density, whatever their sizes.
+    def leaves(self, n_clusters: int) -> Ints:
+        """The leaves of HDBSCAN's tree at the minimum cluster size that gives this many.
 
-    The density at a sample is the inverse of the distance to its 15 nearest neighbors. Each sample
-    climbs to the densest of them; a peak ends where its slope meets that of a higher one, and its
-    prominence is how far, in logarithms, it rises above that saddle.
+        A merge of the single-linkage tree separates two clusters where both sides have at least the
+        minimum size, so the size that leaves K of them is the (K - 1)-th largest smaller side. What
+        lies outside every leaf gets the commonest cluster of its five nearest clustered neighbors.
 
-    Args:
-        places: `[n, dim]`.
-        n_clusters: K; there are more where the graph has more pieces, fewer where fewer peaks.
+        Args:
+            n_clusters: K, at least 2; ties in the sizes may give more or fewer.
 
-    References:
-        Chazal et al., Persistence-based clustering in Riemannian manifolds (ToMATo), 2013.
-    """
-    n = len(places)
-    distances, near = _neighbors(places)
-    density = -0.5 * np.log(np.square(distances).mean(1) + 1e-18)
-    order = np.argsort(-density, kind="stable")
-    rank = np.empty(n, np.int64)
-    rank[order] = np.arange(n)
-    head, tail = np.repeat(np.arange(n), near.shape[1]), near.ravel()
-    ends = np.concatenate([np.stack([head, tail]), np.stack([tail, head])], 1)
-    upward = rank.copy()  # of the densest neighbor, or of the sample itself
-    np.minimum.at(upward, ends[0], rank[ends[1]])
-    basin = order[upward]
-    while (above := basin[basin] != basin).any():
-        basin[above] = basin[basin[above]]
-    crossing = ends[:, basin[ends[0]] != basin[ends[1]]]
-    saddles = density[crossing].min(0)
-    highest_first = np.argsort(-saddles, kind="stable")
-    parent, died = {int(p): int(p) for p in np.unique(basin)}, {}
-    for edge in highest_first:
-        a, b = (_root(parent, int(basin[node])) for node in crossing[:, edge])
-        if a != b:
-            low, high = (a, b) if rank[a] > rank[b] else (b, a)
-            parent[low] = high
-            died[low] = (density[low] - saddles[edge], high)
-    wanted = max(0, n_clusters - (len(parent) - len(died)))
-    lasting = set(sorted(died, key=lambda peak: -died[peak][0])[:wanted])
-    into = {peak: peak for peak in parent}
-    for peak in sorted(died, key=lambda peak: rank[peak]):  # higher ones are settled already
-        if peak not in lasting:
-            into[peak] = into[died[peak][1]]
-    return np.unique([into[int(peak)] for peak in basin], return_inverse=True)[1].astype(np.int64)
+        References:
+            Campello et al., Density-based clustering based on hierarchical density estimates, 2013.
+        """
+        n = len(self.places)
+        pairs = self._spanning_tree()
+        parent, size = list(range(2 * n - 1)), [1] * (2 * n - 1)
+        children: list[tuple[int, int]] = []
+        for a, b in pairs:
+            a, b, new = _root(parent, a), _root(parent, b), n + len(children)
+            parent[a] = parent[b] = new
+            size[new] = size[a] + size[b]
+            children.append((a, b))
+        smaller = np.array([min(size[a], size[b]) for a, b in children])
+        least = np.sort(smaller)[-(min(n_clusters, n) - 1)]
+        if 2 * n_clusters < 2 + (smaller >= least).sum() + (smaller > least).sum():
+            least += 1  # of sizes that are tied: rather too few than more too many
+        divided = [False] * n  # whether a node holds several leaves
+        for (a, b), smallest in zip(children, smaller, strict=True):
+            divided.append(bool(smallest >= least) or divided[a] or divided[b])
+        clusters = np.full(2 * n - 1, -1)
+        found = 0
+        for node in range(2 * n - 2, n - 1, -1):
+            pair = children[node - n]
+            if divided[node]:
+                for child in pair:
+                    if not divided[child] and size[child] >= least:
+                        clusters[child], found = found, found + 1
+            else:
+                clusters[list(pair)] = clusters[node]
+        return _without_noise(self.places, clusters[:n])
+
+    def peaks(self, n_clusters: int) -> Ints:
+        """The K most prominent peaks of a density, whatever their sizes.
+
+        The density at a sample is the inverse of the distance to its 15 nearest neighbors. Each
+        sample climbs to the densest of them; a peak ends where its slope meets that of a higher
+        one, and its prominence is how far, in logarithms, it rises above that saddle.
+
+        Args:
+            n_clusters: K; there are more where the graph has more pieces, fewer where fewer peaks.
+
+        References:
+            Chazal et al., Persistence-based clustering in Riemannian manifolds (ToMATo), 2013.
+        """
+        n, distances, near = len(self.places), self._distances, self._near
+        density = -0.5 * np.log(np.square(distances).mean(1) + 1e-18)
+        order = np.argsort(-density, kind="stable")
+        rank = np.empty(n, np.int64)
+        rank[order] = np.arange(n)
+        head, tail = np.repeat(np.arange(n), near.shape[1]), near.ravel()
+        ends = np.concatenate([np.stack([head, tail]), np.stack([tail, head])], 1)
+        upward = rank.copy()  # of the densest neighbor, or of the sample itself
+        np.minimum.at(upward, ends[0], rank[ends[1]])
+        basin = order[upward]
+        while (above := basin[basin] != basin).any():
+            basin[above] = basin[basin[above]]
+        crossing = ends[:, basin[ends[0]] != basin[ends[1]]]
+        saddles = density[crossing].min(0)
+        highest_first = np.argsort(-saddles, kind="stable")
+        parent, died = {int(p): int(p) for p in np.unique(basin)}, {}
+        for edge in highest_first:
+            a, b = (_root(parent, int(basin[node])) for node in crossing[:, edge])
+            if a != b:
+                low, high = (a, b) if rank[a] > rank[b] else (b, a)
+                parent[low] = high
+                died[low] = (density[low] - saddles[edge], high)
+        wanted = max(0, n_clusters - (len(parent) - len(died)))
+        lasting = set(sorted(died, key=lambda peak: -died[peak][0])[:wanted])
+        into = {peak: peak for peak in parent}
+        for peak in sorted(died, key=lambda peak: rank[peak]):  # higher ones are settled already
+            if peak not in lasting:
+                into[peak] = into[died[peak][1]]
+        return np.unique([into[int(peak)] for peak in basin], return_inverse=True)[1].astype(
+            np.int64
+        )
+
+    def _spanning_tree(self) -> list[tuple[int, int]]:
+        """Edges of the minimum spanning tree by mutual reachability, shortest first.
+
+        Of the graph of neighbors; its pieces are joined by the distances between their means.
+        """
+        n, distances, near = len(self.places), self._distances, self._near
+        core = distances[:, min(CORE_NEIGHBORS, near.shape[1]) - 1]
+        rows = np.repeat(np.arange(n), near.shape[1])
+        reach = np.maximum(np.maximum(distances.ravel(), core[rows]), core[near.ravel()]) + 1e-12
+        graph = sp.csr_matrix((reach, (rows, near.ravel())), shape=(n, n))
+        graph = graph.maximum(graph.T)
+        tree = minimum_spanning_tree(graph).tocoo()
+        heads, tails, lengths = tree.row, tree.col, tree.data
+        n_pieces, piece = connected_components(graph, directed=False)
+        if n_pieces > 1:
+            means = np.stack([self.places[piece == p].mean(0) for p in range(n_pieces)])
+            apart = np.linalg.norm(means[:, None] - means, axis=-1) + 1e-12
+            joins = minimum_spanning_tree(apart).tocoo()
+            first = np.unique(piece, return_index=True)[1]
+            heads, tails = np.r_[heads, first[joins.row]], np.r_[tails, first[joins.col]]
+            lengths = np.r_[lengths, lengths.max(initial=0) + joins.data]
+        order = np.argsort(lengths, kind="stable")
+        return list(zip(heads[order].tolist(), tails[order].tolist(), strict=True))
 
 
 def _root(parent: Any, node: int) -> int:
@@ -162,39 +196,6 @@ def _root(parent: Any, node: int) -> int:
         parent[node] = parent[parent[node]]
         node = parent[node]
     return node
-
-
-def _neighbors(places: Floats) -> tuple[NDArray[np.float64], Ints]:
-    """Distances and numbers `[n, k]` of the nearest, nearest first, without the sample itself."""
-    k = min(NEIGHBORS, len(places) - 1)
-    distances, near = NearestNeighbors(n_neighbors=k).fit(places).kneighbors()
-    return distances, near
-
-
-def _spanning_tree(places: Floats) -> list[tuple[int, int]]:
-    """Edges of the minimum spanning tree by mutual reachability, shortest first.
-
-    Of the graph of neighbors; its pieces are joined by the distances between their means.
-    """
-    n = len(places)
-    distances, near = _neighbors(places)
-    core = distances[:, min(CORE_NEIGHBORS, near.shape[1]) - 1]
-    rows = np.repeat(np.arange(n), near.shape[1])
-    reach = np.maximum(np.maximum(distances.ravel(), core[rows]), core[near.ravel()]) + 1e-12
-    graph = sp.csr_matrix((reach, (rows, near.ravel())), shape=(n, n))
-    graph = graph.maximum(graph.T)
-    tree = minimum_spanning_tree(graph).tocoo()
-    heads, tails, lengths = tree.row, tree.col, tree.data
-    n_pieces, piece = connected_components(graph, directed=False)
-    if n_pieces > 1:
-        means = np.stack([places[piece == p].mean(0) for p in range(n_pieces)])
-        apart = np.linalg.norm(means[:, None] - means, axis=-1) + 1e-12
-        joins = minimum_spanning_tree(apart).tocoo()
-        first = np.unique(piece, return_index=True)[1]
-        heads, tails = np.r_[heads, first[joins.row]], np.r_[tails, first[joins.col]]
-        lengths = np.r_[lengths, lengths.max(initial=0) + joins.data]
-    order = np.argsort(lengths, kind="stable")
-    return list(zip(heads[order].tolist(), tails[order].tolist(), strict=True))
 
 
 def _without_noise(places: Floats, clusters: Ints) -> Ints:

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 CONSENSUS_PAIRS = 20_000
 CONVERGENCE_PAIRS = 4_000  # and enough to see whether they still learn
 LEAST_OF_EACH = 8  # samples for each cluster, or the confidence is the vote as it is
-CALIBRATION_ROWS = 20_000  # whose mean confidence is set
 SPLIT_ROWS = 100_000  # among which heads that found the clusters themselves leave none empty
 MOST_EPOCHS = 200
 # Rows of weights of each head: student, EMA teacher, both moments, and these in their last good
@@ -237,7 +236,7 @@ def form_answer(
     x = torch.cat([gather(block) for block in rows.split(ROWS_PER_BLOCK)])
     _fill_empty(model, x, None if found is None else found.clusters)
     if found is not None:
-        _calibrate(model, gather, found.crowd, settings.seed)
+        _calibrate(model, x, found.crowd)
         if model.splits is not None:  # at that temperature other votes may be equal
             _fill_empty(model, x, found.clusters)
         model.tree = Tree.fit(x, found.clusters, found.levels, n_clusters)
@@ -270,7 +269,7 @@ def _fill_empty(model: ClusterModel, x: Tensor, target: Tensor | None) -> None:
 
 
 @torch.inference_mode()
-def _calibrate(model: ClusterModel, gather: Gather, crowd: Crowd, seed: int) -> None:
+def _calibrate(model: ClusterModel, x: Tensor, crowd: Crowd) -> None:
     """Make the model's mean confidence the square of how far the crowd agrees with the answer.
 
     Partitions share errors: on 26 sets the mean agreement was 13 points above the accuracy, and its
@@ -278,9 +277,8 @@ def _calibrate(model: ClusterModel, gather: Gather, crowd: Crowd, seed: int) -> 
     """
     if len(crowd.clusters) < LEAST_OF_EACH * model.n_clusters:
         return  # of so few nothing can be said
-    rows = sample_rows(len(crowd.clusters), seed, CALIBRATION_ROWS)
-    votes = torch.cat([model.vote(gather(block)) for block in rows.split(ROWS_PER_BLOCK)])
-    agreement = [*crowd.agreement().values()]
+    votes = torch.cat([model.vote(block) for block in x.split(ROWS_PER_BLOCK)])
+    agreement = [*crowd.agreement.values()]
     sure = (sum(agreement) / len(agreement)) ** 2
     model.options["answer_temperature"] = temperature_for(votes, sure)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from torch import Tensor
 
@@ -73,12 +74,12 @@ def partition_of(
         InputError: the number of clusters is to be found among too few samples.
     """
     cosine, euclidean, whitened = views(neighbours, embeddings, projected, device)
-    graphs = [view.graphs[GRAPH_NEIGHBOURS] for view in (cosine, euclidean, whitened)]
-    graph, number = Graph((graphs[0] + graphs[1] + graphs[2]).tocsr()), None
+    together = summed(cosine, euclidean, whitened)
+    graph, number = Graph(together), None
     if n_clusters is None:
         number = number_of_clusters(graph)
         n_clusters = number.n_clusters
-    crowd = ask_crowd(cosine, euclidean, whitened, n_clusters, progress)
+    crowd = ask_crowd(cosine, euclidean, together, n_clusters, progress)
     agreed = torch.from_numpy(crowd.clusters)
     clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # there may be fewer
     levels = np.stack(nested_levels(graph, clusters.numpy()))
@@ -100,12 +101,21 @@ def views(
         size: fuzzy_graph(near[:, :size].numpy(), distances[:, :size].numpy())
         for size in COSINE_GRAPHS
     }
-    k, others = min(GRAPH_NEIGHBOURS, n - 1), []
-    for x in (projected, _half_whitened(projected)):
-        near = nearest_neighbours(x, k, metric="euclidean", device=device)
-        others.append({GRAPH_NEIGHBOURS: fuzzy_graph(near.numpy(), _distances(near, x).numpy())})
-    euclidean, whitened = View(projected.numpy(), others[0]), View(None, others[1])
+    euclidean, whitened = (_euclidean(x, device) for x in (projected, _half_whitened(projected)))
     return View(unit.numpy(), graphs), euclidean, whitened
+
+
+def _euclidean(x: Tensor, device: torch.device) -> View:
+    k = min(GRAPH_NEIGHBOURS, len(x) - 1)
+    near = nearest_neighbours(x, k, metric="euclidean", device=device)
+    graph = fuzzy_graph(near.numpy(), _distances(near, x).numpy())
+    return View(x.numpy(), {GRAPH_NEIGHBOURS: graph})
+
+
+def summed(*looks: View) -> sp.csr_matrix:
+    """The graphs of 15 neighbours of several views as one, `[n, n]`."""
+    first, *others = (view.graphs[GRAPH_NEIGHBOURS] for view in looks)
+    return sum(others, first).tocsr()
 
 
 def _distances(near: Tensor, x: Tensor) -> Tensor:

@@ -185,8 +185,8 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
     """Which families of partitions agree with the answer, and which of them voted."""
     crowd = answer.crowd
     return {
-        "agreement": crowd.agreement(),
-        "voters": sorted({name.split(":")[0] for name in crowd.voters}),
+        "agreement": crowd.agreement,
+        "voters": sorted({candidate.family for candidate in crowd.voters}),
         "evenness": crowd.evenness,
         "number": None if answer.number is None else dataclasses.asdict(answer.number),
     }

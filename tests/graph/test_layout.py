@@ -8,7 +8,7 @@ from sklearn.metrics import adjusted_rand_score
 from sklearn.neighbors import NearestNeighbors
 
 from ssl_kd.graph import fuzzy_graph
-from ssl_kd.graph.layout import density_leaves, density_peaks, low_dimensional
+from ssl_kd.graph.layout import Density, low_dimensional
 
 
 def graph_of(x, k=15):
@@ -34,17 +34,17 @@ def test_neighbors_stay_neighbors_in_few_dimensions():
 
 
 @pytest.mark.parametrize("sizes", [[100] * 5, [300, 60, 60, 30]])
-@pytest.mark.parametrize("clusters", [density_leaves, density_peaks])
+@pytest.mark.parametrize("clusters", [Density.leaves, Density.peaks])
 def test_clusters_that_lie_apart_are_found_by_their_density(clusters, sizes):
     x, y = blobs(sizes)
-    found = clusters(x, len(sizes))
+    found = clusters(Density(x), len(sizes))
     assert found.dtype == np.int64 and set(found) == set(range(len(sizes)))
     assert adjusted_rand_score(y, found) > 0.98
 
 
 def test_leaves_are_those_of_hdbscan_at_the_size_that_leaves_so_many():
     x, _ = make_moons(500, noise=0.08, random_state=0)
-    found = density_leaves(x, 2)
+    found = Density(x).leaves(2)
     trees = [
         HDBSCAN(size, min_samples=5, cluster_selection_method="leaf", copy=True).fit_predict(x)
         for size in (50, 100, 150)
@@ -56,8 +56,8 @@ def test_leaves_are_those_of_hdbscan_at_the_size_that_leaves_so_many():
 
 def test_peaks_keep_a_rare_cluster_where_leaves_divide_the_large_one():
     x, y = blobs([900, 900, 25], apart=6.0)
-    assert adjusted_rand_score(y, density_peaks(x, 3)) > 0.99
-    assert np.bincount(density_leaves(x, 3)).min() > 25
+    assert adjusted_rand_score(y, Density(x).peaks(3)) > 0.99
+    assert np.bincount(Density(x).leaves(3)).min() > 25
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_peaks_keep_a_rare_cluster_where_leaves_divide_the_large_one():
     ids=["one point", "two", "a line", "duplicates"],
 )
 def test_degenerate_places_give_clusters_for_all(x):
-    for clusters in (density_leaves, density_peaks):
-        found = clusters(x, 2)
+    for clusters in (Density.leaves, Density.peaks):
+        found = clusters(Density(x), 2)
         assert found.shape == (len(x),) and found.min() == 0
     assert np.isfinite(low_dimensional(graph_of(x), 4, seed=0)).all()
