@@ -31,7 +31,7 @@ from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
 from benchmarks.sets import SETS, Absent, Labelled, Sources, long_tailed
 from ssl_kd import evaluate
 from ssl_kd.graph import ask_crowd, consensus
-from ssl_kd.graph.crowd import EVEN, voters
+from ssl_kd.graph.crowd import EVEN, EVEN_OF_TWO, uneven_consensus, voters
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.partition import summed, views
 from ssl_kd.vision.projection import Projection
@@ -60,7 +60,7 @@ FOLDERS = {
 }
 SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
 CROWD = {"even": "the voters for even clusters alone", "uneven": "those for uneven ones alone"}
-THRESHOLDS = np.arange(0.93, 1.0, 0.0025)
+THRESHOLDS = np.arange(0.85, 1.0, 0.005)
 Row = dict[str, Any]
 
 
@@ -127,7 +127,7 @@ def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
     crowd = ask_crowd(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
     return {
         "even": consensus(voters(crowd.candidates, even=True), n_clusters),
-        "uneven": consensus(voters(crowd.candidates, even=False), n_clusters),
+        "uneven": uneven_consensus(voters(crowd.candidates, even=False), n_clusters),
         "evenness": crowd.evenness,
     }
 
@@ -202,7 +202,9 @@ class Regrets:
 
 
 def chosen(draw: dict[str, Row], threshold: float) -> Row:
-    return draw["even" if draw["even"]["evenness"] >= threshold else "uneven"]
+    even = draw["even"]
+    least = threshold if even["classes"] > 2 else min(threshold, EVEN_OF_TWO)
+    return even if even["evenness"] >= least else draw["uneven"]
 
 
 def report(rows: Sequence[Row]) -> str:

@@ -47,6 +47,10 @@ class drawing(TorchDispatchMode):
         super().__init__()
         self._generator = torch.Generator().manual_seed(seed)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation, for 3 seconds
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

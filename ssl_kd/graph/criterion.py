@@ -134,9 +134,15 @@ def refine(
     return best
 
 
-def merge_losses(joint: Floats, alpha: float = ALPHA) -> Floats:
-    """What the value loses by merging two clusters: `[k, k]`, above the diagonal, else infinite."""
+def merge_losses(joint: Floats, alpha: float = ALPHA, most: int | None = None) -> Floats:
+    """What the value loses by merging two clusters: `[k, k]`, above the diagonal, else infinite.
+
+    Infinite, too, for all pairs but the `most` that lose least modularity, if that is given.
+    """
     a, b = np.triu_indices(len(joint), 1)
+    if most is not None and most < len(a):
+        kept = np.argpartition(modularity_losses(joint)[a, b], most)[:most]
+        a, b = a[kept], b[kept]
     cells, share, pair = _xlogx(joint), joint.sum(1), np.arange(len(a))
     rows, own, sizes = cells.sum(1), np.diag(cells), _xlogx(share)
     merged = joint[a] + joint[b]

@@ -7,6 +7,7 @@ points behind the best one. Their consensus rarely is.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
+from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.optimize import linear_sum_assignment
-from scipy.sparse.linalg import eigsh
+from scipy.sparse.linalg import ArpackError, eigsh
+from scipy.spatial.distance import squareform
 from threadpoolctl import threadpool_limits
 
 from ssl_kd.graph.criterion import Graph, Ints, one_hot
@@ -27,18 +30,18 @@ from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 
 Rows = NDArray[np.float32]
 
-# An answer whose entropy is below this share of log K is of uneven clusters, and families that
-# prefer even ones still cut the large: then others vote. Chosen with families of sets left out, as
-# `benchmarks.regret` does it.
-EVEN = 0.98
+# Where families without a preference for even clusters agree on some whose entropy is below this
+# share of log K, the others would cut the large ones, and do not vote. Chosen with families of sets
+# left out, as `benchmarks.regret` does it.
+EVEN, EVEN_OF_TWO = 0.94, 0.8
 POWERS, MIDDLE_POWER = (0.0, 0.3, 0.5), (0.3,)  # of the entropy in what communities maximise
-WIDER = 1.25  # times K eigenvectors, for a second k-means
+WIDER = 1.25  # times K eigenvectors, for k-means
 DIMENSIONS = (8, 4)
-DIFFUSION_STEPS = 10
 STARTS = 3
 VOTES = 5  # rounds at most
 DENSE = 400  # joint clusters whose eigenvectors a dense solver finds sooner
-PEAKS = "density peaks"
+PEAKS, MASS = "density peaks", "density mass"
+LINKED = 2000  # samples at most of which each pair is compared
 
 
 @dataclass(frozen=True)
@@ -76,18 +79,14 @@ class Crowd:
     Attributes:
         clusters: `[n]` int64, at most K clusters, numbered in the order of their first samples.
         candidates: all partitions, whether they voted or not.
-        evenness: entropy of the consensus of those that vote where clusters are even, as a share of
-            log K.
+        evenness: entropy of the clusters that peaks and communities agree on, as a share of log K.
+        voters: the partitions that voted for the answer.
     """
 
     clusters: Ints
     candidates: list[Candidate]
     evenness: float
-
-    @property
-    def voters(self) -> list[Candidate]:
-        """The partitions that voted for the answer."""
-        return voters(self.candidates, even=self.evenness >= EVEN)
+    voters: list[Candidate]
 
     @cached_property
     def agreement(self) -> dict[str, float]:
@@ -101,7 +100,7 @@ class Crowd:
 
 def n_partitions(n_clusters: int) -> int:
     """How many partitions there are: fewer where each of them takes long."""
-    return 25 if n_clusters >= MANY else 37
+    return 26 if n_clusters >= MANY else 34
 
 
 def ask_crowd(
@@ -126,40 +125,35 @@ def ask_crowd(
         for candidate in _candidates(cosine, euclidean, together, n_clusters):
             found.append(replace(candidate, clusters=in_order(candidate.clusters)))
             progress(len(found), total)
-        clusters = consensus(voters(found, even=True), n_clusters)
-        share = np.bincount(clusters) / len(clusters)
-        evenness = float(-(share * np.log(np.maximum(share, 1e-12))).sum() / np.log(n_clusters))
-        if evenness < EVEN:
-            clusters = consensus(voters(found, even=False), n_clusters)
-        return Crowd(in_order(clusters), found, evenness)
+        first = [c for c in voters(found, even=False) if c.family != MASS]
+        evenness = _evenness(consensus(first, n_clusters), n_clusters)
+        even = evenness >= (EVEN if n_clusters > 2 else EVEN_OF_TWO)
+        votes, form = voters(found, even), consensus if even else uneven_consensus
+        return Crowd(in_order(form(votes, n_clusters)), found, evenness, votes)
+
+
+def _evenness(clusters: Ints, n_clusters: int) -> float:
+    share = np.bincount(clusters) / len(clusters)
+    return float(-(share * np.log(np.maximum(share, 1e-12))).sum() / np.log(n_clusters))
 
 
 def voters(candidates: Iterable[Candidate], even: bool) -> list[Candidate]:
-    """Those that vote where clusters are even: all but the peaks; or uneven: those of any size."""
-    return [c for c in candidates if (c.family != PEAKS if even else c.any_size)]
+    """Those that vote where clusters are even, all but two families; or else those of any size."""
+    return [c for c in candidates if (c.family not in (PEAKS, MASS) if even else c.any_size)]
 
 
 def _candidates(
     cosine: View, euclidean: View, together: sp.csr_matrix, n_clusters: int
 ) -> Iterator[Candidate]:
     k = n_clusters
-    many = k >= MANY
-    starts, powers = (1, MIDDLE_POWER) if many else (STARTS, POWERS)
-    directions = euclidean.rows / np.maximum(
-        np.linalg.norm(euclidean.rows, axis=1, keepdims=True), 1e-12
-    )
-    for rows in (cosine.rows, directions, euclidean.rows):
+    starts, powers = (1, MIDDLE_POWER) if k >= MANY else (STARTS, POWERS)
+    for rows in (cosine.rows, on_sphere(euclidean.rows)):
         yield Candidate("k-means", kmeans(rows, k, 0, n_init=starts))
     for graph in (cosine.graphs[10], cosine.graphs[20], euclidean.graphs[15], together):
-        vectors = spectral_coordinates(graph, int(WIDER * k) + 1)
-        yield Candidate("spectral", kmeans(on_sphere(vectors[:, :k]), k, 0, n_init=starts))
-        if not many:
-            yield Candidate("spectral", kmeans(on_sphere(vectors), k, 0, n_init=starts))
+        vectors = on_sphere(spectral_coordinates(graph, int(WIDER * k) + 1))
+        yield Candidate("spectral", kmeans(vectors, k, 0, n_init=starts))
         for power, clusters in zip(powers, communities(Graph(graph), k, powers), strict=True):
             yield Candidate("communities", clusters, any_size=power == max(powers))
-    for graph in (cosine.graphs[15], together):
-        rows = _diffused(graph, directions)
-        yield Candidate("diffused k-means", kmeans(rows, k, 0, n_init=starts))
     for view in (cosine, euclidean):
         for dim in DIMENSIONS:
             places = low_dimensional(view.graphs[15], dim, seed=dim)
@@ -167,14 +161,7 @@ def _candidates(
             yield Candidate("layout", kmeans(places, k, 0, n_init=starts))
             yield Candidate("density leaves", density.leaves(k))
             yield Candidate(PEAKS, density.peaks(k), any_size=True)
-
-
-def _diffused(graph: Any, rows: Rows) -> Rows:
-    """Rows after some steps of the lazy random walk: each becomes more like its neighbors."""
-    degree = np.maximum(np.asarray(graph.sum(1)).reshape(-1, 1), 1e-12)
-    for _ in range(DIFFUSION_STEPS):
-        rows = (rows + (graph @ rows) / degree) / 2
-    return rows
+            yield Candidate(MASS, density.heaviest(k), any_size=True)
 
 
 def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
@@ -192,15 +179,17 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     """
     partitions = [candidate.clusters for candidate in candidates]
     n = len(partitions[0])
-    joint: Any = sp.hstack([one_hot(c, int(c.max()) + 1) for c in partitions]).tocsr()
+    joint = _joint(candidates)
     joint = joint @ sp.diags_array(1 / np.sqrt(np.asarray(joint.sum(0)).ravel()))
     columns = joint.shape[1]
     width = min(n_clusters, columns)
     products = (joint.T @ joint).astype(np.float64)
-    if columns <= max(DENSE, 2 * width):
+    vectors = None
+    if columns > max(DENSE, 2 * width):
+        with contextlib.suppress(ArpackError):  # such as for an eigenvalue of many vectors
+            vectors = eigsh(products, width, v0=np.random.default_rng(0).random(columns))[1]
+    if vectors is None:
         vectors = np.linalg.eigh(products.toarray()).eigenvectors[:, -width:]
-    else:
-        vectors = eigsh(products, width, v0=np.random.default_rng(0).random(columns))[1]
     places = on_sphere(np.asarray(joint @ vectors, np.float32))
     answer = kmeans(places, n_clusters, 0, n_init=STARTS)
     k = int(answer.max()) + 1
@@ -214,6 +203,40 @@ def consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
             break
         answer = better
     return answer
+
+
+def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
+    """The partition that others agree on most, whose clusters may be of any size.
+
+    Average linkage, where two samples are as far apart as the share of partitions that separate
+    them; more than 2,000 samples join a random 2,000 of them, to whose clusters they are nearest.
+
+    Args:
+        candidates: as in `consensus`.
+        n_clusters: K of the answer, at most n.
+
+    References:
+        Fred & Jain, Combining multiple clusterings using evidence accumulation, 2005.
+    """
+    joint = _joint(candidates)
+    n = joint.shape[0]
+    some = np.sort(np.random.default_rng(0).permutation(n)[:LINKED])
+    here = joint[some]
+    shared = (here @ here.T).toarray() / len(candidates)
+    distances = squareform(1 - shared, checks=False)
+    clusters = cut_tree(linkage(distances, "average"), n_clusters).ravel()
+    if n == len(some):
+        return clusters
+    members = one_hot(clusters, n_clusters)
+    nearest = joint @ (here.T @ members @ sp.diags_array(1 / np.bincount(clusters)))
+    answer = nearest.toarray().argmax(1)
+    answer[some] = clusters
+    return answer
+
+
+def _joint(candidates: Sequence[Candidate]) -> Any:
+    """The clusters of all partitions side by side, `[n, clusters]`: a 1 for each partition."""
+    return sp.hstack([one_hot(c.clusters, int(c.clusters.max()) + 1) for c in candidates]).tocsr()
 
 
 def aligned(clusters: Ints, answer: Ints) -> Ints:

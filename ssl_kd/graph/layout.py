@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ LEARNING_RATE = 0.1
 NEAREST_REPELLED = 1e-2  # squared distance; below it the repulsion has no bound
 LARGEST_PUSH = 4.0
 NEIGHBORS = 15
+LEAST_SIZE = 5  # samples of a cluster of the tree
 CORE_NEIGHBORS = 5  # whose last distance is a sample's core distance
 VOTERS = 5
 
@@ -93,33 +96,62 @@ class Density:
         References:
             Campello et al., Density-based clustering based on hierarchical density estimates, 2013.
         """
-        n = len(self.places)
-        pairs = self._spanning_tree()
-        parent, size = list(range(2 * n - 1)), [1] * (2 * n - 1)
-        children: list[tuple[int, int]] = []
-        for a, b in pairs:
-            a, b, new = _root(parent, a), _root(parent, b), n + len(children)
-            parent[a] = parent[b] = new
-            size[new] = size[a] + size[b]
-            children.append((a, b))
-        smaller = np.array([min(size[a], size[b]) for a, b in children])
-        least = np.sort(smaller)[-(min(n_clusters, n) - 1)]
+        children, size, _ = self._tree
+        smaller = size[children].min(1)
+        least = np.sort(smaller)[-(min(n_clusters, len(self.places)) - 1)]
         if 2 * n_clusters < 2 + (smaller >= least).sum() + (smaller > least).sum():
             least += 1  # of sizes that are tied: rather too few than more too many
-        divided = [False] * n  # whether a node holds several leaves
-        for (a, b), smallest in zip(children, smaller, strict=True):
-            divided.append(bool(smallest >= least) or divided[a] or divided[b])
-        clusters = np.full(2 * n - 1, -1)
-        found = 0
-        for node in range(2 * n - 2, n - 1, -1):
-            pair = children[node - n]
-            if divided[node]:
-                for child in pair:
-                    if not divided[child] and size[child] >= least:
-                        clusters[child], found = found, found + 1
-            else:
-                clusters[list(pair)] = clusters[node]
-        return _without_noise(self.places, clusters[:n])
+        divided = [False] * len(self.places)  # whether a node holds several leaves
+        for (a, b), smallest in zip(children.tolist(), smaller.tolist(), strict=True):
+            divided.append(smallest >= least or divided[a] or divided[b])
+        inside = children[divided[len(self.places) :]].ravel()
+        return self._members(c for c in inside if not divided[c] and size[c] >= least)
+
+    def heaviest(self, n_clusters: int) -> Ints:
+        """The K clusters of HDBSCAN's tree that have the greatest excess of mass together.
+
+        HDBSCAN chooses the clusters that persist longest as the density rises, however many there
+        are; this is the best choice of K, by dynamic programming over the tree. One dense cluster
+        of half of all samples stays whole beside others of five.
+
+        Args:
+            n_clusters: K; there are fewer where the tree has fewer leaves.
+
+        References:
+            Campello et al., Hierarchical density estimates for data clustering, 2015, section 5.
+        """
+        children, size, lengths = self._tree
+        n, density = len(self.places), 1 / lengths
+        mass, below = np.zeros(2 * n - 1), np.full(2 * n - 1, -1)  # below: where a cluster divides
+        best, left = dict[int, Any](), dict[int, Any]()  # by number of clusters within a node
+        for node, (a, b) in enumerate(children.tolist(), n):
+            rises = density[node - n]
+            clusters = [child for child in (a, b) if size[child] >= LEAST_SIZE]
+            mass[node] = size[node] * rises
+            if len(clusters) == 1:
+                (child,) = clusters
+                mass[node] += mass[child] - size[child] * rises
+                below[node] = below[child]
+            elif clusters:
+                below[node] = node
+                parts = []
+                for child in clusters:
+                    values = best.get(below[child], np.full(2, -np.inf)).copy()
+                    values[1] = mass[child] - size[child] * rises
+                    parts.append(values)
+                best[node], left[node] = _best_sums(*parts, n_clusters)
+        root = 2 * n - 2
+        most = len(best[below[root]]) - 1 if below[root] >= 0 else 1
+        open_nodes, chosen = [(root, min(n_clusters, most))], []
+        while open_nodes:
+            node, k = open_nodes.pop()
+            if k == 1:
+                chosen.append(node)
+                continue
+            a, b = children[below[node] - n]
+            of_a = left[below[node]][k]
+            open_nodes += [(a, of_a), (b, k - of_a)]
+        return self._members(chosen)
 
     def peaks(self, n_clusters: int) -> Ints:
         """The K most prominent peaks of a density, whatever their sizes.
@@ -166,8 +198,33 @@ class Density:
             np.int64
         )
 
-    def _spanning_tree(self) -> list[tuple[int, int]]:
-        """Edges of the minimum spanning tree by mutual reachability, shortest first.
+    @cached_property
+    def _tree(self) -> tuple[Ints, Ints, NDArray[np.float64]]:
+        """Single linkage: each merge's two nodes, the size of every node, each merge's distance."""
+        n = len(self.places)
+        heads, tails, lengths = self._spanning_tree()
+        parent, size, children = list(range(2 * n - 1)), np.ones(2 * n - 1, np.int64), []
+        for new, (a, b) in enumerate(zip(heads.tolist(), tails.tolist(), strict=True), n):
+            pair = _root(parent, a), _root(parent, b)
+            for child in pair:
+                parent[child] = new
+            size[new] = size[list(pair)].sum()
+            children.append(pair)
+        return np.array(children), size, lengths
+
+    def _members(self, chosen: Iterable[int]) -> Ints:
+        """The samples below each of these nodes `[n]`, the others by their nearest."""
+        children, n = self._tree[0], len(self.places)
+        clusters = np.full(2 * n - 1, -1)
+        for number, node in enumerate(chosen):
+            clusters[node] = number
+        for node in range(2 * n - 2, n - 1, -1):
+            if clusters[node] >= 0:
+                clusters[children[node - n]] = clusters[node]
+        return _without_noise(self.places, clusters[:n])
+
+    def _spanning_tree(self) -> tuple[Ints, Ints, NDArray[np.float64]]:
+        """Ends and lengths of the minimum spanning tree by mutual reachability, shortest first.
 
         Of the graph of neighbors; its pieces are joined by the distances between their means.
         """
@@ -188,7 +245,18 @@ class Density:
             heads, tails = np.r_[heads, first[joins.row]], np.r_[tails, first[joins.col]]
             lengths = np.r_[lengths, lengths.max(initial=0) + joins.data]
         order = np.argsort(lengths, kind="stable")
-        return list(zip(heads[order].tolist(), tails[order].tolist(), strict=True))
+        return heads[order], tails[order], lengths[order]
+
+
+def _best_sums(a: Any, b: Any, most: int) -> tuple[Any, Ints]:
+    """Of each number of clusters, the best sum over how many of them are in a, and that number."""
+    top = min(most, len(a) + len(b) - 2)
+    best, left = np.full(top + 1, -np.inf), np.zeros(top + 1, np.int64)
+    for k in range(2, top + 1):
+        of_a = np.arange(max(1, k - len(b) + 1), min(len(a) - 1, k - 1) + 1)
+        sums = a[of_a] + b[k - of_a]
+        best[k], left[k] = sums.max(), of_a[sums.argmax()]
+    return best, left
 
 
 def _root(parent: Any, node: int) -> int:

@@ -11,7 +11,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,7 @@ DIMENSIONS, STEPS = 64, 10
 # Of the tree: clusters at its ends, the first as a multiple of K.
 FINEST, COARSEST = 3, 5
 LEAST_SHARE = 1e-9
+PAIRS = 20  # for each cluster, those least costly by modularity, of which the exact cost is known
 MANY = 60  # clusters from which on the square of their number is felt
 APART = 1.25  # two levels closer than this factor are one
 
@@ -55,33 +56,47 @@ def in_order(clusters: Ints) -> Ints:
     return first.argsort().argsort()[number]
 
 
+Losses = Callable[[Floats, Ints], Floats]
+"""From weights between clusters `[k, k]` and the clusters `[node]` to what merging pairs costs."""
+
+
 def descend(
-    graph: Graph, clusters: Ints, n_clusters: int, *, alpha: float = ALPHA, pace: int, refined: int
+    graph: Graph,
+    clusters: Ints,
+    n_clusters: int,
+    losses: Losses,
+    *,
+    pace: int,
+    refined: int = 0,
+    alpha: float = ALPHA,
 ) -> Iterator[tuple[int, Ints]]:
     """Merge the pairs of clusters that cost least, down to `n_clusters`.
 
     Args:
         graph: of few nodes.
         clusters: `[node]`, without gaps in their numbers.
-        n_clusters: where it ends.
-        alpha: of the value.
+        n_clusters: where it ends; before, where only merges at an infinite cost are left.
+        losses: of all pairs `[k, k]`, above the diagonal, else infinite.
         pace: one part in so many of the way left is gone at a time.
         refined: from so many clusters on the nodes are moved after each time.
+        alpha: of the value by which they are moved.
 
     Yields:
         The number of clusters, fewer each time, and the clusters `[node]`.
     """
     k = int(clusters.max()) + 1
     while k > n_clusters:
-        losses = pair_losses(joint(graph, clusters, k), refined, alpha)
+        costs = losses(joint(graph, clusters, k), clusters)
         merged, used = np.arange(k), set()
-        for pair in losses.argsort(axis=None):
+        for pair in costs.argsort(axis=None):
             a, b = divmod(int(pair), k)
-            if len(used) >= 2 * max(1, (k - n_clusters) // pace) or np.isinf(losses[a, b]):
+            if len(used) >= 2 * max(1, (k - n_clusters) // pace) or np.isinf(costs[a, b]):
                 break
             if a not in used and b not in used:
                 used |= {a, b}
                 merged[b] = a
+        if not used:
+            return
         clusters = np.unique(merged[clusters], return_inverse=True)[1]
         k -= len(used) // 2
         if k <= refined:
@@ -89,10 +104,15 @@ def descend(
         yield k, clusters
 
 
-def pair_losses(table: Floats, exact: int, alpha: float) -> Floats:
-    """What merging a pair costs; by modularity alone where there are more clusters than `exact`."""
-    few = len(table) <= min(exact, 3 * MANY)
-    return merge_losses(table, alpha) if few else modularity_losses(table)
+def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
+    """What a merge costs; by modularity alone where there are more clusters than `exact`."""
+
+    def losses(table: Floats, clusters: Ints) -> Floats:
+        if len(table) <= min(exact, 3 * MANY):
+            return merge_losses(table, alpha, PAIRS * len(table))
+        return modularity_losses(table)
+
+    return losses
 
 
 @dataclass(frozen=True)
@@ -181,7 +201,8 @@ def levels(graph: Graph, most: int, seed: int) -> dict[int, Ints]:
     m = int(atoms.max()) + 1
     small = graph.of_groups(atoms, m)
     found = {}
-    for _, clusters in descend(small, np.arange(m), 2, pace=20, refined=most):
+    start, losses = np.arange(m), pair_losses(most)
+    for _, clusters in descend(small, start, 2, losses, pace=20, refined=most):
         whole = np.unique(clusters[atoms], return_inverse=True)[1]  # refining may empty some
         if 1 < (k := int(whole.max()) + 1) <= most:
             found[k] = whole
@@ -213,9 +234,10 @@ def communities(graph: Graph, n_clusters: int, powers: Sequence[float]) -> list[
     m = int(atoms.max()) + 1
     small, found = graph.of_groups(atoms, m), []
     for alpha in powers:
-        clusters = np.arange(m)
+        clusters, few = np.arange(m), 3 * n_clusters
+        losses = pair_losses(few, alpha)
         for _, merged in descend(
-            small, clusters, n_clusters, alpha=alpha, pace=10, refined=3 * n_clusters
+            small, clusters, n_clusters, losses, pace=10, refined=few, alpha=alpha
         ):
             clusters = merged
         refined = refine(graph, clusters[atoms], int(clusters.max()) + 1, alpha)
@@ -275,23 +297,25 @@ def nested_levels(graph: Graph, clusters: Ints, seed: int = 0) -> list[Ints]:
     finest = min(FINEST * k, graph.n)
     groups = np.unique(_atoms(graph, finest, seed) * k + clusters, return_inverse=True)[1]
     m = int(groups.max()) + 1
-    owner = np.zeros(m, np.int64)
+    small, owner = graph.of_groups(groups, m), np.zeros(m, np.int64)
     owner[groups] = clusters
-    small, labels, found = graph.of_groups(groups, m), np.arange(m), []
-    wanted = level_sizes(k)
-    while True:
-        if m in wanted or (m == k and not found):
+
+    def losses(table: Floats, labels: Ints) -> Floats:
+        now = len(table)
+        costs = _crumbs_first(table) if now > min(k, MANY) else merge_losses(table)
+        if now > k:
+            mine = np.zeros(now, np.int64)
+            mine[labels] = owner
+            costs[mine[:, None] != mine] = np.inf
+        return costs
+
+    labels, found, wanted = np.arange(m), [], level_sizes(k)
+    for size in sorted({*wanted, k}, reverse=True):
+        for _, merged in descend(small, labels, size, losses, pace=10):
+            labels = merged
+        if labels.max() + 1 == size and (size in wanted or not found):
             found.append(in_order(labels[groups]))
-        if m <= min(wanted):
-            return found or [clusters]
-        table = joint(small, labels, m)
-        losses = _crumbs_first(table) if m > min(k, MANY) else merge_losses(table)
-        if m > k:
-            losses[owner[:, None] != owner] = np.inf
-        a, b = divmod(int(losses.argmin()), m)
-        labels = np.where(labels == b, a, labels)
-        labels -= labels > b
-        owner, m = np.delete(owner, b), m - 1
+    return found or [clusters]
 
 
 def _crumbs_first(joint: Floats) -> Floats:

@@ -34,7 +34,7 @@ def test_neighbors_stay_neighbors_in_few_dimensions():
 
 
 @pytest.mark.parametrize("sizes", [[100] * 5, [300, 60, 60, 30]])
-@pytest.mark.parametrize("clusters", [Density.leaves, Density.peaks])
+@pytest.mark.parametrize("clusters", [Density.leaves, Density.peaks, Density.heaviest])
 def test_clusters_that_lie_apart_are_found_by_their_density(clusters, sizes):
     x, y = blobs(sizes)
     found = clusters(Density(x), len(sizes))
@@ -60,13 +60,21 @@ def test_peaks_keep_a_rare_cluster_where_leaves_divide_the_large_one():
     assert np.bincount(Density(x).leaves(3)).min() > 25
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_heaviest_are_those_of_hdbscan_where_it_finds_as_many(seed):
+    x, _ = blobs(np.random.default_rng(seed).integers(20, 300, 9), seed, apart=4.0)
+    theirs = HDBSCAN(5, min_samples=5, copy=True).fit_predict(x)
+    found, inside = Density(x).heaviest(int(theirs.max()) + 1), theirs >= 0
+    assert theirs.max() > 1 and adjusted_rand_score(theirs[inside], found[inside]) > 0.98
+
+
 @pytest.mark.parametrize(
     "x",
     [np.zeros((30, 3)), np.ones((2, 2)), np.arange(5.0)[:, None], np.repeat(np.eye(3), 20, 0)],
     ids=["one point", "two", "a line", "duplicates"],
 )
 def test_degenerate_places_give_clusters_for_all(x):
-    for clusters in (Density.leaves, Density.peaks):
+    for clusters in (Density.leaves, Density.peaks, Density.heaviest):
         found = clusters(Density(x), 2)
         assert found.shape == (len(x),) and found.min() == 0
     assert np.isfinite(low_dimensional(graph_of(x), 4, seed=0)).all()
