@@ -13,15 +13,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Steps at which the heads are judged: 50, 71, 100, 141, ... to 590 million.
-LOOKS = [round(50 * 2 ** (number / 2)) for number in range(48)]
+# Steps at which the heads are judged: 25, 35, 50, 71, ... to 590 million.
+LOOKS = [round(25 * 2 ** (number / 2)) for number in range(50)]
+ALONE = LOOKS.index(50)  # the first look at heads that are not given any clusters to learn
 # Looks between two that are compared: half as many steps.
 APART = 2
 # What the second half of the steps must have brought, as a share of the most there is, log K.
 LEAST_GROWTH = 0.01
 # Share of all steps in which the learning rate falls.
 DECAY = 0.3
-FEWEST = math.ceil(LOOKS[APART] / (1 - DECAY))  # steps of a training that converges
+FEWEST = math.ceil(LOOKS[APART] / (1 - DECAY))  # steps of a training that converges at once
 
 
 class Convergence:
@@ -33,13 +34,16 @@ class Convergence:
         judge: gives each head's neighbour information in nats, `[head]`; NaN of one not to count.
         n_clusters: K.
         most: steps after which training ends in any case.
+        first: number of the first look.
 
     Attributes:
         information: `[look]` float64, the median over the heads; NaN where nobody looked yet.
     """
 
-    def __init__(self, judge: Callable[[], Tensor], n_clusters: int, most: int) -> None:
-        self._judge, self._most = judge, most
+    def __init__(
+        self, judge: Callable[[], Tensor], n_clusters: int, most: int, first: int = 0
+    ) -> None:
+        self._judge, self._most, self._first = judge, most, first
         self._growth = LEAST_GROWTH * math.log(n_clusters)
         self.information = torch.full((len(LOOKS),), torch.nan, dtype=torch.float64)
 
@@ -55,7 +59,7 @@ class Convergence:
 
     def look(self, done: int) -> None:
         """Judge the heads after so many steps, if that is due."""
-        if done in LOOKS and done <= self._flat:
+        if done in LOOKS[self._first :] and done <= self._flat:
             self.information[LOOKS.index(done)] = self._judge().nanmedian().nan_to_num(0.0)
 
     def seen(self) -> dict[int, float]:
@@ -72,7 +76,7 @@ class Convergence:
     def _flat(self) -> int:
         """Steps before the learning rate falls; while that is open, the fewest that it can be."""
         seen = list(self.seen().items())
-        first = 0 if not seen else LOOKS.index(seen[0][0])
+        first = LOOKS.index(seen[0][0]) if seen else self._first
         step = LOOKS[first + max(APART, len(seen))]
         for (_, before), (at, value) in zip(seen, seen[APART:], strict=False):
             if value - before < self._growth:
@@ -82,7 +86,8 @@ class Convergence:
 
     def learning_rate_at(self, step: int, peak: float, warmup_fraction: float) -> float:
         """Linear warm-up in a share of the fewest steps, then constant, then a cosine to 0."""
-        warmup = max(1, round(warmup_fraction * min(self._most, FEWEST)))
+        fewest = math.ceil(LOOKS[self._first + APART] / (1 - DECAY))
+        warmup = max(1, round(warmup_fraction * min(self._most, fewest)))
         if step < warmup:
             return peak * (step + 1) / warmup
         flat = self._flat

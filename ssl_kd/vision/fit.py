@@ -18,7 +18,7 @@ from ssl_kd.heads import HeadBank, check_answer, head_maker, parameters_of
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.confidence import temperature_for
 from ssl_kd.vision.consensus import judging_pairs, neighbour_information, sample_rows, vote_tables
-from ssl_kd.vision.convergence import Convergence
+from ssl_kd.vision.convergence import ALONE, Convergence
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
@@ -147,7 +147,9 @@ def make_plan(
         return Plan(sampler, min(given), None)
     steps = MOST_EPOCHS * sampler.steps_per_epoch
     judge = _Judge(trainer, neighbours, gather, CONVERGENCE_PAIRS)
-    return Plan(sampler, steps, Convergence(lambda: of_all(judge()[1]), trainer.n_clusters, steps))
+    first = 0 if settings.by_graph else ALONE
+    until = Convergence(lambda: of_all(judge()[1]), trainer.n_clusters, steps, first)
+    return Plan(sampler, steps, until)
 
 
 class _Judge:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.vision.convergence import DECAY, FEWEST, LOOKS, Convergence
+from ssl_kd.vision.convergence import ALONE, DECAY, FEWEST, LOOKS, Convergence
 
 
 def _ended(values, most=10**6, n_clusters=10):
@@ -27,16 +27,16 @@ def test_it_ends_once_half_of_the_steps_brought_less_than_a_hundredth():
     # The third is 0.3 above the first, the fourth as much as it has to be above the second.
     seen = [0.0, 0.3, 0.3, 0.3 + 1.01 * hundredth, 0.3 + 0.99 * hundredth]
     until, rates = _ended([*seen, *[9.0] * 9])
-    assert list(until.seen()) == [50, 71, 100, 141, 200]
-    assert until.steps == len(rates) == math.ceil(200 / (1 - DECAY))
+    assert list(until.seen()) == [25, 35, 50, 71, 100]
+    assert until.steps == len(rates) == math.ceil(100 / (1 - DECAY))
 
 
 def test_the_rate_warms_up_stays_and_falls_once_it_is_known_when():
     _, rates = _ended([1.0] * 9)
     assert len(rates) == FEWEST
     warmup = round(0.1 * FEWEST)
-    assert rates[0] == 1 / warmup and rates[warmup - 1 : 100] == [1.0] * (101 - warmup)
-    assert all(a >= b for a, b in zip(rates[100:], rates[101:], strict=False))
+    assert rates[0] == 1 / warmup and rates[warmup - 1 : 50] == [1.0] * (51 - warmup)
+    assert all(a >= b for a, b in zip(rates[50:], rates[51:], strict=False))
     assert 0 < rates[-1] < 0.01
 
 
@@ -46,6 +46,13 @@ def test_it_never_takes_more_steps_than_there_are(most):
     assert until.steps == len(rates) == most
     assert most < 10 or rates[-1] < 0.2  # and the rate falls in time
     assert all(step <= most for step in until.seen())
+
+
+def test_heads_that_find_their_own_clusters_are_judged_from_50_steps_on():
+    until = Convergence(lambda: torch.tensor([1.0]), 10, 10**6, ALONE)
+    for step in range(1, 200):
+        until.look(step)
+    assert list(until.seen()) == [50, 71, 100] and until.steps == math.ceil(100 / (1 - DECAY))
 
 
 def test_heads_that_all_are_sick_do_not_move_the_end():
