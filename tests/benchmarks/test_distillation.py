@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from benchmarks import learning_rates
-from benchmarks.learning_rates import best_look, chosen, comparison
+from benchmarks import distillation
+from benchmarks.distillation import best_look, chosen, comparison
 
 
 def row(validation, perplexity):
@@ -43,8 +43,8 @@ def test_the_search_goes_through(tiny, text_file, tmp_path, monkeypatch, capsys)
     words = ["--seeds=1", "--grid", "1e-5", "1e-2", "--max_steps=3", "--batch_size=4"]
     words += ["--block_size=24", "--eval_rows=8", "--student_model=fresh:1x16"]
     words += ["--data_path", text_file, "--teacher_model", tiny.folder(tmp_path / "teacher")]
-    monkeypatch.setattr(sys, "argv", ["learning_rates", *words])
-    learning_rates.main()
+    monkeypatch.setattr(sys, "argv", ["distillation", *words])
+    distillation.main()
     shown = capsys.readouterr().out
     table = [line for line in shown.splitlines() if line.startswith("| ")]
     assert len(table) == 5 and "distilled, best at 0.01 (an end of the grid)" in shown
