@@ -70,10 +70,6 @@ class OfficialTEMI:
         n_clusters: int,
         n_heads: int,
         batch_size: int,
-        learning_rate: float = 1e-4,
-        momentum: float = 0.996,
-        hidden_dim: int = 512,
-        bottleneck_dim: int = 256,
     ) -> None:
         if not (checkout / "losses" / "multihead_losses.py").is_file():
             raise SystemExit(f"{checkout} is not a checkout of the official TEMI code")
@@ -96,8 +92,8 @@ class OfficialTEMI:
                 embed_dim=in_dim,
                 out_dim=n_clusters,
                 nlayers=2,
-                hidden_dim=hidden_dim,
-                bottleneck_dim=bottleneck_dim,
+                hidden_dim=FULL[0],
+                bottleneck_dim=FULL[1],
                 num_heads=n_heads,
             )
 
@@ -117,16 +113,14 @@ class OfficialTEMI:
         )
         groups = self._utils.get_params_groups(self.student.head)
         groups[0]["weight_decay"] = 1e-4
-        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate)
-        self.momentum = momentum
-        self.head_losses = torch.zeros(n_heads)
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4)
 
     def step(self, views: Tensor) -> Tensor:
         """One step on views `[2, batch, dim]`; returns the loss of each head."""
         images = list(views)
         teacher_out, student_out = self.teacher(images), self.student(images)
-        self.head_losses = self.loss(student_out, teacher_out, epoch=0)
-        loss = self.head_losses.mean()
+        head_losses = self.loss(student_out, teacher_out, epoch=0)
+        loss = head_losses.mean()
         if not torch.isfinite(loss).item():
             raise FloatingPointError(f"the official code's loss is {loss.item()}: it stops here")
         self.optimizer.zero_grad()
@@ -135,8 +129,8 @@ class OfficialTEMI:
         with torch.no_grad():
             pairs = zip(self.student.head.parameters(), self.teacher.head.parameters(), strict=True)
             for q, k in pairs:
-                k.data.mul_(self.momentum).add_((1 - self.momentum) * q.detach().data)
-        return self.head_losses.detach()
+                k.data.mul_(0.996).add_(0.004 * q.detach().data)
+        return head_losses.detach()
 
 
 def paired(a, b, views, runs: int) -> tuple[float, float, float]:
@@ -153,15 +147,6 @@ def paired(a, b, views, runs: int) -> tuple[float, float, float]:
     first, second = zip(*times, strict=True)
     ratio = statistics.median(y / x for x, y in times)
     return statistics.median(first), statistics.median(second), ratio
-
-
-def peak_growth(build, views) -> float:
-    """MiB by which the peak resident set grows in two steps."""
-    step = build()
-    before = peak_mib()
-    step(views)
-    step(views)
-    return peak_mib() - before
 
 
 def versions(*packages: str) -> str:
@@ -187,12 +172,12 @@ def main() -> None:
     parser.add_argument("--shape", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_of:
-        shape = SHAPES[args.shape]
-        build = {
-            "ours": lambda: ours(shape, args.weight),
-            "official": lambda: official(shape, args.official),
-        }[args.memory_of]
-        print(peak_growth(build, torch.randn(2, *shape[:2])))
+        shape, is_ours = SHAPES[args.shape], args.memory_of == "ours"
+        step = ours(shape, args.weight) if is_ours else official(shape, args.official)
+        views, before = torch.randn(2, *shape[:2]), peak_mib()
+        step(views)
+        step(views)
+        print(peak_mib() - before)
         return
 
     print(Precision.for_device("cpu", use_fp16=True), versions(), sep="; ")
