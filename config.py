@@ -166,8 +166,7 @@ KEEP_IN_MEMORY_GIB = 2.0
 # Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
 # products). Weights and losses stay float32 in any case.
 USE_FP16 = False
-# On GPUs from Ampere on, run the students' fp32 products in TF32. Measured on digits by emulation:
-# python -m benchmarks.products
+# On GPUs from Ampere on, run the students' fp32 products in TF32.
 USE_TF32 = False
 # Compile the training step with torch.compile: half a minute or more before the first step. For
 # long trainings; the last digits differ from those without it, but not between runs.

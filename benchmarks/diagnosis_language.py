@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.diagnosis import Drawn, uniform
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.guard.diagnosis import Cause
@@ -90,10 +91,6 @@ def _is_finite(x: object) -> bool:
 
 
 # --- random steps ---------------------------------------------------------------------------------
-
-
-def uniform(r: random.Random, low: float, high: float) -> float:
-    return low * (high / low) ** r.random()
 
 
 def model(r: random.Random, kind: str, vocabulary: int) -> Any:
@@ -296,10 +293,8 @@ KINDS = (
 )
 
 
-def draw(
-    kind: Callable[[random.Random], Case], r: random.Random
-) -> tuple[Cause, str, Cause, str, int]:
-    """A case with a fault, and what is said of it; as `benchmarks.diagnosis.Drawn`."""
+def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
+    """A case with a fault, and what is said of it."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)

@@ -1,10 +1,17 @@
 """Does distilling pay? One student by cross-entropy alone, distilled, and by the older presets.
 
-python -m benchmarks.distillation --teacher_model FOLDER --data_path FILE.jsonl --seeds 3
+    python -m benchmarks.distillation --teacher_model FOLDER --data_path FILE.jsonl --seeds 3
+    python -m benchmarks.distillation --grid --teacher_model FOLDER --data_path FILE.jsonl
 
 Each row is a whole run on the same steps, batches and start; the held-out perplexity is of the best
 look at held-out text. `clamp` rows hold the logits as older scripts did, to show what that costs.
-Without flags a teacher is trained on the standard library first.
+Without --teacher_model a teacher is trained on the standard library first.
+
+With `--grid` the student is distilled, and trained by cross-entropy alone, at every learning rate
+of the grid and with every seed. Each way's learning rate is the one with the lowest perplexity on
+validation rows (the best look at them in a run, geometric mean over seeds); what is reported of it
+is the perplexity on test rows, which no choice is made on. A best one at an end of the grid is
+marked: the grid should then be longer.
 """
 
 from __future__ import annotations
@@ -12,16 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 from unittest.mock import patch
 
-from ssl_kd.datasets.aligned import aligned_blocks
-from ssl_kd.datasets.blocks import make_blocks
+from benchmarks.turns import header, row
+from ssl_kd.datasets.blocks import Blocks, make_blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
@@ -49,6 +57,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "distilled, clamp 5": {"legacy_clamp": "5"},
     "distilled, clamp 2.5": {"legacy_clamp": "2.5"},
 }
+GRID = (1e-3, 3e-3, 1e-2, 3e-2)
+WAYS: dict[str, dict[str, Any]] = {"distilled": {}, "CE alone": ALONE}
+
+Found = dict[tuple[str, float], list[dict[str, Any]]]
+"""Way and learning rate -> a row for each seed."""
 
 
 def add_settings(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
@@ -65,35 +78,25 @@ def spread(values: Iterable[float], form: str = ".3f") -> str:
     return f"{median(found):{form}} ({found[0]:{form}} to {found[-1]:{form}})"
 
 
-def training_text(settings: LanguageSettings) -> TextDataset:
-    """What a run of these settings learns from."""
-    return texts_of(settings)[0]
-
-
 def with_teacher(settings: LanguageSettings) -> LanguageSettings:
     """A teacher that is to be trained is trained now, once for all runs and seeds."""
     if settings.teacher_model != "train":
         return settings
     folder = trained_teacher(
-        settings, training_text(settings), precision_of(settings), lambda *progress: None
+        settings, texts_of(settings)[0], precision_of(settings), lambda *progress: None
     )
     return settings.replace(teacher_model=str(folder))
 
 
-_LAID_OUT: dict[Any, Any] = {}
+_BLOCKS: dict[Any, Blocks] = {}
 
 
-def once(lay_out: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of a text and tokenizers, which keeps what it made for the next run."""
-
-    def kept(text: TextDataset, *rest: Any, **options: Any) -> Any:
-        names = [tokenizer_id(r) if hasattr(r, "get_vocab") else r for r in rest]
-        key = (lay_out, text.digest, *names, *options.values())
-        if key not in _LAID_OUT:
-            _LAID_OUT[key] = lay_out(text, *rest, **options)
-        return _LAID_OUT[key]
-
-    return kept
+def blocks_once(text: TextDataset, tokenizer: Any, *rest: Any, **options: Any) -> Blocks:
+    """Return what `make_blocks` returns, laid out once for all runs."""
+    key = (text.digest, tokenizer_id(tokenizer), *rest, *options.values())
+    if key not in _BLOCKS:
+        _BLOCKS[key] = make_blocks(text, tokenizer, *rest, **options)
+    return _BLOCKS[key]
 
 
 def measure(
@@ -102,8 +105,7 @@ def measure(
     """One run; the student's row, what it began with, and what `look` sees in the run folder."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch("ssl_kd.language.texts.make_blocks", once(make_blocks)),
-        patch("ssl_kd.language.texts.aligned_blocks", once(aligned_blocks)),
+        patch("ssl_kd.language.texts.make_blocks", blocks_once),
     ):
         path = run(settings.replace(runs_dir=folder))
         metrics = json.loads((path / "metrics.json").read_text())
@@ -114,12 +116,61 @@ def measure(
         | seen
         | {
             "before": rows["student before"]["perplexity"],
-            "before_bits": rows["student before"]["bits_per_character"],
             "teacher": rows.get("teacher", {}).get("perplexity"),
             "success_rate": metrics["success_rate"],
             "seconds": metrics["seconds"]["train"],
         }
     )
+
+
+def best_look(folder: Path) -> dict[str, Any]:
+    """The lowest loss on validation rows of all looks at them in a run, nats a token."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    losses = [line["eval"]["nll"] for line in lines if "eval" in line]
+    return {"validation": min((loss for loss in losses if loss is not None), default=math.inf)}
+
+
+def chosen(found: Found, way: str) -> float:
+    """The learning rate of a way that the validation rows choose."""
+    means = {
+        rate: fmean(row["validation"] for row in rows)
+        for (name, rate), rows in found.items()
+        if name == way
+    }
+    return min(means, key=means.__getitem__)
+
+
+def comparison(found: Found, grid: Sequence[float]) -> list[str]:
+    """The best of each way on test rows, and how far apart they are, seed by seed."""
+    best = {way: chosen(found, way) for way in WAYS}
+    lines = []
+    for way, rate in best.items():
+        rows = found[way, rate]
+        edge = " (an end of the grid)" if rate in (min(grid), max(grid)) else ""
+        perplexity = spread((row["perplexity"] for row in rows), ".2f")
+        lines.append(f"{way}, best at {rate:g}{edge}: {perplexity}")
+    ours, alone = (found[way, rate] for way, rate in best.items())
+    pairs = zip(ours, alone, strict=True)
+    ratios = spread((a["perplexity"] / b["perplexity"] for a, b in pairs), ".3f")
+    return [*lines, f"distilled / CE alone, each at its best, seed by seed: {ratios}"]
+
+
+def search(settings: LanguageSettings, grid: Sequence[float], seeds: Sequence[int]) -> None:
+    """Print a table of both ways at each learning rate, and how they compare at their best."""
+    found: Found = {}
+    header("way", "learning rate", "validation perplexity", "test perplexity", "seconds")
+    for way, changes in WAYS.items():
+        for rate in grid:
+            changed = settings.replace(**changes, learning_rate=rate)
+            rows = [measure(changed.replace(seed=seed), best_look) for seed in seeds]
+            found[way, rate] = rows
+            row(
+                *(way, f"{rate:g}"),
+                spread((math.exp(r["validation"]) for r in rows), ".2f"),
+                spread((r["perplexity"] for r in rows), ".2f"),
+                f"{fmean(r['seconds'] for r in rows):.0f}",
+            )
+    print("", *comparison(found, grid), sep="\n")
 
 
 def main() -> None:
@@ -128,6 +179,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--grid", type=float, nargs="*", help=f"learning rates; alone: {GRID}")
     add_settings(
         parser,
         *("teacher_model", "data_path", "eval_path"),
@@ -136,15 +188,14 @@ def main() -> None:
         student_model="fresh:2x96",
     )
     given = vars(parser.parse_args())
-    seeds, first, only = (given.pop(name) for name in ("seeds", "first_seed", "only"))
+    seeds, first, only, grid = (given.pop(n) for n in ("seeds", "first_seed", "only", "grid"))
     logging.basicConfig(level=logging.ERROR)
     settings = LanguageSettings(
         **given, eval_every=max(1, given["max_steps"] // 5), generations=0, answer_prompts=0
     )
-    print(
-        "| run | held-out perplexity | agreement with the teacher | KL to the teacher | seconds |"
-    )
-    print("|---|---|---|---|---|")
+    if grid is not None:
+        return search(with_teacher(settings), grid or list(GRID), range(first, first + seeds))
+    header("run", "held-out perplexity", "agreement with the teacher", "KL to it", "seconds")
     for name in only:
         rows = [
             measure(settings.replace(**VARIANTS[name], seed=seed))
@@ -153,13 +204,13 @@ def main() -> None:
         if name == only[0]:
             print(f"| teacher | {rows[0]['teacher']:.3f} | | | |")
             print(f"| student, as it begins | {median(r['before'] for r in rows):.1f} | | | |")
-        cells = [
-            spread(row["perplexity"] for row in rows),
-            f"{median(100 * row['agreement'] for row in rows):.1f} %",
-            f"{median(row['kl'] for row in rows):.3f}",
-            f"{median(row['seconds'] for row in rows):.0f}",
-        ]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        row(
+            name,
+            spread(r["perplexity"] for r in rows),
+            f"{median(100 * r['agreement'] for r in rows):.1f} %",
+            f"{median(r['kl'] for r in rows):.3f}",
+            f"{median(r['seconds'] for r in rows):.0f}",
+        )
 
 
 if __name__ == "__main__":

@@ -1,32 +1,25 @@
-"""The explorer with very many samples, and embedding-atlas beside it: load, memory, frames.
+"""The explorer with very many samples: seconds until points are seen, memory, frames.
 
     python -m benchmarks.explore FOLDER --rows 1000000     # FOLDER keeps the made-up run
     python -m benchmarks.explore FOLDER --screenshot RUN explore.png
 
-Needs playwright and a Chromium. Where embedding-atlas is installed, the same samples go through
-`ssl_kd export --to parquet`, its own command serves them, and rounds take turns. Each
-visit has a fresh browser with the same flags. Medians are shown. Memory is what all processes of
-the browser have more (PSS) than with an empty page, and that of the server; js is heap and typed
-arrays of the page. Frames are counted while the map is dragged. Without a graphics card Chromium
-draws on the processor, and all that else runs there shows.
+Needs playwright and a Chromium. Each visit has a fresh browser with the same flags. Medians are
+shown. Memory is what all processes of the browser have more (PSS) than with an empty page, and that
+of the server; js is heap and typed arrays of the page. Frames are counted while the map is dragged.
+Without a graphics card Chromium draws on the processor, and all that else runs there shows.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +27,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as arrow
+import torch
 from PIL import Image
-from pyarrow import parquet
+from pyarrow import csv, parquet
 
-from benchmarks.made_run import made_run
-from ssl_kd.explore import map_of
-from ssl_kd.finished import Samples
+from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
+from ssl_kd.vision.assigned import CSV_ROWS
 from tests.explore.chromium import launch, until
 
 FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = performance.now();
@@ -49,12 +42,56 @@ FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = p
 DRAWN = """() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => {
   const gl = explore.plot.map.get("regl")._gl;
   gl.readPixels(0, 0, 1, 1, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(4)); done(); })))"""
-READY = {
-    "ssl_kd": "() => document.body.dataset.ready",
-    "embedding-atlas": """() => /[1-9][0-9,]* points/.test(document.body.innerText)
-      && [...document.querySelectorAll("canvas")].some((c) => c.width > 400)""",
-}
 LIMIT = 600  # seconds, of any one wait
+BLOCK, DIM, COARSE, FINE = 50_000, 32, 20, 200
+
+
+def made_run(folder: Path, rows: int) -> Path:
+    """Write a finished run of made-up groups, where it is not there yet.
+
+    The folder is as `python train.py` on a file of features leaves it: embeddings, configuration
+    and assignments, with a tree of two levels. Only the heads are missing.
+    """
+    run = folder / f"run_{rows}"
+    if (run / "metrics.json").is_file():
+        return run
+    run.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    centres = 2 * random.standard_normal((COARSE, DIM))
+    centres = centres.repeat(FINE // COARSE, 0) + random.standard_normal((FINE, DIM))
+    clusters = random.integers(0, FINE, rows)
+    ids = [f"photos/group {k:03}/IMG_{row:07}.jpg" for row, k in enumerate(clusters)]
+    of = Fingerprint("features", "none", "none", "float32", f"{rows} x {DIM}, made up")
+    cache, far = folder / f"embeddings_{rows}", np.empty(rows, np.float32)
+    with EmbeddingWriter(cache, "train", of, rows, DIM, ids=ids, dtype=torch.float16) as writer:
+        for start in range(0, rows, BLOCK):
+            own = clusters[start : start + BLOCK]
+            noise = 0.7 * random.standard_normal((len(own), DIM))
+            far[start : start + BLOCK] = np.linalg.norm(noise, axis=1)
+            x = torch.from_numpy((centres[own] + noise).astype(np.float32))
+            writer.append(x, torch.arange(start, start + len(own)))
+        writer.close()
+    names = [f"group {k:02}" for k in range(COARSE)]
+    table = arrow.table({
+        "file": ids,
+        "cluster": clusters.astype(np.int32),
+        "confidence": 1 / (1 + np.exp(far - 5)),
+        "split": ["train"] * rows,
+        "label": [names[k * COARSE // FINE] for k in clusters],
+        "outlier": far,
+        f"level_{COARSE}": (clusters * COARSE // FINE).astype(np.int32),
+    })  # fmt: skip
+    if rows < CSV_ROWS:
+        csv.write_csv(table, run / "assignments.csv")
+    else:
+        parquet.write_table(table, run / "assignments.parquet")
+    digest = EmbeddingStore.open(cache, "train", verify=False).fingerprint.digest
+    settings = {"DATASET": "made up", "EMBEDDINGS_DIR": str(cache.absolute()), "DATA_DIR": "data"}
+    config = {"settings": settings, "learns_from": digest, "n_clusters": FINE}
+    (run / "config.json").write_text(json.dumps(config))
+    metrics = {"dataset": {"n_clusters": FINE}, "teacher": {"name": "features"}}
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    return run
 
 
 def status(pid: int, key: str) -> float:
@@ -80,39 +117,19 @@ def browser_memory() -> float:
     return total
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def answers(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=LIMIT) as page:
-            return page.status == 200
-    except urllib.error.HTTPError:
-        return True  # ours answers those alone who have the token
-    except OSError:
-        return False
-
-
 @contextmanager
-def served(words: list[str], port: int) -> Iterator[tuple[float, int, str]]:
-    """Start a server; the seconds until it gives its page, its number, and the page's address."""
+def served(run: Path) -> Iterator[tuple[float, int, str]]:
+    """Start `ssl_kd explore`; the seconds until it prints its address, its process, the address."""
     started = time.perf_counter()
-    printed = tempfile.TemporaryFile("w+")
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen([sys.executable, "-m", *words], stdout=printed, stderr=quiet)
+    words = [sys.executable, "-u", "-m", "ssl_kd", "explore", str(run), "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
     try:
-        while time.perf_counter() - started < LIMIT and process.poll() is None:
-            if answers(port):
-                seconds = time.perf_counter() - started
-                printed.seek(0)
-                url = re.search(r"http://\S+token=\S+", printed.read())
-                yield seconds, process.pid, url[0] if url else f"http://127.0.0.1:{port}/"
+        for line in process.stdout:
+            if url := re.search(r"http://\S+token=\S+", line):
+                yield time.perf_counter() - started, process.pid, url[0]
                 return
-            time.sleep(0.1)
-        raise SystemExit(f"{' '.join(words)} gives no page on {port}")
+        raise SystemExit(f"{' '.join(words)} prints no address")
     finally:
         process.terminate()
         process.wait(30)
@@ -133,7 +150,7 @@ def dragged(page: Any, seconds: float) -> float:
 
 
 def wait_for_points(page: Any) -> None:
-    """Until there is something on the map to see: what stands in the middle of either page."""
+    """Wait until there is something on the map to see, in the middle of the page."""
     end = time.perf_counter() + LIMIT
     while time.perf_counter() < end:
         picture = page.screenshot(clip={"x": 150, "y": 100, "width": 500, "height": 340})
@@ -167,14 +184,14 @@ def lassoed(page: Any) -> dict[str, float]:
     return {"lasso_s": seconds, "lassoed": page.evaluate("() => explore.chosen.length")}
 
 
-def visit(playwright: Any, who: str, url: str, seconds: float) -> dict[str, float]:
+def visit(playwright: Any, url: str, seconds: float) -> dict[str, float]:
     """One look at a page, by a browser of its own."""
     browser = launch(playwright)
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.set_default_timeout(1000 * LIMIT)
     empty, started = browser_memory(), time.perf_counter()
     page.goto(url)
-    until(page, READY[who], seconds=LIMIT)
+    until(page, "() => document.body.dataset.ready", seconds=LIMIT)
     wait_for_points(page)
     found = {"load_s": time.perf_counter() - started}
     page.wait_for_timeout(3000)
@@ -184,43 +201,19 @@ def visit(playwright: Any, who: str, url: str, seconds: float) -> dict[str, floa
     found["js_MiB"] = (used["usedSize"] + used.get("backingStorageSize", 0)) / 2**20
     found["browser_MiB"] = browser_memory() - empty
     found["frames"] = dragged(page, seconds)
-    if who == "ssl_kd":
-        colour = "() => { const c = document.getElementById('colour'); c.value = 'outlier'; "
-        found["colour_s"] = seconds_of(page, colour + "return c.onchange(); }")
-        found |= lassoed(page)
-        act = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"
-        found["search_s"] = seconds_of(page, act)
+    colour = "() => { const c = document.getElementById('colour'); c.value = 'outlier'; "
+    found["colour_s"] = seconds_of(page, colour + "return c.onchange(); }")
+    found |= lassoed(page)
+    act = "() => { document.getElementById('query').value = '99999'; return explore.search(); }"
+    found["search_s"] = seconds_of(page, act)
     browser.close()
-    return found
-
-
-def for_atlas(run: Path, folder: Path) -> Path:
-    """The same samples, at the same places, as embedding-atlas reads them."""
-    out = folder / f"{run.name}.parquet"
-    if not out.is_file():
-        places, columns = map_of(Samples(run)), folder / "places.parquet"
-        parquet.write_table(arrow.table({"x": places[:, 0], "y": places[:, 1]}), columns)
-        words = ["export", str(run), "--to", "parquet", "--out", str(out)]
-        command = [sys.executable, "-m", "ssl_kd", *words, "--columns", str(columns)]
-        subprocess.run(command, check=True)
-    return out
-
-
-def commands(run: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
-    ours, theirs = free_port(), free_port()
-    found = {"ssl_kd": (["ssl_kd", "explore", str(run), "--port", str(ours)], ours)}
-    if importlib.util.find_spec("embedding_atlas"):
-        words = ["embedding_atlas.cli", str(for_atlas(run, folder)), "--x", "x", "--y", "y"]
-        words += ["--port", str(theirs), "--host", "127.0.0.1"]
-        found["embedding-atlas"] = (words, theirs)
     return found
 
 
 def screenshot(run: Path, file: Path) -> None:
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
-    port = free_port()
-    with served(["ssl_kd", "explore", str(run), "--port", str(port)], port) as (_, _, url):
+    with served(run) as (_, _, url):
         with sync_playwright() as playwright:
             browser = launch(playwright)
             page = browser.new_page(viewport={"width": 1200, "height": 720})
@@ -246,19 +239,16 @@ def main() -> None:
 
     run = made_run(args.folder, args.rows)
     kept = (run / "map.pt").is_file()
-    rounds: dict[str, list[dict[str, float]]] = {}
+    rounds: list[dict[str, float]] = []
     with sync_playwright() as playwright:
         for _ in range(args.rounds):
-            for who, (words, port) in commands(run, args.folder).items():
-                with served(words, port) as (start, pid, url):
-                    found = visit(playwright, who, url, args.seconds)
-                    found |= {"start_s": start, "server_MiB": status(pid, "VmHWM")}
-                rounds.setdefault(who, []).append(found)
-                print(who, json.dumps({k: round(v, 2) for k, v in found.items()}), flush=True)
+            with served(run) as (start, pid, url):
+                found = visit(playwright, url, args.seconds)
+                rounds.append(found | {"start_s": start, "server_MiB": status(pid, "VmHWM")})
+            print(json.dumps({k: round(v, 2) for k, v in rounds[-1].items()}), flush=True)
     print(f"{args.rows:,} samples, the map {'was kept' if kept else 'is made in the first round'}")
-    for who, all_rounds in rounds.items():
-        median = {k: statistics.median(one[k] for one in all_rounds) for k in all_rounds[0]}
-        print(f"median: {who}", json.dumps({k: round(v, 2) for k, v in median.items()}))
+    median = {k: statistics.median(one[k] for one in rounds) for k in rounds[0]}
+    print("median:", json.dumps({k: round(v, 2) for k, v in median.items()}))
 
 
 if __name__ == "__main__":

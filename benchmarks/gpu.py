@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks import distillation_step as language
-from benchmarks.extraction import bare, whole
-from benchmarks.official_temi import OfficialTEMI
-from benchmarks.step_cost import DEFAULT, FULL, versions
+from benchmarks import trl_trainer as language
+from benchmarks.step_cost import DEFAULT, FULL, OfficialTEMI, versions
 from ssl_kd.datasets import ImageDataset, open_dataset
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.teachers import Network
 from ssl_kd.teachers.network import Transform
+from ssl_kd.vision.extract import extract
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 
@@ -184,6 +183,39 @@ def waits_rows(size: Size, device: torch.device) -> Iterator[Row]:
     yield Row("a vision step waits for the device", "never", "never", True)
 
 
+def bare(teacher: Network, batches: list[Tensor], precision: Precision) -> float:
+    """Seconds for the network alone; each result is waited for only at the end."""
+    began = time.perf_counter()
+    half = precision.teacher != torch.float32
+    with (
+        torch.inference_mode(),
+        torch.autocast(precision.device.type, dtype=precision.teacher, enabled=half),
+    ):
+        for batch in batches:
+            teacher.features(batch)
+    if precision.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def whole(
+    dataset: ImageDataset, teacher: Network, precision: Precision, batch_size: int, workers: int
+) -> float:
+    """Seconds for the extraction into an empty folder, fsync and checksums included."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        extract(
+            dataset,
+            teacher,
+            folder,
+            split="train",
+            precision=precision,
+            batch_size=batch_size,
+            workers=workers,
+        )
+        return time.perf_counter() - began
+
+
 def extraction_rows(size: Size, device: torch.device) -> Iterator[Row]:
     """Images to a verified cache, beside bare forward passes of the same network."""
     from torchvision.models import vit_b_16
@@ -222,23 +254,26 @@ def extraction_rows(size: Size, device: torch.device) -> Iterator[Row]:
 
 
 def language_rows(size: Size, device: torch.device) -> Iterator[Row]:
-    """A distillation step beside TRL's trainers, where TRL is installed."""
+    """A step of whole trainings beside TRL's trainers, where TRL is installed."""
     teacher_size, student_size, vocabulary, batch, length = size.text
     args = argparse.Namespace(batch=batch, length=length, device=device.type)
+    args.steps, args.prompt, args.url, args.teacher_model = min(size.steps, 5), 1, "", None
     teacher = language.made_up(teacher_size, vocabulary, 0)
     student = language.made_up(student_size, vocabulary, 1)
     shape = f"{teacher_size} to {student_size}, V {vocabulary:,}, {batch} x {length}, fp32"
-    few, times = replace(size, steps=min(size.steps, 5)), {}
-    for name, make in language.METHODS.items():
-        if name != "ours" and importlib.util.find_spec("trl") is None:
+    times: dict[str, float] = {}
+    for name, make in language.METHODS["off"].items():
+        if not name.startswith("ours") and importlib.util.find_spec("trl") is None:
             yield Row(f"language step, {name}", "not measured: trl is not installed", "", False)
             continue
-        times[name] = taken = seconds(make(args, teacher, copy.deepcopy(student)), few, device)
+        run = make(args, teacher, copy.deepcopy(student))
+        rounds = [language.seconds_of(run) for _ in range(size.rounds + 1)]
+        times[name] = taken = statistics.median(rounds[1:])
         pace = f"{1e3 * taken:.1f} ms, {batch * (length - 1) / taken:,.0f} tokens/s"
-        if name == "ours":
+        if name.startswith("ours"):
             yield Row(f"language step {shape}, ours", pace)
             continue
-        ratio, target = taken / times["ours"], TARGETS["language"]
+        ratio, target = taken / next(iter(times.values())), TARGETS["language"]
         value = f"{pace}: {ratio:.2f} times as long as ours"
         yield Row(f"language step, {name}", value, "as long as ours or longer", ratio >= target)
 

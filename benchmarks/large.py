@@ -1,4 +1,4 @@
-"""Whole runs on ten million embeddings: resident memory, the time of each stage, and 10⁹ rows.
+"""Whole runs on ten million embeddings: resident memory, and the time of each stage.
 
     python -m benchmarks.large --rows 1000000 --dim 64              # both methods
     python -m benchmarks.large --rows 10000000 --dim 64 --methods heads --folder DISK
@@ -30,12 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from ssl_kd.store.approximate import CELLS_PER_ROOT, MOST_CELLS
-
 CLASSES, MODES = 50, 20
 ROWS_PER_BLOCK = 50_000
 GIB = 2**30
-TARGET = 10**9
 
 
 def write(path: Path, n: int, dim: int) -> None:
@@ -91,7 +88,6 @@ def whole(features: Path, method: str, threads: int, flags: list[str]) -> dict[s
     run = folder / "runs" / method
     metrics = json.loads((run / "metrics.json").read_text())
     scores = {(row["name"], row["split"]): row["acc"] for row in metrics["table"]}
-    files = {p.name: p.stat().st_size for p in run.iterdir() if p.is_file()}
     return {
         "method": method,
         "acc": scores["consensus", "train"],
@@ -103,7 +99,6 @@ def whole(features: Path, method: str, threads: int, flags: list[str]) -> dict[s
             "start and report": seconds - metrics["seconds"]["total"],
         },
         "peak": peak,
-        "assignments": next(size for name, size in files.items() if "assignments" in name),
     }
 
 
@@ -115,53 +110,6 @@ def beside_exact(n: int, found: dict[str, Any]) -> str:
         f"neighbours: {seconds:,.0f} s, recall {found['recall']:.3f}; all pairs {exact:,.0f} s, "
         f"{n:,} / {rows:,} x {found['seconds']['exact']:.1f} s: x {exact / seconds:.0f}\n"
     )
-
-
-def projected(n: int, dim: int, run: dict[str, Any]) -> list[str]:
-    """What the stages of a run of n rows come to at 10⁹, each with its arithmetic."""
-    found, seconds, times = run["neighbours"], run["seconds"], TARGET / n
-    lines = [
-        f"| cost at 10⁹ rows x {dim}, METHOD {run['method']} | | arithmetic |",
-        "|---|---|---|",
-    ]
-
-    def line(what: str, value: float, unit: str, why: str) -> None:
-        lines.append(f"| {what} | {value:,.1f} {unit} | {why} |")
-
-    def hours(what: str, measured: float, factor: float, why: str) -> None:
-        line(what, measured * factor / 3600, "h", f"{measured:,.1f} s x {why} = x {factor:,.0f}")
-
-    linear = f"(10⁹ / {n:,})"
-    hours("extraction and its checks", seconds["extract"], times, linear)
-    if found["index"] != "exact":
-        cells = min(CELLS_PER_ROOT * round(TARGET**0.5), MOST_CELLS)
-        more, part = cells / found["nlist"], found["seconds"]
-        cell = f"({cells:,} / {found['nlist']:,} cells)"
-        hours("index: k-means", part["train"], more**2, f"{cell}²")
-        hours("index: rows into cells", part["add"], times * more, f"{linear} x {cell}")
-        hours("exact neighbours to tune by", part["exact"] + part["tune"], times, linear)
-        hours("search", part["search"], times**2 / more, f"{linear}² / {cell}")
-        index, pairs = 2 * (2 * dim + 8), 2 * 4 * 20
-        why = f"2 x (2 x {dim} + 8) + 2 x 4 x 20 B"
-        line("disk for the search", TARGET * (index + pairs) / 2**40, "TiB", why)
-    hours("training, as many steps", seconds["train"], 1, "1")
-    hours("answer and its file", seconds["answer"], times, linear)
-    line("judge: of 100,000 rows", seconds["judge"] / 3600, "h", f"{seconds['judge']:,.1f} s x 1")
-    bytes_a_row = run["assignments"] / n
-    line("assignments", bytes_a_row * TARGET / GIB, "GiB", f"{bytes_a_row:.1f} B a row")
-    lines.append("")
-    lines.append("Memory that grows with the rows, bytes each, at 10⁹ (1 B = 0.93 GiB):")
-    lines += ["", "| structure | B a row | GiB at 10⁹ |", "|---|---|---|"]
-    for what, size in (
-        ("store: labels and places in the data set", 16),
-        ("pairs: which neighbours are mutual, of 20", 20),
-        ("pairs: order of the epoch", 8),
-        ("answer: TOP_K 3 with probabilities, cluster, outlier score", 3 * 8 + 8),
-        ("answer: each level of the tree (METHOD graph)", 4),
-        ("scores of the whole answer by scikit-learn, while they are computed", 64),
-    ):
-        lines.append(f"| {what} | {size} | {size * TARGET / GIB:,.0f} |")
-    return lines
 
 
 def main() -> None:
@@ -196,7 +144,6 @@ def main() -> None:
         )
         if run["neighbours"]["index"] != "exact":
             print(beside_exact(args.rows, run["neighbours"]))
-        print("\n".join(projected(args.rows, args.dim, run)), "\n")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
+from benchmarks.peers import METHODS, installed, warm_up, without_noise
 from benchmarks.sets import SETS, Sources, loaded
 from ssl_kd import evaluate
 
-SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
+SCORES = ("acc", "nmi", "ari", "balanced")
 Row = dict[str, Any]
 
 
@@ -129,56 +129,9 @@ def set_table(name: str, runs: Runs) -> str:
     return "\n".join(lines)
 
 
-def overview(sets: dict[str, Runs], given: bool) -> str:
-    """Median ACC of every method on every set."""
-    asked = {key[0] for runs in sets.values() for key in runs if key[1] is given}
-    methods = [method for method in METHODS if method in asked]
-    if not methods:
-        return ""
-    lines = [f"### Median ACC, K {'given' if given else 'not given'}", ""]
-    lines.append(_line(["set", *(METHODS[method].title for method in methods)]))
-    lines.append("|---" * (len(methods) + 1) + "|")
-    for name, runs in sets.items():
-        cells = [
-            f"{middle(runs[method, given], 'acc'):.1f}" if (method, given) in runs else ""
-            for method in methods
-        ]
-        lines.append(_line([name, *cells]))
-    return "\n".join(lines)
-
-
-def summary(sets: dict[str, Runs], given: bool) -> str:
-    """Where ours is ahead of every peer by median, where it is furthest behind, its spread."""
-    ours = {name: runs[OURS, given] for name, runs in sets.items() if (OURS, given) in runs}
-    lines = []
-    for key in ("acc", "nmi", "ari"):
-        behind = {}
-        for name, mine in ours.items():
-            peers = {m: some for (m, g), some in sets[name].items() if g is given and m != OURS}
-            if peers:
-                best = max(peers, key=lambda method: middle(peers[method], key))
-                behind[name] = (middle(peers[best], key) - middle(mine, key), METHODS[best].title)
-        if not behind:
-            return ""
-        worst = max(behind, key=lambda name: behind[name][0])
-        points, peer = behind[worst]
-        ahead = sum(deficit < 0 for deficit, _ in behind.values())
-        spread = {n: max(r[key] for r in s) - min(r[key] for r in s) for n, s in ours.items()}
-        widest = max(spread, key=lambda name: spread[name])
-        furthest = f"largest deficit {points:.1f} ({worst}, {peer})" if points > 0 else "no deficit"
-        lines.append(
-            f"- {SCORES[key]}: ahead of every peer on {ahead} of {len(behind)} sets; {furthest}; "
-            f"largest spread between seeds {spread[widest]:.1f} ({widest})"
-        )
-    return "\n".join([f"### ssl_kd, K {'given' if given else 'not given'}", "", *lines])
-
-
 def report(rows: Sequence[Row]) -> str:
     """Everything in Markdown."""
-    sets = by_set(rows)
-    parts = [set_table(name, runs) for name, runs in sets.items()]
-    parts += [part(sets, given) for given in (True, False) for part in (overview, summary)]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(set_table(name, runs) for name, runs in by_set(rows).items())
 
 
 def names_of(known: dict[str, Any], text: str) -> list[str]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.turns import header, row
 from ssl_kd.guard import Guard
 
 Step = Callable[[Tensor], None]
@@ -127,14 +128,14 @@ def main() -> None:
     if dist.get_rank() == 0:
         weights = sum(p.numel() for p in TwoTerms(given.width, given.depth).parameters())
         print(f"{dist.get_world_size()} ranks, {device.type}, {weights:,} weights, batch", end=" ")
-        print(f"{given.batch} a rank\n\n| loop | ms a step | over bare | all-reduces of its own |")
-        print("|---|---|---|---|")
+        print(f"{given.batch} a rank\n")
+        header("loop", "ms a step", "over bare", "all-reduces of its own")
         for name, pairs in seen.items():
-            seconds = [second for second, _ in pairs]
-            over = [a / b for a, (b, _) in zip(seconds, seen["bare"], strict=True)]
-            counts = statistics.median(count for _, count in pairs)
-            print(f"| {name} | {1000 * statistics.median(seconds):.2f} |", end=" ")
-            print(f"{statistics.median(over):.2f} | {counts:g} |")
+            seconds, counts = (statistics.median(column) for column in zip(*pairs, strict=True))
+            over = statistics.median(
+                a / b for (a, _), (b, _) in zip(pairs, seen["bare"], strict=True)
+            )
+            row(name, f"{1000 * seconds:.2f}", f"{over:.2f}", f"{counts:g}")
     dist.destroy_process_group()
 
 

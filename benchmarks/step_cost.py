@@ -1,152 +1,136 @@
-"""Seconds and memory of one training step, beside its bare matrix products or the official code.
+"""Seconds and memory of one training step of the heads, beside the official TEMI code.
 
-    python -m benchmarks.step_cost
-    python -m benchmarks.step_cost --compiled
     python -m benchmarks.step_cost --official PATH_OF_A_CHECKOUT
 
-The bare products are what no step can do without: forward and backward of the students, forward of
-the teachers where there are any, as batched products over the same chunks of heads. The official
-TEMI code trains the same number of full-size heads (512 -> 256) on the same batch. The two sides
-take turns in one process, and the ratio is the median over pairs, so that a machine whose speed
-drifts does not matter. Memory is the growth of the peak resident set over one step, each side in a
-process of its own.
+The official code (https://github.com/HHU-MMBS/TEMI-official-BMVC2023) trains the same number of
+full-size heads (512 -> 256) on the same batch. The two sides take turns in one process, and the
+ratio is the median over pairs, so that a machine whose speed drifts does not matter. Memory is the
+growth of the peak resident set over two steps, each side in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from importlib.metadata import distributions, version
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 
-from benchmarks.official_temi import OfficialTEMI
+from benchmarks.turns import header, number_of, row
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.losses import InstanceWeight
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.step import HeadTrainer, head_chunks
+from ssl_kd.vision.step import HeadTrainer
 
 FULL = (512, 256)  # hidden and bottleneck
 DEFAULT = (VisionSettings.hidden_dim, VisionSettings.bottleneck_dim)
-SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]
-# batch, dim, K, heads; widths; whether the targets are given, as with METHOD graph
-BESIDE_PRODUCTS = [
-    ((256, 64, 10, 16), DEFAULT, True),  # the defaults on digits
-    ((256, 64, 10, 48), DEFAULT, False),
-    ((512, 384, 10, 50), FULL, False),
-    ((512, 384, 1000, 16), FULL, True),
-    ((512, 384, 1000, 50), FULL, False),
-]
+SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]  # batch, dim, K, heads
 
 
-def ours(
-    batch: int,
-    dim: int,
-    clusters: int,
-    heads: int,
-    half: bool = False,
-    weight: InstanceWeight = "none",
-    widths: tuple[int, int] = FULL,
-    given: bool = False,
-    fast: bool = False,
-):
-    """A step of ours, as a function of views; `fast`: compiled."""
+def ours(shape: tuple[int, ...], weight: InstanceWeight, half: bool = False):
+    """Return a step of ours, as a function of views."""
+    batch, dim, clusters, heads = shape
     trainer = HeadTrainer(
-        HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads),
-        VisionSettings(batch_size=batch, instance_weight=weight, compile=fast),
+        HeadBank(lambda: TEMIHead(dim, clusters, *FULL), heads),
+        VisionSettings(batch_size=batch, instance_weight=weight),
         Precision.for_device("cpu", use_fp16=half),
         clusters,
     )
-    targets = None
-    if given:
-        targets = functional.one_hot(torch.randint(clusters, (2, batch)), clusters).float()
-    return lambda views: trainer.step(views, 1e-4, given=targets)
+    return lambda views: trainer.step(views, 1e-4)
 
 
-def products(batch: int, dim: int, clusters: int, heads: int, widths: tuple[int, int], given: bool):
-    """The matrix products of such a step and nothing else, as a function of views."""
-    hidden, bottleneck = widths
-    bank = HeadBank(lambda: TEMIHead(dim, clusters, hidden, bottleneck), heads)
-    sizes = [(dim, hidden), (hidden, bottleneck), (bottleneck, clusters)]
-    weights = [torch.randn(heads, wide, narrow) for narrow, wide in sizes]
-    biases = [torch.randn(heads, 1, width) for width in widths]
-    chunks = head_chunks(
-        heads, 4 * (2 * batch * bank.width + bank.n_parameters), torch.device("cpu")
-    )
-
-    def forward(rows: slice, x: torch.Tensor):
-        first, second, third = (weight[rows].mT for weight in weights)
-        h = torch.baddbmm(biases[0][rows], x, first)
-        z = torch.baddbmm(biases[1][rows], h, second)
-        return h, z, torch.bmm(z, third)
-
-    def step(views: torch.Tensor) -> None:
-        for rows in chunks:
-            _, second, third = (weight[rows] for weight in weights)
-            x = views.flatten(0, 1).expand(len(second), -1, -1)
-            if not given:
-                forward(rows, x)
-            h, z, logits = forward(rows, x)
-            of_z, _ = torch.bmm(logits, third), torch.bmm(logits.mT, z)
-            of_h, _ = torch.bmm(of_z, second), torch.bmm(of_z.mT, h)
-            torch.bmm(of_h.mT, x)
-
-    return step
-
-
-def beside_products(runs: int) -> None:
-    """Print the ratio of the step to its bare products, for each of `BESIDE_PRODUCTS`."""
-    columns = ["batch, dim, K, heads", "widths", "targets", "products ms", "step ms", "times"]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for shape, widths, given in BESIDE_PRODUCTS:
-        views = torch.randn(2, shape[0], shape[1], generator=torch.Generator().manual_seed(0))
-        bare, whole, ratio = paired(
-            products(*shape, widths=widths, given=given),
-            ours(*shape, widths=widths, given=given),
-            views,
-            runs,
-        )
-        print(
-            f"| {', '.join(map(str, shape))} | {', '.join(map(str, widths))} "
-            f"| {'given' if given else 'of teachers'} "
-            f"| {1000 * bare:.1f} | {1000 * whole:.1f} | {ratio:.2f} |",
-            flush=True,
-        )
-
-
-def beside_compiled(runs: int) -> None:
-    """Print what COMPILE is worth, and after how many steps it has paid back."""
-    columns = ["batch, dim, K, heads", "targets", "plain ms", "compiled ms", "times", "compiling s"]
-    print(f"| {' | '.join(columns)} | pays back after steps |\n|{'---|' * 7}")
-    for shape, widths, given in BESIDE_PRODUCTS:
-        views = torch.randn(2, shape[0], shape[1], generator=torch.Generator().manual_seed(0))
-        torch.compiler.reset()
-        fast = ours(*shape, widths=widths, given=given, fast=True)
-        began = time.perf_counter()
-        fast(views)
-        fast(views)
-        cold = time.perf_counter() - began
-        compiled, plain, ratio = paired(fast, ours(*shape, widths=widths, given=given), views, runs)
-        pays = f"{cold / (plain - compiled):,.0f}" if compiled < plain else "never"
-        print(
-            f"| {', '.join(map(str, shape))} | {'given' if given else 'of teachers'} "
-            f"| {1000 * plain:.1f} | {1000 * compiled:.1f} | {ratio:.2f} | {cold:.0f} | {pays} |",
-            flush=True,
-        )
-
-
-def official(batch: int, dim: int, clusters: int, heads: int, checkout: Path):
-    """A step of the official code, as a function of views."""
+def official(shape: tuple[int, ...], checkout: Path):
+    """Return a step of the official code, as a function of views."""
+    batch, dim, clusters, heads = shape
     peer = OfficialTEMI(checkout, in_dim=dim, n_clusters=clusters, n_heads=heads, batch_size=batch)
     return peer.step
+
+
+class OfficialTEMI:
+    """Student, EMA teacher, loss and AdamW of the official code, for two views of embeddings.
+
+    Its heads, its loss and its optimizer step (`train_one_epoch` in its `train_main.py`) run as
+    they are in the checkout; only the copies to a GPU, which this does not need, are left out.
+    """
+
+    def __init__(
+        self,
+        checkout: Path,
+        *,
+        in_dim: int,
+        n_clusters: int,
+        n_heads: int,
+        batch_size: int,
+    ) -> None:
+        if not (checkout / "losses" / "multihead_losses.py").is_file():
+            raise SystemExit(f"{checkout} is not a checkout of the official TEMI code")
+        sys.path.insert(0, str(checkout))
+        try:
+            self._utils = importlib.import_module("utils")
+            loss_class = importlib.import_module("losses").TEMI
+            # Its package __init__ wants CLIP; the heads alone do not.
+            file = checkout / "model_builders" / "multi_head.py"
+            spec = importlib.util.spec_from_file_location("official_multi_head", file)
+            assert spec is not None and spec.loader is not None
+            heads = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(heads)
+        finally:
+            sys.path.remove(str(checkout))
+
+        def build() -> Any:  # a class of the peer's
+            return heads.MultiHeadClassifier(
+                "precomputed",
+                embed_dim=in_dim,
+                out_dim=n_clusters,
+                nlayers=2,
+                hidden_dim=FULL[0],
+                bottleneck_dim=FULL[1],
+                num_heads=n_heads,
+            )
+
+        self.student, self.teacher = build(), build()
+        self.teacher.load_state_dict(self.student.state_dict())
+        for p in self.teacher.parameters():
+            p.requires_grad = False
+        self.loss = loss_class(
+            num_heads=n_heads,
+            beta=0.6,
+            out_dim=n_clusters,
+            batchsize=batch_size,
+            warmup_teacher_temp=0.1,
+            teacher_temp=0.1,
+            warmup_teacher_temp_epochs=1,
+            nepochs=1000,
+        )
+        groups = self._utils.get_params_groups(self.student.head)
+        groups[0]["weight_decay"] = 1e-4
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4)
+
+    def step(self, views: Tensor) -> Tensor:
+        """One step on views `[2, batch, dim]`; returns the loss of each head."""
+        images = list(views)
+        teacher_out, student_out = self.teacher(images), self.student(images)
+        head_losses = self.loss(student_out, teacher_out, epoch=0)
+        loss = head_losses.mean()
+        if not torch.isfinite(loss).item():
+            raise FloatingPointError(f"the official code's loss is {loss.item()}: it stops here")
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        with torch.no_grad():
+            pairs = zip(self.student.head.parameters(), self.teacher.head.parameters(), strict=True)
+            for q, k in pairs:
+                k.data.mul_(0.996).add_(0.004 * q.detach().data)
+        return head_losses.detach()
 
 
 def paired(a, b, views, runs: int) -> tuple[float, float, float]:
@@ -165,15 +149,6 @@ def paired(a, b, views, runs: int) -> tuple[float, float, float]:
     return statistics.median(first), statistics.median(second), ratio
 
 
-def peak_growth(build, views) -> float:
-    """MiB by which the peak resident set grows in two steps."""
-    step = build()
-    before = peak_mib()
-    step(views)
-    step(views)
-    return peak_mib() - before
-
-
 def versions(*packages: str) -> str:
     """Python, torch and those packages that are installed, with their versions."""
     installed = {found.name.lower().replace("_", "-") for found in distributions()}
@@ -188,62 +163,36 @@ def peak_mib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One step, beside its bare products or a peer.")
-    parser.add_argument("--official", type=Path, help="checkout of the official TEMI code")
-    parser.add_argument("--compiled", action="store_true", help="beside the compiled step")
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--official", type=Path, required=True, help="checkout of the TEMI code")
     parser.add_argument("--runs", type=int, default=5, help="pairs per shape")
     parser.add_argument("--weight", default="mean", choices=["none", "own", "mean"])
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=["ours", "official"], help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-
-    if args.official is None:
-        print(f"{versions()}, {torch.get_num_threads()} threads, {args.runs} pairs")
-        (beside_compiled if args.compiled else beside_products)(args.runs)
-        return
     if args.memory_of:
-        shape = SHAPES[args.shape]
-        views = torch.randn(2, shape[0], shape[1])
-        build = {
-            "ours": lambda: ours(*shape, half=False, weight=args.weight),
-            "official": lambda: official(*shape, checkout=args.official),
-        }[args.memory_of]
-        print(peak_growth(build, views))
+        shape, is_ours = SHAPES[args.shape], args.memory_of == "ours"
+        step = ours(shape, args.weight) if is_ours else official(shape, args.official)
+        views, before = torch.randn(2, *shape[:2]), peak_mib()
+        step(views)
+        step(views)
+        print(peak_mib() - before)
         return
 
-    def memory(side: str, index: int) -> float:
-        words = [
-            sys.executable,
-            "-m",
-            "benchmarks.step_cost",
-            "--official",
-            str(args.official),
-            "--memory-of",
-            side,
-        ]
-        words += ["--shape", str(index), "--weight", args.weight]
-        return float(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-
-    print(Precision.for_device("cpu", use_fp16=True))
+    print(Precision.for_device("cpu", use_fp16=True), versions(), sep="; ")
     print(f"{torch.get_num_threads()} threads, {args.runs} pairs, instance weight {args.weight!r}")
     columns = ["batch, dim, K, heads", "official s", "ours s", "times faster", "ours half s"]
-    columns += ["times faster", "MiB official", "MiB ours"]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    header(*columns, "times faster", "MiB official", "MiB ours")
     for index, shape in enumerate(SHAPES):
-        views = torch.randn(2, shape[0], shape[1], generator=torch.Generator().manual_seed(0))
-        peer = official(*shape, checkout=args.official)
-        full, full_peer, ratio = paired(
-            ours(*shape, half=False, weight=args.weight), peer, views, args.runs
-        )
-        half, _, half_ratio = paired(
-            ours(*shape, half=True, weight=args.weight), peer, views, args.runs
-        )
-        print(
-            f"| {', '.join(map(str, shape))} | {full_peer:.2f} | {full:.2f} | {ratio:.2f} "
-            f"| {half:.2f} | {half_ratio:.2f} | {memory('official', index):.0f} "
-            f"| {memory('ours', index):.0f} |",
-            flush=True,
-        )
+        views = torch.randn(2, *shape[:2], generator=torch.Generator().manual_seed(0))
+        peer = official(shape, args.official)
+        full, full_peer, ratio = paired(ours(shape, args.weight), peer, views, args.runs)
+        half, _, half_ratio = paired(ours(shape, args.weight, True), peer, views, args.runs)
+        sides = [["--memory-of", side, "--shape", str(index)] for side in ("official", "ours")]
+        memory = [f"{number_of('step_cost', *flags):.0f}" for flags in sides]
+        cells = [f"{x:.2f}" for x in (full_peer, full, ratio, half, half_ratio)]
+        row(", ".join(map(str, shape)), *cells, *memory)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m benchmarks.trl_trainer
     python -m benchmarks.trl_trainer --teacher_model FOLDER --student_model layers:2
 
-Each trains a copy of one student towards the same teacher, in fp32 on the CPU, through `train()`:
+Each trains a copy of one student towards the same teacher, in fp32, on the CPU, through `train()`:
 the loop of transformers with data loading, clipping, AdamW and log lines as each comes, and ours
 with its guard and a cross-entropy that is computed and shown, but has no weight, as theirs have
 none.
@@ -18,10 +18,11 @@ none.
   from memory: what is measured is who asks. TRL's client wants vLLM installed, which it does not
   use for that, and is told that it is.
 
-The rows are written by the teacher. All take turns, and each ratio is the median over rounds (in
-brackets the middle half of them). Memory is by how much a training, in a process of its own, raises
-the peak resident set. Losses are those of the first step, before any update; in `on` of a training
-of its own, in which all write the likeliest tokens, so that the texts are the same.
+The rows are written by --teacher_model, or random where a teacher is made up. All take turns, and
+each ratio is the median over rounds (in brackets the middle half of them). Memory is by how much a
+training, in a process of its own, raises the peak resident set. Losses are those of the first step,
+before any update; in `on` of a training of its own, in which all write the likeliest tokens, so
+that the texts are the same.
 """
 
 from __future__ import annotations
@@ -41,11 +42,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from benchmarks.distillation_step import made_up
 from benchmarks.step_cost import peak_mib, versions
 from benchmarks.turns import header, in_turns, middle_half, number_of, row
 from ssl_kd.datasets.blocks import Blocks
@@ -70,6 +79,26 @@ Run = Callable[[bool], tuple[list[float], float]]
 """One training, if true of the likeliest tokens; when each step ended, and the first loss."""
 
 
+def made_up(size: str, vocabulary: int, seed: int) -> CausalLM:
+    """A Llama with new weights, and a tokenizer of two words, which nobody asks."""
+    layers, dim = map(int, size.split("x"))
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=dim,
+        intermediate_size=8 * dim // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, dim // 64),
+        num_key_value_heads=max(1, dim // 64),
+        tie_word_embeddings=True,
+    )
+    words = Tokenizer(WordLevel({"<pad>": 0, "</s>": 2}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<pad>"
+    )
+    return CausalLM.of(LlamaForCausalLM(config), tokenizer, size)
+
+
 def models(args: argparse.Namespace) -> tuple[CausalLM, CausalLM]:
     """Teacher and student; no token that is ever likely ends a text, so that all are as long."""
     if args.teacher_model:
@@ -84,9 +113,11 @@ def models(args: argparse.Namespace) -> tuple[CausalLM, CausalLM]:
 
 
 def rows_of(args: argparse.Namespace, teacher: CausalLM) -> Tensor:
-    """The text, `[batch, length]`, as the teacher writes it."""
+    """The text, `[batch, length]`, as the teacher writes it; of one that is made up random."""
     config, n = teacher.model.config, args.length - 1
     torch.manual_seed(0)
+    if not args.teacher_model:  # ids from 3: what is special is no text
+        return torch.randint(3, config.vocab_size, (args.batch, args.length))
     begin = torch.full((args.batch, 1), config.bos_token_id)
     length = {"min_new_tokens": n, "max_new_tokens": n}
     mask = torch.ones_like(begin)
@@ -100,7 +131,9 @@ class Pace(TrainerCallback):
         self.ends: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Note the time."""
+        """Note the time, with the device waited for."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
 
 
@@ -135,7 +168,7 @@ def arguments(args: argparse.Namespace, of: type = TrainingArguments, **options:
         gradient_checkpointing=False,
         report_to="none",
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=args.device == "cpu",
         **options,
     )
 
@@ -379,6 +412,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed, after one to warm up")
     parser.add_argument("--steps", type=int, default=2, help="timed of each training")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for `off` alone")
     parser.add_argument("--kinds", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--memory_of", nargs=2, help=argparse.SUPPRESS)
@@ -397,8 +431,8 @@ def main() -> None:
     sizes = [sum(p.numel() for p in lm.model.parameters()) / 1e6 for lm in (teacher, student)]
     print(
         f"teacher {sizes[0]:.1f} M, student {sizes[1]:.1f} M, vocabulary "
-        f"{teacher.model.config.vocab_size:,}, batch {args.batch} x {args.length}, fp32, CPU, "
-        f"{args.threads} threads, {args.rounds} rounds of {args.steps} steps; "
+        f"{teacher.model.config.vocab_size:,}, batch {args.batch} x {args.length}, fp32, "
+        f"{args.device}, {args.threads} threads, {args.rounds} rounds of {args.steps} steps; "
         f"{versions('trl', 'transformers')}"
     )
     for kind in args.kinds:

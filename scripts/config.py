@@ -13,10 +13,8 @@ presets; a name or value that cannot be is refused.
 TEACHER_MODEL = "train"
 # Weights of several teachers in that mean, such as "0.7,0.3", made to sum to 1; None: all alike.
 TEACHER_WEIGHTS = None
-# Folder, or name on the Hub | layers:N (cut from the teacher's layers) |
-# prune:LAYERS[xMLP[xDIM[xKV]]] (so many of the teacher's layers, MLP channels, embedding channels
-# and key-value heads, those that matter most on the text) | fresh:LAYERSxDIM (new weights of the
-# teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
+# Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
+# weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
 STUDENT_MODEL = "fresh:2x128"
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.

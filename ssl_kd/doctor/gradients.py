@@ -47,7 +47,7 @@ def open_model(settings: LanguageSettings) -> tuple[CausalLM, Blocks]:
             `make_blocks`.
     """
     spec = settings.student_model
-    if spec.startswith(("fresh:", "layers:", "llama:", "prune:")):
+    if spec.startswith(("fresh:", "layers:", "llama:")):
         raise SettingsError(
             f"STUDENT_MODEL is {spec!r}, which is made during a run: name an existing model, "
             "--model FOLDER or its name on the Hugging Face Hub."

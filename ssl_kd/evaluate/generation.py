@@ -141,7 +141,7 @@ def _greedy(
     out = model.generate(
         **inputs,
         logits_processor=LogitsProcessorList([watch]),  # pyright: ignore[reportArgumentType]
-        **how_to_write(ends, max_new_tokens),
+        **_greedily(ends, max_new_tokens),
     )
     results: list[Continued] = []
     for row, (prompt, new) in enumerate(zip(prompts, out[:, width:].tolist(), strict=True)):
@@ -156,53 +156,21 @@ def _greedy(
     return results
 
 
-def sample_tokens(
-    model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int
-) -> list[list[int]]:
-    """What a model writes after each prompt by its own distribution, at temperature 1.
-
-    Args:
-        model: a causal language model of transformers, on its device.
-        tokenizer: says with the model what ends a text.
-        prompts: in tokens, none of them empty; all at once.
-        max_new_tokens: of each, at most.
-
-    Returns:
-        The new tokens of each, with that which ended it.
-    """
-    ends = end_tokens(model, tokenizer)
-    inputs = _side_by_side(prompts, next(model.parameters()).device)
-    with evaluating(model):
-        out = model.generate(**inputs, **how_to_write(ends, max_new_tokens, sample=True))
-    found = []
-    for new in out[:, inputs["input_ids"].shape[1] :].tolist():
-        stop = next((i + 1 for i, token in enumerate(new) if token in ends), len(new))
-        found.append(new[:stop])
-    return found
-
-
-def how_to_write(
-    ends: Sequence[int], max_new_tokens: int, *, sample: bool = False
-) -> dict[str, Any]:
-    """Arguments of a model's `generate`: greedily, or by the model's own distribution.
+def _greedily(ends: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+    """Return the arguments of a model's `generate` for greedy search.
 
     A model brings its own sampling settings: transformers warns that greedy search ignores them,
     and a penalty would not be ignored.
-
-    Args:
-        ends: tokens that end a text, see `end_tokens`.
-        max_new_tokens: at most.
-        sample: draw each token at temperature 1, and not from the likeliest alone.
     """
     return {
         "max_new_tokens": max_new_tokens,
         "eos_token_id": list(ends) or None,
         "pad_token_id": ends[0] if ends else 0,
-        "do_sample": sample,
+        "do_sample": False,
         "num_beams": 1,
         "temperature": 1.0,
         "top_p": 1.0,
-        "top_k": 0 if sample else 50,
+        "top_k": 50,
         "repetition_penalty": 1.0,
     }
 

@@ -98,7 +98,7 @@ def _check_served(settings: LanguageSettings, url: str) -> None:
             f"TEMPERATURE is {settings.temperature:g}, and a server gives the likeliest tokens at"
             " temperature 1, from which those of another one do not follow: set it to 1."
         )
-    if settings.student_model.startswith(("layers:", "prune:")):
+    if settings.student_model.startswith("layers:"):
         raise SettingsError(
             f"STUDENT_MODEL {settings.student_model!r} is cut from the teacher, whose weights are"
             " on a server (TEACHER_URL): name a folder, or new weights as llama:LAYERSxDIM."
@@ -174,12 +174,12 @@ def _check_mean(settings: LanguageSettings) -> None:
 def _check_quantization(settings: LanguageSettings) -> None:
     """Weights in fewer bits are loaded for one device, and stay as they are."""
     kind = settings.student_model.partition(":")[0]
-    made = kind in ("fresh", "llama", "layers", "prune", GIVEN)
+    made = kind in ("fresh", "llama", "layers", GIVEN)
     absent = settings.teacher_url is not None or settings.teacher_model in ("none", GIVEN)
     rules = {
         "TEACHER_QUANTIZATION": (
             (absent, "name a TEACHER_MODEL that is loaded here"),
-            (kind in ("layers", "prune"), f"STUDENT_MODEL {kind!r} cuts whole weights"),
+            (kind == "layers", f"STUDENT_MODEL {kind!r} cuts whole weights"),
             (settings.teacher_offload, "set TEACHER_OFFLOAD to False"),
             (settings.shard, "set SHARD to False"),
         ),

@@ -25,7 +25,7 @@ def check_settings(settings: LanguageSettings, *texts: TextDataset) -> None:
         (settings.teacher_model == "train", "TEACHER_MODEL is 'train'", "name a model of images"),
         (len(settings.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
         (
-            student in ("fresh", "llama", "prune"),
+            student in ("fresh", "llama"),
             f"STUDENT_MODEL is {settings.student_model!r}, which reads text alone",
             "take layers:N, or a folder",
         ),

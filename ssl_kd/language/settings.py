@@ -40,9 +40,7 @@ class LanguageSettings(LoopSettings):
     )
     student_model: str = setting(
         "fresh:2x128",
-        "folder, or name on the Hub | layers:N (cut from the teacher's layers) |"
-        " prune:LAYERS[xMLP[xDIM[xKV]]] (so many of the teacher's layers, MLP channels, embedding"
-        " channels and key-value heads, those that matter most on the text) | fresh:LAYERSxDIM"
+        "folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM"
         " (new weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the"
         " teacher is)",
     )
@@ -387,7 +385,7 @@ class LanguageSettings(LoopSettings):
     def usual_lr(self) -> float:
         """What LEARNING_RATE is where it is None: a rate that is sane for this kind of student."""
         kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
-        rates = {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "prune": 5e-4, "lora": 2e-4}
+        rates = {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}
         return rates.get(kind, 2e-5)
 
     @property

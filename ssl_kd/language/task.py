@@ -39,7 +39,7 @@ from ssl_kd.language.teacher import (
 )
 from ssl_kd.language.teacher_text import with_teacher_text
 from ssl_kd.language.terms import Term
-from ssl_kd.language.texts import lay_out, sample_of, texts_of
+from ssl_kd.language.texts import lay_out, texts_of
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
@@ -253,9 +253,6 @@ def _models(
         tokenizer = train_tokenizer(texts, settings.vocabulary)
     # A frozen base is rounded at each product anyway. (FSDP wants one dtype in all of a layer.)
     half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
-    sample = None
-    if here is not None and settings.student_model.startswith("prune:"):
-        sample = sample_of(settings, texts, here)
     student = given.student or build_student(
         settings.student_model,
         here,
@@ -263,7 +260,6 @@ def _models(
         seed=settings.seed,
         dtype=None if half else torch.float32,
         remote_code=settings.trust_remote_code,
-        sample=sample,
         quantization=Quantization.of(
             settings.lora_quantization, precision.device, precision.student
         ),
@@ -317,10 +313,7 @@ def _teacher(
     if name == "train":  # found again or trained
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
     # Where a student is cut from it, or float16 may be too narrow, in the dtype of its file first.
-    first = (
-        settings.student_model.startswith(("layers:", "prune:"))
-        or precision.teacher == torch.float16
-    )
+    first = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
     try:
         return load_teacher(settings, name, precision, as_saved=first)
     except (CausalLMUnavailable, FileNotFoundError) as error:

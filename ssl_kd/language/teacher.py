@@ -64,7 +64,7 @@ def absent_teacher(settings: LanguageSettings, name: str, why: UserError | OSErr
     if " " in weights:  # with the experts that answered
         raise why
     spec = settings.student_model
-    if spec.startswith(("layers:", "prune:", "fresh:")):
+    if spec.startswith(("layers:", "fresh:")):
         raise SettingsError(
             f"STUDENT_MODEL {spec!r} is made of the teacher {name}, which cannot be loaded: take "
             f"llama:LAYERSxDIM, or a model of its tokenizer. ({why})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
@@ -16,8 +15,6 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.teachers.causal import CausalLM
 
 logger = logging.getLogger(__name__)
-
-SAMPLE = 128  # most documents, and rows, by which a teacher's pieces are judged
 
 
 def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
@@ -36,14 +33,6 @@ def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
         logger.warning(words, len(train_set) - len(kept), len(train_set))
     check_settings(settings, kept, eval_set)
     return kept, eval_set
-
-
-def sample_of(settings: LanguageSettings, texts: TextDataset, teacher: CausalLM) -> Blocks:
-    """A few rows from all over the text, in the teacher's tokens."""
-    some = texts.examples[:: -(-len(texts) // SAMPLE)]
-    few = replace(texts, examples=some, digest=f"{texts.digest}, a sample")
-    blocks = make_blocks(few, teacher.tokenizer, settings.block_size, packing=False)
-    return blocks.part(slice(None, None, -(-len(blocks) // SAMPLE)))
 
 
 def lay_out(

@@ -59,7 +59,7 @@ def about(task: Task) -> dict[str, Any]:
 
 def cut_from(settings: LanguageSettings, task: Task) -> str:
     """Return the teacher where the student's weights are some of its, for the model card."""
-    cut = settings.student_model.startswith(("layers:", "prune:"))
+    cut = settings.student_model.startswith("layers:")
     return task.teacher.name if cut and task.teacher is not None else ""
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sync_folder
 from ssl_kd.guard.memory import is_out_of_memory
@@ -41,7 +40,6 @@ from ssl_kd.teachers.causal import (
 from ssl_kd.teachers.dtypes import cast_weights
 from ssl_kd.teachers.finite import not_finite
 from ssl_kd.teachers.layers import stack_of
-from ssl_kd.teachers.pruning import prune
 from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.tower import trained_linears
 
@@ -72,7 +70,6 @@ def build_student(
     dtype: torch.dtype | None = torch.float32,
     experts: int = 0,
     remote_code: bool = False,
-    sample: Blocks | None = None,
     quantization: Quantization | None = None,
 ) -> CausalLM:
     """Make or load a student.
@@ -80,10 +77,8 @@ def build_student(
     Args:
         spec: a folder or a name on the Hub (the student then has its own tokenizer); `layers:N`, N
             evenly spaced layers of the teacher, first and last included, with its embeddings, norm
-            and head; `prune:LAYERS[xMLP[xDIM[xKV]]]`, what matters most of the teacher, see
-            `ssl_kd.teachers.pruning.prune`; `fresh:LAYERSxDIM`, new weights of that size in the
-            teacher's architecture, or in Llama's without a teacher; or `llama:LAYERSxDIM`, new
-            weights in Llama's anyway.
+            and head; `fresh:LAYERSxDIM`, new weights of that size in the teacher's architecture,
+            or in Llama's without a teacher; or `llama:LAYERSxDIM`, new weights in Llama's anyway.
         teacher: what to cut, or whose architecture to take. It is left alone.
         tokenizer: for new weights; None takes the teacher's. The vocabulary is the teacher's where
             that has this tokenizer, else the tokenizer's, up to the next multiple of 8.
@@ -92,7 +87,6 @@ def build_student(
         experts: for new weights without a teacher: a Mixtral of so many, two of them active, in
             Llama's place; 0 for Llama.
         remote_code: see `load_causal_lm`.
-        sample: text in the teacher's tokens, by which `prune` sees what matters.
         quantization: of a student that is loaded, the frozen base of adapters.
 
     Returns:
@@ -104,8 +98,6 @@ def build_student(
         FileNotFoundError, CausalLMUnavailable: as by `load_causal_lm`.
     """
     kind, _, size = spec.partition(":")
-    if kind == "prune":
-        return _pruned(spec, teacher, sample, seed, dtype or torch.float32)
     if kind not in ("layers", "fresh", "llama"):
         return load_causal_lm(spec, dtype=dtype, remote_code=remote_code, quantization=quantization)
     form = r"(\d+)" if kind == "layers" else r"(\d+)x(\d+)"
@@ -306,19 +298,6 @@ def _cut(spec: str, teacher: CausalLM, layers: int, seed: int) -> nn.Module:
     model = _make(spec, values, seed, state)
     model.generation_config = copy.deepcopy(teacher.model.generation_config)
     return model
-
-
-def _pruned(
-    spec: str, teacher: CausalLM | None, sample: Blocks | None, seed: int, dtype: torch.dtype
-) -> CausalLM:
-    if teacher is None or sample is None:
-        raise InputError(f"student {spec!r} is cut out of a teacher: name one, and a text")
-    cut = prune(spec, teacher.model, sample)
-    config = _changed(teacher.model.config, cut.layers, cut.changes)
-    model = _make(spec, config, seed, cut.state)
-    model.generation_config = copy.deepcopy(teacher.model.generation_config)
-    cast_weights(model, dtype)
-    return CausalLM.of(model, teacher.tokenizer, spec)
 
 
 def _fresh(

@@ -389,7 +389,6 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     use_tf32: bool = setting(
         False,
         "on GPUs from Ampere on, run the students' fp32 products in TF32",
-        "Measured on digits by emulation: python -m benchmarks.products",
     )
     compile: bool = setting(
         False,

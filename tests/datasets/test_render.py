@@ -7,8 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
-from benchmarks.chat_turns import CHATS, TOOL, main, outcome, tokenizer_with
 from ssl_kd.datasets.blocks import make_blocks
 from ssl_kd.datasets.new_tokenizer import train_tokenizer
 from ssl_kd.datasets.records import as_example
@@ -23,8 +24,18 @@ TEMPLATES = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("
 PUBLIC = [Path(p) for p in os.environ.get("SSL_KD_CHAT_TEMPLATES", "").split(os.pathsep) if p]
 TEMPLATES |= {p.stem: p.read_text("utf-8") for folder in PUBLIC for p in folder.glob("*.jinja")}
 EVERY = pytest.mark.parametrize("name", TEMPLATES)
+TOOL = {"name": "weather", "description": "of a city", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": TOOL}]
 SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def tokenizer_with(template):
+    """A tokenizer without a vocabulary, but with a chat template."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def user(content):
@@ -321,15 +332,12 @@ def test_tokens_that_count_are_those_of_the_turns(name):
     assert int(short.counts.sum()) == int(blocks.counts.sum())
 
 
-def test_the_table_of_templates_says_what_is_learned(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["chat_turns", str(FOLDER)])
-    main()
-    lines = capsys.readouterr().out.splitlines()
-    assert "| qwen3 | 1 of 1 | 3 of 3 | 3 of 3 | 2 of 2, 1 thought hidden |" in lines
-    assert len(lines) == 2 + len(list(FOLDER.glob("*.jinja")))
-    assert outcome(TEMPLATES["gemma3"], CHATS["tools"]).startswith("0 of 3 (refuses the messages")
-    assert json.dumps(CHATS)  # nothing in it was changed by marks
-    assert "𓀀" not in json.dumps(CHATS, ensure_ascii=False)
+@EVERY
+def test_a_chat_is_left_as_it_was(name):
+    example = as_example({"messages": copy.deepcopy(CALLED), "tools": TOOLS}, "f:1")
+    before = copy.deepcopy(example)
+    render(example, tokenizer_with(TEMPLATES[name]))
+    assert example == before
 
 
 def test_what_one_chat_cannot_show_is_not_held_against_the_next():

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from benchmarks import learning_rates
-from benchmarks.learning_rates import best_look, chosen, comparison
+from benchmarks import distillation
+from benchmarks.distillation import best_look, chosen, comparison
 
 
 def row(validation, perplexity):
@@ -39,13 +39,30 @@ def test_the_best_look_is_of_validation_rows(tmp_path):
     assert best_look(tmp_path) == {"validation": 2}
 
 
-def test_the_search_goes_through(tiny, text_file, tmp_path, monkeypatch, capsys):
-    words = ["--seeds=1", "--grid", "1e-5", "1e-2", "--max_steps=3", "--batch_size=4"]
-    words += ["--block_size=24", "--eval_rows=8", "--student_model=fresh:1x16"]
-    words += ["--data_path", text_file, "--teacher_model", tiny.folder(tmp_path / "teacher")]
-    monkeypatch.setattr(sys, "argv", ["learning_rates", *words])
-    learning_rates.main()
-    shown = capsys.readouterr().out
+@pytest.fixture
+def printed(tiny, text_file, tmp_path, monkeypatch, capsys):
+    """What the benchmark prints of tiny models, with some flags more."""
+
+    def run(*flags):
+        words = ["--seeds=1", "--max_steps=3", "--batch_size=4", "--block_size=24"]
+        words += ["--eval_rows=8", "--student_model=fresh:1x16", "--data_path", text_file]
+        words += ["--teacher_model", tiny.folder(tmp_path / "teacher"), *flags]
+        monkeypatch.setattr(sys, "argv", ["distillation", *words])
+        distillation.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_each_run_is_a_row_below_the_teacher_and_the_student_as_it_begins(printed):
+    rows = [line.split(" | ") for line in printed("--only", "CE alone", "distilled").splitlines()]
+    names = ["run", "teacher", "student, as it begins", "CE alone", "distilled"]
+    assert [cells[0][2:] for cells in rows if len(cells) > 1] == names
+    assert float(rows[-1][3]) > 0  # the KL to the teacher
+
+
+def test_the_search_goes_through(printed):
+    shown = printed("--grid", "1e-5", "1e-2")
     table = [line for line in shown.splitlines() if line.startswith("| ")]
     assert len(table) == 5 and "distilled, best at 0.01 (an end of the grid)" in shown
     assert "CE alone, best at 0.01" in shown
