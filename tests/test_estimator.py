@@ -485,7 +485,7 @@ def test_a_flipped_byte_of_the_weights_is_refused_by_both_digests(load, fitted, 
     message = str(refused.value)
     assert hashlib.sha256(data).hexdigest() in message and "\n" not in message
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_sha256": None}))
-    load.from_pretrained(tmp_path)  # as one that an earlier version saved
+    load.from_pretrained(tmp_path)  # as ClusterModel.save_pretrained writes it
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path):
