@@ -58,7 +58,6 @@ def main() -> None:
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--topk", type=int, nargs="*", default=[8, 32, 64], help="k of each cache")
     parser.add_argument("--sample", type=int, nargs="*", default=[8, 32, 64], help="draws of each")
-    parser.add_argument("--hidden", nargs="*", default=["auto"], help="CACHE_DTYPE of each")
     add_settings(
         parser,
         *("teacher_model", "teacher_size", "teacher_steps", "data_path", "eval_path"),
@@ -68,8 +67,8 @@ def main() -> None:
     )
     given = vars(parser.parse_args())
     seeds, first = given.pop("seeds"), given.pop("first_seed")
-    names = {"hidden": "cache_dtype", "sample": "cache_k", "topk": "cache_k"}
-    methods = [(method, {name: x}) for method, name in names.items() for x in given.pop(method)]
+    methods: list[tuple[str, dict[str, Any]]] = [("hidden", {})]
+    methods += [(kept, {"cache_k": k}) for kept in ("sample", "topk") for k in given.pop(kept)]
     logging.basicConfig(level=logging.ERROR)
     settings = with_teacher(
         LanguageSettings(

@@ -348,7 +348,7 @@ def known_errors():
 
     return {
         2: [  # what was given cannot be
-            SettingsError("EMBEDDING_DIM is 3"),
+            SettingsError("N_HEADS is 0"),
             DatasetUnavailable("cifar10 is not in data: --download"),
             FingerprintMismatch(Path("a.pt"), ["teacher: a, not b"], "embeddings_dir"),
             RunFinished(Path("a")),

@@ -77,7 +77,7 @@ def test_parameters_are_the_settings_with_their_defaults():
     assert defaults.pop("random_state") == VisionSettings.seed
     assert defaults == {name: getattr(VisionSettings, name) for name in defaults}
     # Whatever is trained for can be asked for.
-    trained = {"loss", "beta", "student_temp", "teacher_temp", "instance_weight", "centering"}
+    trained = {"loss", "beta", "student_temp", "teacher_temp", "instance_weight"}
     trained |= {"marginal_momentum", "ema_momentum", "learning_rate", "warmup_fraction"}
     assert trained | {"weight_decay", "clip_grad", "batch_size"} <= set(defaults)
     described = inspect.getdoc(MultiHeadClusterer) or ""

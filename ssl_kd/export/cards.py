@@ -20,7 +20,7 @@ from ssl_kd.vision.model import DIGEST, ClusterModel
 
 MODEL = ("config.json", "model.safetensors")
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
-_NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT", "CENTERING")  # the others may be paths
+_NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # the others may be paths
 ANSWER = "consensus"  # the row of the run's table that is its answer
 _SIZES = {1e3: "n<1K", 1e4: "1K<n<10K", 1e5: "10K<n<100K", 1e6: "100K<n<1M", 1e7: "1M<n<10M"}
 
