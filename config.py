@@ -50,9 +50,6 @@ IMAGE_SIZE = None
 # Which output of a vision transformer is the embedding: class (token) | patch (mean of the patch
 # tokens) | both (concatenated).
 TOKEN = "class"
-# Dimension that the embeddings must have, from 1; None: any. The run stops where the teacher gives
-# another one.
-EMBEDDING_DIM = None
 # Images per forward pass of the teacher, from 1; halved automatically when memory runs out.
 EXTRACT_BATCH_SIZE = 64
 # Threads that decode images, 0 to 256; 0: chosen by the device. They decode ahead of a GPU's
@@ -103,8 +100,6 @@ TEACHER_TEMP = 0.1
 # Weight of a pair in the loss: none | own (agreement of the head itself) | mean (of all heads, as
 # in the paper; couples the heads).
 INSTANCE_WEIGHT = "none"
-# What keeps LOSS sharpened from collapsing: center | sinkhorn.
-CENTERING = "center"
 # Momentum of the running marginal of the clusters, 0 up to, not including, 1. Higher for batches
 # smaller than a few times the number of clusters.
 MARGINAL_MOMENTUM = 0.9
@@ -147,8 +142,6 @@ NOISE_THRESHOLD = None
 # Leave a head out of a step in which its gradient norm is this many times its running median, above
 # 1.
 SPIKE_FACTOR = 100.0
-# Steps of exactly zero gradient before a head is reported as dead, from 1.
-DEAD_AFTER = 100
 # Bad steps in a row before a head goes back to its last good state, from 1; as many again before it
 # is re-initialised, and again before it is retired.
 RESTORE_AFTER = 10
@@ -166,8 +159,6 @@ KEEP_IN_MEMORY_GIB = 2.0
 # Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
 # products). Weights and losses stay float32 in any case.
 USE_FP16 = False
-# On GPUs from Ampere on, run the students' fp32 products in TF32.
-USE_TF32 = False
 # Compile the training step with torch.compile: half a minute or more before the first step. For
 # long trainings; the last digits differ from those without it, but not between runs.
 COMPILE = False

@@ -134,7 +134,7 @@ def heads_of(
     batch, dim, clusters, heads = shape
     bank = HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads)
     settings = VisionSettings(batch_size=batch, instance_weight="mean", **how)
-    precision = Precision.for_device(device, products == "half", products == "TF32")
+    precision = Precision.for_device(device, products == "half")
     trainer = HeadTrainer(bank, settings, precision, clusters)
     return trainer, torch.randn(2, batch, dim).to(device)
 
@@ -143,7 +143,7 @@ def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iter
     """The step of the heads, plain and compiled, in each kind of products; beside the official."""
     for name, shape, widths in (("large", size.large, FULL), ("default", size.default, DEFAULT)):
         target, best, views = TARGETS[name], float("inf"), torch.empty(0)
-        for products in ("fp32", "TF32", "half"):
+        for products in ("fp32", "half"):
             for how in WAYS:
                 torch.compiler.reset()
                 trainer, views = heads_of(shape, widths, device, products, how)

@@ -36,9 +36,6 @@ TEACHER_PATIENCE = 300.0
 # topk (its likeliest tokens and the mass of the rest: for every divergence) | hidden (what its
 # output head gets, and the head once: exact, for every divergence and temperature).
 CACHE_METHOD = "sample"
-# What CACHE_METHOD hidden is stored in: auto (what the teacher computes in: exact) | bfloat16 |
-# float16.
-CACHE_DTYPE = "auto"
 # Tokens kept at each position of a cache of CACHE_METHOD sample or topk, 1 to 65535. More: closer
 # to the teacher, and a proportionally larger cache.
 CACHE_K = 128
@@ -270,8 +267,6 @@ REBUILD_DAMAGED = False
 # Who draws the curves, beside metrics.jsonl: none | tensorboard (files in the run folder) | wandb |
 # trackio (through their own packages).
 REPORT_TO = "none"
-# Write TensorBoard files, whatever REPORT_TO is.
-TENSORBOARD = False
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"
 # Seed of all random numbers, 0 to 4294967295. On the CPU the same seed gives the same run.

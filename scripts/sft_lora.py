@@ -31,7 +31,7 @@ SFT = {
     "clip_grad": 1.0,
     "gradient_checkpointing": True,
     "model_dtype": "float32",
-    "tensorboard": True,
+    "report_to": "tensorboard",
     "packing": False,  # a question a row
     "block_size": 512,
     "max_new_tokens": 256,

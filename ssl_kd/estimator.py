@@ -69,7 +69,7 @@ class MultiHeadClusterer(
         mutual_neighbours: pair only samples that are each other's neighbours.
         method: `graph`, the best partition of the graph of neighbours, which the heads learn, or
             `heads`, which find the clusters themselves; None: graph, unless `loss`, `beta`,
-            `instance_weight`, `centering` or `marginal_momentum` is changed.
+            `instance_weight` or `marginal_momentum` is changed.
         n_heads: heads trained side by side.
         head: import path of the head's class.
         hidden_dim: width of a head's hidden layer.
@@ -79,7 +79,6 @@ class MultiHeadClusterer(
         student_temp: temperature of the students' softmax, at least 0.05.
         teacher_temp: temperature of the EMA teachers' softmax, at least 0.04.
         instance_weight: `none`, `own` or `mean`, the weight of a pair.
-        centering: `center` or `sinkhorn`, of the sharpened loss.
         marginal_momentum: of the running marginal, in [0, 1).
         ema_momentum: of the EMA teachers' weights, in [0, 1).
         learning_rate: peak of AdamW's.
@@ -150,7 +149,6 @@ class MultiHeadClusterer(
         student_temp: float = VisionSettings.student_temp,
         teacher_temp: float = VisionSettings.teacher_temp,
         instance_weight: str = VisionSettings.instance_weight,
-        centering: str = VisionSettings.centering,
         marginal_momentum: float = VisionSettings.marginal_momentum,
         ema_momentum: float = VisionSettings.ema_momentum,
         learning_rate: float = VisionSettings.learning_rate,
@@ -180,7 +178,6 @@ class MultiHeadClusterer(
         self.student_temp = student_temp
         self.teacher_temp = teacher_temp
         self.instance_weight = instance_weight
-        self.centering = centering
         self.marginal_momentum = marginal_momentum
         self.ema_momentum = ema_momentum
         self.learning_rate = learning_rate

@@ -122,6 +122,7 @@ def _settings(
 ) -> LanguageSettings:
     """The run's text, teacher and ways of evaluation, unless a flag says otherwise."""
     from ssl_kd.language.settings import LanguageSettings
+    from ssl_kd.training.folder import check_version
 
     def derive(settings: LanguageSettings, given: Mapping[str, Any]) -> LanguageSettings:
         own = _TEXT | _HOW
@@ -133,6 +134,7 @@ def _settings(
         teacher = given.get("teacher_model", "none")
         if run is not None:
             said = _config(run)
+            check_version(run, said, LanguageSettings)
             settings = LanguageSettings.from_dict(said["settings"])
             teacher = given.get("teacher_model") or (said.get("teacher") or {}).get("name", "none")
         kept = {name: given.get(name, getattr(settings, name)) for name in own}

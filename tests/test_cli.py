@@ -34,6 +34,7 @@ from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row
 
 ROOT = Path(__file__).parents[1]
+ABOUT = {"dataset": {"n_train": 40, "n_labelled": 40}}  # of metrics.json
 
 
 def read(argv, config):
@@ -347,7 +348,7 @@ def known_errors():
 
     return {
         2: [  # what was given cannot be
-            SettingsError("EMBEDDING_DIM is 3"),
+            SettingsError("N_HEADS is 0"),
             DatasetUnavailable("cifar10 is not in data: --download"),
             FingerprintMismatch(Path("a.pt"), ["teacher: a, not b"], "embeddings_dir"),
             RunFinished(Path("a")),
@@ -537,7 +538,7 @@ def test_a_failure_of_our_own_keeps_its_trace(run_that):
 def test_a_run_shows_progress_table_and_report(run_that, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     row = {"name": "consensus", "split": "train", "acc": 0.9331, "nmi": 0.9, "ari": None}
-    (tmp_path / "metrics.json").write_text(json.dumps({"table": [row]}))
+    (tmp_path / "metrics.json").write_text(json.dumps({"table": [row], **ABOUT}))
     (tmp_path / "report.html").write_text("<html>")
 
     def run(settings, *, progress):
@@ -556,7 +557,8 @@ def test_a_run_shows_progress_table_and_report(run_that, tmp_path, capfd, monkey
 def test_a_run_that_ended_before_its_report_gets_it_on_resume(run_that, tmp_path, capfd):
     path = tmp_path / "runs" / "a"
     path.mkdir(parents=True)
-    metrics = {"teacher": {"name": "features"}, "table": [{"name": "k-means", "acc": 0.5}]}
+    row = {"name": "k-means", "split": "train", "acc": 0.5}
+    metrics = {"teacher": {"name": "features"}, "table": [row], **ABOUT}
     (path / "metrics.json").write_text(json.dumps(metrics))
     run = raises(RunFinished(path))
     assert run_that(run, ["--resume"]) == 0
@@ -584,7 +586,8 @@ def test_ctrl_c_while_the_report_is_written_says_how_to_go_on(
 
 
 def test_without_labels_there_is_a_line_in_place_of_the_table(run_that, tmp_path, capfd):
-    metrics = {"table": [{"name": "consensus", "acc": None}], "cluster_sizes": [14, 0, 26]}
+    row = {"name": "consensus", "split": "train", "acc": None}
+    metrics = {"table": [row], "cluster_sizes": [14, 0, 26], **ABOUT}
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
     done = types.SimpleNamespace(path=tmp_path, images=None)
     assert run_that(lambda settings, *, progress: done) == 0

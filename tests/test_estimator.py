@@ -77,7 +77,7 @@ def test_parameters_are_the_settings_with_their_defaults():
     assert defaults.pop("random_state") == VisionSettings.seed
     assert defaults == {name: getattr(VisionSettings, name) for name in defaults}
     # Whatever is trained for can be asked for.
-    trained = {"loss", "beta", "student_temp", "teacher_temp", "instance_weight", "centering"}
+    trained = {"loss", "beta", "student_temp", "teacher_temp", "instance_weight"}
     trained |= {"marginal_momentum", "ema_momentum", "learning_rate", "warmup_fraction"}
     assert trained | {"weight_decay", "clip_grad", "batch_size"} <= set(defaults)
     described = inspect.getdoc(MultiHeadClusterer) or ""
@@ -485,7 +485,7 @@ def test_a_flipped_byte_of_the_weights_is_refused_by_both_digests(load, fitted, 
     message = str(refused.value)
     assert hashlib.sha256(data).hexdigest() in message and "\n" not in message
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_sha256": None}))
-    load.from_pretrained(tmp_path)  # as one that an earlier version saved
+    load.from_pretrained(tmp_path)  # as ClusterModel.save_pretrained writes it
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path):

@@ -139,7 +139,7 @@ def test_what_is_no_run(copied, tmp_path, capsys):
     assert cli.main(["export", str(tmp_path), "--to", "parquet"]) == 2
     assert "is not a run's folder" in capsys.readouterr().err
     lines = (copied / "assignments.csv").read_text().splitlines()
-    (copied / "assignments.csv").write_text("file,cluster\na,1\n")  # as an older version wrote it
+    (copied / "assignments.csv").write_text("file,cluster\na,1\n")
     assert cli.main(["export", str(copied), "--to", "parquet"]) == 1
     assert "no column confidence" in capsys.readouterr().err
     (copied / "assignments.csv").write_text("\n".join(lines) + "\n")

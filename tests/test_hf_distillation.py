@@ -696,9 +696,11 @@ def test_arguments_that_cannot_be(tmp_path, options, said):
         trained(tmp_path, **given)
 
 
-def test_float16_weights_without_autocast_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="load the model in float32"):
-        trained(tmp_path, teacher_model(), TINY.model(seed=1).half())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_weights_are_trained_in_float32(tmp_path, dtype):
+    student = TINY.model(seed=1).to(dtype)
+    trained(tmp_path, teacher_model(), student)
+    assert {p.dtype for p in student.parameters()} == {torch.float32}
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Search:
 
     def _load(self) -> Teacher:
         samples = self._samples
-        if samples.metrics.get("teacher", {}).get("name") == "features":
+        if samples.metrics["teacher"]["name"] == "features":
             raise InputError("the run learned from features: no teacher is known to embed an image")
         settings = VisionSettings.from_dict(samples.settings)
         dataset = open_dataset(settings.dataset, "train", root=settings.data_dir)

@@ -20,7 +20,7 @@ from ssl_kd.vision.model import DIGEST, ClusterModel
 
 MODEL = ("config.json", "model.safetensors")
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
-_NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT", "CENTERING")  # the others may be paths
+_NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # the others may be paths
 ANSWER = "consensus"  # the row of the run's table that is its answer
 _SIZES = {1e3: "n<1K", 1e4: "1K<n<10K", 1e5: "10K<n<100K", 1e6: "100K<n<1M", 1e7: "1M<n<10M"}
 
@@ -152,15 +152,15 @@ def _config(samples: Samples) -> dict[str, Any]:
 
 
 def _facts(samples: Samples) -> dict[str, Any]:
-    teacher, data = samples.metrics.get("teacher", {}), samples.metrics["dataset"]
+    data, settings = samples.metrics["dataset"], samples.settings
     return {
         "clusters": samples.n_clusters,
         "samples": len(samples.splits.get("train", ())),
-        "teacher": teacher.get("name", "the teacher"),
-        "width": samples.config.get("in_dim", "d"),
-        "dataset": Path(str(data.get("name", samples.settings.get("DATASET", "data")))).name,
-        "seed": samples.settings.get("SEED"),
-        "method": samples.settings.get("METHOD") or "graph",
+        "teacher": samples.metrics["teacher"]["name"],
+        "width": samples.config["in_dim"],
+        "dataset": Path(data["name"]).name,
+        "seed": settings["SEED"],
+        "method": settings["METHOD"] or "graph",
     }
 
 
@@ -173,7 +173,7 @@ def _about(facts: dict[str, Any]) -> str:
 
 def _answers(samples: Samples) -> list[dict[str, Any]]:
     """What the run's answer scored, where there were labels to score it by."""
-    rows = samples.metrics.get("table", [])
+    rows = samples.metrics["table"]
     return [row for row in rows if row["name"] == ANSWER and row.get("acc") is not None]
 
 

@@ -21,8 +21,8 @@ from ssl_kd.early import run_folder
 from ssl_kd.errors import InputError, RunFolderError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.store import EmbeddingStore, find_neighbours
-from ssl_kd.vision.assigned import assignments_of
-from ssl_kd.vision.model import has_pictures, read_config, read_metrics
+from ssl_kd.vision.assigned import assignments_of, read_finished
+from ssl_kd.vision.model import has_pictures
 
 NEEDED = ("file", "cluster", "confidence", "split")
 
@@ -50,25 +50,15 @@ class Samples:
 
     def __init__(self, path: str | Path) -> None:
         self.path = run_folder(path).resolve()  # runs/latest may be another run's by then
-        self.config = read_config(self.path)
-        if "language" in (self.config.get("mode"), self.settings.get("MODE")):
-            raise RunFolderError(f"{self.path} is a run of language models: it has no clusters")
-        file = assignments_of(self.path)
-        for name in ("metrics.json", file.name):
-            if not (self.path / name).is_file():
-                raise RunFolderError(
-                    f"{self.path} has no {name}, so it is not a finished run: finish it by "
-                    f"--resume --run_name {self.path.resolve().name}"
-                )
-        self.metrics = read_metrics(self.path)
-        self.table = _read_table(file)
+        self.config, self.metrics = read_finished(self.path)
+        self.table = _read_table(assignments_of(self.path))
         self._stores: dict[str, EmbeddingStore] = {}
         self._pictures: dict[str, tuple[ImageDataset | FeatureDataset, dict[str, int]] | None] = {}
 
     @property
     def settings(self) -> dict[str, Any]:
         """Those of the run, by their UPPER_CASE names."""
-        return self.config.get("settings", {})
+        return self.config["settings"]
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -235,14 +225,14 @@ class Samples:
     ) -> tuple[ImageDataset | FeatureDataset, dict[str, int]] | None:
         if not has_pictures(self.metrics):
             return None
-        added, other = self._extension(split), self.settings.get("DATASET_TEST")
+        added, other = self._extension(split), self.settings["DATASET_TEST"]
         name, alone = self.settings["DATASET"], False
         if added is not None:
             name = added["dataset"]
         elif split == "test" and other is not None:
             name, alone = other, True
         kind = "test" if split == "test" else "train"
-        root, column = self.settings["DATA_DIR"], self.settings.get("COLUMN")
+        root, column = self.settings["DATA_DIR"], self.settings["COLUMN"]
         dataset = open_dataset(name, kind, root=root, whole=alone, column=column)
         if not dataset.pictured:
             return None
@@ -264,7 +254,7 @@ class Samples:
     def _digest_of(self, split: str) -> str | None:
         if (added := self._extension(split)) is not None:
             return added["digest"]
-        return self.config.get("learns_from") if split == "train" else None
+        return self.config["learns_from"] if split == "train" else None
 
     def _extension(self, split: str) -> dict[str, Any] | None:
         """What was added as this split; None of the run's own."""
@@ -298,8 +288,8 @@ def _read_table(path: Path) -> arrow.Table:
         raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
     if missing := [name for name in NEEDED if name not in table.column_names]:
         raise CorruptFileError(
-            f"{path} has no column {missing[0]}: it was edited, or written by an older version. "
-            "Take another copy, or run again"
+            f"{path} has no column {missing[0]}: it was edited, or another version wrote it. Take "
+            "another copy, or run again"
         )
     return table
 

@@ -64,16 +64,16 @@ class Guard:
 
     Args:
         model: the module that is trained.
-        optimizer: holds its parameters. float16 parameters are given float32 masters in it, so
-            build the guard after the weights are loaded and before the first step.
+        optimizer: holds its parameters, none of them float16: keep the weights in float32 and
+            compute in half precision under autocast.
         parts: name -> a module, or parameters, that fail alone; each parameter has one owner. What
             is trained and no part owns becomes the part `shared`. By default the whole model is one
             part.
         thresholds: when the guard acts.
         clip_grad: largest gradient norm of a part, > 0, as `torch.nn.utils.clip_grad_norm_`.
         scaler: scale losses as a GradScaler does, but never below 1, and each part's alone where
-            parts share neither weights nor loss; by default where there are float16 parameters.
-            Needed under float16 autocast. Hand over losses that are not scaled yet.
+            parts share neither weights nor loss. Needed under float16 autocast. Hand over losses
+            that are not scaled yet.
         snapshot_every: steps between snapshots of each part; 0 takes none.
         fresh_optimizer: a part that goes back to its last good state begins with an empty optimizer
             state, not the one that it had then.
@@ -90,8 +90,7 @@ class Guard:
 
     Raises:
         ValueError: parts and optimizer do not fit, an argument is out of range, a parameter is
-            complex, or the optimizer needs a closure (LBFGS). The ranks' guards differ, or there
-            are several ranks and float16 parameters.
+            complex or float16, or the optimizer needs a closure (LBFGS). The ranks' guards differ.
         RankLost: another rank does not make its guard.
     """
 
@@ -103,7 +102,7 @@ class Guard:
         *,
         thresholds: Thresholds | None = None,
         clip_grad: float | None = None,
-        scaler: bool | None = None,
+        scaler: bool = False,
         snapshot_every: int = SNAPSHOT_EVERY,
         fresh_optimizer: bool = False,
         reinitialise: Callable[[str], object] | None = None,
@@ -126,7 +125,6 @@ class Guard:
         owners, most = [name for name in names if name != SHARED], self.thresholds.min_parts
         if len(owners) < most:
             raise ValueError(f"min_parts is {most}; expected at most {len(owners)}, the parts")
-        self._masters = self._parts.masters
         self._index = {name: i for i, name in enumerate(names)}
         self._named = owners if parts is not None else []
         self._shared = {self._index[SHARED]} if SHARED in self._index else set()
@@ -139,7 +137,7 @@ class Guard:
             self._parts, self.health, lambda: self.thresholds, self._shared, in_run
         )
         self.updates = torch.zeros(n, dtype=torch.int64)
-        self._scales = bool(self._masters) if scaler is None else scaler
+        self._scales = scaler
         self.scale = torch.full((n,), _FIRST_SCALE if self._scales else 1.0)
         self._one_scale = bool(self._shared)
         self._squares = bool({"betas", "alpha", "rho", "lr_decay"} & optimizer.defaults.keys())
@@ -209,7 +207,6 @@ class Guard:
         """
         self._heal_all()
         self._forget()
-        self._masters.drop_gradients()
         for p in self._parts.weights():
             p.grad = None
 
@@ -234,7 +231,6 @@ class Guard:
         """The half of `step` before `optimizer.step()`, for loops that call it themselves."""
         if self._ranks is None and self._group is None:
             check_late()
-        self._masters.take_gradients()
         self.events.extend(self._terms.record(self.steps))
         self._parts.check_gradients()
         gradients = [[p.grad for p in part.weights if p.grad is not None] for part in self._parts]
@@ -280,8 +276,6 @@ class Guard:
         Raises:
             TooFewHealthyParts: as `step`.
         """
-        self._masters.write()
-        self._masters.drop_gradients()
         loss, norm, stage, absent = self._judged
         healthy = is_healthy(stage)
         self.health.record_(stage, norm, self.thresholds, absent)
@@ -368,7 +362,6 @@ class Guard:
             self._ran = True
             with self._ranks.waiting(self.steps) if self._ranks else contextlib.nullcontext():
                 torch.autograd.backward(roots or values)
-            self._masters.take_gradients()
 
     def _scale_of(self, part: int) -> float:
         # Weights or a loss that parts share cannot be scaled by two factors at once.
@@ -469,7 +462,6 @@ class Guard:
             **self.recovery.tensors(),
             "scale": self.scale,
             "terms": self._terms.state_dict(),
-            "masters": self._masters.tensors(),
         }
 
     @torch.no_grad()
@@ -490,7 +482,6 @@ class Guard:
         self.updates.copy_(state["updates"])
         self.scale.copy_(state["scale"])
         self.recovery.load(state)
-        self._masters.load(state["masters"])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse: a copy would hold on to the model and the optimizer of this one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 from ssl_kd.guard.buffers import Buffers
 from ssl_kd.guard.norms import local
 from ssl_kd.seeds import seeded
-
-logger = logging.getLogger(__name__)
 
 WHOLE, SHARED = "model", "shared"
 """The part without `parts=`; the part of the weights that no given part owns."""
@@ -40,87 +37,12 @@ class ModulePart:
         return any(callable(getattr(child, "reset_parameters", None)) for child in children)
 
 
-class Masters:
-    """float32 masters in the optimizer, in place of a model's float16 parameters.
-
-    Args:
-        optimizer: is given the masters.
-
-    Raises:
-        ValueError: it has already made steps with the float16 ones.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for group in optimizer.param_groups:
-            for i, p in enumerate(group["params"]):
-                if p.dtype != torch.float16:
-                    continue
-                if optimizer.state.get(p):
-                    raise ValueError(
-                        "the optimizer holds moments of float16 parameters; make the Guard before "
-                        "the first step, or the parameters float32"
-                    )
-                master = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
-                group["params"][i] = master
-                self._pairs.append((p, master))
-        if self._pairs:
-            words = "%d float16 parameters got float32 masters in the optimizer"
-            logger.warning(words, len(self._pairs))
-        self._of = {id(p): master for p, master in self._pairs}
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def of(self, p: nn.Parameter) -> nn.Parameter:
-        """The master of a parameter, or itself where it needs none."""
-        return self._of.get(id(p), p)
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Gather gradients in the masters, where optimizer.zero_grad() finds them."""
-        for p, master in self._pairs:
-            if p.grad is not None:
-                wide, p.grad = p.grad.float(), None
-                master.grad = wide if master.grad is None else master.grad + wide
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Give the model's parameters the masters' values."""
-        for p, master in self._pairs:
-            p.copy_(master)
-
-    @torch.no_grad()
-    def read(self, weights: Iterable[nn.Parameter]) -> None:
-        """Give those of `weights` that are masters the model's values."""
-        mine = {id(p) for p in weights}
-        for p, master in self._pairs:
-            if id(master) in mine:
-                master.copy_(p)
-
-    def drop_gradients(self) -> None:
-        """Forget all gradients: the model's own zero_grad() does not reach the masters."""
-        for p, master in self._pairs:
-            p.grad = master.grad = None
-
-    def tensors(self) -> list[Tensor]:
-        """The masters, for a checkpoint."""
-        return [master.detach() for _, master in self._pairs]
-
-    @torch.no_grad()
-    def load(self, saved: Iterable[Tensor]) -> None:
-        """Take over what `tensors` gave."""
-        for (_, master), value in zip(self._pairs, saved, strict=True):
-            master.copy_(value)
-        self.write()
-
-
 class ModuleParts:
     """The parts of a model, each with its rows of the optimizer's state and its buffers.
 
     Args:
         model: the module that is trained.
-        optimizer: holds its parameters, and masters of those that are float16.
+        optimizer: holds its parameters.
         given: name -> a module or parameters; what is trained beyond them becomes the last part,
             `shared`. None for the whole model as one part.
         fresh_optimizer: a part that is restored begins with an empty optimizer state.
@@ -128,12 +50,11 @@ class ModuleParts:
             `reset_parameters`.
 
     Attributes:
-        masters: of float16 parameters.
         buffers: those of each part by its name, and last those that belong to none.
         everywhere: which of some flags are true on every rank; a single process takes its own.
 
     Raises:
-        ValueError: parts and optimizer do not fit, or a parameter is complex.
+        ValueError: parts and optimizer do not fit, or a parameter is complex or float16.
     """
 
     def __init__(
@@ -148,9 +69,6 @@ class ModuleParts:
         self._optimizer, self._fresh_optimizer = optimizer, fresh_optimizer
         self._by_user = reinitialise
         self._parts, shared = _divide(model, optimizer, given)
-        self.masters = Masters(optimizer)
-        for part in self._parts:
-            part.weights = [self.masters.of(p) for p in part.weights]
         self._owned = {id(p) for part in self._parts for p in part.weights}
         self.names = [part.name for part in self._parts]
         self.buffers = [(part.name, part.buffers) for part in self._parts] + [(SHARED, shared)]
@@ -253,7 +171,6 @@ class ModuleParts:
                     live[key] = copy.deepcopy(value)
         mine.buffers.put_back(mine.good["buffers"])
         mine.buffers.keep()
-        self.masters.write()
         return mine.good["step"]
 
     @torch.no_grad()
@@ -269,7 +186,6 @@ class ModuleParts:
                     for child in module.modules():
                         if callable(reset := getattr(child, "reset_parameters", None)):
                             reset()
-        self.masters.read(mine.weights)
         for p in mine.weights:
             self._optimizer.state.pop(p, None)
         mine.good, mine.due = None, 0
@@ -314,6 +230,12 @@ def _divide(
     for name, p in model.named_parameters():
         if id(p) in held and p.is_complex():
             raise ValueError(f"parameter {name!r} is complex; the guard's norms are of real ones")
+        if id(p) in held and p.requires_grad and p.dtype == torch.float16:
+            raise ValueError(
+                f"parameter {name!r} is float16, expected float32, or updates below its spacing are"
+                " lost: make the model float32 (model.float()) before its optimizer, and compute in"
+                " half precision under torch.autocast, with Guard(..., scaler=True)"
+            )
     trainable = [p for p in model.parameters() if p.requires_grad]
     if trainable and not any(id(p) in held for p in trainable):
         raise ValueError(

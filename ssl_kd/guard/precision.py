@@ -136,7 +136,6 @@ class Precision:
         weights: dtype of trainable weights; always float32.
         losses: dtype of loss arithmetic; always float32.
         scale: whether losses are scaled before the backward pass (float16 products only).
-        tf32: whether float32 products of the students keep 10 bits of mantissa of what goes in.
         why: the reason, in a sentence; where something else was asked for, what and what instead.
     """
 
@@ -147,14 +146,12 @@ class Precision:
     why: str
     weights: torch.dtype = torch.float32
     losses: torch.dtype = torch.float32
-    tf32: bool = False
 
     @classmethod
     def for_device(
         cls,
         device: str | torch.device | DeviceInfo = "auto",
         use_fp16: bool | torch.dtype = False,
-        use_tf32: bool = False,
     ) -> Precision:
         """Decide the dtypes; on a CUDA device of this machine, after real kernels ran there.
 
@@ -163,7 +160,6 @@ class Precision:
             use_fp16: run the students' products in the best half precision that the device is fast
                 in; `torch.float16` or `torch.bfloat16`: in this one, if it is one of those. The
                 frozen teacher uses half precision on a GPU in any case.
-            use_tf32: let a GPU that has it (Ampere and newer) run the float32 products in TF32.
 
         Raises:
             ValueError: the device is not there; `use_fp16` is another dtype.
@@ -197,11 +193,7 @@ class Precision:
         if info.type == "cuda" and not described:
             for dtype in dict.fromkeys((full, teacher, student)):
                 _try_kernels(place, dtype, info)
-        has_tf32 = info.type == "cuda" and (info.capability or (0, 0)) >= (8, 0)
-        if use_tf32 and not has_tf32:
-            reason += "; TF32 was requested, which only GPUs from Ampere on have"
-        scale = student == torch.float16
-        return cls(place, teacher, student, scale, reason, tf32=use_tf32 and has_tf32)
+        return cls(place, teacher, student, student == torch.float16, reason)
 
     def autocast(self) -> torch.autocast:
         """The context that the students' forward passes run in."""
@@ -209,25 +201,11 @@ class Precision:
             self.device.type, dtype=self.student, enabled=self.student != torch.float32
         )
 
-    @contextlib.contextmanager
-    def products(self) -> Iterator[None]:
-        """What the students' training step runs in, its backward pass included."""
-        if not self.tf32:
-            yield
-            return
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-
     def __str__(self) -> str:
         """One line: `cpu: teacher fp32, students fp32, ... (CPU: fp32 throughout)`."""
         scale = "loss scaled per part" if self.scale else "no loss scale"
         return (
-            f"{self.device}: teacher {_short(self.teacher)}, students "
-            f"{_short(self.student)}{' (TF32)' if self.tf32 else ''}, "
+            f"{self.device}: teacher {_short(self.teacher)}, students {_short(self.student)}, "
             f"weights and losses {_short(self.weights)}, {scale} ({self.why})"
         )
 

@@ -101,10 +101,12 @@ def load_bundle(path: str | Path) -> Bundle:
                 "folder faults of a run"
             )
     content = load_tensors(path)
-    if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+    form = content.pop("format", None) if isinstance(content, dict) else None
+    if form != _FORMAT:
         raise CorruptFileError(
-            f"{path} is not a bundle of the flight recorder. Expected one of the files that a run "
-            "of this version leaves in its folder when a part goes wrong."
+            f"{path} is not a bundle of the flight recorder of this version: its format is "
+            f"{str(form)[:50]!r}, expected {_FORMAT!r}. Install the commit that wrote it (`commit` "
+            "in config.json of the run), or record the fault again."
         )
     if not (
         has_fields(content, _KINDS)

@@ -49,7 +49,7 @@ class Verdicts:
             settings: of the guard; they have to be the same on every rank.
 
         Raises:
-            ValueError: as there; or there are float16 parameters.
+            ValueError: as there.
             RankLost: as there.
         """
         shapes = [[tuple(p.shape) for p in part.weights] for part in parts]
@@ -57,15 +57,7 @@ class Verdicts:
         buffers = sum(len(mine) for _, mine in parts.buffers)
         numbers = 5 * len(parts) + buffers
         agreement = Agreement.between(group, parts[0].weights[0], made, numbers)
-        if agreement is None:
-            return None
-        if len(parts.masters):
-            # Their gradients leave them at each backward pass, half of it averaged after no_sync.
-            raise ValueError(
-                "with several ranks a Guard keeps no masters of float16 parameters: make them "
-                "float32 (model.float()) and run the forward pass under torch.autocast"
-            )
-        return cls(agreement, parts)
+        return None if agreement is None else cls(agreement, parts)
 
     def forget(self) -> None:
         """Begin another step."""

@@ -23,7 +23,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.hf_trainer.arguments import check_arguments, sharding
 from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate, inputs_of_model
-from ssl_kd.hf_trainer.guarding import GuardCallback, promote
+from ssl_kd.hf_trainer.guarding import GuardCallback
 from ssl_kd.hf_trainer.inside import inside
 from ssl_kd.hf_trainer.resuming import load_seeing
 from ssl_kd.hf_trainer.teachers import Teacher, asked
@@ -198,7 +198,6 @@ class DistillationTrainer(Trainer):
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         student = half.get(self.accelerator.mixed_precision, torch.float32)
         assert self.model is not None
-        promote(self.model, student != torch.float32)
         precision = Precision(
             self.args.device, student, student, student == torch.float16, "as the Trainer says"
         )

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -21,7 +20,6 @@ from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.modules import without_pieces
 from ssl_kd.guard.norms import is_sharded
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, TooFewHealthyParts
-from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.training.together import Team
 
 logger = logging.getLogger(__name__)
@@ -120,14 +118,13 @@ class GuardCallback(TrainerCallback):
 
         Raises:
             ValueError: gradients are kept by DeepSpeed or by FSDP's version 1, or weights are
-                float16 without `fp16=True`.
+                float16.
         """
         if args.deepspeed or (args.fsdp and not _in_pieces(kwargs["model"])):
             raise ValueError(
                 "GuardCallback sees no gradients by weight under DeepSpeed, nor under FSDP of "
                 'version 1: set fsdp_config={"version": 2}'
             )
-        promote(kwargs["model"], args.fp16)
         _restore_clipping(args)  # an interrupted run did not
         clip = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None
         # The Trainer scales the loss itself, and shows the gradients unscaled.
@@ -258,19 +255,3 @@ def _stop_without_a_term(guard: Guard) -> None:
     why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps"
     guard.events.extend([Event(guard.steps - 1, "run", "escalation", why, "stopped")])
     raise TooFewHealthyParts(f"step {guard.steps - 1}: {why}.\n{guard.diagnosis()}".rstrip())
-
-
-def promote(model: nn.Module, autocast: bool) -> None:
-    """float32 in place of float16 for what is trained, if the forward pass is under autocast.
-
-    Raises:
-        ValueError: it is not.
-    """
-    halves = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.float16]
-    if halves and not autocast:
-        raise ValueError(
-            f"{len(halves)} trainable parameters are float16: load the model in float32, and set "
-            "fp16=True for half-precision products"
-        )
-    if halves:
-        logger.warning("%s", promote_to_fp32(model))

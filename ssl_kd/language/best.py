@@ -62,6 +62,5 @@ class Best:
         return {"step": self.step, "nll": self.nll, "weights": self._weights}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave; where that kept nothing yet, what is kept here stays."""
-        if state["weights"]:
-            self.step, self.nll, self._weights = state["step"], state["nll"], state["weights"]
+        """Take over what `state` gave."""
+        self.step, self.nll, self._weights = state["step"], state["nll"], state["weights"]

@@ -100,10 +100,9 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
         method=settings.cache_method,
         k=settings.cache_k,
     )
-    stored = None if settings.cache_dtype == "auto" else getattr(torch, settings.cache_dtype)
     if teacher.model is not None:
         head = tuple(teacher.model.get_output_embeddings().weight.shape)
-        found = sizes(blocks, head, settings.cache_k, stored or precision.teacher)
+        found = sizes(blocks, head, settings.cache_k, precision.teacher)
         _say_sizes(found, settings.cache_method, int(blocks.counts.sum()))
     caches = []
     for i, folder in enumerate(cache_folders(settings)):
@@ -114,7 +113,6 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
                 folder,
                 fingerprint,
                 vocabulary=n_ids(teacher.tokenizer),
-                dtype=stored,
                 batch_size=settings.batch_size,
                 shard_rows=rows,
                 force=settings.force_recompute,

@@ -21,7 +21,6 @@ class Keywords(TypedDict, total=False):
     baseline: bool
     batch_size: int
     block_size: int
-    cache_dtype: Literal["auto", "bfloat16", "float16"]
     cache_k: int
     cache_method: Literal["sample", "topk", "hidden"]
     checkpoint_every: int
@@ -97,7 +96,6 @@ class Keywords(TypedDict, total=False):
     teacher_url: str | None
     teacher_weights: str | None
     temperature: float
-    tensorboard: bool
     text_field: str | None
     train_vision: bool
     trust_remote_code: bool

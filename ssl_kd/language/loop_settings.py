@@ -104,9 +104,8 @@ class LoopSettings(RunSettings):
         " wandb | trackio (through their own packages)",
         choices=("none", "tensorboard", "wandb", "trackio"),
     )
-    tensorboard: bool = setting(False, "write TensorBoard files, whatever REPORT_TO is")
 
     @property
     def boards(self) -> set[str]:
-        """REPORT_TO and TENSORBOARD in one."""
-        return {self.report_to, "tensorboard" if self.tensorboard else "none"} - {"none"}
+        """What REPORT_TO names."""
+        return {self.report_to} - {"none"}

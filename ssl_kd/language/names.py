@@ -38,6 +38,7 @@ _TRL: Mapping[str, str] = {
     "Use --model_dtype bfloat16.": "bf16 bf16_full_eval",
     "Use --model_dtype float16.": "fp16 fp16_full_eval",
     "Float32 products stay float32; for faster ones use --model_dtype bfloat16.": "tf32",
+    "Use --report_to.": "logging_dir project tensorboard trackio_*",
     "Use --gradient_checkpointing.": "activation_* gradient_checkpointing_kwargs",
     "Use --eval_every.": "eval_delay eval_on_start eval_strategy evaluation_strategy",
     "Evaluation takes --batch_size rows at once, --eval_rows in all.": """
@@ -112,7 +113,6 @@ FREE_ON_RESUME = RunSettings.free_on_resume | {
     "teacher_timeout",
     "teacher_url",
     "report_to",
-    "tensorboard",
 }
 """Those that may differ between a run and its continuation."""
 

@@ -306,11 +306,11 @@ def _begun(
     """The steps done and the best weights so far: of the last checkpoint if there is one."""
     start, state = load_checkpoint(folder, task.ranks)
     best = Best(distiller)
-    if not state or not state["best"]["weights"]:
-        best.offer(0, _by_first(task.ranks, distiller, judge.validation, distiller.student))
     if state:
         distiller.load(state["distiller"])
         best.load(state["best"])
+    else:
+        best.offer(0, _by_first(task.ranks, distiller, judge.validation, distiller.student))
     folder.rewind(start)
     folder.become_latest()
     return start, best

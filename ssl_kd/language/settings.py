@@ -81,12 +81,6 @@ class LanguageSettings(LoopSettings):
         " temperature)",
         choices=("sample", "topk", "hidden"),
     )
-    cache_dtype: str = setting(
-        "auto",
-        "what CACHE_METHOD hidden is stored in: auto (what the teacher computes in: exact) |"
-        " bfloat16 | float16",
-        choices=("auto", "bfloat16", "float16"),
-    )
     cache_k: int = setting(
         128,
         "tokens kept at each position of a cache of CACHE_METHOD sample or topk",

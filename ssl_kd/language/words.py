@@ -81,7 +81,6 @@ def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
     """What `metrics.json` says beside the scores."""
     aligned = task.blocks if isinstance(task.blocks, AlignedBlocks) else None
     return {
-        "mode": "language",
         "tokens": distiller.tokens,
         "success_rate": int(distiller.guard.updates[0]) / steps,
         "learned_from": distiller.learned,

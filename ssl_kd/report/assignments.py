@@ -54,12 +54,12 @@ def read_assignments(folder: Path, split: str) -> Assignments:
 
 
 def _lines(path: Path, split: str) -> Iterator[tuple[bool, dict[str, str]]]:
-    """Each line, and whether it is of the split; files of old runs do not name any."""
+    """Each line, and whether it is of the split."""
     with open(path, newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
             for name in {"file", "label"} & line.keys():
                 line[name] = from_cell(line[name] or "")
-            yield line.get("split", "train") == split, line
+            yield line["split"] == split, line
 
 
 def _of_csv(path: Path, split: str) -> Assignments:

@@ -233,7 +233,7 @@ def _results_text(rows: list[dict[str, Any]], apart: bool | None) -> str:
         )
     if not any(finite(row.get("answer_accuracy")) for row in rows):
         text += " No prompts with answers were judged."
-    if apart is not None:  # older runs do not say
+    if apart is not None:
         text += (
             " The step whose student is kept was chosen by other held-out rows."
             if apart

@@ -36,7 +36,7 @@ class RunResults:
     @property
     def is_language(self) -> bool:
         """Whether a language model learned here; a folder that does not say is a vision run's."""
-        return "language" in (self.config.get("mode"), self.metrics.get("mode"))
+        return self.config.get("mode") == "language"
 
     @property
     def split(self) -> str:

@@ -89,9 +89,9 @@ def next_commands(path: Path) -> list[str]:
 
 def results_table(metrics: dict[str, Any]) -> Table:
     """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
-    title = "Clusters against the labels, in percent" if metrics.get("table") else None
-    data = metrics.get("dataset", {})
-    if title and data.get("n_labelled", data.get("n_train")) != data.get("n_train"):
+    title = "Clusters against the labels, in percent" if metrics["table"] else None
+    data = metrics["dataset"]
+    if title and data["n_labelled"] != data["n_train"]:
         title += f" ({data['n_labelled']:,} of {data['n_train']:,} training samples have one)"
     # 80 columns are enough for every name; only a long note takes a second line.
     table = _table(title, "answer")
@@ -100,14 +100,14 @@ def results_table(metrics: dict[str, Any]) -> Table:
         table.add_column(score, justify="right")
     table.add_column("note", overflow="fold")
     split = None
-    for row in metrics.get("table", []):
-        if split not in (None, row.get("split")):
+    for row in metrics["table"]:
+        if split not in (None, row["split"]):
             table.add_row()
-        split = row.get("split")
+        split = row["split"]
         scores = [row.get(score) for score in ("acc", "nmi", "ari")]
         shown = ["-" if score is None else f"{100 * score:.1f}" for score in scores]
         # Text: a name in square brackets is no markup.
-        cells = [row["name"], row.get("split", ""), *shown, row.get("note") or ""]
+        cells = [row["name"], split, *shown, row.get("note") or ""]
         style = "bold" if row["name"] == "consensus" else None
         table.add_row(*(Text(cell) for cell in cells), style=style)
     return table

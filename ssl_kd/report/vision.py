@@ -132,10 +132,10 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     table = metrics.get("table", [])
     n = data.get("n_train")
     count = f"{n:,} {noun}s" if isinstance(n, int) else f"{noun}s"
-    scored = data.get("n_labelled", n)
+    scored = data.get("n_labelled")
     scored = count if scored == n else f"the {scored:,} labelled {noun}s (of {n:,})"
     k = len(metrics.get("cluster_sizes", [])) or data.get("n_classes")
-    scores = {(row.get("name"), row.get("split", "train")): row for row in table}
+    scores = {(row.get("name"), row["split"]): row for row in table}
     answer = scores.get((ANSWER, "train")) or next(
         (row for row in table if row.get("name") not in (*BASELINES, BOUND)), {}
     )
@@ -162,8 +162,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
 
     held_out = scores.get((answer.get("name"), "test"), {})
     tiles = _tiles(metrics, answer if labelled else None, held_out, k, confidence)
-    teacher = metrics.get("teacher", {})
-    teacher = teacher.get("name", teacher) if isinstance(teacher, dict) else teacher
+    teacher = metrics.get("teacher", {}).get("name")
     eyebrow = [str(data.get("name", run.path.name)), f"teacher {teacher}" if teacher else "",
                f"run {run.path.name}"]  # fmt: skip
     return {
@@ -223,9 +222,9 @@ def _against(answer: dict[str, Any], scores: dict[Any, dict[str, Any]]) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """One row a method, three columns a split."""
-    splits = list(dict.fromkeys(str(row.get("split", "train")) for row in rows))
+    splits = list(dict.fromkeys(row["split"] for row in rows))
     names = list(dict.fromkeys(str(row.get("name")) for row in rows))
-    found = {(str(row.get("name")), str(row.get("split", "train"))): row for row in rows}
+    found = {(str(row.get("name")), row["split"]): row for row in rows}
     result = []
     for name in names:
         cells = []

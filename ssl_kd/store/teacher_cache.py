@@ -161,7 +161,7 @@ class TeacherCache(ShardStore):
         tokens share the tail evenly. For `sample`, whose expected weights are the full
         distribution, it is how far from 0 the KL of a student that equals the teacher comes out at
         one position; over n positions the error of the mean is smaller by about the root of n. For
-        `hidden` it is the KL that rounding to a narrower dtype makes at temperature 1.
+        `hidden` it is 0.
         """
         statistics = self.manifest["statistics"]
         chosen = {"method": self.fingerprint.method, **self.kept.facts}
@@ -201,7 +201,6 @@ def write(
     fingerprint: TeacherFingerprint,
     *,
     vocabulary: int | None = None,
-    dtype: torch.dtype | None = None,
     batch_size: int = 8,
     shard_rows: int | None = None,
     force: bool = False,
@@ -223,7 +222,6 @@ def write(
         vocabulary: number of tokens that the tokenizer has: the teacher's logits beyond it are
             padding and get no mass, as a student may be padded differently. None: no padding.
             Hidden states are kept with the whole head, as a live teacher has it.
-        dtype: of hidden states; None: the teacher's own.
         batch_size: rows of a forward pass.
         shard_rows: rows in a file; None makes files of about 256 MiB.
         force: ask the teacher about everything again, whatever is there.
@@ -243,7 +241,7 @@ def write(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")
     _, answer = _answer(teacher, blocks.batch([0], teacher.device))
-    kept = KINDS[fingerprint.method].planned(answer, fingerprint, vocabulary, dtype)
+    kept = KINDS[fingerprint.method].planned(answer, fingerprint, vocabulary)
     n, only, began = len(blocks), None, perf_counter()
     if team is not None and team.world > 1:
         only = slice(team.rank, None, team.world)

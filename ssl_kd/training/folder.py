@@ -68,7 +68,8 @@ class RunFolder:
             what it had found is then kept as `metrics_STEPS.json`.
 
     Raises:
-        RunFolderError: the folder is finished, foreign, or there is nothing to resume.
+        RunFolderError: the folder is finished, foreign, of another version, or there is nothing to
+            resume.
         SettingsError: it is to be resumed with settings that would change the result.
         OSError: it cannot be written.
     """
@@ -225,10 +226,8 @@ class RunFolder:
     def load_checkpoint(self) -> tuple[int, dict[str, Any]]:
         """The newest intact checkpoint; step 0 and an empty mapping where there is none.
 
-        The tensors are as they were written, under whatever names that version gave them.
-
         Raises:
-            RunFolderError: a newer version of the library wrote it, in a form unknown to this one.
+            RunFolderError: another version of the library wrote it, in another form.
         """
         self._written()
         for partial in list(self.path.rglob(".*.tmp")):  # of a run that was killed while writing
@@ -245,10 +244,11 @@ class RunFolder:
                 logger.warning("falling back to the checkpoint before %s: %s", path.stem, error)
                 path.unlink()  # or it would count as one of the good checkpoints that are kept
                 continue
-            if content.get("format", 0) > CHECKPOINT_FORMAT:
+            if content.get("format") != CHECKPOINT_FORMAT:
                 raise RunFolderError(
-                    f"{path} was written by ssl_kd {content['version']}, in a form that "
-                    f"{__version__} does not know: resume with {content['version']} or newer"
+                    f"{path} has format {content.get('format')}, expected {CHECKPOINT_FORMAT}: it "
+                    f"was written by ssl_kd {content.get('version')}. Install that version to "
+                    "resume it (`commit` in config.json), or start a new run without --resume"
                 )
             return content["step"], content["tensors"]
         return 0, {}
@@ -410,20 +410,21 @@ def _in_use(path: Path) -> bool:
 
 def _check_same(path: Path, settings: RunSettings) -> None:
     try:
-        saved = dict(json.loads((path / "config.json").read_text(encoding="utf-8"))["settings"])
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        saved = dict(config["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptFileError(
             f"{path / 'config.json'} cannot be read ({error}): put it back, or start a new run "
             "without --resume"
         ) from error
-    saved = type(settings)().to_dict() | saved  # what it did not know yet was as it is by default
+    check_version(path, config, type(settings))
     now = settings.to_dict()
     free = {name.upper() for name in settings.free_on_resume}
     more, grows = _extends(path, settings), str(settings.extended_by).upper()
     differ = [
-        f"{name} was {saved.get(name)!r} and is now {value!r}"
+        f"{name} was {saved[name]!r} and is now {value!r}"
         for name, value in now.items()
-        if name not in free and saved.get(name) != value and not (more and name == grows)
+        if name not in free and saved[name] != value and not (more and name == grows)
     ]
     if differ:
         counts = " (the rows of all processes)" if settings.per_process else ""
@@ -431,6 +432,16 @@ def _check_same(path: Path, settings: RunSettings) -> None:
         raise SettingsError(
             f"{path.name} cannot be resumed with other settings: {shown}. Give the same ones, or "
             "start a new run without --resume"
+        )
+
+
+def check_version(path: Path, config: Mapping[str, Any], settings: type[RunSettings]) -> None:
+    """Raise RunFolderError where a run's `config.json` holds other settings than `settings`."""
+    if odd := sorted(config["settings"].keys() ^ {name.upper() for name in settings.rules()}):
+        by = f"ssl_kd {config.get('versions', {}).get('ssl_kd')}, commit {config.get('commit')}"
+        raise RunFolderError(
+            f"{path / 'config.json'} was written by {by}, which had other settings "
+            f"({', '.join(odd[:5])}): install that commit, or start a new run"
         )
 
 

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from ssl_kd.cells import csv_field
+from ssl_kd.errors import RunFolderError
 from ssl_kd.files import atomic_write
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.consensus import sample_rows
-from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel
+from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_metrics
 from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.settings import VisionSettings
 
@@ -148,6 +149,36 @@ def assignments_of(folder: Path) -> Path:
     """The file of a run that says who is in which cluster; the CSV where there is none yet."""
     large = folder / "assignments.parquet"
     return large if large.is_file() else folder / "assignments.csv"
+
+
+def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read `config.json` and `metrics.json` of a finished clustering run.
+
+    Args:
+        path: its folder.
+        *needed: names of other files that must be there.
+
+    Raises:
+        RunFolderError: it is not finished, is of language models, or of another version.
+        CorruptFileError: one of the two is damaged.
+    """
+    config = read_config(path)
+    if config.get("mode") == "language":
+        raise RunFolderError(f"{path} is a run of language models: it has no clusters")
+    for name in ("metrics.json", *needed, assignments_of(path).name):
+        if not (path / name).is_file():
+            raise RunFolderError(
+                f"{path} has no {name}, so it is not a finished run: finish it by --resume "
+                f"--run_name {path.name}"
+            )
+    metrics = read_metrics(path)
+    missing = {"settings", "learns_from"} - config.keys() | {"teacher", "table"} - metrics.keys()
+    if missing := missing | {"pictured"} - metrics.get("dataset", {}).keys():
+        raise RunFolderError(
+            f"config.json and metrics.json of {path} have no {min(missing)}: another version wrote "
+            f"them, commit {config.get('commit')}. Install that commit, or run again"
+        )
+    return config, metrics
 
 
 def write_assignments(folder: Path, splits: Mapping[str, Assigned]) -> None:

@@ -28,11 +28,11 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
 from ssl_kd.training.clock import Clock, untold
-from ssl_kd.training.folder import RunFolder, RunFolderError, named_by_time
-from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of
+from ssl_kd.training.folder import RunFolder, RunFolderError, check_version, named_by_time
+from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of, read_finished
 from ssl_kd.vision.extract import fingerprint
 from ssl_kd.vision.learn import save_model
-from ssl_kd.vision.model import ClusterModel, has_pictures, read_config, read_metrics
+from ssl_kd.vision.model import ClusterModel, has_pictures
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import (
     Dataset,
@@ -73,21 +73,9 @@ class _Parent:
             RunFolderError: there is none, it is not finished, or not of this mode.
         """
         found = run_to_extend(settings.extend or "", settings.runs_dir)
-        path, config = found.resolve(), read_config(found)
-        if "language" in (config.get("mode"), config.get("settings", {}).get("MODE")):
-            raise RunFolderError(f"{found} is a run of language models: only clusters are extended")
-        files = (*_FILES, assignments_of(path).name)
-        missing = [n for n in files if not (path / n).is_file()]
-        if missing:
-            raise RunFolderError(
-                f"{found} has no {missing[0]}, so it is not a finished run: finish it by --resume "
-                f"--run_name {path.name}, then extend it"
-            )
-        if "learns_from" not in config:
-            raise RunFolderError(
-                f"{found} was trained by a version that did not note its samples: train it again"
-            )
-        return cls(path, config, read_metrics(path))
+        config, metrics = read_finished(path := found.resolve(), "model.safetensors")
+        check_version(path, config, VisionSettings)
+        return cls(path, config, metrics)
 
     @property
     def known(self) -> list[str]:
@@ -98,9 +86,6 @@ class _Parent:
     def extensions(self) -> list[dict[str, Any]]:
         """What was added before, in order."""
         return self.config.get("extensions", [])
-
-
-_FILES = ("metrics.json", "model.safetensors")
 
 
 def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSettings:
@@ -189,7 +174,7 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
             typical = write_arrays(folder, found, grown.n_clusters, settings.seed)
             metrics = _judge(found, model, grown, split, typical) | {
                 "dataset": about_data(dataset, {"train": store}, grown.n_clusters),
-                "teacher": parent.metrics.get("teacher", {"name": teacher.name}),
+                "teacher": parent.metrics["teacher"],
                 "seconds": clock.seconds,
             }
             for name in DECIDED:
@@ -226,14 +211,14 @@ def _embedded(
     """The new samples through the run's teacher, in a cache named after what they are."""
     dataset = open_samples(settings)
     teacher = teacher_of(settings, dataset, precision)
-    width, weights = model.options["in_dim"], parent.metrics.get("teacher", {}).get("weights")
+    width, weights = model.options["in_dim"], parent.metrics["teacher"]["weights"]
     if teacher.dim != width:
         raise SettingsError(
             f"{settings.dataset} has embeddings of {teacher.dim} dimensions by the teacher "
             f"{teacher.name}, but {parent.path} learnt from {width}: give samples of the same kind "
             "(for pixels: images of the same size, and both from a folder or both by name)"
         )
-    if weights is not None and weights != teacher.weights_id:
+    if weights != teacher.weights_id:
         raise RunFolderError(
             f"the teacher {teacher.name} has other weights ({teacher.weights_id[:12]}) than when "
             f"{parent.path} was trained ({weights[:12]}): put those back, --teacher_weights FILE"

@@ -73,7 +73,6 @@ def make_trainer(
     )
     thresholds = Thresholds(
         spike_factor=settings.spike_factor,
-        dead_after=settings.dead_after,
         restore_after=settings.restore_after,
         min_parts=min(settings.min_heads or -(-settings.n_heads // 4), settings.n_heads),
     )

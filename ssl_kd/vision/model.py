@@ -126,7 +126,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
 
         Raises:
             CorruptFileError: config.json or model.safetensors is damaged, or they do not fit; a
-                digest in config.json is compared, and folders without one are loaded as they are.
+                digest in config.json is compared (this class's `save_pretrained` writes none).
             ValueError: a head that is not this library's and was not named.
         """
         if Path(folder).is_dir():
@@ -382,8 +382,7 @@ def read_metrics(folder: str | Path) -> dict[str, Any]:
 
 def has_pictures(metrics: Mapping[str, Any]) -> bool:
     """Whether the `metrics.json` of a run says that its samples, or some of them, have pictures."""
-    pictured = metrics.get("dataset", {}).get("pictured", False)
-    return pictured or metrics.get("teacher", {}).get("name") != "features"
+    return metrics.get("dataset", {}).get("pictured", False)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -131,27 +131,23 @@ class Sharpened(Objective):
 
     summary = "self-distillation towards a sharper teacher"
 
-    def __init__(self, student_temp: float, teacher_temp: float, centering: str) -> None:
+    def __init__(self, student_temp: float, teacher_temp: float) -> None:
         if teacher_temp > student_temp:
             raise SettingsError(
                 f"TEACHER_TEMP is {teacher_temp:g} and STUDENT_TEMP {student_temp:g}, but with LOSS"
                 " 'sharpened' the teacher's must not be the higher one."
             )
         self._temperature, self._student = teacher_temp, student_temp
-        self._sinkhorn = centering == "sinkhorn"
 
     def initial_marginal(self, n_clusters: int) -> float:
         """No center yet."""
         return 0.0
 
     def targets(self, logits: Tensor, marginal: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities, centred or balanced, and the mean of the logits."""
+        """Probabilities, centred, and the mean of the logits."""
         from ssl_kd import losses
 
-        if self._sinkhorn:
-            targets = losses.sinkhorn_targets(logits, self._temperature)
-        else:
-            targets = losses.centred_targets(logits, marginal, self._temperature)
+        targets = losses.centred_targets(logits, marginal, self._temperature)
         return targets, logits.float().mean((1, 2))
 
     def log_probabilities(self, targets: Tensor) -> Tensor:

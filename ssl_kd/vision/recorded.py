@@ -201,7 +201,7 @@ def follow(settings: VisionSettings, together: Together) -> Path:
         RankLost: it died.
     """
     ranks = together.ranks
-    precision = Precision.for_device(ranks.device, settings.use_fp16, settings.use_tf32)
+    precision = Precision.for_device(ranks.device, settings.use_fp16)
     with following(), Signals(_Led()) as signals:
         found: Found | Path = ranks.from_first(_nothing)
         if isinstance(found, Path):  # of a run that is finished

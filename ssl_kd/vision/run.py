@@ -74,8 +74,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
 
     Raises:
         InputError: a launcher that is not like torchrun, or more processes than heads.
-        SettingsError: EMBEDDING_DIM disagrees with the teacher, N_CLUSTERS is needed, or this is
-            to extend a run.
+        SettingsError: N_CLUSTERS is needed, or this is to extend a run.
         Interrupted: told to stop by Ctrl-C or SIGTERM.
         TooFewHealthyParts: no head is healthy any more.
         RankLost: another process died; RankStopped: it stopped.
@@ -105,7 +104,7 @@ def _lead(
 ) -> Run:
     tell = progress or untold
     clock = Clock()
-    precision = Precision.for_device(device, settings.use_fp16, settings.use_tf32)
+    precision = Precision.for_device(device, settings.use_fp16)
     logger.info("%s", precision)
 
     with RunFolder(settings) as folder, Signals(folder) as signals:
@@ -258,11 +257,6 @@ def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str,
         test_set = open_dataset(settings.dataset, "test", missing_ok=True, **given)
 
     teacher = teacher_of(settings, train_set, precision)
-    if settings.embedding_dim not in (None, teacher.dim):
-        raise SettingsError(
-            f"EMBEDDING_DIM is {settings.embedding_dim}, but the teacher {teacher.name} gives "
-            f"{teacher.dim}: set EMBEDDING_DIM to {teacher.dim} or None"
-        )
     return {"train": train_set} | ({} if test_set is None else {"test": test_set}), teacher
 
 

@@ -18,7 +18,7 @@ AUTO = "auto"
 # Where EMBEDDINGS_DIR auto keeps embeddings.
 EMBEDDINGS = "data/embeddings"
 # What only heads that find the clusters themselves make use of.
-OF_LOSS = ("loss", "beta", "instance_weight", "centering", "marginal_momentum")
+OF_LOSS = ("loss", "beta", "instance_weight", "marginal_momentum")
 
 _OBJECTIVES = " | ".join(f"{name} ({kind.summary})" for name, kind in OBJECTIVES.items())
 
@@ -51,8 +51,7 @@ class VisionSettings(RunSettings):
             "Did you mean --dataset? It takes a folder, too.": "dataset_path",
             "Did you mean --n_heads?": "heads",
             "Use --use_fp16: half precision of the kind that suits the device.": """
-                bf16 bf16_full_eval fp16 fp16_full_eval""",
-            "Use --use_tf32.": "tf32",
+                bf16 bf16_full_eval fp16 fp16_full_eval tf32""",
             "Use --compile, which has no mode.": "torch_compile_backend torch_compile_mode",
             "Use --tensorboard.": "report_to",
             "The schedule is a cosine after a warm-up, see --warmup_fraction.": "lr_*",
@@ -167,12 +166,6 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         " patch tokens) | both (concatenated)",
         choices=("class", "patch", "both"),
     )
-    embedding_dim: int | None = setting(
-        None,
-        "dimension that the embeddings must have; None: any",
-        "The run stops where the teacher gives another one.",
-        low=1,
-    )
     extract_batch_size: int = setting(
         64,
         "images per forward pass of the teacher; halved automatically when memory runs out",
@@ -279,11 +272,6 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         " heads, as in the paper; couples the heads)",
         choices=("none", "own", "mean"),
     )
-    centering: str = setting(
-        "center",
-        "what keeps LOSS sharpened from collapsing: center | sinkhorn",
-        choices=("center", "sinkhorn"),
-    )
     marginal_momentum: float = setting(
         0.9,
         "momentum of the running marginal of the clusters",
@@ -357,9 +345,6 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         section="Guard",
         above=1,
     )
-    dead_after: int = setting(
-        100, "steps of exactly zero gradient before a head is reported as dead", low=1
-    )
     restore_after: int = setting(
         10,
         "bad steps in a row before a head goes back to its last good state; as many again before it"
@@ -385,10 +370,6 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "run the students in half precision where the device is faster with it (GPUs; CPUs with"
         " bf16 products)",
         "Weights and losses stay float32 in any case.",
-    )
-    use_tf32: bool = setting(
-        False,
-        "on GPUs from Ampere on, run the students' fp32 products in TF32",
     )
     compile: bool = setting(
         False,

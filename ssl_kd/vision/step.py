@@ -236,10 +236,9 @@ class HeadTrainer:
             rate = torch.full((), learning_rate, device=self.precision.device)
         if step is not None and step % SNAPSHOT_EVERY:
             step = None  # the state before it is not kept
-        with self.precision.products():
-            if self.graphed is not None and isinstance(rate, Tensor) and step is None:
-                return self.graphed(views, rate, given)
-            return self.plain_step(views, rate, step, given)
+        if self.graphed is not None and isinstance(rate, Tensor) and step is None:
+            return self.graphed(views, rate, given)
+        return self.plain_step(views, rate, step, given)
 
     def plain_step(
         self,

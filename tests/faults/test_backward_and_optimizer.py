@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ssl_kd.files import load_tensors
 from ssl_kd.guard.faults import Thresholds
+from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.heads import TEMIHead
@@ -306,6 +307,18 @@ def test_a_module_of_half_precision_is_promoted_where_a_scaler_would_have_crashe
     scaler.step(optimizer)  # "Attempting to unscale FP16 gradients" without the promotion
     scaler.update()
     assert promote_to_fp32(model) is None
+
+
+@row(37)
+def test_a_guard_refuses_float16_weights_with_one_line():
+    model = torch.nn.Linear(4, 2).half()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="is float16, expected float32.*under torch.autocast") as e:
+        Guard(model, optimizer)
+    assert "\n" not in str(e.value)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    Guard(model.float(), torch.optim.AdamW(model.parameters()))
 
 
 @row(38)

@@ -191,6 +191,7 @@ def _rewrite(path, change):
     "harm",
     [
         "newer format",
+        "older format",
         "without students",
         "other shapes",
         "fewer tensors",
@@ -203,11 +204,11 @@ def test_a_checkpoint_that_cannot_be_understood_is_refused_or_left_for_the_one_b
     path = stopped(settings, "parts")
 
     def change(held):
-        if harm == "newer format":
-            held |= {"format": 999, "version": "9.9.9"}
+        if harm.endswith("format"):
+            held |= {"format": 999 if harm == "newer format" else 0, "version": "9.9.9"}
         elif harm == "without students":
             del held["tensors"]["student"]
-        elif harm == "fewer tensors":  # before the guard kept a last good state
+        elif harm == "fewer tensors":
             del held["tensors"]["recovery.counts"]
         else:
             held["tensors"]["student"] = held["tensors"]["student"][:, :-1].clone()
@@ -218,7 +219,8 @@ def test_a_checkpoint_that_cannot_be_understood_is_refused_or_left_for_the_one_b
         run(settings(run_name="parts", resume=True))
     except RunFolderError as error:
         assert "step_000000025.pt" in str(error)
-        assert ("9.9.9" in str(error)) == (harm == "newer format")
+        assert ("ssl_kd 9.9.9" in str(error)) == harm.endswith("format")
+        assert "without --resume" in str(error) or not harm.endswith("format")
         assert content(path / "checkpoint") == checkpoints
     else:  # never from step 25 with weights of somebody else
         assert weights(path) == weights(whole)

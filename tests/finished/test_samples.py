@@ -63,7 +63,15 @@ def test_a_column_or_split_that_is_not_there(photo_run):
 def test_what_is_no_finished_run_is_refused(copied, tmp_path):
     with pytest.raises(RunFolderError, match="not a run's folder"):
         Samples(tmp_path)
-    (copied / "metrics.json").unlink()
+    file = copied / "metrics.json"
+    metrics = json.loads(file.read_text())
+    del metrics["dataset"]["pictured"]
+    file.write_text(json.dumps(metrics))
+    with pytest.raises(
+        RunFolderError, match="have no pictured: another version wrote them, commit"
+    ):
+        Samples(copied)
+    file.unlink()
     with pytest.raises(RunFolderError, match=r"no metrics\.json, so it is not a finished run"):
         Samples(copied)
 

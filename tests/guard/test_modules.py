@@ -1,54 +1,31 @@
-"""Parts that are modules: float16 masters, buffers, and what a part goes back to."""
+"""Parts that are modules: their weights and buffers, and what a part goes back to."""
 
+import pytest
 import torch
 from torch import nn
 
-from ssl_kd.guard.modules import Masters, ModuleParts
+from ssl_kd.guard.modules import ModuleParts
 
 
-def half_linear():
-    model = nn.Linear(3, 2).half()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def trained(model, optimizer, masters=None):
+def trained(model, optimizer):
     """One step of a whole optimizer, so that it has moments."""
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    if masters is not None:
-        masters.take_gradients()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def test_gradients_of_several_batches_add_up_in_the_masters_in_float32():
-    model, optimizer = half_linear()
-    masters = Masters(optimizer)
-    for value in (2048.0, 1.0):  # in float16 their sum is 2048
-        model.weight.grad = torch.full_like(model.weight, value)
-        masters.take_gradients()
-        assert model.weight.grad is None
-    assert (masters.of(model.weight).grad == 2049).all()
-
-
-def test_masters_of_a_checkpoint_give_the_model_their_values_too():
-    (first, one), (second, two) = half_linear(), half_linear()
-    saved, masters = Masters(one), Masters(two)
-    trained(first, one, saved)
-    masters.load(saved.tensors())
-    assert all(torch.equal(a, b) for a, b in zip(masters.tensors(), saved.tensors(), strict=True))
-    assert torch.equal(second.weight, saved.of(first.weight).half())
-
-
-def test_float16_weights_begun_anew_are_those_of_their_masters():
-    model, optimizer = half_linear()
-    parts = ModuleParts(model, optimizer, None)
-    before = model.weight.detach().clone()
-    trained(model, optimizer, parts.masters)
-    parts.masters.write()
-    parts.reinitialise(0, 5, 8)
-    assert not torch.equal(model.weight, before) and not optimizer.state
-    assert torch.equal(parts.masters.of(model.weight), model.weight.float())
+@pytest.mark.parametrize("given", [None, {"first": 0, "second": 1}])
+def test_float16_weights_are_refused_with_the_way_out(given):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = given and {name: model[i] for name, i in given.items()}
+    with pytest.raises(ValueError, match="'1.weight' is float16, expected float32.*autocast") as no:
+        ModuleParts(model, optimizer, parts)
+    assert "\n" not in str(no.value)
+    ModuleParts(model[0], torch.optim.SGD(model[0].parameters(), lr=0.1), None)
+    model[1].requires_grad_(False)  # as the frozen weights below adapters
+    ModuleParts(model, optimizer, None)
 
 
 def test_a_part_begun_anew_knows_no_good_state_and_takes_the_next_one():

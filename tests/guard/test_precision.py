@@ -60,22 +60,6 @@ def test_the_policy(info, use_fp16, teacher, student, scale):
 
 
 @pytest.mark.parametrize(
-    ("info", "used"), [(A100, True), (H100, True), (T4, False), (CPU, False), (MPS, False)]
-)
-def test_tf32_is_for_gpus_that_have_it_and_only_inside_a_step(info, used):
-    precision = Precision.for_device(info, use_tf32=True)
-    assert precision.tf32 == used == ("students fp32 (TF32)" in str(precision))
-    assert used == ("TF32 was requested, which only GPUs from Ampere on have" not in str(precision))
-    assert torch.get_float32_matmul_precision() == "highest"
-    with pytest.raises(ValueError), precision.products():
-        assert torch.get_float32_matmul_precision() == ("high" if used else "highest")
-        raise ValueError
-    assert torch.get_float32_matmul_precision() == "highest"
-    with Precision.for_device(info).products():
-        assert torch.get_float32_matmul_precision() == "highest"
-
-
-@pytest.mark.parametrize(
     ("info", "asked", "said"),
     [
         (CPU, True, "fp16 was requested, fp32 is used; CPU: without bf16 products"),

@@ -436,7 +436,7 @@ def misuse(rank, how):
     [
         ("late", "make the Guard after init_process_group"),
         ("settings", "Make the same Guard on every rank"),
-        ("half", "make them float32"),
+        ("half", "'weight' is float16, expected float32"),
         ("names", "rank 0: step 0, the loss terms a [1 of 1]; rank 1: step 0, the loss terms a, b"),
         ("uneven", "rank 1: step 0, the step"),
     ],

@@ -33,7 +33,7 @@ def run(tmp_path) -> Path:
         "memory": {"teacher": 13.0, "student": 3.44, "optimizer": 10.3, "activations": 2048.0,
                    "loss": 64.0}})  # fmt: skip
     put(folder, "metrics.json", {
-        "mode": "language", "best_step": 150, "steps": 200, "tokens": 409_600, "success_rate": 0.99,
+        "best_step": 150, "steps": 200, "tokens": 409_600, "success_rate": 0.99,
         "events": 3, "seconds": {"teacher": 3.0, "train": 80.2, "total": 110.4},
         "table": [
             {"name": "teacher", "perplexity": 9.871, "bits_per_character": 0.91, "agreement": 1.0,
@@ -270,7 +270,7 @@ def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
         assert what in page.text, what
     assert page.tags.count("svg") == 0 and 'class="tile ' not in source
     assert "Alignment" not in page.text and "Nothing happened" not in page.text
-    put(tmp_path, "metrics.json", {"mode": "language"})
+    put(tmp_path, "metrics.json", {"steps": 1})
     assert "metrics.json holds no table of scores." in read(tmp_path)[1].text
 
 

@@ -54,7 +54,8 @@ def run(tmp_path) -> Path:
     ]  # fmt: skip
     put(folder, "metrics.json", {
         "dataset": {"name": "pets", "n_train": N, "n_test": N_TEST, "n_classes": K,
-                    "labelled": True, "class_names": CLASSES},
+                    "labelled": True, "class_names": CLASSES, "n_labelled": N,
+                    "pictured": True},
         "teacher": {"name": "dinov2_vits14"}, "table": table, "knn_accuracy": 0.961,
         "linear_probe": {"accuracy": 0.974, "C": 0.1}, "heads": heads,
         "cluster_sizes": np.bincount(clusters[:N], minlength=K).tolist(),
@@ -117,7 +118,7 @@ def add_outliers(folder, scores):
 
 def test_it_says_how_far_to_trust_the_confidence_and_shows_the_farthest_out(run):
     _, page = read(run)
-    assert "How far to trust it" not in page.text  # a run of an older version
+    assert "How far to trust it" not in page.text  # neither calibration nor outliers
     add_outliers(run, np.linspace(1, 0, N + N_TEST).round(4))
     found = calibration([0.95] * 30 + [0.5] * 30, [True] * 27 + [False] * 33)
     change(run, "metrics.json", calibration={"train": found, "test": None},
@@ -287,7 +288,8 @@ def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
     for i in range(N + 1):  # one of them was unreadable, and has no row
         name = "a broken one.jpg" if i == N else f"img{i:02}.jpg"
         Image.new("RGB", (8, 8), (4 * (i % 64), 9, 9)).save(folder / name)
-    change(run, "config.json", settings={"DATASET": str(folder), "DATA_DIR": "data"})
+    settings = {"DATASET": str(folder), "DATASET_TEST": None, "DATA_DIR": "data", "COLUMN": None}
+    change(run, "config.json", settings=settings, learns_from="")
     images = run_images(run)
     assert images is not None
     red = [np.asarray(image)[0, 0, 0] for image in images([0, 41, 7])]
@@ -301,7 +303,7 @@ def test_a_report_after_the_run_finds_its_pictures_again(run, tmp_path):
     shutil.rmtree(folder)
     _, page = read(run, images)
     assert "There are no pictures: " in page.text and "my images" in page.text
-    change(run, "metrics.json", teacher={"name": "features"})
+    change(run, "metrics.json", dataset={"pictured": False})
     assert run_images(run) is None
 
 

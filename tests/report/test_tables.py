@@ -9,8 +9,10 @@ from ssl_kd.report.tables import language_table, results_table
 
 def test_a_table_without_labels_shows_dashes_and_no_title():
     screen = Console(file=io.StringIO(), width=120)
-    screen.print(results_table({"table": [{"name": "[k]-means", "note": "no labels"}]}))
-    screen.print(results_table({}))
+    about = {"dataset": {"n_train": 9, "n_labelled": 0}}
+    rows = [{"name": "[k]-means", "split": "train", "note": "no labels"}]
+    screen.print(results_table({"table": rows, **about}))
+    screen.print(results_table({"table": [], **about}))
     assert isinstance(screen.file, io.StringIO)
     assert "[k]-means" in screen.file.getvalue()
 

@@ -152,7 +152,7 @@ def test_adapters_are_trained_and_tested(script, house, tmp_path):
     assert settings["LEARNING_RATE"] == 2e-4 and settings["GRADIENT_CHECKPOINTING"]
     assert (settings["BATCH_SIZE"], settings["GRADIENT_ACCUMULATION_STEPS"]) == (32, 1)
     assert settings["LR_SCHEDULE"] == "linear" and settings["WEIGHT_DECAY"] == 0
-    assert settings["MODEL_DTYPE"] == "float32" and settings["TENSORBOARD"]
+    assert (settings["MODEL_DTYPE"], settings["REPORT_TO"]) == ("float32", "tensorboard")
     assert list((folder / "tensorboard").iterdir())
     rows = {row["name"]: row for row in metrics["table"]}
     assert rows["student"]["answer_rate"] is not None

@@ -87,7 +87,6 @@ def make(
     shard_rows=4,
     force=False,
     rebuild=False,
-    stored=None,
     **fields,
 ):
     return write(
@@ -95,7 +94,6 @@ def make(
         rows or make_blocks(),
         folder,
         replace(FINGERPRINT, **fields),
-        dtype=stored,
         batch_size=batch_size,
         shard_rows=shard_rows,
         force=force,
@@ -320,41 +318,6 @@ def test_one_cache_of_hidden_states_teaches_at_every_temperature(tmp_path, diver
         terms[1].backward()
         found.append((terms.detach(), logits.grad))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("dtype, kl", [(torch.bfloat16, 1e-4), (torch.float16, 1e-6)])
-def test_narrower_hidden_states_cost_half_and_say_what_rounding_does(tmp_path, dtype, kl):
-    wide = make(tmp_path / "wide", method="hidden")
-    store, blocks = make(tmp_path / "own", method="hidden", stored=dtype), make_blocks()
-    batch = blocks.batch(range(N))
-    answer, live = store(batch, real(batch)), Teacher().answer(batch, real(batch))
-    assert isinstance(answer, LinearTeacher)
-    assert torch.equal(answer.hidden, live.hidden.to(dtype).float())
-    assert torch.equal(answer.weight, live.weight)
-    head = live.weight.double(), live.bias.double()
-    log_p, log_q = (
-        torch.nn.functional.linear(hidden.double(), *head).log_softmax(-1)
-        for hidden in (live.hidden, answer.hidden)
-    )
-    expected = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
-    facts = store.facts()
-    assert facts["fidelity_kl"] == pytest.approx(expected, rel=1e-2) and 0 < expected < kl
-    columns = [one.columns(one.manifest)["hidden"] for one in (store, wide)]
-    assert [torch.Size(shape).numel() * kind.itemsize for shape, kind in columns] == [
-        T * DIM * 2,
-        T * DIM * 4,
-    ]
-
-
-def test_hidden_states_beyond_float16_are_refused_with_the_way_out(tmp_path):
-    class Large(Teacher):
-        def __call__(self, batch, rows):
-            answer = self.answer(batch, rows)
-            return replace(answer, hidden=answer.hidden * 1e5)
-
-    with pytest.raises(ValueError, match="more than float16 holds: take --cache_dtype bfloat16"):
-        make(tmp_path, Large(), method="hidden", stored=torch.float16)
-    assert make(tmp_path, Large(), method="hidden", stored=torch.bfloat16).n == N
 
 
 def test_a_teacher_without_a_linear_head_has_no_hidden_states_to_keep(tmp_path):

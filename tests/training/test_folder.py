@@ -234,6 +234,16 @@ def test_a_config_that_cannot_be_read_is_named(settings, tmp_path, text):
         RunFolder(settings(resume=True))
 
 
+@pytest.mark.parametrize("change", [lambda s: s.pop("SEED"), lambda s: s.update(SEED_OF_OLD=1)])
+def test_a_run_of_a_version_with_other_settings_is_not_resumed(settings, change):
+    file = begun(settings(run_name="a")) / "config.json"
+    config = json.loads(file.read_text()) | {"commit": "abc1234"}
+    change(config["settings"])
+    file.write_text(json.dumps(config))
+    with pytest.raises(RunFolderError, match=r"commit abc1234, which had other settings \(SEED"):
+        RunFolder(settings(resume=True))
+
+
 def test_config_says_what_the_numbers_depend_on(settings, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py", "--seed", "3"])
     with RunFolder(settings(seed=3)) as folder:
@@ -415,25 +425,16 @@ def rewrite(path, content):
     path.with_suffix(".sha256").write_text(sha256_file(path))
 
 
-def test_a_checkpoint_of_an_older_version_loads(settings):
+@pytest.mark.parametrize("form", [None, 0, 2])
+def test_a_checkpoint_of_another_format_is_refused(settings, caplog, form):
     path = begun(settings(run_name="a")) / "checkpoint" / "step_000000004.pt"
     content = load_tensors(path)
-    assert content["version"] == ssl_kd.__version__
-    rewrite(path, {"step": 4, "tensors": {"name_of_old": torch.ones(2)}})
-    with RunFolder(settings(run_name="a", resume=True)) as folder:
-        step, tensors = folder.load_checkpoint()
-    assert step == 4 and list(tensors) == ["name_of_old"]
-
-
-def test_a_checkpoint_of_a_newer_form_names_the_version_that_can(settings, caplog):
-    path = begun(settings(run_name="a")) / "checkpoint" / "step_000000004.pt"
-    newer = load_tensors(path) | {"version": "7.1"}
-    newer["format"] += 1
-    rewrite(path, newer)
+    assert (content["format"], content["version"]) == (1, ssl_kd.__version__)
+    rewrite(path, content | {"format": form, "version": "7.1"})
     before = path.read_bytes()
     with RunFolder(settings(run_name="a", resume=True)) as folder:
         folder.save_checkpoint(3, {})  # an older one is no way round
-        with pytest.raises(RunFolderError, match="written by ssl_kd 7.1.*resume with 7.1 or newer"):
+        with pytest.raises(RunFolderError, match=f"has format {form}, expected 1.*ssl_kd 7.1"):
             folder.load_checkpoint()
     assert path.read_bytes() == before and not caplog.records
 

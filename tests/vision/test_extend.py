@@ -260,10 +260,23 @@ def changed(parent, tmp_path, name, change):
     return str(path)
 
 
-def test_a_run_that_did_not_note_its_samples_is_refused(parent, settings, tmp_path):
-    old = changed(parent, tmp_path, "config.json", lambda config: config.pop("learns_from"))
-    with pytest.raises(RunFolderError, match="did not note its samples"):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda config: config.pop("learns_from"),
+            "have no learns_from: another version wrote them",
+        ),
+        (lambda config: config["settings"].pop("SEED"), r"had other settings \(SEED\): install"),
+        (lambda config: config["settings"].update(OLD=1), r"had other settings \(OLD\): install"),
+    ],
+)
+def test_a_run_of_another_version_is_refused(parent, settings, tmp_path, change, said):
+    old = changed(parent, tmp_path, "config.json", change)
+    commit = json.loads((parent / "config.json").read_text())["commit"]
+    with pytest.raises(RunFolderError, match=f"{said}.*") as refused:
         settings("new.npz", extend=old)
+    assert f"commit {commit}" in str(refused.value)
 
 
 def test_new_samples_may_all_be_noise(parent, settings, tmp_path):

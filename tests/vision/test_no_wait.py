@@ -16,9 +16,9 @@ from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from tests.pretended import pretended_cuda
+from tests.vision.own_loss import SINKHORN
 
 HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
-SINKHORN = {"loss": "sharpened", "centering": "sinkhorn"}
 GPU = DeviceInfo("cuda", "T4", (7, 5))
 
 
@@ -49,7 +49,7 @@ def _waits_of_steps(head=TEMIHead, given=lambda: None, **changes):
 @pytest.mark.parametrize("how", ["none", "own", "mean"])
 @pytest.mark.parametrize(
     "changes",
-    [*({"loss": loss} for loss in OBJECTIVES), {"clip_grad": None}, SINKHORN],
+    [*({"loss": loss} for loss in OBJECTIVES), {"clip_grad": None}, {"loss": SINKHORN}],
     ids=[*OBJECTIVES, "unclipped", "sinkhorn"],
 )
 def test_a_step_waits_for_no_device(changes, how):

@@ -20,6 +20,7 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from tests import processes
 from tests.oracles import objectives as oracle
+from tests.vision.own_loss import SINKHORN
 
 CPU = Precision.for_device("cpu")
 HEADS, DIM, CLUSTERS, BATCH = 5, 6, 4, 16
@@ -158,9 +159,9 @@ def test_sharpened_step_equals_the_oracle_loss():
     [
         {},
         {"loss": "sharpened", "teacher_temp": 0.05},
-        {"loss": "sharpened", "teacher_temp": 0.05, "centering": "sinkhorn"},
+        {"loss": SINKHORN, "teacher_temp": 0.05},
     ],
-    ids=["temi", "sharpened, centred", "sharpened, sinkhorn"],
+    ids=["temi", "sharpened", "own, sinkhorn"],
 )
 def test_every_loss_finds_clusters_that_are_there(changes):
     g = torch.Generator().manual_seed(0)

@@ -36,13 +36,7 @@ class KeptTokens(Kept):
     vocabulary: int
 
     @classmethod
-    def planned(
-        cls,
-        answer: Live,
-        fingerprint: TeacherFingerprint,
-        vocabulary: int | None,
-        dtype: torch.dtype | None,
-    ) -> Self:
+    def planned(cls, answer: Live, fingerprint: TeacherFingerprint, vocabulary: int | None) -> Self:
         """As `Kept.planned`."""
         k, temperature = fingerprint.k, fingerprint.temperature
         assert k is not None and temperature is not None  # TeacherFingerprint

@@ -13,12 +13,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
-from ssl_kd.losses.rows import log_softmax_
 from ssl_kd.losses.teacher_output import LinearTeacher
-from ssl_kd.store.kept.distribution import in_chunks, logits_of
 from ssl_kd.store.kept.method import Kept, Live
 from ssl_kd.store.shards import Columns, Content, Manifest, odd_fields
 from ssl_kd.store.teacher_fingerprint import TeacherFingerprint
@@ -32,7 +29,7 @@ class LastHidden(Kept):
     """The last hidden state at each position, and the output head in a file beside them.
 
     The answer is a `LinearTeacher`, as of the live teacher: every divergence at every temperature.
-    In the teacher's own dtype it is what the teacher said in that batch, to the bit.
+    It is what the teacher said in that batch, to the bit.
 
     Column: `hidden` `[dim]`. The head's file, `weight` and `bias`, carries its digest in its name,
     so that the cache which it replaces stays readable to the end.
@@ -40,7 +37,7 @@ class LastHidden(Kept):
     Args:
         vocabulary: rows of the head, with its padding.
         dim: width of the teacher.
-        stored: dtype of the column.
+        stored: dtype of the column, the teacher's own.
         head: digest of the head.
     """
 
@@ -53,13 +50,7 @@ class LastHidden(Kept):
         self._bias: Tensor | None = None
 
     @classmethod
-    def planned(
-        cls,
-        answer: Live,
-        fingerprint: TeacherFingerprint,
-        vocabulary: int | None,
-        dtype: torch.dtype | None,
-    ) -> Self:
+    def planned(cls, answer: Live, fingerprint: TeacherFingerprint, vocabulary: int | None) -> Self:
         """As `Kept.planned`."""
         if not isinstance(answer, LinearTeacher):
             raise InputError(
@@ -75,7 +66,7 @@ class LastHidden(Kept):
                 "check its weights"
             )
         size, dim = answer.weight.shape
-        return cls(size, dim, dtype or answer.hidden.dtype, _digest(answer.weight, answer.bias))
+        return cls(size, dim, answer.hidden.dtype, _digest(answer.weight, answer.bias))
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
@@ -109,30 +100,12 @@ class LastHidden(Kept):
         return {"hidden": ((self.dim,), self.stored)}
 
     def content(self, answer: Live, batch: Batch, rows: Tensor) -> Content:
-        """As `Kept.content`; `error` is the KL at temperature 1 to what is kept."""
+        """As `Kept.content`; `error` is 0, or NaN where a hidden state is not finite."""
         assert isinstance(answer, LinearTeacher)  # planned
-        hidden = answer.hidden.to(self.stored)
+        hidden = answer.hidden
         lost = torch.zeros(len(hidden), device=hidden.device)
-        error = lost if self.stored == answer.hidden.dtype else self._rounding(answer, hidden)
-        good = hidden.isfinite().all(-1)
-        if len(over := (answer.hidden.isfinite().all(-1) & ~good).nonzero()):
-            largest = answer.hidden[over[:, 0]].abs().max().item()
-            raise InputError(
-                f"the teacher's hidden states reach {largest:.3g}, more than "
-                f"{self.header['stored']} holds: take --cache_dtype bfloat16, or auto for the "
-                "teacher's own"
-            )
-        return {"hidden": hidden, "lost": lost, "error": error.masked_fill(~good, torch.nan)}
-
-    def _rounding(self, answer: LinearTeacher, hidden: Tensor) -> Tensor:
-        weight, bias = answer.weight, answer.bias
-        rounded = logits_of(LinearTeacher(hidden.to(weight.dtype), weight, bias), None)
-
-        def kl(log_p: Tensor, p: Tensor, place: slice) -> Content:
-            q = log_softmax_(rounded(place.start, place.stop), 1.0)
-            return {"error": DIVERGENCES["forward_kl"].compute(log_p, p, *q, False, True)[0]}
-
-        return in_chunks(answer, self.vocabulary, 1.0, kl)["error"]
+        bad = ~hidden.isfinite().all(-1)
+        return {"hidden": hidden, "lost": lost, "error": lost.masked_fill(bad, torch.nan)}
 
     def answer(self, column: Callable[[str], Tensor]) -> LinearTeacher:
         """As `Kept.answer`."""

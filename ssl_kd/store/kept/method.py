@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import Self
 
@@ -40,20 +39,13 @@ class Kept(ABC):
 
     @classmethod
     @abstractmethod
-    def planned(
-        cls,
-        answer: Live,
-        fingerprint: TeacherFingerprint,
-        vocabulary: int | None,
-        dtype: torch.dtype | None,
-    ) -> Self:
+    def planned(cls, answer: Live, fingerprint: TeacherFingerprint, vocabulary: int | None) -> Self:
         """For a teacher that answers like this.
 
         Args:
             answer: at some positions.
             fingerprint: method, k and temperature.
             vocabulary: number of tokens that the tokenizer has; None: as many as the teacher.
-            dtype: of hidden states; None: the teacher's own.
 
         Raises:
             InputError: such an answer cannot be kept in this way.
