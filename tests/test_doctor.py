@@ -368,7 +368,7 @@ def test_what_the_run_itself_would_refuse_is_a_fault(cache, config, capsys):
         ({"n_clusters": 1000}, "rests on 5.1 samples for each of 1000 clusters -> try 0.949"),
         ({"marginal_momentum": 0.0, "n_clusters": 100}, "MARGINAL_MOMENTUM is 0: the running"),
         ({"ema_momentum": 0.0}, "EMA_MOMENTUM is 0: the teacher equals the student"),
-        ({"ema_momentum": 0.9999}, "more than the 143 steps"),
+        ({"ema_momentum": 0.9999}, "more than the 72 steps"),
         ({"learning_rate": 1.0}, "LEARNING_RATE is 1: AdamW"),
         ({"learning_rate": 1.0, "weight_decay": 0.5}, "takes 50% off every weight"),
         ({"clip_grad": None, "use_fp16": True}, "CLIP_GRAD is None: with USE_FP16"),
