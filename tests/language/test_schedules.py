@@ -195,16 +195,5 @@ def test_without_patience_a_run_goes_to_its_end(settings, best_at):
     assert json.loads((path / "metrics.json").read_text())["steps"] == 4
 
 
-def test_a_run_of_a_version_without_these_settings_is_resumed(settings):
-    own = settings()
-    with pytest.raises(Interrupted):
-        run(own, progress=interrupted_at(2))
-    config = json.loads((folder := own_folder(own)).joinpath("config.json").read_text())
-    for name in ("SCHEDULE", "PATIENCE", "ALPHA_HIDDEN", "ALPHA_ATTENTION", "LAYER_MAP"):
-        del config["settings"][name]
-    (folder / "config.json").write_text(json.dumps(config))
-    assert run(own.replace(resume=True)) == folder
-
-
 def own_folder(settings):
     return Path(settings.runs_dir) / settings.run_name
