@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ssl_kd.doctor import machine
 from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision.convergence import FEWEST
+from ssl_kd.vision.convergence import ALONE, fewest
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.settings import AUTO, VisionSettings
 
@@ -253,7 +253,7 @@ def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
     if s.ema_momentum == 0:
         why = "the teacher equals the student at every step, so it averages nothing"
         risk("ema_momentum", why, "try 0.9")
-    elif 1 / (1 - s.ema_momentum) > (steps := s.max_steps or FEWEST):
+    elif 1 / (1 - s.ema_momentum) > (steps := s.max_steps or fewest(0 if s.by_graph else ALONE)):
         why = f"the teacher averages over more than the {steps} steps that a run may have"
         risk("ema_momentum", why, "try 0.9")
     if s.learning_rate > 0.05:

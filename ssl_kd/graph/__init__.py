@@ -1,7 +1,7 @@
 """Partitions of a graph of neighbours: what the whole graph says, before any head is trained."""
 
 from ssl_kd.graph.criterion import Graph, joint, partition_value, refine
-from ssl_kd.graph.crowd import Crowd, View, ask_crowd, consensus
+from ssl_kd.graph.crowd import Crowd, View, agreement, ask_crowd, consensus
 from ssl_kd.graph.fuzzy import fuzzy_graph
 from ssl_kd.graph.kmeans import kmeans
 
@@ -9,6 +9,7 @@ __all__ = [
     "Crowd",
     "Graph",
     "View",
+    "agreement",
     "ask_crowd",
     "consensus",
     "fuzzy_graph",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,8 @@ Rows = NDArray[np.float32]
 # Families without a preference for even clusters say how even they are: the entropy of their
 # answer, as a share of log K. From EVEN on all others vote with them; below UNEVEN their answer is
 # formed by a method without such a preference, too. Chosen with families of sets left out, as
-# `benchmarks.regret` does it.
-EVEN, UNEVEN = 0.94, 0.88
-OF_TWO = 0.8  # in place of both where K is 2: a quarter of all samples
+# `benchmarks.regret` does it; that for K = 2, in place of both, was not fitted: a quarter.
+EVEN, UNEVEN, OF_TWO = 0.94, 0.88, 0.8
 POWERS, MIDDLE_POWER = (0.0, 0.3, 0.5), (0.3,)  # of the entropy in what communities maximise
 WIDER = 1.25  # times K eigenvectors, for k-means
 DIMENSIONS = (8, 4)
@@ -43,6 +41,7 @@ STARTS = 3
 VOTES = 5  # rounds at most
 DENSE = 400  # joint clusters whose eigenvectors a dense solver finds sooner
 PEAKS, MASS = "density peaks", "density mass"
+LEAST_DISTANCE = 1e-9  # between clusters that some partition tells apart
 LINKED = 2000  # samples at most of which each pair is compared
 
 
@@ -90,18 +89,18 @@ class Crowd:
     evenness: float
     voters: list[Candidate]
 
-    @cached_property
-    def agreement(self) -> dict[str, float]:
-        """Mean share of samples that a family's partitions put where the answer does."""
-        found: dict[str, list[float]] = {}
-        for candidate in self.candidates:
-            same = float(np.mean(aligned(candidate.clusters, self.clusters) == self.clusters))
-            found.setdefault(candidate.family, []).append(same)
-        return {family: float(np.mean(shares)) for family, shares in found.items()}
+
+def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]:
+    """By family: mean share of samples that its partitions put where the answer `[n]` does."""
+    shares: dict[str, list[float]] = {}
+    for candidate in candidates:
+        same = float(np.mean(aligned(candidate.clusters, answer) == answer))
+        shares.setdefault(candidate.family, []).append(same)
+    return {family: float(np.mean(of_family)) for family, of_family in shares.items()}
 
 
 def n_partitions(n_clusters: int) -> int:
-    """How many partitions there are: fewer where each of them takes long."""
+    """Number of partitions that `ask_crowd` forms: 34, or 26 from 60 clusters on."""
     return 26 if n_clusters >= MANY else 34
 
 
@@ -147,7 +146,7 @@ def _evenness(clusters: Ints, n_clusters: int) -> float:
 
 
 def voters(candidates: Iterable[Candidate], even: bool) -> list[Candidate]:
-    """Those that vote where clusters are even, all but two families; or else those of any size."""
+    """All candidates but peaks and mass if `even`; otherwise only those of any size."""
     return [c for c in candidates if (c.family not in (PEAKS, MASS) if even else c.any_size)]
 
 
@@ -218,25 +217,30 @@ def uneven_consensus(candidates: Sequence[Candidate], n_clusters: int) -> Ints:
     """The partition that others agree on most, whose clusters may be of any size.
 
     Average linkage, where two samples are as far apart as the share of partitions that separate
-    them; more than 2,000 samples join a random 2,000 of them, to whose clusters they are nearest.
+    them. Of more than 2,000 samples, one of each cluster of each partition and random others are
+    linked; the rest join the clusters that they are nearest to.
 
     Args:
         candidates: as in `consensus`.
-        n_clusters: K of the answer, at most n.
+        n_clusters: K of the answer; there are fewer where the partitions tell fewer apart.
 
     References:
         Fred & Jain, Combining multiple clusterings using evidence accumulation, 2005.
     """
     joint = _joint(candidates)
     n = joint.shape[0]
-    some = np.sort(np.random.default_rng(0).permutation(n)[:LINKED])
+    order = np.random.default_rng(0).permutation(n)
+    firsts = [order[np.unique(c.clusters[order], return_index=True)[1]] for c in candidates]
+    every = dict.fromkeys(np.concatenate([*firsts, order]).tolist())
+    some = np.sort([*every][:LINKED])
     here = joint[some]
     shared = (here @ here.T).toarray() / len(candidates)
-    distances = squareform(1 - shared, checks=False)
-    clusters = cut_tree(linkage(distances, "average"), n_clusters).ravel()
+    tree = linkage(squareform(1 - shared, checks=False), "average")
+    k = min(n_clusters, 1 + int((tree[:, 2] > LEAST_DISTANCE).sum()))
+    clusters = cut_tree(tree, k).ravel()
     if n == len(some):
         return clusters
-    members = one_hot(clusters, n_clusters)
+    members = one_hot(clusters, k)
     nearest = joint @ (here.T @ members @ sp.diags_array(1 / np.bincount(clusters)))
     answer = nearest.toarray().argmax(1)
     answer[some] = clusters

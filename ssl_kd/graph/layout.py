@@ -1,4 +1,4 @@
-"""A graph of neighbours in few dimensions, and the clusters that density shows there."""
+"""A graph of neighbors in few dimensions, and the clusters that density shows there."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Density:
         of half of all samples stays whole beside others of five.
 
         Args:
-            n_clusters: K; there are fewer where the tree has fewer leaves.
+            n_clusters: K; there are fewer where the tree has fewer leaves of five samples.
 
         References:
             Campello et al., Hierarchical density estimates for data clustering, 2015, section 5.
@@ -249,7 +249,7 @@ class Density:
 
 
 def _best_sums(a: Any, b: Any, most: int) -> tuple[Any, Ints]:
-    """Of each number of clusters, the best sum over how many of them are in a, and that number."""
+    """For each total k, up to `most`: the largest `a[i] + b[k - i]`, and its i."""
     top = min(most, len(a) + len(b) - 2)
     best, left = np.full(top + 1, -np.inf), np.zeros(top + 1, np.int64)
     for k in range(2, top + 1):

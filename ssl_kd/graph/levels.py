@@ -105,7 +105,10 @@ def descend(
 
 
 def pair_losses(exact: int, alpha: float = ALPHA) -> Losses:
-    """What a merge costs; by modularity alone where there are more clusters than `exact`."""
+    """What a merge costs: of more clusters than `exact`, or 180, by modularity alone.
+
+    Of fewer, only the pairs that lose least modularity, 20 for each cluster, are considered.
+    """
 
     def losses(table: Floats, clusters: Ints) -> Floats:
         if len(table) <= min(exact, 3 * MANY):

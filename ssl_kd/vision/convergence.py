@@ -22,7 +22,11 @@ APART = 2
 LEAST_GROWTH = 0.01
 # Share of all steps in which the learning rate falls.
 DECAY = 0.3
-FEWEST = math.ceil(LOOKS[APART] / (1 - DECAY))  # steps of a training that converges at once
+
+
+def fewest(first: int = 0) -> int:
+    """Steps of a training that converges at once, by the number of the first look."""
+    return math.ceil(LOOKS[first + APART] / (1 - DECAY))
 
 
 class Convergence:
@@ -86,8 +90,7 @@ class Convergence:
 
     def learning_rate_at(self, step: int, peak: float, warmup_fraction: float) -> float:
         """Linear warm-up in a share of the fewest steps, then constant, then a cosine to 0."""
-        fewest = math.ceil(LOOKS[self._first + APART] / (1 - DECAY))
-        warmup = max(1, round(warmup_fraction * min(self._most, fewest)))
+        warmup = max(1, round(warmup_fraction * min(self._most, fewest(self._first))))
         if step < warmup:
             return peak * (step + 1) / warmup
         flat = self._flat

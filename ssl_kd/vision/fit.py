@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssl_kd.graph import Crowd
+from ssl_kd.graph import Crowd, agreement
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.memory import free_memory
 from ssl_kd.guard.parts import TooFewHealthyParts
@@ -279,8 +279,8 @@ def _calibrate(model: ClusterModel, x: Tensor, crowd: Crowd) -> None:
     if len(crowd.clusters) < LEAST_OF_EACH * model.n_clusters:
         return  # of so few nothing can be said
     votes = torch.cat([model.vote(block) for block in x.split(ROWS_PER_BLOCK)])
-    agreement = [crowd.agreement[family] for family in {voter.family for voter in crowd.voters}]
-    sure = (sum(agreement) / len(agreement)) ** 2
+    shares = agreement(crowd.voters, crowd.clusters).values()
+    sure = (sum(shares) / len(shares)) ** 2
     model.options["answer_temperature"] = temperature_for(votes, sure)
 
 

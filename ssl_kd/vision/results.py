@@ -13,6 +13,7 @@ from torch import Tensor
 from ssl_kd import evaluate
 from ssl_kd.evaluate.baselines import Baseline
 from ssl_kd.files import atomic_write
+from ssl_kd.graph import agreement
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.assigned import Assigned, write_assignments
@@ -185,7 +186,7 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
     """Which families of partitions agree with the answer, and which of them voted."""
     crowd = answer.crowd
     return {
-        "agreement": crowd.agreement,
+        "agreement": agreement(crowd.candidates, crowd.clusters),
         "voters": sorted({candidate.family for candidate in crowd.voters}),
         "evenness": crowd.evenness,
         "number": None if answer.number is None else dataclasses.asdict(answer.number),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.vision.convergence import ALONE, DECAY, FEWEST, LOOKS, Convergence
+from ssl_kd.vision.convergence import ALONE, DECAY, LOOKS, Convergence, fewest
 
 
 def _ended(values, most=10**6, n_clusters=10):
@@ -33,8 +33,8 @@ def test_it_ends_once_half_of_the_steps_brought_less_than_a_hundredth():
 
 def test_the_rate_warms_up_stays_and_falls_once_it_is_known_when():
     _, rates = _ended([1.0] * 9)
-    assert len(rates) == FEWEST
-    warmup = round(0.1 * FEWEST)
+    assert len(rates) == fewest()
+    warmup = round(0.1 * fewest())
     assert rates[0] == 1 / warmup and rates[warmup - 1 : 50] == [1.0] * (51 - warmup)
     assert all(a >= b for a, b in zip(rates[50:], rates[51:], strict=False))
     assert 0 < rates[-1] < 0.01
@@ -58,7 +58,7 @@ def test_heads_that_find_their_own_clusters_are_judged_from_50_steps_on():
 def test_heads_that_all_are_sick_do_not_move_the_end():
     values = [torch.nan, torch.nan, torch.nan]
     until, _ = _ended(values)
-    assert list(until.seen().values()) == [0.0] * 3 and until.steps == FEWEST
+    assert list(until.seen().values()) == [0.0] * 3 and until.steps == fewest()
 
 
 def test_a_resumed_one_ends_where_it_would_have():
@@ -82,4 +82,4 @@ def test_steps_that_are_given_win_over_the_rule():
         options = {} if given is None else {name: given}
         model = MultiHeadClusterer(**common, **options).fit(x.astype(np.float32))
         steps[name] = model.n_iter_
-    assert steps == {"max_steps": 7, "epochs": 6, "neither": FEWEST}
+    assert steps == {"max_steps": 7, "epochs": 6, "neither": fewest()}
