@@ -104,7 +104,7 @@ class Density:
         divided = [False] * len(self.places)  # whether a node holds several leaves
         for (a, b), smallest in zip(children.tolist(), smaller.tolist(), strict=True):
             divided.append(smallest >= least or divided[a] or divided[b])
-        inside = children[divided[len(self.places) :]].ravel()
+        inside = children[divided[len(self.places) :]].ravel().tolist()
         return self._members(c for c in inside if not divided[c] and size[c] >= least)
 
     def heaviest(self, n_clusters: int) -> Ints:
@@ -122,7 +122,7 @@ class Density:
         """
         children, size, lengths = self._tree
         n, density = len(self.places), 1 / lengths
-        mass, below = np.zeros(2 * n - 1), np.full(2 * n - 1, -1)  # below: where a cluster divides
+        mass, below = np.zeros(2 * n - 1), [-1] * (2 * n - 1)  # below: where a cluster divides
         best, left = dict[int, Any](), dict[int, Any]()  # by number of clusters within a node
         for node, (a, b) in enumerate(children.tolist(), n):
             rises = density[node - n]
@@ -139,7 +139,7 @@ class Density:
                     values = best.get(below[child], np.full(2, -np.inf)).copy()
                     values[1] = mass[child] - size[child] * rises
                     parts.append(values)
-                best[node], left[node] = _best_sums(*parts, n_clusters)
+                best[node], left[node] = _best_sums(parts[0], parts[1], n_clusters)
         root = 2 * n - 2
         most = len(best[below[root]]) - 1 if below[root] >= 0 else 1
         open_nodes, chosen = [(root, min(n_clusters, most))], []
