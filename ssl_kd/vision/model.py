@@ -28,6 +28,7 @@ from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.splits import Splits
 from ssl_kd.vision.tree import Tree
 
+TILE = 64  # rows that products take at a time, or a divisor
 ROWS_PER_BLOCK = 4096
 DIGEST = "model_sha256"  # of model.safetensors, in the config.json beside it
 
@@ -353,8 +354,12 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         return self.novelty
 
     def _in_blocks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        blocks = x.split(ROWS_PER_BLOCK) if len(x) else [x]
-        return torch.cat([function(block.to(self.weights.device)).cpu() for block in blocks])
+        """Of whole tiles: the last bit of a row's result then does not depend on its place."""
+        found = []
+        for block in x.split(ROWS_PER_BLOCK) if len(x) else [x]:
+            whole = nn.functional.pad(block, (0, 0, 0, -len(block) % TILE))
+            found.append(function(whole.to(self.weights.device)).cpu()[: len(block)])
+        return torch.cat(found)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
