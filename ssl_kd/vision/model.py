@@ -247,8 +247,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         """
         clusters, probabilities = [], []
         for block in x.split(ROWS_PER_BLOCK):
-            found = self(block.to(self.weights.device))
-            found = found.sort(stable=True, dim=-1, descending=True)
+            found = self._in_tiles(self, block).sort(stable=True, dim=-1, descending=True)
             # Copies, which do not keep the probabilities of all clusters alive.
             clusters.append(found.indices[:, :most].int().cpu())
             probabilities.append(found.values[:, :most].clone().cpu())
@@ -354,12 +353,13 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         return self.novelty
 
     def _in_blocks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        blocks = x.split(ROWS_PER_BLOCK) if len(x) else [x]
+        return torch.cat([self._in_tiles(function, block).cpu() for block in blocks])
+
+    def _in_tiles(self, function: Callable[[Tensor], Tensor], block: Tensor) -> Tensor:
         """Of whole tiles: the last bit of a row's result then does not depend on its place."""
-        found = []
-        for block in x.split(ROWS_PER_BLOCK) if len(x) else [x]:
-            whole = nn.functional.pad(block, (0, 0, 0, -len(block) % TILE))
-            found.append(function(whole.to(self.weights.device)).cpu()[: len(block)])
-        return torch.cat(found)
+        whole = nn.functional.pad(block, (0, 0, 0, -len(block) % TILE))
+        return function(whole.to(self.weights.device))[: len(block)]
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
