@@ -294,7 +294,7 @@ KINDS = (
 
 
 def draw(kind: Callable[[random.Random], Case], r: random.Random) -> Drawn:
-    """A case with a fault, and what is said of it."""
+    """A case with a fault, and the diagnosis that it gets."""
     for redrawn in range(200):
         torch.manual_seed(r.randrange(2**31))
         case = kind(r)

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
 from benchmarks.sets import SETS, Absent, Labelled, Sources, long_tailed
 from ssl_kd import evaluate
-from ssl_kd.graph import ask_crowd, consensus
-from ssl_kd.graph.crowd import EVEN, MASS, OF_TWO, UNEVEN, uneven_consensus, voters
+from ssl_kd.graph import ask_crowd
+from ssl_kd.graph.crowd import EVEN, UNEVEN, Kind, kind_of, vote
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.vision.partition import summed, views
 from ssl_kd.vision.projection import Projection
@@ -59,7 +59,7 @@ FOLDERS = {
     "fashion10k_efficientnet": [(2, 60), (6, 200)],
 }
 SCORES = {"acc": "ACC", "nmi": "NMI", "ari": "ARI", "balanced": "balanced ACC"}
-CROWD = {
+CROWD: dict[Kind, str] = {
     "even": "the voters for even clusters alone",
     "between": "peaks and communities alone",
     "uneven": "the voters for uneven ones alone",
@@ -129,13 +129,8 @@ def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
     projected = Projection.fit(rows, 256)(rows)
     cosine, euclidean, white = views(near, rows.__getitem__, projected, torch.device("cpu"))
     crowd = ask_crowd(cosine, euclidean, summed(cosine, euclidean, white), n_clusters)
-    even, uneven = (voters(crowd.candidates, even) for even in (True, False))
-    return {
-        "even": consensus(even, n_clusters),
-        "between": consensus([c for c in uneven if c.family != MASS], n_clusters),
-        "uneven": uneven_consensus(uneven, n_clusters),
-        "evenness": crowd.evenness,
-    }
+    answers = {kind: vote(crowd.candidates, kind, n_clusters) for kind in CROWD}
+    return {**answers, "evenness": crowd.evenness}
 
 
 def run(args: argparse.Namespace, rows: list[Row]) -> None:
@@ -210,10 +205,7 @@ class Regrets:
 
 def chosen(draw: dict[str, Row], uneven: float, even: float) -> Row:
     row = draw["even"]
-    if row["classes"] == 2:
-        uneven = even = OF_TWO
-    below = row["evenness"] < even
-    return draw["uneven"] if row["evenness"] < uneven else draw["between"] if below else row
+    return draw[kind_of(row["evenness"], row["classes"], uneven, even)]
 
 
 def report(rows: Sequence[Row]) -> str:

@@ -80,7 +80,7 @@ Run = Callable[[bool], tuple[list[float], float]]
 
 
 def made_up(size: str, vocabulary: int, seed: int) -> CausalLM:
-    """A Llama with new weights, and a tokenizer of two words, which nobody asks."""
+    """A Llama with new weights, and a tokenizer of two words, which is never called."""
     layers, dim = map(int, size.split("x"))
     torch.manual_seed(seed)
     config = LlamaConfig(

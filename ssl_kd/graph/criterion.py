@@ -79,11 +79,6 @@ def _joint(ties: Any, clusters: Ints) -> Floats:
     return (table + table.T) / (2 * table.sum())
 
 
-def entropy(joint: Floats) -> float:
-    """`H(k) = -sum_k p_k log p_k` of the clusters of `[K, K]`, in nats."""
-    return float(-_xlogx(joint.sum(1)).sum())
-
-
 def partition_value(joint: Floats, alpha: float = ALPHA) -> float:
     """`I(k; k') / H(k)^alpha` of clusters at the ends of an edge, at least 0 and 0 for one cluster.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
@@ -19,6 +19,7 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse.linalg import ArpackError, eigsh
 from scipy.spatial.distance import squareform
+from scipy.special import entr
 from threadpoolctl import threadpool_limits
 
 from ssl_kd.graph.criterion import Graph, Ints, one_hot
@@ -28,6 +29,7 @@ from ssl_kd.graph.levels import MANY, communities, in_order
 from ssl_kd.graph.spectral import on_sphere, spectral_coordinates
 
 Rows = NDArray[np.float32]
+Kind = Literal["even", "between", "uneven"]
 
 # Families without a preference for even clusters say how even they are: the entropy of their
 # answer, as a share of log K. From EVEN on all others vote with them; below UNEVEN their answer is
@@ -81,13 +83,18 @@ class Crowd:
         clusters: `[n]` int64, at most K clusters, numbered in the order of their first samples.
         candidates: all partitions, whether they voted or not.
         evenness: entropy of the clusters that peaks and communities agree on, as a share of log K.
-        voters: the partitions that voted for the answer.
+        kind: which candidates voted, and how.
     """
 
     clusters: Ints
     candidates: list[Candidate]
     evenness: float
-    voters: list[Candidate]
+    kind: Kind
+
+    @property
+    def voters(self) -> list[Candidate]:
+        """The partitions that voted for the answer."""
+        return voters(self.candidates, self.kind)
 
 
 def agreement(candidates: Iterable[Candidate], answer: Ints) -> dict[str, float]:
@@ -126,28 +133,31 @@ def ask_crowd(
         for candidate in _candidates(cosine, euclidean, together, n_clusters):
             found.append(replace(candidate, clusters=in_order(candidate.clusters)))
             progress(len(found), total)
-        between = [c for c in found if c.any_size and c.family != MASS]
-        own = consensus(between, n_clusters)
-        evenness = _evenness(own, n_clusters)
-        even, uneven = (EVEN, UNEVEN) if n_clusters > 2 else (OF_TWO, OF_TWO)
-        votes = voters(found, even=evenness >= even)
-        if evenness >= even:
-            own = consensus(votes, n_clusters)
-        elif evenness < uneven:
-            own = uneven_consensus(votes, n_clusters)
-        else:
-            votes = between
-        return Crowd(in_order(own), found, evenness, votes)
+        clusters = vote(found, "between", n_clusters)
+        shares = np.bincount(clusters) / len(clusters)
+        evenness = float(entr(shares).sum() / np.log(n_clusters))
+        if (kind := kind_of(evenness, n_clusters)) != "between":
+            clusters = vote(found, kind, n_clusters)
+        return Crowd(in_order(clusters), found, evenness, kind)
 
 
-def _evenness(clusters: Ints, n_clusters: int) -> float:
-    share = np.bincount(clusters) / len(clusters)
-    return float(-(share * np.log(np.maximum(share, 1e-12))).sum() / np.log(n_clusters))
+def kind_of(evenness: float, n_clusters: int, uneven: float = UNEVEN, even: float = EVEN) -> Kind:
+    """Which candidates are to vote, and how, where peaks and communities are as even as that."""
+    if n_clusters == 2:
+        uneven = even = OF_TWO
+    return "uneven" if evenness < uneven else "between" if evenness < even else "even"
 
 
-def voters(candidates: Iterable[Candidate], even: bool) -> list[Candidate]:
-    """All candidates but peaks and mass if `even`; otherwise only those of any size."""
-    return [c for c in candidates if (c.family not in (PEAKS, MASS) if even else c.any_size)]
+def vote(candidates: Sequence[Candidate], kind: Kind, n_clusters: int) -> Ints:
+    """The answer `[n]` of the candidates that vote."""
+    form = uneven_consensus if kind == "uneven" else consensus
+    return form(voters(candidates, kind), n_clusters)
+
+
+def voters(candidates: Iterable[Candidate], kind: Kind) -> list[Candidate]:
+    """All but peaks and mass if `even`; otherwise those of any size, mass only if `uneven`."""
+    left_out = {"even": (PEAKS, MASS), "between": (MASS,), "uneven": ()}[kind]
+    return [c for c in candidates if c.family not in left_out and (kind == "even" or c.any_size)]
 
 
 def _candidates(

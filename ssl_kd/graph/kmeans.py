@@ -15,7 +15,6 @@ def kmeans(
     x: NDArray,
     n_clusters: int,
     seed: int,
-    weights: NDArray | None = None,
     *,
     n_init: int = 1,
     max_iter: int = 50,
@@ -27,5 +26,5 @@ def kmeans(
     model = KMeans(n_clusters, init=init, n_init=starts, max_iter=max_iter, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        found = model.fit_predict(x, sample_weight=weights)
+        found = model.fit_predict(x)
     return np.unique(found, return_inverse=True)[1].astype(np.int64)

@@ -49,8 +49,8 @@ class Verdicts:
             settings: of the guard; they have to be the same on every rank.
 
         Raises:
-            ValueError: as there.
-            RankLost: as there.
+            ValueError: the ranks' guards differ, in parts, parameters or settings.
+            RankLost: another rank did not take part.
         """
         shapes = [[tuple(p.shape) for p in part.weights] for part in parts]
         made = f"parts {', '.join(parts.names)} of the shapes {shapes}; {settings}"
