@@ -42,8 +42,8 @@ docs: $(VENV)/.installed-site ## Build the site into site/; what is built loads 
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "site/index.html is the first page; with its search: $(PY) -m http.server -d site"
 
-bench: $(VENV)/.installed ## Measure: digits over several seeds, as in docs/results.md
-	$(PY) -m benchmarks.quality --sets digits $(ARGS)
+bench: $(VENV)/.installed ## Measure: draws of the digits, ours beside the peers that are installed
+	$(PY) -m benchmarks.regret --sets digits $(ARGS)
 
 doctor: $(VENV)/.installed ## Check the installation and the numerics
 	$(PY) test_installation.py

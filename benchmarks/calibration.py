@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.quality import _line, names_of
-from benchmarks.sets import SETS, Sources, loaded
+from benchmarks.regret import table_line
+from benchmarks.sets import SETS, Sources, loaded, names_of
 from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
 from ssl_kd.vision.projection import Projection
@@ -106,9 +106,9 @@ def print_strangeness(sets: dict[str, NDArray], seed: int) -> None:
     for place, name in enumerate(names):
         found = strangeness(sets[name], sets[names[place - 1]], seed)
         if place == 0:
-            print(_line(["set", *found]), "|---" * (len(found) + 1) + "|", sep="\n")
+            print(table_line(["set", *found]), "|---" * (len(found) + 1) + "|", sep="\n")
         cells = [f"{100 * area:.1f} ({100 * above:.0f} %)" for area, above in found.values()]
-        print(_line([name, *cells]), flush=True)
+        print(table_line([name, *cells]), flush=True)
 
 
 def bins(found: dict[str, Any]) -> str:
@@ -137,14 +137,14 @@ def main() -> None:
         return
     head = ["set", "accuracy", "ECE, the vote", "ECE, calibrated", "right from 0.9 on, the vote"]
     head += ["right from 0.9 on, calibrated", "AUROC, a class left out", "held out above 0.95"]
-    lines, diagrams = [_line(head), "|---" * len(head) + "|"], []
+    lines, diagrams = [table_line(head), "|---" * len(head) + "|"], []
     for name, x, y in loaded({name: SETS[name] for name in args.sets}, Sources.of(args)):
         found = confidences(x, y, args.seed)
         before, after, (area, above) = found["before"], found["after"], detection(x, y, args.seed)
         cells = [name, f"{100 * found['acc']:.1f}"]
         cells += [f"{100 * some['ece']:.1f}" for some in (before, after)]
         cells += [sure(before), sure(after), f"{100 * area:.1f}", f"{100 * above:.1f}"]
-        lines.append(_line(cells))
+        lines.append(table_line(cells))
         print(lines[-1], file=sys.stderr, flush=True)
         diagrams.append(f"- {name}, the vote: {bins(before)}; calibrated: {bins(after)}")
     print("\n".join([*lines, "", "Confidence: share right (samples), by bin:", "", *diagrams]))

@@ -36,7 +36,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter
 from sklearn.datasets import load_sample_image
 from sklearn.metrics import average_precision_score
 
-from benchmarks.quality import _line
+from benchmarks.regret import table_line
 from benchmarks.sets import SETS, Absent, Labelled, Sources, _embedded, _fashion_images
 from ssl_kd.curate import mislabelled, near_duplicates, outliers
 from ssl_kd.curate.labels import _by_regression
@@ -356,10 +356,10 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.tables:
         head = [*COLUMNS, "auto"] if name == "copies" else COLUMNS
-        print("\n".join(["", _line(head), "|---" * len(head) + "|"]), flush=True)
+        print("\n".join(["", table_line(head), "|---" * len(head) + "|"]), flush=True)
         try:
             for rows in TABLES[name](Sources.of(args)):
-                print("\n".join(_line(row) for row in rows), flush=True)
+                print("\n".join(table_line(row) for row in rows), flush=True)
         except Absent as error:
             raise SystemExit(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""The methods of `benchmarks.quality`: ours, and what a user could install instead.
+"""The methods of `benchmarks.regret`: ours, and what a user could install instead.
 
     pip install evoc igraph leidenalg umap-learn
 

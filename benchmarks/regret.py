@@ -2,6 +2,7 @@
 
     pip install evoc igraph leidenalg umap-learn
     python -m benchmarks.regret --features FOLDER --json regret.jsonl   # may be continued
+    python -m benchmarks.regret --unknown --draws 3 ...                 # K not given, too
     python -m benchmarks.regret --table regret.jsonl                    # only the tables
 
 A draw is a random four fifths of a set, at most 2,500 rows; of small folders some classes, at
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peers import METHODS, OURS, installed, warm_up, without_noise
 from benchmarks.sets import SETS, Absent, Labelled, Sources, long_tailed
-from ssl_kd import evaluate
+from ssl_kd import MultiHeadClusterer, evaluate
 from ssl_kd.graph import ask_crowd
 from ssl_kd.graph.crowd import EVEN, UNEVEN, Kind, kind_of, vote
 from ssl_kd.store import nearest_neighbours
@@ -64,7 +65,9 @@ CROWD: dict[Kind, str] = {
     "between": "peaks and communities alone",
     "uneven": "the voters for uneven ones alone",
 }
+UNKNOWN = " without K"  # after the name of a method
 THRESHOLDS = np.arange(0.86, 0.98, 0.01)
+PEERS = set(METHODS) - {OURS}
 Row = dict[str, Any]
 
 
@@ -133,10 +136,21 @@ def crowd_of(x: NDArray, n_clusters: int) -> dict[str, Any]:
     return {**answers, "evenness": crowd.evenness}
 
 
+def without_k(method: str, x: NDArray, seed: int) -> tuple[NDArray, Row]:
+    """Clusters `[n]` of a method that is not told how many, and the interval that ours names."""
+    if method != OURS:
+        return METHODS[method].run(x, None, seed), {}
+    clusterer = MultiHeadClusterer(None, random_state=seed).fit(x)
+    assert clusterer.number_ is not None
+    return clusterer.labels_, {"interval": clusterer.number_.interval}
+
+
 def run(args: argparse.Namespace, rows: list[Row]) -> None:
     """Add the rows that are not there yet, each to the file as soon as it is known."""
     done = {(row["set"], row["draw"], row["method"]) for row in rows}
-    methods = [name for name in installed(METHODS) if METHODS[name].given]
+    here = installed(METHODS)
+    methods = [name for name in here if METHODS[name].given]
+    free = [name for name in here if METHODS[name].not_given] if args.unknown else []
     for name in methods:
         warm_up(name, 5)
 
@@ -168,6 +182,13 @@ def run(args: argparse.Namespace, rows: list[Row]) -> None:
                 for part in CROWD:
                     found = scores_of(y, crowd[part])
                     add({**about, "method": part, "evenness": crowd["evenness"], **found})
+            for method in free:
+                if "_lt" in name or "_folder" in name or (name, draw, method + UNKNOWN) in done:
+                    continue
+                clusters, more = without_k(method, x, draw)
+                more["found"] = int(clusters.max()) + 1
+                found = scores_of(y, without_noise(x, clusters))
+                add({**about, "method": method + UNKNOWN, **more, **found})
 
 
 class Regrets:
@@ -186,7 +207,7 @@ class Regrets:
         regrets: dict[str, list[float]] = {}
         for (name, _), draw in self.by_draw.items():
             row = draw[method] if isinstance(method, str) else method(name, draw)
-            peers = [r[key] for m, r in draw.items() if m not in (OURS, *CROWD, method)]
+            peers = [draw[m][key] for m in PEERS & draw.keys() if m != method]
             regrets.setdefault(name, []).append(max(peers) - row[key])
         return {name: float(np.mean(regrets[name])) for name in self.sets}
 
@@ -199,13 +220,57 @@ class Regrets:
         best = {}
         for left in {family(name) for name in self.sets}:
             others = [name for name in self.sets if family(name) != left]
-            best[left] = min(table, key=lambda t: np.mean([table[t][name] for name in others]))
+            best[left] = (UNEVEN, EVEN)  # unless there are others to choose by
+            if others:
+                best[left] = min(table, key=lambda t: np.mean([table[t][name] for name in others]))
         return lambda name, draw: chosen(draw, *best[family(name)])
 
 
 def chosen(draw: dict[str, Row], uneven: float, even: float) -> Row:
     row = draw["even"]
     return draw[kind_of(row["evenness"], row["classes"], uneven, even)]
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def numbers(rows: Sequence[Row]) -> list[str]:
+    """Tables of the numbers of clusters that were found where K was not given."""
+    free = [row for row in rows if row["method"].endswith(UNKNOWN)]
+    told = {(row["set"], row["draw"]): row["acc"] for row in rows if row["method"] == OURS}
+    methods = [name for name in METHODS if any(row["method"] == name + UNKNOWN for row in free)]
+    if not methods:
+        return []
+    shown = [METHODS[name].title for name in methods]
+    lines = ["", table_line(["set", "classes", *shown]), "|---" * (2 + len(methods)) + "|"]
+    of = {
+        (name, method): [r for r in free if (r["set"], r["method"]) == (name, method + UNKNOWN)]
+        for name in sorted({row["set"] for row in free})
+        for method in methods
+    }
+    for name in sorted({name for name, _ in of}):
+        found = [", ".join(str(r["found"]) for r in of[name, method]) for method in methods]
+        lines.append(table_line([name, str(of[name, methods[0]][0]["classes"]), *found]))
+    head = ["method", "within a fifth", "draws", "points behind K given, mean", "worst set"]
+    lines += ["", table_line(head), "|---" * len(head) + "|"]
+    for method in methods:
+        mine = [row for row in free if row["method"] == method + UNKNOWN]
+        close = sum(0.8 <= row["found"] / row["classes"] <= 1.2 for row in mine)
+        cells = [METHODS[method].title, str(close), str(len(mine)), "", ""]
+        if method == OURS:
+            behind: dict[str, list[float]] = {}
+            for row in mine:
+                lost = told[row["set"], row["draw"]] - row["acc"]
+                behind.setdefault(row["set"], []).append(lost)
+            means = {name: np.mean(of_set) for name, of_set in behind.items()}
+            worst = max(means, key=means.__getitem__)
+            cells[3:] = [f"{np.mean([*means.values()]):.1f}", f"{means[worst]:.1f} ({worst})"]
+        lines.append(table_line(cells))
+    mine = [row for row in free if "interval" in row]
+    held = sum(row["interval"][0] <= row["classes"] <= row["interval"][1] for row in mine)
+    return [*lines, "", f"The interval holds the number of classes in {held} of {len(mine)} draws."]
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -234,7 +299,7 @@ def report(rows: Sequence[Row]) -> str:
             if isinstance(method, str) and "seconds" in draw.get(method, {})
         ]
         cells.append(f"{np.median(seconds):.1f}" if seconds else "")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_line(cells))
     lines += ["", "| set | best peer | its ACC | ours | left out | balanced ACC, behind |"]
     lines.append("|---" * 6 + "|")
     ours, balanced = regrets.of(OURS, "acc"), regrets.of(OURS, "balanced")
@@ -243,15 +308,15 @@ def report(rows: Sequence[Row]) -> str:
         draws = [draw for (of, _), draw in regrets.by_draw.items() if of == name]
         means = {
             m: np.mean([draw[m]["acc"] for draw in draws])
-            for m in draws[0]
-            if m not in (OURS, *CROWD)
+            for m in METHODS
+            if m in PEERS & draws[0].keys()
         }
         peer = max(means, key=means.__getitem__)
         lines.append(
             f"| {name} | {METHODS[peer].title} | {means[peer]:.1f} | {-ours[name]:+.1f} "
             f"| {-left[name]:+.1f} | {-balanced[name]:+.1f} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines + numbers(rows))
 
 
 def main() -> None:
@@ -259,6 +324,7 @@ def main() -> None:
     parser.add_argument("--features", type=Path, help="a folder of NAME.npz with x and y")
     parser.add_argument("--sets", type=lambda text: text.split(","), help="only these")
     parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--unknown", action="store_true", help="also without the number of classes")
     parser.add_argument("--json", type=Path, help="file of rows, to continue and to add to")
     parser.add_argument("--table", type=Path, nargs="+", help="only print the rows of these files")
     Sources.add_flags(parser)

@@ -1,4 +1,4 @@
-"""The data sets of `benchmarks.quality`, by name, each as embeddings and true classes.
+"""The data sets of the other benchmarks, by name, each as embeddings and true classes.
 
     python -m benchmarks.sets FOLDER --data_dir data --cifar PATH   # writes them there, NAME.npz
 
@@ -226,6 +226,14 @@ def loaded(
             print(f"{name} is left out: {error}", file=sys.stderr)
             continue
         yield name, x, y
+
+
+def names_of(known: Mapping[str, Any], text: str) -> list[str]:
+    """The names in a comma-separated flag, all of which are known."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import AUTO, VisionSettings
+from ssl_kd.vision.source import graph_rows
 from ssl_kd.vision.train import train
 
 logger = logging.getLogger(__name__)
@@ -255,14 +256,15 @@ class MultiHeadClusterer(
         if odd := odd_rows([x], n_clusters):
             logger.warning("embeddings: %s", odd)
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        projection = Projection.fit(x, settings.pca_dim)
-        projected = projection(x)
-        k = min(settings.neighbours, n - 1)
-        neighbours = nearest_neighbours(x, k, device=precision.device)
+        seen = x if (rows := graph_rows(n, settings)) is None else x[rows]
+        projection = Projection.fit(seen, settings.pca_dim)
+        projected = projection(seen)
+        k = min(settings.neighbours, len(seen) - 1)
+        neighbours = nearest_neighbours(seen, k, device=precision.device)
         gather, found, self.number_ = projected.__getitem__, None, None
         if auto or (settings.by_graph and n_clusters > 1):
             wanted = None if auto else n_clusters
-            found = partition_of(wanted, neighbours, x.__getitem__, projected, precision.device)
+            found = partition_of(wanted, neighbours, seen.__getitem__, projected, precision.device)
             n_clusters, self.number_ = found.n_clusters, found.number
             found = found if settings.by_graph else None
         clusters = None if found is None else found.clusters
@@ -295,11 +297,13 @@ class MultiHeadClusterer(
 
     def _answer(self, x: Tensor) -> Self:
         """Keep what the model says of these samples."""
-        self.labels_ = self._clusters(x)
-        self.outlier_score_ = self.model_.outlier_scores(x).numpy()
+        clusters, scores = self.model_.predict(x), self.model_.outlier_scores(x)
+        threshold = self.settings_.noise_threshold
+        labels = clusters if threshold is None else without_outliers(clusters, scores, threshold)
+        self.labels_, self.outlier_score_ = labels.numpy(), scores.numpy()
         self.levels_ = np.empty((0, len(x)), np.int64)
         if self.model_.tree is not None:
-            self.levels_ = self.model_.predict_levels(x).numpy().T[::-1].copy()
+            self.levels_ = self.model_.predict_levels(x, clusters).numpy().T[::-1].copy()
         return self
 
     def _clusters(self, x: Tensor) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -58,6 +59,12 @@ class View:
 
     rows: Rows
     graphs: Mapping[int, sp.csr_matrix]
+
+    @cached_property
+    def densities(self) -> list[Density]:
+        """Of the graph of 15 neighbors, laid out in 8 and in 4 dimensions."""
+        with threadpool_limits(1):
+            return [Density(low_dimensional(self.graphs[15], dim, seed=dim)) for dim in DIMENSIONS]
 
 
 @dataclass(frozen=True)
@@ -173,10 +180,8 @@ def _candidates(
         for power, clusters in zip(powers, communities(Graph(graph), k, powers), strict=True):
             yield Candidate("communities", clusters, any_size=power == max(powers))
     for view in (cosine, euclidean):
-        for dim in DIMENSIONS:
-            places = low_dimensional(view.graphs[15], dim, seed=dim)
-            density = Density(places)
-            yield Candidate("layout", kmeans(places, k, 0, n_init=starts))
+        for density in view.densities:
+            yield Candidate("layout", kmeans(density.places, k, 0, n_init=starts))
             yield Candidate("density leaves", density.leaves(k))
             yield Candidate(PEAKS, density.peaks(k), any_size=True)
             yield Candidate(MASS, density.heaviest(k), any_size=True)

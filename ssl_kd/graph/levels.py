@@ -5,14 +5,19 @@ how far two random halves of the samples agree on theirs (prediction strength, a
 index). Modularity alone finds about ten clusters in any graph of neighbours, since to cut a
 homogeneous cluster still gains by it; but such a cut falls elsewhere in each half.
 
+Where clusters lie apart, communities, density peaks and density mass find the same ones. That
+settles the number: two long clusters, whose pieces modularity prefers, are two.
+
 References:
     Tibshirani & Walther, Cluster validation by prediction strength, 2005.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import scipy.sparse as sp
@@ -32,6 +37,7 @@ from ssl_kd.graph.criterion import (
     refine,
 )
 from ssl_kd.graph.kmeans import kmeans
+from ssl_kd.graph.layout import Density
 from ssl_kd.graph.spectral import on_sphere
 
 EXPONENT = 1 / 3
@@ -48,6 +54,10 @@ LEAST_SHARE = 1e-9
 PAIRS = 20  # for each cluster, those least costly by modularity, of which the exact cost is known
 MANY = 60  # clusters from which on the square of their number is felt
 APART = 1.25  # two levels closer than this factor are one
+WIDENED = 1.5  # the halvings' interval at either end: alone it held one number of classes in three
+# Mean adjusted Rand index that settles the number, of up to so many clusters; that of the first
+# layout below which the others are not looked at.
+UNANIMOUS, FEW, HOPELESS = 0.97, 30, 0.9
 
 
 def in_order(clusters: Ints) -> Ints:
@@ -140,8 +150,11 @@ class Evidence:
     """What was found of the number of clusters.
 
     Attributes:
-        n_clusters: the level worth most.
-        interval: from the least to the greatest that one halving alone would choose.
+        n_clusters: that of which all methods find the same clusters, or else of the level worth
+            most.
+        interval: 2/3 of the least to 3/2 of the greatest that one halving alone would choose; of
+            `n_clusters`, where all methods find the same clusters. It held the number of classes
+            in 55 of 63 draws of 21 sets.
         ranked: levels that are worth more than those near them, best first.
     """
 
@@ -150,11 +163,12 @@ class Evidence:
     ranked: list[Level]
 
 
-def number_of_clusters(graph: Graph, seed: int = 0) -> Evidence:
+def number_of_clusters(graph: Graph, densities: Sequence[Density] = (), seed: int = 0) -> Evidence:
     """The number of clusters of a graph of neighbours, from 2 to 250, at least 16 samples each.
 
     Args:
         graph: of the samples.
+        densities: of the samples in layouts, whose clusters are compared with the graph's.
         seed: of the halvings and of every k-means.
 
     Raises:
@@ -177,8 +191,38 @@ def number_of_clusters(graph: Graph, seed: int = 0) -> Evidence:
         for level in sorted(all_levels, key=lambda level: -level.worth)
         if level.worth >= max(o.worth for o in all_levels if _near(o, level))
     ]
-    choices = [known[int(i)] for i in single.argmax(1)] + [ranked[0].n_clusters]
-    return Evidence(ranked[0].n_clusters, (min(choices), max(choices)), ranked)
+    if (number := unanimous(found, densities)) is not None:
+        choices = [number]
+    else:
+        choices = [known[int(i)] for i in single.argmax(1)] + [number := ranked[0].n_clusters]
+    low, high = math.floor(min(choices) / WIDENED), math.ceil(max(choices) * WIDENED)
+    return Evidence(number, (max(2, low), min(high, graph.n)), ranked)
+
+
+def unanimous(partitions: Mapping[int, Ints], densities: Sequence[Density]) -> int | None:
+    """The number of at most 30 clusters that peaks and mass of all densities find, too.
+
+    Args:
+        partitions: of the graph, by their number of clusters.
+        densities: of the same samples in layouts.
+
+    Returns:
+        That at which all agree most; None where they never have a mean adjusted Rand index of 0.97.
+    """
+    best, number = UNANIMOUS, None
+    for k, clusters in sorted(partitions.items()):
+        if k > FEW:
+            break
+        found, scores = [clusters], [0.0]
+        for density in densities:
+            for partition in (density.peaks(k), density.heaviest(k)):
+                found.append(partition)
+            scores = [adjusted_rand_score(a, b) for a, b in combinations(found, 2)]
+            if np.mean(scores) < HOPELESS:
+                break
+        if np.mean(scores) >= best:
+            best, number = float(np.mean(scores)), k
+    return number
 
 
 def check_enough(n: int) -> None:

@@ -57,9 +57,10 @@ def number_text(metrics: dict[str, Any]) -> str | None:
     number = (metrics.get("graph") or {}).get("number")
     if not number:
         return None
-    others = ", ".join(str(level["n_clusters"]) for level in number["ranked"][1:4])
+    ranked = [level["n_clusters"] for level in number["ranked"]]
+    others = ", ".join(str(k) for k in [k for k in ranked if k != number["n_clusters"]][:3])
     next_best = f"; next best {others}" if others else ""
-    return f"{number['n_clusters']} clusters were found ({by_halves(metrics)}{next_best})"
+    return f"{number['n_clusters']} clusters were found ({likely_range(metrics)}{next_best})"
 
 
 def agreement_text(metrics: dict[str, Any]) -> str | None:
@@ -72,13 +73,10 @@ def agreement_text(metrics: dict[str, Any]) -> str | None:
     return f"Samples that other ways to cluster put where the answer does: {shares}"
 
 
-def by_halves(metrics: dict[str, Any]) -> str | None:
+def likely_range(metrics: dict[str, Any]) -> str | None:
     """The interval of the number of clusters that was found; None where K was given."""
     number = (metrics.get("graph") or {}).get("number")
-    if not number:
-        return None
-    low, high = number["interval"]
-    return f"{low} to {high} by halves of the data" if low < high else "by every half of the data"
+    return f"likely {number['interval'][0]} to {number['interval'][1]}" if number else None
 
 
 def next_commands(path: Path) -> list[str]:

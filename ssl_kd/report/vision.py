@@ -12,8 +12,8 @@ from ssl_kd.report.gallery import Images, extreme_rows, gallery
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.tables import (
     agreement_text,
-    by_halves,
     extension_text,
+    likely_range,
     next_commands,
     number_text,
 )
@@ -150,7 +150,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
         lead.append("No label is known here, so there is no accuracy to report.")
-    if (interval := by_halves(metrics)) and "extended" not in metrics:
+    if (interval := likely_range(metrics)) and "extended" not in metrics:
         headline += f" ({k} clusters were found, {interval})"
     confidence = _confidence(run)
     if confidence is not None and not labelled:

@@ -89,10 +89,11 @@ class Novelty(nn.Module):
         if origin is not None:
             novelty.origin.copy_(origin)
         novelty.reference.copy_(novelty.polar(x))
-        distances, _, _ = novelty._nearest(novelty.reference)
+        headings = novelty._headings(novelty.reference)
+        distances, _, _ = novelty._nearest(novelty.reference, headings)
         novelty.spacing.copy_(distances.mean(1))
         novelty.reach.copy_(distances[:, -1])
-        far, apart = novelty._far(novelty.reference)
+        far, apart = novelty._far(novelty.reference, headings)
         novelty.own.copy_(far.sort().values)
         novelty.places.copy_(novelty._greater_share(far, apart).sort().values)
         return novelty
@@ -103,8 +104,9 @@ class Novelty(nn.Module):
         Of two thresholds the higher one calls fewer samples noise; 0.99 calls so about one in a
         hundred of those that come from where the training samples came from.
         """
+        headings = self._headings(self.reference)
         places = [
-            self._greater_share(*self._far(self.polar(block)))
+            self._greater_share(*self._far(self.polar(block), headings))
             for block in (x.split(QUERIES) if len(x) else [])
         ]
         found = torch.cat(places) if places else self.own[:0]
@@ -128,12 +130,13 @@ class Novelty(nn.Module):
         x = x - self.origin.double() / self.length.double()
         return torch.cat([(x / (x.norm(dim=1, keepdim=True) + SHORTEST)).float(), z], 1)
 
-    def _far(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _far(self, z: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
         """How far out, `[batch]`, and the mean distance to the neighbours, `[batch]`.
 
-        A neighbour's own spacing counts `z` as one of its neighbours.
+        A neighbour's own spacing counts `z` as one of its neighbours. `reference` has the headings
+        of all training samples.
         """
-        distances, columns, known = self._nearest(z)
+        distances, columns, known = self._nearest(z, reference)
         reach = self.reach[columns]
         nearer = (distances.minimum(reach) - reach).masked_fill(known.unsqueeze(1), 0) / self.k
         around = (self.spacing[columns] + nearer).mean(1)
@@ -145,14 +148,15 @@ class Novelty(nn.Module):
         less = torch.searchsorted(self.own, far), torch.searchsorted(self.spacing.sort()[0], apart)
         return torch.maximum(*less).float() / len(self.own)
 
-    def _nearest(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _nearest(self, z: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The k nearest that are not the sample itself: distances and numbers `[batch, k]`.
 
         The third, `[batch]`, is whether the sample is one of the reference.
         """
-        found, reference = [], self._headings(self.reference)
+        found, offsets = [], reference.square().sum(1) / 2
         for block in self._headings(z).split(QUERIES):
-            columns = torch.cdist(block, reference).topk(self.k + 1, largest=False).indices
+            products = torch.addmm(offsets, block, reference.T, beta=-1)
+            columns = products.topk(self.k + 1).indices
             # Those came from a product, whose rounding hides small distances.
             exact = (reference[columns] - block.unsqueeze(1)).norm(dim=-1)
             exact, order = exact.sort(dim=1, stable=True)

@@ -77,7 +77,7 @@ def partition_of(
     together = summed(cosine, euclidean, whitened)
     graph, number = Graph(together), None
     if n_clusters is None:
-        number = number_of_clusters(graph)
+        number = number_of_clusters(graph, [*cosine.densities, *euclidean.densities])
         n_clusters = number.n_clusters
     crowd = ask_crowd(cosine, euclidean, together, n_clusters, progress)
     agreed = torch.from_numpy(crowd.clusters)

@@ -21,6 +21,20 @@ PROJECTION_ROWS = 10_000
 GRAPH_ROWS = 10_000
 
 
+def graph_rows(n: int, settings: VisionSettings) -> Tensor | None:
+    """The samples that training sees: of very many a random part where a graph is searched.
+
+    Args:
+        n: samples there are.
+        settings: method, number of clusters and seed.
+
+    Returns:
+        Their rows in order, int64; None: all of them.
+    """
+    searched = settings.by_graph or settings.n_clusters == AUTO
+    return sample_rows(n, settings.seed, GRAPH_ROWS) if searched and n > GRAPH_ROWS else None
+
+
 class Source:
     """Embeddings as the heads see them: projected, in memory if they fit, else read from disk.
 
@@ -36,10 +50,9 @@ class Source:
     def __init__(
         self, store: EmbeddingStore, settings: VisionSettings, projection: Projection | None = None
     ) -> None:
-        by_graph = settings.by_graph or settings.n_clusters == AUTO
-        self.store, most = store, GRAPH_ROWS if by_graph else store.n
-        self.n = min(store.n, most)
-        self._rows = None if self.n == store.n else sample_rows(store.n, settings.seed, most)
+        self.store = store
+        self._rows = graph_rows(store.n, settings)
+        self.n = store.n if self._rows is None else len(self._rows)
         if projection is None:
             sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
             projection = Projection.fit(sample, settings.pca_dim)

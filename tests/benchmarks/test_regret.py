@@ -1,9 +1,13 @@
 """The tables of regrets, and the rule that is chosen on families of sets left out."""
 
+import sys
+
 import numpy as np
 import pytest
 
-from benchmarks.regret import EVEN, Regrets, draw_of, family, report
+from benchmarks import regret
+from benchmarks.peers import Method
+from benchmarks.regret import EVEN, UNKNOWN, Regrets, draw_of, family, numbers, report
 
 
 def rows(name, evenness, even, uneven, peer, ours=50.0):
@@ -47,3 +51,44 @@ def test_draws_are_random_and_those_of_folders_have_some_classes(seed):
     rows, labels = draw_of("digits_folder_3_60", x, y, seed)
     assert set(labels) == {0, 1, 2} and 12 <= len(rows) <= 60
     assert not np.array_equal(rows[:3], draw_of("digits_folder_3_60", x, y, seed + 1)[0][:3])
+
+
+def test_without_k_the_numbers_found_stand_beside_the_classes():
+    told = rows("digits", 0.99, 70, 60, 80, ours=75)
+    free = [dict(told[0], method=m + UNKNOWN, found=k) for m, k in (("ssl_kd", 12), ("evoc", 31))]
+    free[0] |= {"acc": 65, "interval": (8, 18)}
+    out = numbers([*told, *free])
+    assert "| digits | 10 | 31 | 12 |" in out
+    assert "| **ssl_kd** | 1 | 1 | 10.0 | 10.0 (digits) |" in out
+    assert "| EVoC | 0 | 1 |  |  |" in out
+    assert out[-1] == "The interval holds the number of classes in 1 of 1 draws."
+    assert Regrets([*told, *free]).of("ssl_kd", "acc") == {"digits": 5}  # of those that know K
+    assert numbers(told) == []
+
+
+def test_a_run_is_continued(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def halves(x, n_clusters, seed):
+        calls.append((n_clusters, seed))
+        return (x[:, 0] > 0).astype(int)
+
+    x, y = np.random.default_rng(0).normal(size=(120, 3)), np.arange(120) % 2
+    methods = {name: Method(name, halves) for name in ("halves", "others", "ssl_kd")}
+    methods["absent"] = Method("absent", halves, packages=("no_such_package",))
+    monkeypatch.setattr(regret, "sets", lambda features, sources: [("line", (x, y))])
+    monkeypatch.setattr(regret, "METHODS", methods)
+    monkeypatch.setattr("benchmarks.peers.METHODS", methods)
+    monkeypatch.setattr(regret, "PEERS", {"halves", "others"})
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["regret", "--draws", "1", "--json", str(file)])
+    regret.main()
+    assert calls[-3:] == [(2, 0)] * 3
+    assert "pip install no_such_package" in capsys.readouterr().err
+    before = file.read_text()
+    calls.clear()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--unknown"])
+    regret.main()
+    assert file.read_text().startswith(before)
+    assert (None, 0) in calls and (2, 0) not in calls
+    assert "1 sets, 1 draws" in capsys.readouterr().out

@@ -8,12 +8,14 @@ from sklearn.neighbors import NearestNeighbors
 
 from ssl_kd.errors import InputError
 from ssl_kd.graph import Graph, fuzzy_graph
+from ssl_kd.graph.layout import Density, low_dimensional
 from ssl_kd.graph.levels import (
     communities,
     level_sizes,
     levels,
     nested_levels,
     number_of_clusters,
+    unanimous,
 )
 
 
@@ -33,7 +35,7 @@ def test_finds_the_number_of_clusters_that_lie_apart(k):
     found = number_of_clusters(graph_of(blobs(k)[0]))
     low, high = found.interval
     assert found.n_clusters == k == found.ranked[0].n_clusters
-    assert low <= k <= high
+    assert low < k < high <= 2 * k
     assert found.ranked[0].agreement > 0.95
     assert len({level.n_clusters for level in found.ranked}) == len(found.ranked)
     assert [level.worth for level in found.ranked] == sorted(
@@ -45,6 +47,19 @@ def test_levels_have_as_many_clusters_as_they_say():
     x = np.random.default_rng(0).normal(size=(300, 1)) + np.repeat([0, 9, 20], 100)[:, None]
     for k, clusters in levels(graph_of(x), 18, 0).items():
         assert set(clusters) == set(range(k))
+
+
+def test_two_long_clusters_are_two_though_their_pieces_are_worth_more():
+    r, each = np.random.default_rng(0), 300
+    x = np.stack([40 * r.random(2 * each), np.repeat([0, 6], each)], 1) + r.normal(size=(600, 2))
+    graph = graph_of(x)
+    assert number_of_clusters(graph).n_clusters > 2
+    density = Density(low_dimensional(graph.matrix, 4, seed=4))
+    found = number_of_clusters(graph, [density])
+    assert found.n_clusters == 2 and found.interval == (2, 3)
+    assert unanimous(levels(graph, 37, 0), [density]) == 2
+    other = Density(r.normal(size=(600, 4)).astype(np.float32))
+    assert unanimous(levels(graph, 37, 0), [density, other]) is None
 
 
 def test_the_same_graph_has_the_same_number():

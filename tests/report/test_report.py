@@ -340,7 +340,7 @@ def test_the_interval_of_k_is_in_the_headline_and_what_to_do_next_below(run):
         "n_clusters": 4, "interval": [2, 5], "ranked": [{"n_clusters": 4}]}})  # fmt: skip
     page = write_report(run).read_text()
     headline = page.partition("<h1>")[2].partition("</h1>")[0]
-    assert "4 clusters were found, 2 to 5 by halves of the data" in headline
+    assert "4 clusters were found, likely 2 to 5" in headline
     for command in ("explore", "curate", "export"):
         assert f"ssl_kd {command} {run}" in page
 
