@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import numbers
 from pathlib import Path
@@ -31,6 +32,8 @@ from ssl_kd.imports import path_of_file
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
+from ssl_kd.training.stop import FinishEarly
+from ssl_kd.vision.convergence import LOOKS
 from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
 from ssl_kd.vision.model import DIGEST, ROWS_PER_BLOCK, ClusterModel, read_config
 from ssl_kd.vision.novelty import without_outliers
@@ -233,6 +236,10 @@ class MultiHeadClusterer(
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Train the heads and form their answer.
 
+        Of more than 10,000 rows METHOD graph trains on a random 10,000. Ctrl-C ends the search and
+        the training early: `KeyboardInterrupt` is raised once the answer of what was found until
+        then is kept, as after any `fit`; a second Ctrl-C ends at once.
+
         Args:
             X: embeddings `[n, n_features]`, n at least 2 and at least `n_clusters`.
             y: ignored.
@@ -255,8 +262,17 @@ class MultiHeadClusterer(
             )
         if odd := odd_rows([x], n_clusters):
             logger.warning("embeddings: %s", odd)
+        with FinishEarly() as interruption:
+            self._train(x, settings, n_clusters, interruption)
+        return self
+
+    def _train(
+        self, x: Tensor, settings: VisionSettings, n_clusters: int, interruption: FinishEarly
+    ) -> None:
+        """Keep the model of these rows `[n, n_features]`, and what it makes of them."""
+        auto = settings.n_clusters == AUTO
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        seen = x if (rows := graph_rows(n, settings)) is None else x[rows]
+        seen = x if (rows := graph_rows(len(x), settings)) is None else x[rows]
         projection = Projection.fit(seen, settings.pca_dim)
         projected = projection(seen)
         k = min(settings.neighbours, len(seen) - 1)
@@ -264,18 +280,34 @@ class MultiHeadClusterer(
         gather, found, self.number_ = projected.__getitem__, None, None
         if auto or (settings.by_graph and n_clusters > 1):
             wanted = None if auto else n_clusters
-            found = partition_of(wanted, neighbours, seen.__getitem__, projected, precision.device)
+            found = partition_of(
+                wanted,
+                neighbours,
+                seen.__getitem__,
+                projected,
+                precision.device,
+                should_stop=lambda: interruption.wanted,
+            )
             n_clusters, self.number_ = found.n_clusters, found.number
             found = found if settings.by_graph else None
         clusters = None if found is None else found.clusters
         trainer = make_trainer(settings, projection.dim, n_clusters, precision)
         plan = make_plan(settings, trainer, neighbours, gather)
         tell = EventLog(announce=True).extend
-        how = {"until": plan.until, "clusters": clusters, "on_events": tell}
-        self.n_iter_ = train(trainer, plan.sampler, gather, plan.steps, **how)
+        asked = itertools.count()
+        self.n_iter_ = train(
+            trainer,
+            plan.sampler,
+            gather,
+            plan.steps,
+            until=plan.until,
+            clusters=clusters,
+            on_events=tell,
+            should_stop=lambda: next(asked) >= LOOKS[0] and interruption.wanted,
+        )
         self.model_, _, _ = form_answer(settings, trainer, neighbours, gather, projection, found)
         self.settings_ = settings
-        return self._answer(x)
+        self._answer(x)
 
     @undisturbed()
     def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ import inspect
 import json
 import pickle
 import random
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import ssl_kd.estimator
+import ssl_kd.graph.crowd
 from ssl_kd import MultiHeadClusterer
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.parts import TooFewHealthyParts
@@ -599,3 +601,59 @@ def test_trains_on_a_gpu_and_predicts_on_the_cpu(blobs):
     clusterer = small(device="cuda").fit(torch.from_numpy(X).cuda())
     assert clusterer.model_.weights.device.type == "cpu"
     assert adjusted_rand_score(y, clusterer.predict(X)) > 0.9
+
+
+@pytest.mark.parametrize("after", [1, 6])
+def test_an_interrupted_fit_keeps_the_answer_that_it_had_reached(blobs, monkeypatch, after):
+    """Ctrl-C after so many partitions: of k-means alone, and with spectral and communities."""
+    x, y = blobs[0] * (1 + after), blobs[1]  # of other lengths: no crowd that was asked before
+    formed, asked = [], ssl_kd.graph.crowd.in_order
+
+    def in_order(clusters):
+        formed.append(clusters)
+        if len(formed) == after:
+            signal.raise_signal(signal.SIGINT)
+        return asked(clusters)
+
+    monkeypatch.setattr(ssl_kd.graph.crowd, "in_order", in_order)
+    clusterer = MultiHeadClusterer(3, n_heads=4, random_state=0)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        clusterer.fit(x)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(formed) == after + 1  # and the consensus
+    assert adjusted_rand_score(y, clusterer.labels_) > 0.9
+    assert np.array_equal(clusterer.predict(x), clusterer.labels_)
+    assert clusterer.n_iter_ == 25
+
+
+def test_a_second_interruption_of_a_fit_ends_it_at_once(blobs, monkeypatch):
+    def train(*arguments, **options):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ssl_kd.estimator, "train", train)
+    clusterer = MultiHeadClusterer(4, n_heads=4, random_state=0)
+    with pytest.raises(KeyboardInterrupt):
+        clusterer.fit(blobs[0])
+    assert not hasattr(clusterer, "labels_")
+
+
+@pytest.mark.parametrize("method", ["graph", "heads"])
+def test_many_rows_are_clustered_by_the_graph_of_a_part_of_them(monkeypatch, method):
+    centres = 5 * np.eye(6)
+    y = np.random.default_rng(0).integers(6, size=700)
+    x = centres[y] + np.random.default_rng(1).normal(size=(700, 6))
+    monkeypatch.setattr("ssl_kd.vision.source.GRAPH_ROWS", 200)
+    seen = []
+    neighbours = ssl_kd.estimator.nearest_neighbours
+    monkeypatch.setattr(
+        ssl_kd.estimator,
+        "nearest_neighbours",
+        lambda x, k, **how: seen.append(len(x)) or neighbours(x, k, **how),
+    )
+    clusterer = MultiHeadClusterer(6, method=method, n_heads=4, random_state=0).fit(x)
+    assert seen == [200 if method == "graph" else 700]
+    assert len(clusterer.labels_) == len(clusterer.outlier_score_) == 700
+    if method == "graph":
+        assert adjusted_rand_score(y, clusterer.labels_) > 0.9

@@ -124,6 +124,7 @@ def ask_crowd(
     together: sp.csr_matrix,
     n_clusters: int,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Crowd:
     """Partitions of all families, and their consensus; it draws from fixed seeds only.
 
@@ -133,6 +134,7 @@ def ask_crowd(
         together: the sum of the graphs of 15 neighbors in all views.
         n_clusters: K, at least 2.
         progress: called with (partitions done, partitions).
+        should_stop: called after each partition; true takes the consensus of those there are.
     """
     found, total = list[Candidate](), n_partitions(n_clusters)
     # Small products, which several threads would only wait for each other in.
@@ -140,9 +142,13 @@ def ask_crowd(
         for candidate in _candidates(cosine, euclidean, together, n_clusters):
             found.append(replace(candidate, clusters=in_order(candidate.clusters)))
             progress(len(found), total)
-        clusters = vote(found, "between", n_clusters)
-        shares = np.bincount(clusters) / len(clusters)
-        evenness = float(entr(shares).sum() / np.log(n_clusters))
+            if should_stop():
+                break
+        clusters, evenness = found[0].clusters, 1.0
+        if voters(found, "between"):
+            clusters = vote(found, "between", n_clusters)
+            shares = np.bincount(clusters) / len(clusters)
+            evenness = float(entr(shares).sum() / np.log(n_clusters))
         if (kind := kind_of(evenness, n_clusters)) != "between":
             clusters = vote(found, kind, n_clusters)
         return Crowd(in_order(clusters), found, evenness, kind)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from ssl_kd.errors import Interrupted
 
@@ -62,3 +62,33 @@ class Signals:
             self._deferred = False
         if self.caught:
             self._stop()
+
+
+class FinishEarly:
+    """Within it Ctrl-C is noted; at the end, with what was reached until then, it is raised.
+
+    A second Ctrl-C is raised at once. Outside the main thread nothing changes.
+
+    Attributes:
+        wanted: whether the work is to end early.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: Any = None
+
+    def __enter__(self) -> FinishEarly:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._catch)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+        if self.wanted and kind is None:
+            raise KeyboardInterrupt
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True

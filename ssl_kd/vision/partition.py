@@ -59,6 +59,7 @@ def partition_of(
     projected: Tensor,
     device: torch.device,
     progress: Callable[[int, int], object] = lambda done, total: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> GraphAnswer:
     """The best partition of some samples into `n_clusters`; it depends on nothing but them.
 
@@ -69,6 +70,7 @@ def partition_of(
         projected: `[n, dim]`, as the heads see them: centred.
         device: where neighbours are searched.
         progress: called with (partitions done, partitions).
+        should_stop: called after each of them; true takes the consensus of those there are.
 
     Raises:
         InputError: the number of clusters is to be found among too few samples.
@@ -79,7 +81,7 @@ def partition_of(
     if n_clusters is None:
         number = number_of_clusters(graph, [*cosine.densities, *euclidean.densities])
         n_clusters = number.n_clusters
-    crowd = ask_crowd(cosine, euclidean, together, n_clusters, progress)
+    crowd = ask_crowd(cosine, euclidean, together, n_clusters, progress, should_stop)
     agreed = torch.from_numpy(crowd.clusters)
     clusters = Splits.fit(projected, agreed, n_clusters)(projected, agreed)  # there may be fewer
     levels = np.stack(nested_levels(graph, clusters.numpy()))
