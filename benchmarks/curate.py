@@ -38,14 +38,14 @@ from sklearn.metrics import average_precision_score
 
 from benchmarks.regret import table_line
 from benchmarks.sets import SETS, Absent, Labelled, Sources, _embedded, _fashion_images
-from ssl_kd.curate import mislabelled, near_duplicates, outliers
-from ssl_kd.curate.labels import _by_regression
 from ssl_kd.datasets import ArrayDataset, ImageDataset, open_dataset
 from ssl_kd.datasets.named import Split
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.workbench.curate import mislabelled, near_duplicates, outliers
+from ssl_kd.workbench.curate.labels import _by_regression
 
 COPIES, SIDE, FLIPPED, STRANGE, ROWS, SEEDS = 200, 96, 0.05, 100, 2000, 5
 SICK = 60  # images that are broken, and not among the sound ones

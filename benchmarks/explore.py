@@ -33,7 +33,7 @@ from pyarrow import csv, parquet
 
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.vision.assigned import CSV_ROWS
-from tests.explore.chromium import launch, until
+from tests.workbench.explore.chromium import launch, until
 
 FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = performance.now();
   const count = () => { frames++; const past = (performance.now() - start) / 1000;

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ssl_kd.cli import distill_as, program
-from ssl_kd.flags import FlagParser, read_settings
+from ssl_kd.cli.flags import FlagParser, read_settings
 from ssl_kd.language.checks import check_packages
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded, program
-from ssl_kd.flags import FlagParser, read_settings
+from ssl_kd.cli.flags import FlagParser, read_settings
 from ssl_kd.imports import check_installed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError

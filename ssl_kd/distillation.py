@@ -14,7 +14,6 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from ssl_kd.arguments import named_as_arguments
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
 from ssl_kd.language.keywords import Keywords
@@ -28,6 +27,7 @@ from ssl_kd.report.results import RunResults
 from ssl_kd.report.tables import language_table
 from ssl_kd.report.write import reported
 from ssl_kd.settings import SettingsError, nearest
+from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.training.clock import Progress, untold
 

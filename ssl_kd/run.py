@@ -14,14 +14,22 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssl_kd.curate import Duplicates, Leaks, Ranked, label_next, leaks, mislabelled, near_duplicates
-from ssl_kd.curate.pictures import Pictures, look_at
 from ssl_kd.errors import InputError, MissingPackage
-from ssl_kd.explore import serve, write_site
-from ssl_kd.export import Content, export, push_run
-from ssl_kd.finished import Curation, Samples, name_samples
-from ssl_kd.naming import Names
 from ssl_kd.report.gallery import thumbnail
+from ssl_kd.workbench.curate import (
+    Duplicates,
+    Leaks,
+    Ranked,
+    label_next,
+    leaks,
+    mislabelled,
+    near_duplicates,
+)
+from ssl_kd.workbench.curate.pictures import Pictures, look_at
+from ssl_kd.workbench.explore import serve, write_site
+from ssl_kd.workbench.export import Content, export, push_run
+from ssl_kd.workbench.finished import Curation, Samples, name_samples
+from ssl_kd.workbench.naming import Names
 
 TYPICAL = 8  # samples that stand for a cluster
 SHOWN = 30  # clusters in a notebook
@@ -193,7 +201,8 @@ class Run:
 
         Args:
             split: of the run; rows are numbered within it.
-            floor: cosine down to which pairs are kept, as `ssl_kd.curate.near_duplicates` takes it.
+            floor: cosine down to which pairs are kept, as for
+                `ssl_kd.workbench.curate.near_duplicates`.
         """
         return near_duplicates(self.samples.store(split), floor=floor)
 
@@ -204,8 +213,8 @@ class Run:
     def outliers(self, split: str = "train") -> Ranked:
         """The samples of a split by the run's own outlier score, the furthest out first.
 
-        It asks whether a sample fits into what was trained on. `ssl_kd.curate.outliers` of the
-        split's `samples.store` finds more of what has strayed into a set (docs/curate.md).
+        It asks whether a sample fits into what was trained on. `ssl_kd.workbench.curate.outliers`
+        of the split's `samples.store` finds more of what has strayed into a set (docs/curate.md).
         """
         scores = self.samples.column("outlier", split)
         names = self.samples.column("file", split).tolist()
@@ -280,7 +289,7 @@ class Run:
             describe: texts of a cluster -> its name, by a language model of yours.
 
         Raises:
-            InputError, FileNotFoundError: as `ssl_kd.finished.name_samples`.
+            InputError, FileNotFoundError: as `ssl_kd.workbench.finished.name_samples`.
         """
         name_samples(self.samples, captions, describe=describe).save(self.path)
         return self.names
@@ -298,7 +307,7 @@ class Run:
         """Write the run, or a part of it, in another program's format; where it lies.
 
         Args:
-            to: one of `ssl_kd.export.FORMATS`.
+            to: one of `ssl_kd.workbench.export.FORMATS`.
             out: where; None: `export/` in the run's folder. Nothing is overwritten.
             splits: those that go out; none named: all.
             clusters: those that go out; none named: all.
@@ -314,7 +323,7 @@ class Run:
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None
     ) -> str:
-        """Put the model with its card on the Hugging Face hub, as `ssl_kd.export.push_run`."""
+        """Put the model with its card on the Hugging Face hub."""
         return push_run(self.samples, repo_id, private=private, token=token)
 
 

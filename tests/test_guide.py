@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.__main__ import PAGE, page
 from ssl_kd import cli
-from ssl_kd.flags import read_settings
+from ssl_kd.cli.flags import read_settings
 from ssl_kd.guard import precision_table
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.settings import LanguageSettings
@@ -131,7 +131,7 @@ def sources(name: str, flags: list[str]) -> list[Path]:
     if (ROOT / name).is_file():
         return [ROOT / name]
     assert name in cli._COMMANDS, f"ssl_kd {name}: no such command"
-    return [ROOT / "ssl_kd" / "cli.py", *(ROOT / "ssl_kd").glob("*_command.py")]
+    return [*(ROOT / "ssl_kd" / "cli").glob("*.py")]
 
 
 @pytest.mark.parametrize("path", named([*PAGES, *NOTEBOOKS]))

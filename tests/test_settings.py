@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssl_kd import cli
-from ssl_kd.flags import read_settings
+from ssl_kd.cli.flags import read_settings
 from ssl_kd.settings import Settings, SettingsError, setting
 
 

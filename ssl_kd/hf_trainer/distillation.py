@@ -15,7 +15,6 @@ from accelerate.data_loader import DataLoaderShard
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from ssl_kd.arguments import named_as_arguments
 from ssl_kd.datasets.aligned import AlignedBatch, AlignedBlocks
 from ssl_kd.datasets.blocks import Batch, Blocks, isolates_documents
 from ssl_kd.datasets.picture_blocks import image_tokens
@@ -33,6 +32,7 @@ from ssl_kd.language.rollouts import seen_of
 from ssl_kd.language.routed import Routed, fixed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass
+from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.training.together import Team

@@ -16,7 +16,7 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from ssl_kd.cells import from_cell
+from ssl_kd.files.cells import from_cell
 
 NUMBERS = ("confidence", "outlier")
 Rows = Callable[[Sequence[int]], list[dict[str, str]]]

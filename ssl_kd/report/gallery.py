@@ -12,10 +12,10 @@ import numpy as np
 from PIL import Image
 
 from ssl_kd.datasets.decode import decoded
-from ssl_kd.finished import Samples
 from ssl_kd.report.assignments import Assignments
 from ssl_kd.report.results import RunResults
 from ssl_kd.vision.model import has_pictures
+from ssl_kd.workbench.finished import Samples
 
 logger = logging.getLogger(__name__)
 

@@ -36,9 +36,9 @@ from ssl_kd.files import (
     save_tensors,
     sha256_file,
 )
+from ssl_kd.files.lock import Lock
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.guard.memory import give_back_memory, leave_to_the_system
-from ssl_kd.lock import Lock
 from ssl_kd.store.embeddings import EmbeddingStore
 from ssl_kd.store.neighbours import (
     cached_neighbours,

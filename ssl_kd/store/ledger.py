@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ssl_kd.files import CorruptFileError, sync_folder
-from ssl_kd.lock import Lock
+from ssl_kd.files.lock import Lock
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 from ssl_kd.store.shards import Manifest, ShardStore, shard_file, write_manifest
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
-from ssl_kd.lock import Lock
+from ssl_kd.files.lock import Lock
 from ssl_kd.store.fingerprint import BaseFingerprint
 from ssl_kd.store.ledger import Ledger
 from ssl_kd.store.shards import Content, Manifest, NonFiniteRow, ShardStore, bad_row

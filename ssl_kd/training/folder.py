@@ -32,9 +32,9 @@ from ssl_kd.files import (
     save_tensors,
     sha256_file,
 )
+from ssl_kd.files.lock import Lock, LockHeld
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.memory import free_memory
-from ssl_kd.lock import Lock, LockHeld
 from ssl_kd.settings import RunSettings, SettingsError
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from ssl_kd.cells import csv_field
 from ssl_kd.errors import RunFolderError
 from ssl_kd.files import atomic_write
+from ssl_kd.files.cells import csv_field
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_metrics

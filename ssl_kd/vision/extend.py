@@ -19,10 +19,10 @@ import numpy as np
 
 from ssl_kd import evaluate
 from ssl_kd.early import check_run_name, run_to_extend
+from ssl_kd.files.lock import Lock
 from ssl_kd.guard.precision import Precision, undisturbed
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.imports import path_of_file
-from ssl_kd.lock import Lock
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore

@@ -55,8 +55,9 @@ def test_draws_are_random_and_those_of_folders_have_some_classes(seed):
 
 def test_without_k_the_numbers_found_stand_beside_the_classes():
     told = rows("digits", 0.99, 70, 60, 80, ours=75)
-    free = [dict(told[0], method=m + UNKNOWN, found=k) for m, k in (("ssl_kd", 12), ("evoc", 31))]
-    free[0] |= {"acc": 65, "interval": (8, 18)}
+    about: dict = told[0] | {"acc": 65}
+    free = [about | {"method": "evoc" + UNKNOWN, "found": 31}]
+    free.append(about | {"method": "ssl_kd" + UNKNOWN, "found": 12, "interval": (8, 18)})
     out = numbers([*told, *free])
     assert "| digits | 10 | 31 | 12 |" in out
     assert "| **ssl_kd** | 1 | 1 | 10.0 | 10.0 (digits) |" in out

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.curate_command import WRITTEN, _remember, _written
+from ssl_kd.cli.curate import WRITTEN, _remember, _written
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors, sha256_file
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.store.shards import read_manifest, write_manifest

@@ -192,8 +192,8 @@ def test_a_settings_file_that_is_none_is_named(settings, train_py, tmp_path, tex
 LEAVES = """
 import logging, sys
 from pathlib import Path
-from ssl_kd.failures import guarded
-from ssl_kd.screen import ProgressBars, open_screen
+from ssl_kd.cli.failures import guarded
+from ssl_kd.cli.screen import ProgressBars, open_screen
 
 def work():
     screen = open_screen()

@@ -22,9 +22,9 @@ from PIL import Image
 from ssl_kd.datasets import FeatureDataset
 from ssl_kd.estimator import MultiHeadClusterer
 from ssl_kd.files import CorruptFileError, sha256_file
+from ssl_kd.files.lock import LockHeld
 from ssl_kd.guard import Precision
 from ssl_kd.guard.finite import safe_normalize
-from ssl_kd.lock import LockHeld
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cached_neighbours
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features

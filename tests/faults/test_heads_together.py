@@ -12,7 +12,7 @@ import torch
 
 from ssl_kd.errors import BAD_INPUT, GUARD_STOPPED, InputError
 from ssl_kd.files import load_tensors, sha256_file
-from ssl_kd.lock import Lock
+from ssl_kd.files.lock import Lock
 from ssl_kd.vision.extend import extend
 from ssl_kd.vision.replay import replay
 from ssl_kd.vision.settings import VisionSettings

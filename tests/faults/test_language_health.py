@@ -9,8 +9,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from ssl_kd.cli.failures import VISION_MEMORY  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
-from ssl_kd.failures import VISION_MEMORY  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ssl_kd.cli.flags import read_settings
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.flags import read_settings
 from ssl_kd.language.presets import NOTES, PRESETS, TEXT_ALONE
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError

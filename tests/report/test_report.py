@@ -14,13 +14,13 @@ import pytest
 from matplotlib.colors import to_rgb
 from PIL import Image
 
-from ssl_kd import explore
+from ssl_kd.cli.flags import read_settings
 from ssl_kd.evaluate import calibration
-from ssl_kd.flags import read_settings
 from ssl_kd.report import figures, run_images, write_report
 from ssl_kd.report.write import _again
 from ssl_kd.training.folder import _command
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.workbench import explore
 from tests.report.reading import Reader, change, put, write_and_read
 
 N, N_TEST, K, CLASSES = 60, 20, 4, ("cat", "dog", "frog", "owl")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssl_kd.errors import InputError
-from ssl_kd.lock import Lock, LockHeld
+from ssl_kd.files.lock import Lock, LockHeld
 from ssl_kd.store import EmbeddingStore, find_neighbours, kept_neighbours, nearest_neighbours
 from ssl_kd.store import approximate as ivf
 from tests.store.test_neighbours import FINGERPRINT, write

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssl_kd.files import CorruptFileError
-from ssl_kd.lock import Lock, LockHeld
+from ssl_kd.files.lock import Lock, LockHeld
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint, ledger
 
 N, D, ROWS = 50, 4, 8  # seven shards, the last of two rows

@@ -13,7 +13,7 @@ import torch
 
 from ssl_kd import files
 from ssl_kd.files import CorruptFileError, sha256_file
-from ssl_kd.lock import LockHeld
+from ssl_kd.files.lock import LockHeld
 from ssl_kd.store import (
     EmbeddingStore,
     EmbeddingWriter,

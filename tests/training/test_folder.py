@@ -14,8 +14,8 @@ import torch
 
 import ssl_kd
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors, sha256_file
+from ssl_kd.files.lock import LockHeld
 from ssl_kd.guard.events import Event
-from ssl_kd.lock import LockHeld
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFinished, RunFolder, RunFolderError
 from ssl_kd.vision.settings import VisionSettings

@@ -12,9 +12,6 @@ import torch
 from ssl_kd.cli import train
 from ssl_kd.errors import InputError
 from ssl_kd.estimator import MultiHeadClusterer
-from ssl_kd.export import Content
-from ssl_kd.finished import Curation, Samples, curation
-from ssl_kd.naming import names
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolderError
@@ -23,6 +20,9 @@ from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.offers import comparable, find_offers
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.workbench.export import Content
+from ssl_kd.workbench.finished import Curation, Samples, curation
+from ssl_kd.workbench.naming import names
 from tests.faults.matrix import row as fault
 from tests.kills import kill_again_and_again
 from tests.vision.test_run import FAST, assignments, metrics

@@ -16,9 +16,7 @@ from sklearn.datasets import load_digits
 
 from ssl_kd.datasets import ArrayDataset
 from ssl_kd.errors import InputError
-from ssl_kd.export import Content, export, model_card
 from ssl_kd.files import CorruptFileError, load_tensors, sha256_file
-from ssl_kd.finished import Samples
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
@@ -35,6 +33,8 @@ from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import run, teacher_of
 from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.workbench.export import Content, export, model_card
+from ssl_kd.workbench.finished import Samples
 from tests.faults.matrix import row as fault
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_kd.flags import read_settings
+from ssl_kd.cli.flags import read_settings
 from ssl_kd.settings import RunSettings
 from ssl_kd.vision.settings import SettingsError, VisionSettings
 

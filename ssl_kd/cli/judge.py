@@ -1,0 +1,146 @@
+"""`ssl_kd judge STUDENT`: judge a finished student, print the tables and keep them as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssl_kd.cli.flags import flags_after, listed, read_settings
+from ssl_kd.early import home_resolved
+from ssl_kd.errors import OK, InputError
+
+if TYPE_CHECKING:
+    from ssl_kd.language.settings import LanguageSettings
+
+PROMPTS = 32  # that are continued, unless GENERATIONS is given
+_HELP = {
+    "teacher": "folder or Hub name of the teacher; none: without. Default: the run's, if it is one",
+    "tasks": "of lm-evaluation-harness, with commas between: hellaswag,arc_easy",
+    "include_path": "folder with task files of your own",
+    "limit": "samples of each task at most; default: all",
+    "out": "file for the results as JSON; default: judged.json in the run's folder, or here",
+}
+# Of the settings, what evaluation takes; a run's own hold where no flag says otherwise.
+_TEXT = {"data_path", "eval_path", "max_megabytes", "block_size", "packing", "eval_rows"}
+_HOW = {"batch_size", "answer_prompts", "max_new_tokens", "device", "model_dtype", "seed"}
+
+
+def judge(argv: Sequence[str], config: Path, prog: str) -> int:
+    """Do it; return the exit code.
+
+    Args:
+        argv: The student first, then flags: those of this command, and settings of evaluation.
+        config: The settings file where no `--config` is given.
+        prog: What `--help` calls the program.
+
+    Raises:
+        SettingsError, InputError: what was given cannot be.
+    """
+    if not argv or {"-h", "--help"} & set(argv):
+        settings = ", ".join(f"--{name}" for name in sorted(_TEXT | _HOW | {"generations"}))
+        print(
+            f"usage: {prog} STUDENT [flags]\n\nSTUDENT is a run's folder (runs/NAME), a saved "
+            f"student's (runs/NAME/student) or a name on the Hub.\n\n{listed(_HELP)}\n\n"
+            f"and of the settings (ssl_kd distill --help): {settings}"
+        )
+        return OK
+    given, rest = flags_after(argv, prog, "the student", _HELP, numbers=("limit",))
+    if given.limit is not None and given.limit < 1:
+        raise InputError(f"--limit is {given.limit}; expected at least 1")
+    if given.include_path is not None and given.tasks is None:
+        raise InputError("--include_path came without --tasks: name the tasks that are in it")
+    rest += [] if given.teacher is None else ["--teacher_model", given.teacher]
+    student, run = _student(argv[0])
+    out = _out(given.out, run)
+    settings = _settings(rest, config, prog, student, run)
+    return _judge(settings, given, out)
+
+
+def _judge(settings: LanguageSettings, given: Any, out: Path) -> int:
+    from rich.console import Console
+
+    from ssl_kd.cli.screen import ProgressBars, open_screen
+
+    screen = open_screen()
+    from ssl_kd.evaluate.harness import Tasks
+    from ssl_kd.files import atomic_write_json
+    from ssl_kd.language.judge import judge
+    from ssl_kd.ranks import refuse_ranks
+    from ssl_kd.report.judged import judged_tables
+
+    refuse_ranks()
+    tasks = None
+    if given.tasks is not None:
+        names = [name for word in given.tasks.split(",") if (name := word.strip())]
+        tasks = Tasks(names, given.include_path)
+    with ProgressBars(screen) as progress:
+        found = judge(settings, tasks=tasks, limit=given.limit, progress=progress)
+    atomic_write_json(out, found)
+    console = Console()
+    # soft_wrap: a path broken over two lines cannot be clicked or copied.
+    for shown in (*judged_tables(found), f"Results: {out}"):
+        console.print(shown, soft_wrap=isinstance(shown, str), markup=False)
+    return OK
+
+
+def _student(word: str) -> tuple[str, Path | None]:
+    """What is to be loaded, and the run that it comes from, where it does."""
+    folder = home_resolved(word)
+    for run in (folder, folder.parent):
+        if _config(run).get("mode") != "language":
+            continue
+        if not (run / "student").is_dir():
+            raise InputError(f"the run {run} has no student yet: expected a finished one")
+        return str(run / "student"), run
+    if word[0] in "./~" or (folder.parent != Path() and folder.parent.is_dir()):
+        if not folder.exists():  # a name on the Hub has no such parent
+            raise InputError(f"{folder} is not there: give a run's folder, or a saved student's")
+    return word, None
+
+
+def _config(run: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no run; what it is instead is found when it is loaded
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _out(asked: str | None, run: Path | None) -> Path:
+    out = Path(asked) if asked is not None else (run or Path()) / "judged.json"
+    if out.is_dir():
+        raise InputError(f"--out is {out}, a folder: expected a file")
+    if asked is None and out.exists():
+        raise InputError(f"{out} exists: name another file, or this one, with --out")
+    return out
+
+
+def _settings(
+    argv: Sequence[str], config: Path, prog: str, student: str, run: Path | None
+) -> LanguageSettings:
+    """The run's text, teacher and ways of evaluation, unless a flag says otherwise."""
+    from ssl_kd.language.settings import LanguageSettings
+    from ssl_kd.training.folder import check_version
+
+    def derive(settings: LanguageSettings, given: Mapping[str, Any]) -> LanguageSettings:
+        own = _TEXT | _HOW
+        if other := sorted(given.keys() - own - {"generations", "teacher_model"}):
+            raise InputError(
+                f"{other[0].upper()} plays no part in judging: leave --{other[0]} out ({prog} "
+                "--help lists what does)"
+            )
+        teacher = given.get("teacher_model", "none")
+        if run is not None:
+            said = _config(run)
+            check_version(run, said, LanguageSettings)
+            settings = LanguageSettings.from_dict(said["settings"])
+            teacher = given.get("teacher_model") or (said.get("teacher") or {}).get("name", "none")
+        kept = {name: given.get(name, getattr(settings, name)) for name in own}
+        prompts = given.get("generations", PROMPTS)
+        return LanguageSettings(
+            **kept, generations=prompts, student_model=student, teacher_model=teacher
+        )
+
+    return read_settings(LanguageSettings, argv, config, prog=prog, derive=derive)

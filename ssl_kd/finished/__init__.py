@@ -1,7 +1,0 @@
-"""A finished clustering run, opened again: its samples, and what people decided about them."""
-
-from ssl_kd.finished.curation import Curation, Decision
-from ssl_kd.finished.named import name_by_vocabulary, name_samples
-from ssl_kd.finished.samples import Samples
-
-__all__ = ["Curation", "Decision", "Samples", "name_by_vocabulary", "name_samples"]

@@ -1,0 +1,78 @@
+"""The samples of a run that are most like a sample, or like an image of one's own."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ssl_kd.datasets import open_dataset
+from ssl_kd.datasets.decode import decode
+from ssl_kd.errors import InputError
+from ssl_kd.guard.finite import safe_normalize
+from ssl_kd.guard.precision import Precision
+from ssl_kd.store.neighbours import nearest_among, search_on
+from ssl_kd.teachers import Teacher
+from ssl_kd.vision.run import teacher_of
+from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.workbench.finished import Samples
+
+BLOCK = 65_536
+
+
+class Search:
+    """Exact, over all splits, a block of embeddings at a time.
+
+    Args:
+        samples: the run.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self._teacher: Teacher | None = None
+        self._lock = threading.Lock()
+
+    def like_sample(self, row: int, k: int) -> list[int]:
+        """The k samples most like another, the most like first."""
+        return self._nearest(self._samples.embeddings([row])[0], k, row)
+
+    def like_image(self, data: bytes, k: int, name: str = "the image") -> list[int]:
+        """The k samples most like an image, by the run's teacher; it is loaded for the first.
+
+        Args:
+            data: a file's content: JPEG, PNG, WebP ...
+            k: how many.
+            name: what errors call it.
+
+        Raises:
+            UnreadableImage: it is no image.
+            InputError: the run learned from features, so no teacher is known.
+            TeacherUnavailable: it cannot be loaded (any more).
+        """
+        image = decode(io.BytesIO(data), name)
+        with self._lock:  # requests come in threads, a teacher computes one at a time
+            teacher = self._teacher or self._load()
+            self._teacher = teacher
+            x = teacher.embed(teacher.preprocess(image).unsqueeze(0))[0]
+        return self._nearest(x.float().cpu(), k, -1)
+
+    def _load(self) -> Teacher:
+        samples = self._samples
+        if samples.metrics["teacher"]["name"] == "features":
+            raise InputError("the run learned from features: no teacher is known to embed an image")
+        settings = VisionSettings.from_dict(samples.settings)
+        dataset = open_dataset(settings.dataset, "train", root=settings.data_dir)
+        return teacher_of(settings, dataset, Precision.for_device("cpu"))
+
+    def _nearest(self, x: Tensor, k: int, but: int) -> list[int]:
+        def candidates() -> Iterator[tuple[int, Tensor]]:
+            for split, run in self._samples.splits.items():
+                for start, block in self._samples.store(split).blocks(BLOCK):
+                    yield run.start + start, safe_normalize(block)
+
+        query, search = safe_normalize(x.unsqueeze(0)), search_on(torch.device("cpu"))
+        found = nearest_among(query, torch.tensor([but]), candidates(), k, search)
+        return [row for row in found[0].tolist() if row != but]

@@ -1,0 +1,227 @@
+"""Cards for the Hugging Face hub, with the run's numbers, and what they describe beside them."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
+
+from ssl_kd import __version__
+from ssl_kd.errors import InputError
+from ssl_kd.files import atomic_write_json
+from ssl_kd.vision.model import DIGEST, ClusterModel
+from ssl_kd.workbench.export.content import Content
+from ssl_kd.workbench.export.place import new_folder
+from ssl_kd.workbench.export.table import write_parquet
+from ssl_kd.workbench.finished import Samples
+
+MODEL = ("config.json", "model.safetensors")
+METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
+_NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # the others may be paths
+ANSWER = "consensus"  # the row of the run's table that is its answer
+_SIZES = {1e3: "n<1K", 1e4: "1K<n<10K", 1e5: "10K<n<100K", 1e6: "100K<n<1M", 1e7: "1M<n<10M"}
+
+
+def write_model(content: Content, out: Path) -> Path:
+    """A folder as a model's repository has it: README.md, config.json, model.safetensors.
+
+    Raises:
+        InputError: there is a folder; FileNotFoundError: the run has no model.
+    """
+    for name in MODEL:
+        if not (content.samples.path / name).is_file():
+            raise FileNotFoundError(f"{content.samples.path} has no {name}: finish the run")
+    with new_folder(out) as folder:
+        shutil.copyfile(content.samples.path / MODEL[1], folder / MODEL[1])
+        atomic_write_json(folder / MODEL[0], _config(content.samples))
+        text = str(model_card(content.samples))
+        (folder / "README.md").write_text(text, encoding="utf-8")
+    return out
+
+
+def write_dataset(content: Content, out: Path) -> Path:
+    """A folder as a data set's repository has it: README.md and clusters.parquet.
+
+    Raises:
+        InputError: there is a folder.
+    """
+    with new_folder(out) as folder:
+        write_parquet(content, folder / "clusters.parquet")
+        (folder / "README.md").write_text(str(dataset_card(content)), encoding="utf-8")
+    return out
+
+
+def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
+    """The card of a run's model: what it learned from, its scores as `model-index`, how to use it.
+
+    Args:
+        samples: the run.
+        repo_id: where it will lie, for the lines of code in it.
+    """
+    title, facts = samples.path.resolve().name, _facts(samples)
+    of = f"{facts['clusters']} clusters of {facts['samples']} training samples"
+    use = _use(repo_id, facts["width"], facts["teacher"])
+    return _model_card(
+        title, of, [_scores(samples), use, _about(facts)], eval_results=_results(samples) or None
+    )
+
+
+def plain_card(repo_id: str, clusters: int, width: int) -> ModelCard:
+    """The card of a clusterer that no run trained, so that no scores are known.
+
+    Args:
+        repo_id: where it will lie.
+        clusters: how many it tells apart.
+        width: of the embeddings that it takes.
+    """
+    parts = [_use(repo_id, width, "the model whose embeddings it was fitted on")]
+    return _model_card(repo_id.rpartition("/")[2], f"{clusters} clusters", parts)
+
+
+def _model_card(title: str, of: str, parts: list[str], **more: Any) -> ModelCard:
+    tags = ["clustering", "self-distillation", "image-feature-extraction"]
+    data = ModelCardData(library_name="ssl_kd", tags=tags, model_name=title, **more)
+    what = (
+        f"# {title}\n\nHeads that cluster the embeddings of a frozen teacher, by ssl_kd "
+        f"{__version__}: {of}."
+    )
+    body = "\n\n".join([what, *parts])
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
+
+
+def _use(repo_id: str, width: Any, teacher: str) -> str:
+    return f"""## Use
+
+```python
+from ssl_kd import MultiHeadClusterer
+
+clusterer = MultiHeadClusterer.from_pretrained("{repo_id}")
+clusters = clusterer.predict(X)  # [n, {width}], embeddings of {teacher}
+```
+
+It takes embeddings, not images. Clusters are what the data shows; that they are what a person would
+call a class is not promised."""
+
+
+def dataset_card(content: Content) -> DatasetCard:
+    """The card of the table of clusters: its columns, and where it comes from."""
+    facts, n = _facts(content.samples), len(content)
+    size = next((name for most, name in _SIZES.items() if n < most), "n>10M")
+    files = [{"split": "train", "path": "clusters.parquet"}]
+    data = DatasetCardData(
+        pretty_name=f"Clusters of {content.title}",
+        size_categories=[size],
+        tags=["clustering", "ssl_kd"],
+        configs=[{"config_name": "default", "data_files": files}],
+    )
+    sizes: dict[int, int] = {}
+    for cluster in content.clusters[content.rows].tolist():
+        sizes[cluster] = sizes.get(cluster, 0) + 1
+    names = content.cluster_names()
+    rows = "\n".join(f"| {c} | {_cell(names[c])} | {sizes[c]} |" for c in sorted(sizes))
+    columns = ", ".join(f"`{name}`" for name in next(content.batches(1)).schema.names)
+    body = f"""# Clusters of {content.title}
+
+{n} samples and the cluster of each, by ssl_kd {__version__}; the pictures
+themselves are not here. Columns: {columns}.
+
+| cluster | name | samples |
+|---|---|---|
+{rows}
+
+{_scores(content.samples)}
+
+{_about(facts)}
+"""
+    return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
+
+
+def _config(samples: Samples) -> dict[str, Any]:
+    """What loading the model takes, and nothing of the machine that it was trained on."""
+    taken = {DIGEST, *inspect.signature(ClusterModel).parameters}
+    config = {name: value for name, value in samples.config.items() if name in taken}
+    settings = {
+        name: value
+        for name, value in samples.settings.items()
+        if name in _NAMED or not isinstance(value, str)
+    }
+    return {**config, "settings": settings}
+
+
+def _facts(samples: Samples) -> dict[str, Any]:
+    data, settings = samples.metrics["dataset"], samples.settings
+    return {
+        "clusters": samples.n_clusters,
+        "samples": len(samples.splits.get("train", ())),
+        "teacher": samples.metrics["teacher"]["name"],
+        "width": samples.config["in_dim"],
+        "dataset": Path(data["name"]).name,
+        "seed": settings["SEED"],
+        "method": settings["METHOD"] or "graph",
+    }
+
+
+def _about(facts: dict[str, Any]) -> str:
+    return (
+        f"## About\n\nData: {facts['dataset']}. Teacher: {facts['teacher']}. Method: "
+        f"{facts['method']}. Seed: {facts['seed']}. No label was used to find the clusters."
+    )
+
+
+def _answers(samples: Samples) -> list[dict[str, Any]]:
+    """What the run's answer scored, where there were labels to score it by."""
+    rows = samples.metrics["table"]
+    return [row for row in rows if row["name"] == ANSWER and row.get("acc") is not None]
+
+
+def _results(samples: Samples) -> list[EvalResult]:
+    name = _facts(samples)["dataset"]
+    return [
+        EvalResult(
+            task_type="clustering",
+            task_name="Clustering",
+            dataset_type=name,
+            dataset_name=name,
+            dataset_split=row["split"],
+            metric_type=metric,
+            metric_name=called,
+            metric_value=round(row[metric], 4),
+        )
+        for row in _answers(samples)
+        for metric, called in METRICS.items()
+        if row.get(metric) is not None
+    ]
+
+
+def _scores(samples: Samples) -> str:
+    answers = _answers(samples)
+    if not answers:
+        return "No labels are known, so there are no scores."
+    head = " | ".join(METRICS.values())
+    lines = [
+        f"| {row['split']} | "
+        + " | ".join("" if row.get(m) is None else f"{row[m]:.4f}" for m in METRICS)
+        + " |"
+        for row in answers
+    ]
+    table = "\n".join([f"| split | {head} |", "|---" * (len(METRICS) + 1) + "|", *lines])
+    return f"Scored against labels that it never saw:\n\n{table}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def refuse_name(repo_id: str) -> None:
+    """Raise InputError where `repo_id` cannot be a name on the hub."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(
+            f"{repo_id!r} cannot be a name on the Hugging Face hub: expected one as user/name"
+        ) from error

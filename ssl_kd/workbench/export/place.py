@@ -1,0 +1,84 @@
+"""Where an export lands: a folder that is whole or not there, and names that any system takes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ssl_kd.files import sync_folder
+from ssl_kd.workbench.export.registry import refuse_existing
+
+LONGEST = 150  # bytes of a name; most systems take 255
+_UNSAFE = re.compile(r'[\\/:*?"<>|\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
+_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill; it becomes `path` when all is well, and else nothing is left of it.
+
+    Raises:
+        InputError: something is there already.
+    """
+    refuse_existing(path)
+    temporary = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        refuse_existing(path)
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(path.absolute().parent)
+
+
+def write_list(path: Path, items: Iterable[Any], begin: str = "[", end: str = "]") -> None:
+    """A list in JSON, an item a line, never all of it in memory."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(begin)
+        for number, item in enumerate(items):
+            file.write(("," if number else "") + "\n" + json.dumps(item, allow_nan=False))
+        file.write(f"\n{end}\n")
+
+
+def safe_name(text: str, *, longest: int = LONGEST) -> str:
+    r"""A name of one file or folder on any system, at most `longest` bytes; its ending is kept.
+
+    >>> safe_name("a/b\n..:c.jpg"), safe_name(".."), safe_name("NUL.txt")
+    ('a_b_.._c.jpg', '_', '_NUL.txt')
+    """
+    name = _UNSAFE.sub("_", unicodedata.normalize("NFC", text)).strip(" ")
+    name = name.rstrip(". ")
+    name = f"_{name}" if not name.strip(".") or _RESERVED.fullmatch(name) else name
+    stem, dot, ending = name.rpartition(".")
+    if not stem or len(ending.encode()) > 10:
+        stem, dot, ending = name, "", ""
+    room = longest - len((dot + ending).encode())
+    return stem.encode()[:room].decode(errors="ignore") + dot + ending
+
+
+class Distinct:
+    """Names of one folder, told apart: `a.png`, `a (2).png`. Upper and lower case are the same."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        """The name, or the next that is free."""
+        stem, dot, ending = name.rpartition(".")
+        stem, dot, ending = (stem, dot, ending) if stem else (name, "", "")
+        found, number = name, 1
+        while found.casefold() in self._taken:
+            number += 1
+            found = f"{stem} ({number}){dot}{ending}"
+        self._taken.add(found.casefold())
+        return found

@@ -1,0 +1,38 @@
+"""Parquet: a row for each sample, with everything that is known of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as arrow
+from pyarrow import parquet
+
+from ssl_kd.files import atomic_write
+from ssl_kd.vision.assigned import ROWS_PER_GROUP
+from ssl_kd.workbench.export.content import Content
+from ssl_kd.workbench.export.registry import refuse_existing
+
+
+def write_parquet(content: Content, out: Path) -> Path:
+    """The columns of the run's assignments, names of every level, and what was given beside them.
+
+    `cluster` is what it is after people's decisions; where these changed any, `cluster_of_run` is
+    what it was. Written in groups of rows, never all of them in memory, and only whole.
+
+    Raises:
+        InputError: there is a file; OSError: it cannot be written, and nothing is left behind.
+    """
+    refuse_existing(out)
+    batches = content.batches(ROWS_PER_GROUP)
+
+    def write(file: BinaryIO) -> None:
+        first = next(batches)
+        with parquet.ParquetWriter(file, first.schema, compression="zstd") as writer:
+            writer.write_batch(first)
+            for batch in batches:
+                writer.write_table(arrow.Table.from_batches([batch]).cast(first.schema))
+        refuse_existing(out)  # it may be there by now
+
+    atomic_write(out, write)
+    return out

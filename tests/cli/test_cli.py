@@ -1,0 +1,827 @@
+"""The command line: flags over file over defaults, one line and a code for each known failure."""
+
+import dataclasses
+import errno
+import importlib
+import io
+import json
+import os
+import pkgutil
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import ssl_kd
+from ssl_kd import cli
+from ssl_kd.cli import failures
+from ssl_kd.cli.flags import read_settings
+from ssl_kd.cli.screen import ProgressBars
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.recorder import Bundle, save_bundle
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.settings import SettingsError
+from ssl_kd.training.folder import RunFinished, RunFolderError
+from ssl_kd.training.stop import Interrupted
+from ssl_kd.vision.settings import VisionSettings
+from tests.faults.matrix import row
+
+ROOT = Path(__file__).parents[2]
+ABOUT = {"dataset": {"n_train": 40, "n_labelled": 40}}  # of metrics.json
+
+
+def read(argv, config):
+    return read_settings(VisionSettings, argv, Path(config), prog="train.py")
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text("LEARNING_RATE = 0.25\nSEED = 5\nRESUME = True\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--learning_rate", "0.5"],
+        ["--learning-rate", "0.5"],
+        ["--learning_rate=0.5"],
+        ["--learning-rate=.5"],
+    ],
+)
+def test_both_spellings_beat_the_file_which_beats_the_default(argv, config):
+    settings = read(argv, config)
+    assert settings == VisionSettings(learning_rate=0.5, seed=5, resume=True)
+
+
+def test_no_file_gives_the_defaults_and_config_names_another(tmp_path, config):
+    assert read([], tmp_path / "none.py") == VisionSettings()
+    assert read(["--config", str(config)], tmp_path / "none.py").seed == 5
+    with pytest.raises(
+        SettingsError, match="none.py cannot be read as a settings file: No such file"
+    ):
+        read(["--config", "none.py"], config)
+
+
+def test_switches_and_none(config):
+    settings = read(["--no-resume", "--force-recompute", "--clip_grad", "None"], config)
+    assert not settings.resume and settings.force_recompute and settings.clip_grad is None
+    assert read(["--no_resume"], config).resume is False
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--probe", "False"], False),
+        (["--probe=false"], False),
+        (["--probe", "true", "--seed", "7"], True),
+        (["--no-probe", "--probe"], True),  # the last one counts, as of any flag
+        (["--probe", "TRUE", "--no_probe"], False),
+    ],
+)
+def test_a_switch_may_be_written_as_hf_argument_parser_has_it(words, expected, config):
+    assert read(words, config).probe is expected
+
+
+HOSTILE = [
+    ["--"],
+    ["--", "--seed", "5"],
+    ["--=5"],
+    ["---seed=5"],
+    ["-"],
+    ["-s5"],
+    [""],
+    ["--seed", ""],
+    ["--seed= 5 6"],
+    ["--seed", "5", "--seed"],
+    ["--run_name", "--seed", "3"],
+    ["--run_name=a\0b"],
+    ["--run_name", "\udcff"],
+    ["--Resume", "True"],
+    ["--resume", "maybe"],
+    ["--resume=0"],
+    ["--no-no-resume"],
+    ["--no-"],
+    ["--no-seed=3"],
+    ["--no-help"],
+    ["--help-everything"],
+    ["--hel"],
+    ["--per_device_train_batch_size", "4", "--batch_size", "4"],
+    ["--per_device_train_batch_size", "4.0"],
+    ["--per_device_train_batch_size=" + "9" * 5000],
+    ["--seed", "9" * 5000],
+    ["--learning_rate", "-1e-3"],
+    ["--learning_rate", "1e999"],
+    ["--hub_"],
+    ["--hub_*", "x"],
+    ["--_"],
+    ["--" + "a" * 100_000],
+    ["--" + "adam_" * 10_000],
+    ["--dätäset", "x"],
+    ["--config", "", "--seed", "1"],
+    ["--config", "a", "--config"],
+    ["@config.py"],
+    ["--seed\n--resume"],
+]
+
+
+@row(154)
+@pytest.mark.parametrize("argv", HOSTILE, ids=lambda argv: " ".join(argv)[:30])
+@pytest.mark.parametrize("command", [cli.train, cli.distill])
+def test_hostile_words_are_one_line_and_code_2(argv, command, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert command(argv, config=tmp_path / "config.py") == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("ssl_kd: ") and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_alias_of_a_switch_can_be_turned_off(config):
+    assert read(["--torch_compile"], config).compile
+    assert not read(["--torch_compile", "True", "--no-torch_compile"], config).compile
+    with pytest.raises(SettingsError, match="--no_compile and --no_torch_compile are the same"):
+        read(["--no_compile", "--no_torch_compile"], config)
+
+
+@pytest.mark.parametrize("name", VisionSettings.rules())
+def test_every_setting_is_a_flag(name, config):
+    kind = VisionSettings.rules()[name][0]
+    value = getattr(VisionSettings(), name)
+    for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
+        argv = [flag] if kind is bool else [flag, str(value)]
+        assert getattr(read(argv, config), name) == (True if kind is bool else value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lerning_rate", "1"], "There is no flag --lerning_rate. Did you mean --learning_rate?"),
+        (["--n-head=3"], "There is no flag --n-head=3. Did you mean --n_heads?"),
+        (["--SEED", "1"], "There is no flag --SEED. Did you mean --seed?"),
+        (["-seed", "1"], "Did you mean --seed?"),
+        (["--no_resum"], "Did you mean --no_resume?"),
+        (["--qqqq", "1"], "There is no flag --qqqq. --help lists all flags."),
+        (["--seed", "x"], "SEED is 'x', but must be a whole number, at least 0"),
+        (["--seed", "1.5"], "SEED is '1.5', but must be a whole number"),
+        (["--seed"], "--seed takes one value, a whole number"),
+        (["--seed", "--resume"], "--seed takes one value, a whole number"),
+        (["--seed", "1", "2"], "'1 2' came after it"),
+        (["--resume", "yes"], "RESUME is 'yes', but must be True or False"),
+        (["--resume="], "RESUME is '', but must be True or False"),
+        (["--no-resume", "True"], "'True' is the value of no flag"),
+        (["--bf16", "True"], "There is no flag --bf16. Use --use_fp16"),
+        (["@more.txt"], "'@more.txt' is the value of no flag"),
+        (["--weight_decay", "-1e-3"], "There is no flag -1e-3"),
+        (["--no-seed"], "There is no flag --no-seed"),
+        (["--learn", "1"], "There is no flag --learn."),
+        (["train"], "'train' is the value of no flag"),
+        (["--student_temp", "0.01"], "STUDENT_TEMP is 0.01, but must be a finite number, at least"),
+        (["--weight_decay", "-1"], "WEIGHT_DECAY is -1.0, but must be"),
+        (["--learning_rate", "nan"], "LEARNING_RATE is nan, but must be a finite number"),
+        (["--teacher", "dinov"], "'timm:NAME', 'torchvision:NAME'. Did you mean dinov2?"),
+        (["--loss", "temy"], "LOSS is 'temy', but must be one of 'temi', 'sharpened',"),
+        (["--config"], "--config takes one value, a file"),
+        (["--no-resume=True"], "ignored explicit argument 'True'; --help lists all flags"),
+    ],
+)
+def test_a_bad_flag_is_one_message_and_code_2(argv, message, config, capfd):
+    assert cli.train(argv, config=config) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_fault_in_the_file_is_one_message_and_code_2(config, capfd):
+    config.write_text("SEED = 1\nLEARNIG_RATE = 0.1\n")
+    assert cli.train([], config=config) == 2
+    err = capfd.readouterr().err
+    assert f"{config}, line 2: There is no setting LEARNIG_RATE. Did you mean LEARNING_RATE?" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_help_lists_every_flag_with_default_and_range(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as exit:
+        cli.train(["--help-all"])
+    assert exit.value.code == 0
+    text = capsys.readouterr().out
+    for name in VisionSettings.rules():
+        assert f"--{name.replace('_', '-')}" in text
+    assert "at least 0.05" in text and "default: 0.1" in text
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, ssl_kd.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: ssl_kd COMMAND" in done.stdout
+
+
+WRONG = [
+    (["train", "--dataset", "nowhere"], "'nowhere' is neither a data set by name"),
+    (["train", "--dataset", "digts"], "did you mean 'digits'"),
+    (["train", "--dataset", "~nobodyhere/x.npy"], "'~nobodyhere/x.npy' is neither"),
+    (["train", "--dataset", "a\nb\x1b[2J"], "is neither"),
+    (["train", "--dataset", "x" * 5000], "File name too long"),
+    (["train", "--dataset", "cells.h5ad"], "anndata.read_h5ad('cells.h5ad').obsm"),
+    (["train", "--dataset", "table.csv"], "pandas.read_csv('table.csv').to_parquet"),
+    (["train", "--dataset", "notes.txt"], "nor a feature file (.npy"),
+    (["train", "--dataset_test", "nowhere"], "'nowhere' is neither"),
+    (["train", "--extend", "nowhere"], "neither nowhere nor runs/nowhere is a run's folder"),
+    (["train", "--run_name", "taken"], "already holds an unfinished run"),
+    (["train", "--resume", "--run_name", "gone"], "holds no run to resume"),
+    (["extract", "--dataset", "nowhere"], "'nowhere' is neither"),
+    (["extract", "--rank", "0"], "--rank came without --world"),
+    (["explore", "nowhere"], "nowhere is not a run's folder"),
+    (["explore", "~nobodyhere/run"], "is not a run's folder"),
+    (["export", "nowhere", "--to", "parquet"], "nowhere is not a run's folder"),
+    (["curate", "nowhere"], "nowhere is no folder"),
+    (["judge", "./nowhere"], "nowhere is not there"),
+    (["judge", "runs/nowhere"], "nowhere is not there"),
+]
+
+
+def test_what_is_not_there_is_refused_without_torch(tmp_path):
+    for name in ("cells.h5ad", "table.csv", "notes.txt", "runs/taken/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    code = (
+        "import json, sys, ssl_kd.cli as c\n"
+        "for words in json.load(sys.stdin):\n"
+        "    assert c.main(words) == 2, words\n"
+        "    assert 'torch' not in sys.modules, words\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    given = json.dumps([words for words, _ in WRONG])
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, input=given,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(WRONG)
+    for (words, part), line in zip(WRONG, lines, strict=True):
+        assert part in line and line.isprintable(), words
+
+
+def test_train_py_reads_the_config_beside_it_from_any_folder(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--sed", "1"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "ssl_kd: There is no flag --sed. Did you mean --seed?\n"
+
+
+def test_main_names_its_commands(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == ssl_kd.__version__
+    assert cli.main([]) == 0
+    assert "train" in capsys.readouterr().out
+    assert cli.main(["trian"]) == 2
+    assert "Did you mean train?" in capsys.readouterr().err
+    assert cli.main(["doctor", "--fast"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("doctor", "nan_issues"), ("install-check", "installation")]
+)
+def test_the_doctor_takes_verbose(command, name, monkeypatch):
+    from ssl_kd import doctor
+
+    monkeypatch.setattr(doctor, name, lambda verbose: 7 + verbose)
+    assert cli.main([command]) == 7
+    assert cli.main([command, "--verbose"]) == 8
+    assert cli.main([command, "--verbose", "--loud"]) == 2
+
+
+def test_the_citation_names_this_version():
+    assert f"\nversion: {ssl_kd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# --- Known failures -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_that(monkeypatch, tmp_path):
+    """`cli.train` with a run of our own in place of the real one."""
+
+    def use(run, argv=()):
+        module = types.ModuleType("ssl_kd.vision.run")
+        module.run = run  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "ssl_kd.vision.run", module)
+        return cli.train(argv, config=tmp_path / "none.py")
+
+    return use
+
+
+def raises(error):
+    def run(settings, *, progress):
+        raise error
+
+    return run
+
+
+def known_errors():
+    import torch
+
+    from ssl_kd.datasets import DatasetUnavailable, DatasetUnreachable
+    from ssl_kd.errors import MissingPackage
+    from ssl_kd.files import CorruptFileError
+    from ssl_kd.files.lock import LockHeld
+    from ssl_kd.guard.parts import TooFewHealthyParts
+    from ssl_kd.guard.precision import UnsupportedDevice
+    from ssl_kd.store import FingerprintMismatch, NonFiniteRow
+    from ssl_kd.teachers import TeacherUnavailable
+    from ssl_kd.teachers.causal import CausalLMUnavailable
+
+    return {
+        2: [  # what was given cannot be
+            SettingsError("N_HEADS is 0"),
+            DatasetUnavailable("cifar10 is not in data: --download"),
+            FingerprintMismatch(Path("a.pt"), ["teacher: a, not b"], "embeddings_dir"),
+            RunFinished(Path("a")),
+            RunFolderError("a holds no run to resume"),
+            FileNotFoundError("no folder my_images"),
+            FileNotFoundError(2, "No such file or directory", "my_images"),
+            PermissionError(13, "Permission denied", "runs"),
+            NotADirectoryError(20, "Not a directory", "runs"),
+            OSError(errno.ENAMETOOLONG, "File name too long", "runs"),
+        ],
+        1: [  # it failed otherwise
+            TeacherUnavailable("dinov2", "no network: no route"),
+            CausalLMUnavailable("gpt2", "no network"),
+            DatasetUnreachable("cifar10 could not be downloaded: no network"),
+            NonFiniteRow("embeddings_train.pt", 3, 3, "a.jpg", float("nan")),
+            CorruptFileError("embeddings_train.pt"),
+            LockHeld("process 3 holds .lock"),
+            UnsupportedDevice("sm_37"),
+            MissingPackage("reading parquet needs pyarrow"),
+            ModuleNotFoundError("No module named 'timm'", name="timm"),
+            torch.OutOfMemoryError("tried to allocate 2 GiB. And more"),
+            MemoryError(),
+            OSError(errno.ENOSPC, "No space left on device", "a.pt"),
+            ConnectionError("no route"),
+        ],
+        3: [TooFewHealthyParts("all heads are sick")],
+        130: [KeyboardInterrupt(), Interrupted(signal.SIGINT, Path("runs/a"))],
+        143: [Interrupted(signal.SIGTERM, Path("runs/a"))],
+    }
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 130, 143])
+def test_a_known_failure_is_one_line_and_a_code(code, capfd):
+    for error in known_errors()[code]:
+
+        def fails(error=error):
+            raise error
+
+        assert cli.guarded(fails) == code, error
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert len(err.splitlines()) == 1 and err.startswith("ssl_kd: ")
+        assert "Traceback" not in err and "Errno" not in err
+
+
+def test_what_the_output_cannot_show_is_written_otherwise(tmp_path, monkeypatch):
+    with open(tmp_path / "out", "w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.guarded(lambda: print("später 犬") or 0) == 0
+    assert (tmp_path / "out").read_text() == "sp\\xe4ter \\u72ac\n"
+
+
+def test_the_guards_report_keeps_its_lines_but_only_the_first_few(capfd):
+    def fails(lines, kind=TooFewHealthyParts):
+        raise kind("kd is nan\n\n" + "\n".join(f"line {i} " for i in range(lines)))
+
+    assert cli.guarded(lambda: fails(3)) == 3
+    assert capfd.readouterr().err == "ssl_kd: kd is nan\n  line 0\n  line 1\n  line 2\n"
+    assert cli.guarded(lambda: fails(500)) == 3
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == failures.MOST_LINES and told[-1] == "  ... (490 more lines)"
+    assert cli.guarded(lambda: fails(2, SettingsError)) == 2
+    assert capfd.readouterr().err == "ssl_kd: kd is nan line 0 line 1\n"
+
+
+def test_the_exit_codes_are_written_down():
+    from ssl_kd import errors
+
+    page = (ROOT / "docs" / "start.md").read_text()
+    for code in (0, 1, 2, 3, 130, 143):
+        assert re.search(rf"\b{code}\b", str(errors.__doc__)) and f"| {code} |" in page
+
+
+NOWHERE = ["--teacher_model", "./nowhere", "--data_path", "./nowhere.txt", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--dataset", "./nowhere"], "neither a data set by name"),
+        (
+            ["train", "--runs_dir", "full"],
+            "RUNS_DIR is 'full' and RUN_NAME None, but full cannot be made (File",
+        ),
+        (["train", "--runs_dir", "full/runs"], "full/runs cannot be made (Not a directory)"),
+        (["train", "--run_name", "x" * 300], "cannot be made (File name too long)"),
+        (["train", "--resume"], "no unfinished run in runs"),
+        (["train", "--resume", "--run_name", "a"], "holds no run to resume"),
+        (["train", "--device", "cuda:99"], "torch sees"),
+        (["train", "--config", "none.py"], "none.py cannot be read as a settings file: No such"),
+        (["distill", *NOWHERE], "nowhere"),
+        (["distill", "--data_path", "full"], "nor a text file"),
+        (["distill", "--preset", "stabel"], "Did you mean stable?"),
+        (["distill", "--resume"], "no unfinished run"),
+        (["distill", *NOWHERE, "--teacher_cache", "no cache"], "nowhere"),
+        (["verify", *NOWHERE], "nowhere"),
+        (["verify", "--teacher_model", "none"], "none"),
+        (["doctor", "gradients", "--model", "./nowhere"], "nowhere"),
+        (["doctor", "--fast"], "--verbose only"),
+        (["install-check", "--fast"], "--verbose only"),
+        (["replay"], "replay takes one file"),
+        (["replay", ""], "replay takes one file"),
+        (["replay", "none.pt"], "none.pt: No such file or directory"),
+        (["replay", "."], "."),
+        (["config", "trian"], "train or distill"),
+        (["tarin"], "Did you mean train?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_a_command_is_given_wrongly_is_code_2(words, said, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("transformers")
+    (tmp_path / "full").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    out, err = capfd.readouterr()
+    last = err.splitlines()[-1]
+    assert out == "" and last.startswith("ssl_kd: ") and said in last, err
+    assert "Traceback" not in err and "Errno" not in err
+    assert {path.name for path in tmp_path.iterdir()} <= {"full", "runs"}
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path, monkeypatch, capfd):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "argv", ["ssl_kd", "train"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main() == 2
+    monkeypatch.chdir(tmp_path)
+    assert "The folder that you stand in is gone" in capfd.readouterr().err
+
+
+def test_an_interrupted_run_says_how_to_go_on(run_that, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my images").mkdir()
+    run_that(raises(Interrupted(signal.SIGTERM, Path("runs/fast"))), ["--dataset", "my images"])
+    python = shlex.quote(sys.orig_argv[0])
+    way = f"continue with: {python} train.py --dataset 'my images' --resume --run_name fast\n"
+    assert capfd.readouterr().err.endswith(way)
+
+
+def test_a_considered_value_error_is_a_line_and_one_from_elsewhere_keeps_its_trace(run_that, capfd):
+    from ssl_kd.heads import import_head
+
+    assert run_that(lambda settings, *, progress: import_head("heads.lost.Head")) == 2
+    assert "cannot be imported" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="not enough values"):
+        run_that(lambda settings, *, progress: _unpack())
+
+
+def test_every_exception_of_the_library_is_a_failure_that_a_user_can_act_on():
+    from ssl_kd.errors import Interrupted, UserError
+
+    for module in pkgutil.walk_packages(ssl_kd.__path__, "ssl_kd."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    assert not issubclass(Interrupted, Exception)  # who catches all errors does not catch it
+    found = [UserError]
+    for kind in found:
+        found += kind.__subclasses__()
+    defined = {
+        value
+        for name, module in sys.modules.items()
+        if name.startswith("ssl_kd.")
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+        if value.__module__.startswith("ssl_kd.")
+        if not value.__name__.startswith("_")  # caught where it is raised
+    }
+    assert defined == set(found) and len(found) > 10
+
+
+def _unpack():
+    one, two = json.loads("[]")
+    return one, two
+
+
+def test_a_failure_of_our_own_keeps_its_trace(run_that):
+    with pytest.raises(ZeroDivisionError):
+        run_that(raises(ZeroDivisionError()))
+    with pytest.raises(ModuleNotFoundError):
+        run_that(raises(ModuleNotFoundError("no", name="ssl_kd.vision.lost")))
+
+
+def test_a_run_shows_progress_table_and_report(run_that, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    row = {"name": "consensus", "split": "train", "acc": 0.9331, "nmi": 0.9, "ari": None}
+    (tmp_path / "metrics.json").write_text(json.dumps({"table": [row], **ABOUT}))
+    (tmp_path / "report.html").write_text("<html>")
+
+    def run(settings, *, progress):
+        assert settings == VisionSettings()
+        progress("train", 1, 2, {"loss": 0.123456})
+        progress("train", 2, 2, {"loss": 0.1})
+        return types.SimpleNamespace(path=tmp_path, images=None)
+
+    assert run_that(run) == 0
+    out, err = capfd.readouterr()
+    assert "consensus" in out and "93.3" in out and "90.0" in out and " - " in out
+    assert f"Report: {tmp_path / 'report.html'}\n" in out
+    assert "train      1/2  loss 0.1235\n" in err and "train      2/2" in err
+
+
+def test_a_run_that_ended_before_its_report_gets_it_on_resume(run_that, tmp_path, capfd):
+    path = tmp_path / "runs" / "a"
+    path.mkdir(parents=True)
+    row = {"name": "k-means", "split": "train", "acc": 0.5}
+    metrics = {"teacher": {"name": "features"}, "table": [row], **ABOUT}
+    (path / "metrics.json").write_text(json.dumps(metrics))
+    run = raises(RunFinished(path))
+    assert run_that(run, ["--resume"]) == 0
+    out, _ = capfd.readouterr()
+    assert "50.0" in out and f"Report: {path / 'report.html'}\n" in out
+    page = (path / "report.html").read_text()
+    assert "k-means" in page
+
+    assert run_that(run, ["--resume"]) == 2  # nothing is left to do
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert (path / "report.html").read_text() == page
+
+
+def test_ctrl_c_while_the_report_is_written_says_how_to_go_on(
+    run_that, tmp_path, capfd, monkeypatch
+):
+    def stop(path, images):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ssl_kd.report.write.write_report", stop)
+    done = types.SimpleNamespace(path=tmp_path / "a", images=None)
+    assert run_that(lambda settings, *, progress: done) == 130
+    assert capfd.readouterr().err.endswith(" train.py --resume --run_name a\n")
+
+
+def test_without_labels_there_is_a_line_in_place_of_the_table(run_that, tmp_path, capfd):
+    row = {"name": "consensus", "split": "train", "acc": None}
+    metrics = {"table": [row], "cluster_sizes": [14, 0, 26], **ABOUT}
+    (tmp_path / "metrics.json").write_text(json.dumps(metrics))
+    done = types.SimpleNamespace(path=tmp_path, images=None)
+    assert run_that(lambda settings, *, progress: done) == 0
+    first, *files, following = capfd.readouterr().out.splitlines()
+    assert following.startswith(f"Next: ssl_kd explore {tmp_path}; ssl_kd curate {tmp_path}; ")
+    assert first.startswith("3 clusters of 0 to 26 samples; no label is known")
+    assert files == [
+        f"Clusters: {tmp_path / 'assignments.csv'}",
+        f"Report: {tmp_path / 'report.html'}",
+    ]
+
+
+def test_a_message_in_a_file_of_the_output_is_one_line():
+    code = """
+import logging, sys, types
+from ssl_kd import cli
+from ssl_kd.cli.flags import read_settings
+
+def run(settings, *, progress):
+    logging.getLogger("ssl_kd.x").warning("left out: [b] " + "long " * 99)
+    raise OSError("enough")
+
+sys.modules["ssl_kd.vision.run"] = types.SimpleNamespace(run=run)
+cli.main(["train"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    first, last = done.stderr.splitlines()
+    assert first == "WARNING  left out: [b] " + "long " * 99 and last == "ssl_kd: enough"
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then():
+    screen = Console(file=io.StringIO(), width=200)
+    with ProgressBars(screen) as progress:
+        for done in range(1, 101):
+            progress("train", done, 100, {"loss": "[red]"})
+    assert isinstance(screen.file, io.StringIO)
+    lines = screen.file.getvalue().splitlines()
+    assert lines == ["train      1/100  loss [red]", "train      100/100  loss [red]"]
+
+
+def test_progress_on_a_terminal_is_a_bar():
+    screen = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with ProgressBars(screen) as progress:
+        progress("extract", 3, 10, {"images/s": 12.5})
+        progress("extract", 10, 10, {"images/s": 12.5})
+        progress("train", 1, 5, {})
+    assert isinstance(screen.file, io.StringIO)
+    text = screen.file.getvalue()
+    assert "10/10" in text and "1/5" in text and "images/s 12.5" in text
+
+
+@pytest.mark.parametrize(("reproduced", "code"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize("mode", ["vision", "language"])
+def test_replay_prints_the_report_of_its_mode_and_says_whether_the_fault_returned(
+    mode, reproduced, code, monkeypatch, tmp_path, capfd
+):
+    class Report(str):
+        pass
+
+    def again(path, **classes):
+        report = Report(f"cause of {path}")
+        report.reproduced = reproduced  # type: ignore[attr-defined]
+        return report
+
+    event = Event(0, "kd", "loss", "the loss is not finite", "cut out")
+    path = tmp_path / "b.pt"
+    save_bundle(path, Bundle(event, torch.arange(2), {}, {"replay": {"mode": mode}}))
+    monkeypatch.setattr(f"ssl_kd.{mode}.replay.replay", again)
+    assert cli.main(["replay", str(path)]) == code
+    assert capfd.readouterr().out == f"cause of {path}\n"
+
+
+def test_replay_of_nothing_or_of_no_bundle_is_one_line(tmp_path, capfd):
+    assert cli.main(["replay"]) == 2
+    assert cli.main(["replay", str(tmp_path / "none.pt")]) == 2
+    (tmp_path / "b.pt").write_bytes(b"junk")
+    assert cli.main(["replay", str(tmp_path / "b.pt")]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and len(err.splitlines()) == 3
+    assert "ssl_kd replay BUNDLE" in err and "none.pt" in err and "of another kind" in err
+
+
+# --- Aliases ------------------------------------------------------------------------------------
+
+
+ALIASES = [
+    pytest.param(cls, old, new, id=f"{cls.__name__}-{old}")
+    for cls in (VisionSettings, LanguageSettings)
+    for old, new in cls.aliases.items()
+]
+
+
+def other_than_default(cls, name):
+    """A value that a setting may have and has not by default."""
+    value = getattr(cls(), name)
+    if isinstance(value, int) and not value:
+        return 1
+    if value is None and cls.rules()[name][0] is int:
+        return 7
+    if cls.rules()[name][2].choices:
+        return cls.rules()[name][2].choices[-1]
+    return "elsewhere" if isinstance(value, str) else 0.25 if not value else value / 2
+
+
+@pytest.mark.parametrize(("cls", "old", "new"), ALIASES)
+def test_an_alias_works_by_file_flag_dictionary_and_on_resume(cls, old, new, tmp_path):
+    kind = cls.rules()[new][0]
+    value = kind(other_than_default(cls, new))
+    expected = cls(**{new: value})
+    assert expected != cls() and old not in cls.rules()
+
+    def words(*argv, file=""):
+        (tmp_path / "config.py").write_text(file)
+        return read_settings(cls, argv, tmp_path / "config.py", prog="x")
+
+    assert words(file=f"{old.upper()} = {value!r}\n") == expected
+    for flag in (f"--{old}", f"--{old.replace('_', '-')}"):
+        assert words(flag, str(value)) == words(f"{flag}={value}") == expected
+        assert (
+            words(flag, str(value), file=f"{new.upper()} = {getattr(cls(), new)!r}\n") == expected
+        )
+    assert cls.from_dict({old.upper(): value}) == cls.from_dict({old: value}) == expected
+
+    for one, two in ((old, new), (new, old)):
+        both = f"{one.upper()} = {value!r}\n{two.upper()} = {value!r}\n"
+        with pytest.raises(
+            SettingsError, match=f"{one.upper()} and {two.upper()} are the same setting"
+        ):
+            words(file=both)
+        with pytest.raises(SettingsError, match=f"--{one} and --{two} are the same setting"):
+            words(f"--{one}", str(value), f"--{two.replace('_', '-')}={value}")
+        with pytest.raises(SettingsError, match=f"{one} and {two} are the same setting"):
+            cls.from_dict({one: value, two: value})
+    near = f"Did you mean --{new}?"
+    with pytest.raises(SettingsError, match=re.escape(near)):
+        words(f"--{old}x", "1")
+
+
+@pytest.mark.parametrize("cls", [VisionSettings, LanguageSettings])
+def test_no_name_of_transformers_is_answered_by_a_guess(cls):
+    transformers = pytest.importorskip("transformers")
+    for field in dataclasses.fields(transformers.TrainingArguments):
+        try:
+            assert cls.named(field.name) in cls.rules()
+        except SettingsError as error:
+            assert "Did you mean" not in str(error), error
+
+
+@pytest.mark.parametrize("cls", [VisionSettings, LanguageSettings])
+def test_what_is_said_in_place_of_a_foreign_name_names_settings(cls):
+    for name, said in cls.instead.items():
+        assert name not in cls.aliases and name not in cls.rules()
+        if name.endswith("_*"):  # a family of names
+            name = name.replace("*", "qqqq")
+        assert set(re.findall(r"--(\w+)", said)) <= cls.rules().keys(), said
+        with pytest.raises(SettingsError) as refused:
+            cls.named(name.upper())
+        assert "--" not in str(refused.value) and "setting " + name.upper() in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "word", "said"),
+    [
+        (LanguageSettings, "--student", "Did you mean --student_model?"),
+        (LanguageSettings, "--temp", "Did you mean --temperature?"),
+        (VisionSettings, "--clip", "Did you mean --clip_grad?"),
+        (VisionSettings, "--num_epochs", "Did you mean --epochs?"),
+        (VisionSettings, "--fp16", "Use --use_fp16"),
+        (VisionSettings, "--eval_steps", "A run evaluates once"),
+        (LanguageSettings, "--lr_shedule", "Did you mean --lr_schedule?"),
+        (LanguageSettings, "--lora_rnk", "Did you mean --lora_rank?"),
+        (LanguageSettings, "--lora_frobnicate", "Adapters are on every linear layer"),
+        (VisionSettings, "--steps", "--help lists all flags."),
+    ],
+)
+def test_a_flag_is_only_suggested_where_it_is_near(cls, word, said, tmp_path):
+    with pytest.raises(SettingsError, match=re.escape(f"There is no flag {word}. {said}")):
+        read_settings(cls, [word, "1"], tmp_path / "none.py", prog="x")
+
+
+@pytest.mark.parametrize(
+    ("main", "cls"), [(cli.train, VisionSettings), (cli.distill, LanguageSettings)]
+)
+def test_help_shows_what_most_runs_set_and_help_all_every_setting(main, cls, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main([flag])
+        assert ended.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    flags = {
+        flag: [
+            name
+            for name in cls.rules()
+            if re.search(rf"^  --{name.replace('_', '-')}\b", text, flags=re.M)
+        ]
+        for flag, text in shown.items()
+    }
+    assert sorted(flags["--help"]) == sorted(cls.first) and 10 <= len(cls.first) <= 15
+    assert flags["--help-all"] == [*cls.rules()]
+    more = len(cls.rules()) - len(cls.first)
+    assert f"{more} more settings are flags, too:" in shown["--help"]
+    assert "--help-all" in shown["--help"] and "more settings" not in shown["--help-all"]
+    for old, new in cls.aliases.items():
+        (line,) = (
+            part
+            for part in shown["--help-all"].split("\n  --")
+            if part.startswith(f"{new.replace('_', '-')} ")
+        )
+        assert re.search(rf"Also: .*--{old}\b", line), f"{old} is shown beside {new}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train", "--dataset_path", "x"], "Did you mean --dataset?"),
+        (["train", "--heads", "3"], "Did you mean --n_heads?"),
+        (["doctor", "gradients", "--model"], "--model takes one value"),
+        (["replay", "text.jsonl"], "text.jsonl is a file of another kind"),
+    ],
+)
+def test_what_was_meant_is_said(tmp_path, monkeypatch, capfd, argv, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}')
+    assert cli.main(argv) == 2
+    error = capfd.readouterr().err
+    assert words in error and error.count("\n") == 1 and "student_model" not in error
+
+
+def test_a_file_is_no_teacher_cache(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").write_text("mine")
+    assert cli.cache_teacher(["--teacher_cache", "kept", "--data_path", "none.txt"]) == 2
+    assert "TEACHER_CACHE is 'kept', a file" in capfd.readouterr().err

@@ -1,0 +1,108 @@
+"""One writer writes; its death frees the lock, whatever it leaves running."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ssl_kd.files.lock import Lock, LockHeld
+
+
+def test_one_holder_at_a_time_in_one_process(tmp_path):
+    with Lock(tmp_path / "lock"):
+        with pytest.raises(LockHeld, match=f"process {os.getpid()} holds .*lock"):
+            Lock(tmp_path / "lock").__enter__()
+    with Lock(tmp_path / "lock"):
+        pass
+
+
+def run(script: str, *arguments: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+
+
+HOLD = """
+import sys
+from ssl_kd.files.lock import Lock
+with Lock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_is_named_and_its_death_frees_the_lock(tmp_path):
+    path = tmp_path / "lock"
+    with run(HOLD, path) as child:
+        assert child.stdout and child.stdout.readline() == b"held\n"
+        with pytest.raises(LockHeld, match=f"process {child.pid} "):
+            Lock(path).__enter__()
+        child.kill()
+        child.wait()
+        with Lock(path):
+            assert path.read_text() == str(os.getpid())
+
+
+HOLD_AND_FORK = """
+import os, sys, warnings
+from ssl_kd.files.lock import Lock
+warnings.simplefilter("ignore")  # fork next to threads
+with Lock(sys.argv[1]):
+    if os.fork() == 0:  # a data-loading worker
+        os.write(1, b"held\\n")
+        os.read(0, 1)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path):
+    path = tmp_path / "lock"
+    with run(HOLD_AND_FORK, path) as parent:
+        assert parent.stdout and parent.stdout.readline() == b"held\n"
+        with pytest.raises(LockHeld, match=f"process {parent.pid} "):
+            Lock(path).__enter__()
+        parent.kill()
+        parent.wait()
+        with Lock(path):  # its child still waits on standard input
+            pass
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs flock")
+def test_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(OSError, match="not implemented"):
+        Lock(tmp_path / "lock").__enter__()
+
+
+def test_many_threads_one_winner(tmp_path):
+    won, barrier, done = [], threading.Barrier(8), threading.Barrier(8)
+
+    def compete():
+        lock = Lock(tmp_path / "lock")
+        barrier.wait()
+        try:
+            lock.__enter__()
+            won.append(lock)
+        except LockHeld:
+            pass
+        done.wait()
+
+    threads = [threading.Thread(target=compete) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    won[0].__exit__()

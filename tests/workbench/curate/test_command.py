@@ -1,0 +1,152 @@
+"""`ssl_kd curate`: tables of a run and of a cache, and what cannot be."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import csv, parquet
+
+from ssl_kd.cli import main
+from ssl_kd.files.cells import from_cell
+from ssl_kd.workbench.curate import outliers
+from ssl_kd.workbench.finished import Curation, Samples
+from tests.faults.matrix import row as fault
+from tests.workbench.curate.stores import distinct, write
+
+
+def told(capsys) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run(photo_run, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["curate", str(photo_run), "--out", str(out), "--label", "12", "--rule", "largest"]
+    assert main(words) == 0
+    samples = Samples(photo_run)
+    n = len(samples.splits["train"])
+    shown = capsys.readouterr().out
+    names = {"duplicates", "outliers", "images", "leaks", "labels", "label_next", "kept"}
+    assert all(name in shown for name in names)
+    assert {path.stem for path in out.iterdir()} == {*names, "written"}
+    assert csv.read_csv(out / "label_next.csv").num_rows == 12
+    outlier = csv.read_csv(out / "outliers.csv").to_pydict()
+    assert outlier["score"][0] == 1 and outlier["row"] == outliers(samples.store()).rows.tolist()
+    assert outlier["file"][0] == samples.column("file")[outlier["row"][0]]
+    assert csv.read_csv(out / "labels.csv").num_rows == n
+    kept = (out / "kept.txt").read_text().splitlines()
+    gone = [kept for kept in csv.read_csv(out / "duplicates.csv").column("kept").to_pylist()]
+    assert len(kept) == n - gone.count(False)
+
+
+def test_what_does_not_stay_is_excluded_when_asked(photo_run, tmp_path, capsys):
+    copy = shutil.copytree(photo_run, tmp_path / "copy")
+    words = ["curate", str(copy), "--exclude", "--duplicates", "0.97", "--force"]
+    assert main(words) == 0
+    excluded = Curation.open(copy).excluded
+    gone = [not kept for kept in csv.read_csv(copy / "curated/duplicates.csv")["kept"].to_pylist()]
+    assert excluded.sum() == sum(gone) > 0
+    assert main(words) == 0  # once is enough
+    assert len(Curation.open(copy).history) == 1
+    assert main(["export", str(copy), "--to", "parquet", "--out", str(tmp_path / "x.parquet")]) == 0
+    assert parquet.read_table(tmp_path / "x.parquet").num_rows == len(excluded) - excluded.sum()
+
+
+def test_a_cache(tmp_path, capsys):
+    x, _ = distinct(200)
+    cache = write(tmp_path / "cache", np.concatenate([x, x[:4]])).folder
+    assert main(["curate", str(cache), "--format", "parquet"]) == 0
+    found = parquet.read_table(cache / "curated" / "duplicates.parquet")
+    assert found.num_rows == 8 and "leaks" not in capsys.readouterr().out
+    assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 200
+    assert main(["curate", str(cache), "--duplicates", "0.3", "--label", "3"]) == 0
+    assert main(["curate", str(cache), "--duplicates", "0.3"]) == 0
+    assert csv.read_csv(cache / "curated" / "duplicates.csv").num_rows > 8
+    assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == 3
+
+
+@fault(171)
+@pytest.mark.parametrize(("unknown", "given"), [(2, 2), (50, 20), (0, 20)])
+def test_more_to_label_than_lack_one_gives_those_that_do(tmp_path, capsys, unknown, given):
+    x, labels = distinct(50)
+    labels[:unknown] = -1
+    cache = write(tmp_path / "cache", x, labels=labels, class_names=list("abcdefgh")).folder
+    assert main(["curate", str(cache), "--label", "20"]) == 0
+    assert csv.read_csv(cache / "curated" / "label_next.csv").num_rows == given
+    assert ("all without a label" in capsys.readouterr().out) == (given == 2)
+    if unknown < 50:
+        named = csv.read_csv(cache / "curated" / "labels.csv")
+        assert {*named["label"].to_pylist(), *named["suggested"].to_pylist()} <= {*"abcdefgh"}
+
+
+@fault(172)
+@pytest.mark.parametrize(
+    "odd", ["x\ny.png", "x\r\ny", "\u2028", '"x"', "=cmd|' /C calc'!A0", "\tx"]
+)
+def test_no_name_forges_a_line_of_kept_or_a_formula_of_a_table(tmp_path, odd):
+    names = [odd, *(f"{i}.png" for i in range(49))]
+    cache = write(tmp_path / "cache", distinct(50)[0], ids=names).folder
+    assert main(["curate", str(cache)]) == 0
+    lines = (cache / "curated" / "kept.txt").read_text().splitlines()
+    assert len(lines) == 50 and lines[1:] == names[1:]
+    assert (json.loads(lines[0]) if lines[0] != odd else lines[0]) == odd
+    parsed = csv.ParseOptions(newlines_in_values=True)
+    table = csv.read_csv(cache / "curated" / "outliers.csv", None, parsed)
+    cell = table["file"][table["row"].to_pylist().index(0)].as_py()
+    assert from_cell(cell) == odd and cell[0] not in "=+-@\t\r\n"
+
+
+@pytest.mark.parametrize("edit", ["kept.txt", "mine.txt", "written.json"])
+def test_what_someone_else_wrote_is_replaced_by_force_alone(tmp_path, capsys, edit):
+    cache = write(tmp_path / "cache", distinct(50)[0]).folder
+    assert main(["curate", str(cache)]) == 0
+    (cache / "curated" / edit).write_text("edited")
+    assert main(["curate", str(cache)]) == 2
+    name = "duplicates.csv" if edit == "written.json" else edit
+    assert f"{name} exists, and was not written by curate, or edited" in told(capsys)
+    assert (cache / "curated" / edit).read_text() == "edited"
+    assert main(["curate", str(cache), "--force"]) == 0
+    assert len((cache / "curated" / "kept.txt").read_text().splitlines()) == 50
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--label", "3"], "curate takes the folder first, and --label came"),
+        (["nowhere"], "nowhere is no folder"),
+        (["{}", "--rule", "best"], "--rule is 'best'; expected one of first, typical"),
+        (["{}", "--format", "xlsx"], "--format is 'xlsx'; expected one of csv, parquet"),
+        (["{}", "--duplicates", "near"], "--duplicates is 'near'; expected auto or a cosine"),
+        (["{}", "--duplicates", "7"], "--duplicates is '7'; expected auto or a cosine"),
+        (["{}", "--label", "0"], "--label is 0; expected at least 1"),
+        (["{}", "--label", "400"], "400 samples to label were asked for; expected 1 to 50"),
+        (["{}", "--colour", "red"], "curate has no --colour; expected --split, --duplicates"),
+        (["{}", "--out", "a\0b"], "holds a NUL, which no path"),
+        (["{}", "--images"], "--images needs a run, and"),
+        (["{}", "--exclude"], "--exclude needs a run, and"),
+        (["{}", "--split", "val"], "nor a cache of the split val (no embeddings_val.json)"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_writes_nothing(tmp_path, capsys, words, message):
+    cache = write(tmp_path / "cache", distinct(50)[0]).folder
+    assert main(["curate", *(word.format(cache) for word in words)]) == 2
+    assert message in told(capsys)
+    assert not (cache / "curated").exists()
+
+
+@fault(130)
+def test_a_run_whose_embeddings_are_others_by_now(photo_run, tmp_path, capsys):
+    copy = shutil.copytree(photo_run, tmp_path / "copy")
+    text = (copy / "config.json").read_text()
+    folder = Samples(photo_run).settings["EMBEDDINGS_DIR"]
+    (copy / "config.json").write_text(text.replace(folder, str(tmp_path / "other")))
+    write(Path(tmp_path / "other"), distinct(50)[0])
+    assert main(["curate", str(copy)]) == 2
+    assert "holds other samples (50) than" in told(capsys)
+
+
+def test_help(capsys):
+    assert main(["curate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in ("duplicates", "rule", "label", "images", "out"))

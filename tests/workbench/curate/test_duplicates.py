@@ -1,0 +1,158 @@
+"""Copies of samples: all that were put in, none where there are none, the same in any blocks."""
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_kd.errors import InputError
+from ssl_kd.workbench.curate import RULES, label_next, near_duplicates, outliers
+from tests.workbench.curate.stores import distinct, write
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """400 distinct rows, then copies of 0 ... 29 with a little noise, then three equals of 40."""
+    x, _ = distinct()
+    rng = np.random.default_rng(1)
+    near = x[:30] + 0.01 * rng.normal(size=(30, x.shape[1]))
+    return write(tmp_path_factory.mktemp("copied"), np.concatenate([x, near, x[[40, 40, 40]]]))
+
+
+def as_lists(groups):
+    return [rows.tolist() for rows in groups]
+
+
+def test_all_copies_are_found_and_nothing_else(copied):
+    found = near_duplicates(copied)
+    expected = [[row, 400 + row] for row in range(30)] + [[40, 430, 431, 432]]
+    assert as_lists(found.groups()) == expected
+    assert as_lists(found.exact) == [[40, 430, 431, 432]]
+    assert found.kept().sum() == 400 and found.kept()[:400].all()
+    assert found.similarity[found.pairs()].min() > 0.99
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dim", [2, 16, 64])
+def test_no_copy_is_invented(tmp_path, dim, seed):
+    x, _ = distinct(300, dim, seed=seed)
+    # One in a hundred sets of distinct samples may hold a pair that is closer than chance.
+    assert len(near_duplicates(write(tmp_path, x)).groups()) <= (1 if dim == 2 else 0)
+
+
+def test_the_size_of_the_blocks_changes_nothing(copied):
+    whole, small = near_duplicates(copied), near_duplicates(copied, block_bytes=1 << 12)
+    for name in ("first", "second", "similarity", "chance", "first_equal"):
+        assert np.array_equal(getattr(whole, name), getattr(small, name)), name
+    assert whole.floor == small.floor
+
+
+def test_thresholds_nest(copied):
+    found = near_duplicates(copied, floor=0.5)
+    before = None
+    for threshold in (1.0, 0.9999, 0.99, 0.9, 0.7, 0.5):
+        labels = found.labels(threshold)
+        if before is not None:  # who was together stays together
+            assert (labels[before] == labels).all()
+        before = labels
+    assert len(found.groups(0.5)) < len(found.groups(0.99))
+    with pytest.raises(InputError, match=r"threshold is 0\.4; expected a cosine of 0\.5000 to 1"):
+        found.groups(0.4)
+
+
+def test_pairs_above_a_floor_are_all_pairs(tmp_path):
+    x, _ = distinct(60, 8)
+    store = write(tmp_path, x)
+    found = near_duplicates(store, floor=0.8)
+    units = torch.nn.functional.normalize(torch.from_numpy(x), dim=1)
+    cosines = (units @ units.T).numpy()
+    truth = {(i, j) for i in range(60) for j in range(i + 1, 60) if cosines[i, j] >= 0.8}
+    chosen = found.pairs(0.8)
+    pairs = set(zip(found.first[chosen].tolist(), found.second[chosen].tolist(), strict=True))
+    assert pairs == truth  # nobody has more than 20 that near
+    assert np.allclose(found.similarity, cosines[found.first, found.second], atol=1e-6)
+
+
+def test_more_equals_than_neighbours(tmp_path):
+    """Two crowds of equals that are near copies of each other, and rows that are not."""
+    x, _ = distinct(200)
+    crowd = np.concatenate([np.repeat(x[:1], 50, 0), np.repeat(x[:1] + 0.005, 50, 0)])
+    found = near_duplicates(write(tmp_path, np.concatenate([x, crowd])))
+    assert as_lists(found.exact) == [[0, *range(200, 250)], [*range(250, 300)]]
+    assert as_lists(found.groups(0.999)) == as_lists(found.groups()) == [[0, *range(200, 300)]]
+    assert found.kept(0.999).sum() == 200
+
+
+def test_equal_files_are_copies_whatever_their_embeddings(tmp_path):
+    x, _ = distinct(100)
+    same = np.arange(100)
+    same[70] = 5
+    found = near_duplicates(write(tmp_path, x), same=same)
+    assert as_lists(found.exact) == as_lists(found.groups()) == [[5, 70]]
+
+
+def test_which_copy_stays(tmp_path):
+    x, y = distinct(300)
+    direction = np.zeros_like(x[0])
+    direction[0] = 0.02
+    copies = np.stack([x[0] + direction, x[0] + 2 * direction])
+    store = write(tmp_path, np.concatenate([x, copies]))
+    found = near_duplicates(store)
+    assert as_lists(found.groups(0.9995)) == [[0, 300, 301]]
+
+    def kept(rule, **more):
+        return np.flatnonzero(found.kept(0.9995, rule, **more)[[0, 300, 301]]).tolist()
+
+    assert kept("first") == [0]
+    assert kept("typical") == [1]
+    assert kept("largest", sizes=np.r_[np.zeros(300), 5, 7]) == [2]
+    clusters = np.r_[y, y[0], y[0]]
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    three = np.stack([x[0], *copies])
+    three /= np.linalg.norm(three, axis=1, keepdims=True)
+    centre = unit[y == y[0]].sum(0) + three[1:].sum(0)
+    assert kept("semdedup", clusters=clusters) == [int((three @ centre).argmin())]
+    assert len(kept("semdedup")) == 1
+    with pytest.raises(InputError, match=f"rule is 'best'; expected one of {', '.join(RULES)}"):
+        found.kept(None, "best")
+    with pytest.raises(InputError, match="needs the sizes of the images"):
+        found.kept(None, "largest")
+
+
+def test_one_row_and_two(tmp_path):
+    one = near_duplicates(write(tmp_path / "one", [[1.0, 2.0]]))
+    assert len(one) == 0 and one.groups() == [] and one.kept().tolist() == [True]
+    two = near_duplicates(write(tmp_path / "two", [[1.0, 2.0], [1.0, 2.0]]))
+    assert as_lists(two.exact) == as_lists(two.groups()) == [[0, 1]]
+    assert two.kept().tolist() == [True, False]
+
+
+def test_all_rows_the_same(tmp_path):
+    found = near_duplicates(write(tmp_path, np.ones((120, 4))))
+    assert as_lists(found.exact) == as_lists(found.groups()) == [list(range(120))]
+    assert len(found) == 119 and found.kept().sum() == 1
+
+
+def test_a_row_that_is_not_finite_is_named(tmp_path):
+    store = write(tmp_path, distinct(150)[0])
+    whole = type(store).gather
+
+    class Damaged(type(store)):
+        def gather(self, rows):
+            x = whole(self, rows)
+            x[rows == 7] = torch.nan
+            return x
+
+    store.__class__ = Damaged
+    for look in (near_duplicates, label_next, outliers):
+        with pytest.raises(InputError, match="row 7 .*is not finite"):
+            look(store)
+
+
+def test_the_table_of_groups(copied):
+    found = near_duplicates(copied)
+    table = found.frame()
+    assert table.num_rows == 64 and table.column("kept").to_pylist().count(True) == 31
+    last = table.slice(60).to_pydict()
+    assert last["group"] == [40] * 4 and last["row"] == [40, 430, 431, 432]
+    assert last["file"][1] == "train/430.png" and last["exact"] == [True] * 4
+    assert last["size"] == [4] * 4 and last["similarity"] == [1.0] * 4

@@ -1,0 +1,374 @@
+"""The server: what it gives, to whom, and what it refuses."""
+
+import http.client
+import io
+import json
+import re
+import socket
+import tempfile
+import threading
+import time
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_kd.errors import InputError
+from ssl_kd.workbench.explore import server as module
+from ssl_kd.workbench.explore.server import ExploreServer, serve
+from ssl_kd.workbench.finished import Curation, Samples
+from tests.faults.matrix import row as fault
+
+
+def ask(server, method, path, body=None, **headers):
+    """An answer to the page, which has the cookie; `Cookie=""`: to somebody else."""
+    headers = {"Cookie": f"{server.cookie}={server.token}"} | headers
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content, answer.headers
+
+
+def test_the_page_its_data_and_a_token_of_its_own(server):
+    status, page, headers = ask(server, "GET", "/")
+    assert status == 200 and f'name="token" content="{server.token}"'.encode() in page
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert ask(server, "GET", "/plot.js")[2]["Content-Type"].startswith("text/j")
+    meta = json.loads(ask(server, "GET", "/data/meta.json")[1])
+    clusters = np.frombuffer(ask(server, "GET", "/data/cluster.i32")[1], np.int32)
+    assert np.array_equal(clusters, server.samples.column("cluster"))
+    assert meta["sheets"] is None and "neighbours" not in meta["columns"]
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_images_and_neighbours_on_demand(server):
+    samples = server.samples
+    status, data, headers = ask(server, "GET", "/api/image/3")
+    image = Image.open(io.BytesIO(data))
+    assert status == 200 and headers["Content-Type"] == "image/jpeg" and image.size == (320, 320)
+    near = json.loads(ask(server, "GET", "/api/neighbours/3")[1])
+    x = samples.embeddings(range(len(samples))).double()
+    x = x / x.norm(dim=1, keepdim=True)
+    closeness = x @ x[3]
+    closeness[3] = -1
+    assert len(near) == 12 and 3 not in near
+    assert closeness[near].tolist() == sorted(closeness.tolist(), reverse=True)[:12]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../config.json",
+        "/data/../../config.json",
+        "/data/%2e%2e/config.json",
+        "/data//etc/passwd",
+        "//etc/passwd",
+        "/data/",
+        "/page/explore.js",
+        "/api/image/-1",
+        "/api/image/99999",
+        "/api/image/1/../../config.json",
+        "/api/image/%D9%A3",
+        "/api/neighbours/x",
+        "/api/search",
+    ],
+)
+@fault(131)
+def test_nothing_else_is_there(server, path):
+    status, content, _ = ask(server, "GET", path)
+    assert status == 404 and set(json.loads(content)) == {"error"}
+
+
+def test_search_by_an_image_of_ones_own(server):
+    target = io.BytesIO()
+    server.samples.image(7).save(target, "PNG")
+    status, data, _ = ask(server, "POST", "/api/search", target.getvalue(), X_Token=server.token)
+    rows = json.loads(data)["rows"]
+    same = server.samples.column("cluster")[rows[:5]] == server.samples.column("cluster")[7]
+    assert status == 200 and rows[0] == 7 and len(rows) == 24 and same.all()
+    status, data, _ = ask(server, "POST", "/api/search", b"no image", X_Token=server.token)
+    assert status == 400 and json.loads(data)["error"].startswith("the image: Unidentified")
+    name = quote("Äpfel <1>\n.png")
+    headers = {"X_Token": server.token, "X_File_Name": name}
+    status, data, _ = ask(server, "POST", "/api/search", b"no image", **headers)
+    said = json.loads(data)["error"]
+    assert status == 400 and said == (
+        r"Äpfel <1>\n.png: UnidentifiedImageError: cannot identify image file"
+    )
+
+
+def post(server, said, **headers):
+    given = {"X_Token": server.token} | headers
+    status, data, _ = ask(server, "POST", "/api/curation", json.dumps(said), **given)
+    return status, json.loads(data)
+
+
+def test_decisions_are_lines_in_the_run(server, run):
+    rows = np.flatnonzero(server.samples.column("cluster") == 0)[:5].tolist()
+    for said in (
+        {"do": "rename", "cluster": 0, "name": "zeros"},
+        {"do": "merge", "clusters": [1, 2]},
+        {"do": "split", "cluster": 0, "rows": rows, "new": None, "name": "some"},
+        {"do": "split", "cluster": 1},
+        {"do": "move", "rows": rows[:1], "into": 0},
+        {"do": "move", "rows": rows[1:2], "new": None},
+        {"do": "exclude", "rows": rows[2:3]},
+    ):
+        status, answer = post(server, said)
+        assert status == 200 and answer["lines"][-1]["do"] == said["do"]
+    status, answer = post(server, {"do": "undo", "of": answer["lines"][0]["id"]})
+    curation = Curation.open(run)
+    assert status == 200 and answer["lines"] == curation.lines and len(curation.lines) == 8
+    assert curation.names == {1000: "some"} and curation.excluded.sum() == 1
+    assert json.loads(ask(server, "GET", "/api/curation")[1])["lines"] == curation.lines
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"do": "rename", "cluster": 77, "name": "x"}, "no cluster 77"),
+        ({"do": "rename", "cluster": 0}, "rename does not say .* it has 'cluster'; expected"),
+        ({"do": "rename", "cluster": 0, "name": "x", "parts": 5}, "rename does not say what"),
+        ({"do": "rename", "cluster": True, "name": "x"}, "cluster: expected a number"),
+        ({"do": "rename", "cluster": "0", "name": "x"}, "not '0'"),
+        ({"do": "rename", "cluster": 0, "name": "x" * 201}, "name: expected one line"),
+        ({"do": "merge", "clusters": 4}, "clusters: expected numbers of clusters"),
+        ({"do": "merge", "clusters": [1, 2.0]}, "clusters: expected numbers of clusters"),
+        ({"do": "split", "cluster": 0, "rows": ["x"], "new": None}, "rows: expected numbers"),
+        ({"do": "split", "cluster": 0, "rows": [1], "new": 1000}, "new: expected null, not 1000"),
+        ({"do": "split", "cluster": 0, "level": "level_2", "parts": []}, "split does not say"),
+        ({"do": "move", "rows": [[1], [2, 3]], "new": None}, "rows: expected numbers"),
+        ({"do": "move", "rows": [0, 0], "new": None}, "each once"),
+        ({"do": "exclude", "rows": [10**6]}, "there is no sample 1000000"),
+        ({"do": "exclude", "rows": [0], "id": "0" * 12}, "exclude does not say"),
+        ({"do": "apply", "path": "/etc/passwd"}, "'apply' is no decision"),
+        ({"do": {}}, "{} is no decision"),
+        ([1], r"it is \[1\]; expected an object"),
+        (None, "it is None"),
+        ({"do": "undo", "of": {}}, "of: expected one line"),
+        ({"do": "undo", "of": "x"}, "no decision before it"),
+    ],
+)
+@fault(155)
+def test_a_decision_that_cannot_be_is_refused_in_a_line(server, run, asked, why):
+    status, answer = post(server, asked)
+    assert status == 400 and re.search(why, answer["error"]) and "\n" not in answer["error"]
+    with pytest.raises(InputError, match=why):
+        server.curation.decide(asked)
+    assert not (run / "curation.jsonl").exists()
+
+
+@fault(131)
+def test_another_site_decides_nothing(server, run):
+    said = {"do": "rename", "cluster": 0, "name": "x"}
+    port = server.server_port
+    assert post(server, said, X_Token="guess")[0] == 403
+    assert post(server, said, X_Token="")[0] == 403
+    assert post(server, said, Origin="http://evil.example")[0] == 403
+    assert post(server, said, Origin="null")[0] == 403
+    assert post(server, said, Host="evil.example")[0] == 403
+    assert ask(server, "GET", "/", Host=f"evil.example:{port}")[0] == 403
+    assert ask(server, "POST", "/api/search", b"", X_Token="é")[0] == 403
+    assert not (run / "curation.jsonl").exists()
+    assert post(server, said, Origin=f"http://127.0.0.1:{port}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/explore.html", "/explore.js", "/data/files.txt", "/api/curation", "/api/image/1", "/x"],
+)
+@fault(157)
+def test_without_the_address_that_was_printed_there_is_nothing_to_see(server, path):
+    others = [
+        *({"Cookie": ""}, {"Cookie": f"{server.cookie}=x"}, {"Cookie": f"other={server.token}"}),
+        *({"Cookie": server.cookie}, {"Cookie": "", "X_Token": "é"}),
+    ]
+    for headers in others:
+        status, content, answer = ask(server, "GET", path, **headers)
+        assert status == 403 and len(content) < 200 and "Set-Cookie" not in answer
+        assert "printed, with its token" in json.loads(content)["error"]
+    for query in (
+        "?token=",
+        "?token=x",
+        f"?Token={server.token}",
+        "?token=%FF",
+        f"?{server.token}",
+    ):
+        assert ask(server, "GET", path + query, Cookie="")[0] == 403
+
+
+@fault(157)
+def test_the_printed_address_opens_the_page_and_all_that_it_loads(server):
+    path = server.url.removeprefix(f"http://127.0.0.1:{server.server_port}")
+    status, page, headers = ask(server, "GET", path, Cookie="")
+    kept, *about = headers["Set-Cookie"].split("; ")
+    assert status == 200 and {"HttpOnly", "SameSite=Strict"} <= set(about)
+    assert kept == f"{server.cookie}={server.token}" and str(server.server_port) in server.cookie
+    for name in ("/", "/explore.js", "/data/meta.json", "/api/image/0"):
+        status, _, headers = ask(server, "GET", name, Cookie=f"a=b; ;{kept};c")
+        assert status == 200 and "Set-Cookie" not in headers
+    assert ask(server, "GET", path, Cookie="", Host=f"evil.example:{server.server_port}")[0] == 403
+    said = {"do": "rename", "cluster": 0, "name": "x"}
+    assert post(server, said, X_Token="")[0] == 403  # a cookie alone decides nothing
+
+
+def raw(server, text, seconds=20.0):
+    """What comes back for these bytes, until the server closes."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=seconds) as one:
+        one.sendall(text)
+        answer = b""
+        while part := one.recv(1 << 16):
+            answer += part
+    return answer
+
+
+REFUSED = {
+    "5,000 digits": (b"Content-Length: " + b"9" * 5000, 413),
+    "13 digits": (b"Content-Length: 1000000000000", 413),
+    "33 MiB": (b"Content-Length: 34603008", 413),
+    "below zero": (b"Content-Length: -1", 400),
+    "a sign": (b"Content-Length: +2", 400),
+    "other digits": ("Content-Length: \u00b2".encode("latin-1"), 400),
+    "hexadecimal": (b"Content-Length: 0x2", 400),
+    "a list": (b"Content-Length: 2, 2", 400),
+    "twice": (b"Content-Length: 2\r\nContent-Length: 2", 400),
+    "two lengths": (b"Content-Length: 2\r\nContent-Length: 3", 400),
+    "none": (b"X: y", 411),
+    "empty": (b"Content-Length: ", 400),
+    "chunks": (b"Transfer-Encoding: chunked", 411),
+    "chunks and a length": (b"Transfer-Encoding: chunked\r\nContent-Length: 2", 411),
+    "a line too long": (b"X: " + b"y" * 70_000, 431),
+    "too many lines": (b"\r\n".join(b"X%d: y" % k for k in range(200)), 431),
+    "two names of the server": (b"Host: evil.example\r\nContent-Length: 2", 403),
+    "no token": (b"X-Token: guess\r\nContent-Length: 2", 200),
+}
+
+
+@pytest.mark.parametrize(("header", "status"), REFUSED.values(), ids=REFUSED.keys())
+@fault(158)
+def test_a_length_that_is_none_is_refused_before_anything_is_read(server, run, header, status):
+    head = f"POST /api/curation HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n".encode()
+    token = b"X-Token: " + server.token.encode() + b"\r\n"
+    if status == 200:
+        status, token = 403, b""
+    answer = raw(server, head + token + header + b"\r\n\r\n{}")
+    assert answer.split()[1] == str(status).encode() and answer.count(b"HTTP/1.1") == 1
+    assert not (run / "curation.jsonl").exists() and ask(server, "GET", "/")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[" * 1_000_000, b'{"do":' * 200_000, b"[" + b"9" * 5000 + b"]", b"\xff", b"NaN",
+     b"\xef\xbb\xbf{}", b'{"do": "undo", "do": "undo", "of": "x"}', b"", b"null\0"],
+)  # fmt: skip
+@fault(158)
+def test_a_body_that_is_no_json_is_a_line(server, body):
+    status, answer, _ = ask(server, "POST", "/api/curation", body, X_Token=server.token)
+    said = json.loads(answer)["error"]
+    assert status == 400 and said.startswith("the decision is no JSON: ") and len(said) < 250
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        *((b"nonsense", b"400"), (b"\x16\x03\x01", b"400"), (b"GET / HTTP/9.9", b"505")),
+        *((b"GET //[::1 HTTP/1.1", b"403"), (b"GET http://[ HTTP/1.1", b"403")),
+        *((b"GET /?token=%ff&token=&&& HTTP/1.1", b"403"), (b"GET " + b"/" * 70_000, b"414")),
+    ],
+)
+def test_a_request_that_is_none_ends_no_server(server, line, status, capsys):
+    host = f"Host: 127.0.0.1:{server.server_port}".encode()
+    assert status in raw(server, line + b"\r\n" + host + b"\r\nConnection: close\r\n\r\n")
+    assert ask(server, "PUT", "/", "x")[0] == 501 and ask(server, "GET", "//[::1")[0] == 404
+    assert ask(server, "GET", "/")[0] == 200 and "Traceback" not in capsys.readouterr().err
+
+
+@fault(158)
+def test_clients_that_drip_are_let_go_and_others_answered_meanwhile(server, monkeypatch, capsys):
+    monkeypatch.setattr(module, "PATIENCE", 0.6)
+    slow = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(20)]
+    host = f"Host: 127.0.0.1:{server.server_port}\r\nX-Token: {server.token}\r\n".encode()
+    for k, one in enumerate(slow):
+        head = b"POST /api/curation HTTP/1.1\r\n" + host + b"Content-Length: 99\r\n\r\n"
+        one.sendall(head if k % 2 else b"GET / HTTP/1.1\r\n")
+    assert ask(server, "GET", "/")[0] == 200
+    end, gone = time.monotonic() + 15, 0
+    while gone < len(slow) and time.monotonic() < end:
+        time.sleep(0.15)
+        gone = 0
+        for one in slow:
+            try:
+                one.sendall(b"x")
+                one.settimeout(0.001)
+                gone += one.recv(1000) == b""
+            except TimeoutError:
+                pass
+            except OSError:
+                gone += 1
+    assert gone == len(slow) and "Traceback" not in capsys.readouterr().err
+    for one in slow:
+        one.close()
+
+
+@fault(159)
+def test_nothing_is_under_the_temporary_folder_while_it_serves(run, tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (run / ".map.pt.0123abcd.tmp").write_bytes(b"half")
+    with ExploreServer(Samples(run)) as server:
+        assert list((tmp_path / "tmp").iterdir()) == [] and len(server.data) > 4
+    assert [path.name for path in run.glob(".*.tmp")] == []
+
+
+@fault(128)
+def test_many_tabs_decide_and_read_at_once(server, run):
+    """As two tabs do: no answer is a fault of the server, and no decision is lost."""
+    answers = []
+
+    def tab(k):
+        for n in range(5):
+            answers.append(post(server, {"do": "rename", "cluster": k % 3, "name": f"{k} {n}"})[0])
+            answers.append(ask(server, "GET", "/api/curation")[0])
+
+    tabs = [threading.Thread(target=tab, args=(k,)) for k in range(6)]
+    for one in tabs:
+        one.start()
+    for one in tabs:
+        one.join()
+    assert answers == [200] * 60 and len(Curation.open(run).lines) == 30
+
+
+@fault(160)
+def test_decisions_stay_with_the_run_that_was_opened(run, tmp_path):
+    latest = tmp_path / "latest"
+    latest.symlink_to(run)
+    (tmp_path / "next").mkdir()
+    curation = Curation.open(latest)
+    latest.unlink()
+    latest.symlink_to(tmp_path / "next")
+    curation.rename(0, "zeros")
+    assert list((tmp_path / "next").iterdir()) == []
+    assert Curation.open(run).names == {0: "zeros"}
+
+
+def test_a_port_that_is_taken(server, run):
+    with pytest.raises(InputError, match=r"port \d+ cannot be had .*--port 0 takes any"):
+        ExploreServer(Samples(run), server.server_port)
+
+
+def test_a_curation_that_is_damaged_is_said_before_anything_is_served(run):
+    (run / "curation.jsonl").write_text("half a li")
+    with pytest.raises(Exception, match=r"curation\.jsonl, line 1: it is cut off"):
+        serve(Samples(run), 0, opened=lambda url: pytest.fail("served"))
+
+
+def test_an_image_that_is_gone_is_a_line(server, monkeypatch):
+    def gone(row):
+        raise FileNotFoundError("x.png is no longer in photos")
+
+    monkeypatch.setattr(server.samples, "image", gone)
+    status, data, _ = ask(server, "GET", "/api/image/1")
+    assert status == 400 and json.loads(data) == {"error": "x.png is no longer in photos"}

@@ -1,0 +1,116 @@
+"""Folders of links: whatever files are called, started again, and nothing overwritten."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssl_kd.errors import InputError
+from ssl_kd.workbench.export import Content, export, folders
+from ssl_kd.workbench.finished import Samples
+from ssl_kd.workbench.naming import Name, Names
+from tests.faults.matrix import row as fault
+
+
+@pytest.fixture
+def content(photo_run):
+    names = {0: Name("a/b\n.."), 1: Name("ring"), 2: Name("ü" * 200)}
+    return Content.of(Samples(photo_run), names=Names({"cluster": names}))
+
+
+@pytest.mark.parametrize("link", ["symlink", "hardlink", "copy"])
+def test_each_picture_is_in_the_folder_of_its_cluster(content, tmp_path, link):
+    out = export(content, "folders", tmp_path / "out", link=link)
+    assert sorted(p.name for p in out.iterdir() if p.is_dir())[:2] == ["0 a_b_", "1 ring"]
+    for cluster in range(3):
+        (folder,) = out.glob(f"{cluster} *")
+        rows = np.flatnonzero(content.clusters == cluster)
+        expected = sorted(content.samples.image_file(row).read_bytes() for row in rows)
+        assert sorted(p.read_bytes() for p in folder.iterdir()) == expected
+        files = [content.samples.image_file(rows[0])]
+        place = folder / files[0].name
+        assert place.is_symlink() == (link == "symlink")
+        assert place.samefile(files[0]) == (link != "copy")
+
+
+@fault(135)
+def test_files_of_one_name_and_hostile_ones(photo_run, tmp_path):
+    samples = Samples(photo_run)
+    config = json.loads((photo_run / "config.json").read_text())
+    photos = tmp_path / "photos"
+    shutil.copytree(config["settings"]["DATASET"], photos)
+    table = samples.table
+    files = table.column("file").to_pylist()
+    train = [i for i, s in enumerate(table.column("split").to_pylist()) if s == "train"][:5]
+    new = ["one/same.png", "two/same.png", "two/SAME.png", "n\new.png", "a..png"]
+    for row, name in zip(train, new, strict=True):
+        place = photos / "train" / name
+        place.parent.mkdir(exist_ok=True)
+        shutil.move(photos / "train" / files[row], place)
+        files[row] = name
+    column = table.column_names.index("file")
+    samples.table = table.set_column(column, "file", [files])
+    samples.config["settings"]["DATASET"] = str(photos)
+    clusters = np.zeros(len(samples), np.int64)
+    content = Content(samples, np.array(train), clusters)
+    out = export(content, "folders", tmp_path / "out")
+    found = {p.name: os.readlink(p) for p in (out / "0").iterdir()}
+    expected = ["same.png", "same (2).png", "SAME (3).png", "n_ew.png", "a..png"]
+    for name, row in zip(expected, train, strict=True):
+        assert found.pop(name) == str(samples.image_file(row).absolute())
+    assert not found
+
+
+@fault(133)
+def test_it_goes_on_where_it_was_interrupted(content, tmp_path, monkeypatch):
+    put, done = folders._put, []
+
+    def failing(place, file, link):
+        if len(done) == 20:
+            raise OSError(28, "No space left on device")
+        done.append(place)
+        put(place, file, link)
+
+    monkeypatch.setattr(folders, "_put", failing)
+    with pytest.raises(OSError, match="No space"):
+        export(content, "folders", tmp_path / "out", link="copy")
+    monkeypatch.setattr(folders, "_put", lambda p, f, link: (done.append(p), put(p, f, link)))
+    out = export(content, "folders", tmp_path / "out", link="copy")
+    assert len(done) == len(content) == len(set(done))
+    assert sum(1 for p in out.rglob("*.png")) == len(content)
+
+
+@fault(135)
+def test_nothing_is_overwritten(content, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("all of it")
+    with pytest.raises(InputError, match="is not this export begun before"):
+        export(content, "folders", mine)
+    assert [p.name for p in mine.iterdir()] == ["thesis.txt"]
+    out = export(content, "folders", tmp_path / "out")
+    with pytest.raises(InputError, match="is not this export begun before"):
+        export(content, "folders", out, link="copy")
+    place = next((out / "1 ring").iterdir())
+    place.unlink()
+    place.write_text("mine")
+    with pytest.raises(InputError, match="is in the way"):
+        export(content, "folders", out)
+    assert place.read_text() == "mine"
+    with pytest.raises(InputError, match="--link is 'sym', not .*symlink"):
+        export(content, "folders", Path(tmp_path / "new"), link="sym")
+
+
+@fault(174)
+def test_a_copy_of_the_same_size_and_another_content_is_in_the_way(content, tmp_path):
+    out = export(content, "folders", tmp_path / "out", link="copy")
+    place = next((out / "1 ring").iterdir())
+    before = place.read_bytes()
+    place.write_bytes(bytes(len(before)))
+    with pytest.raises(InputError, match="is in the way"):
+        export(content, "folders", out, link="copy")
+    place.write_bytes(before)
+    export(content, "folders", out, link="copy")

@@ -1,0 +1,182 @@
+"""What the other programs read: by their own code where it is installed, else by its rules."""
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from huggingface_hub import DatasetCard, ModelCard
+from PIL import Image
+from pyarrow import parquet
+
+from ssl_kd.errors import InputError
+from ssl_kd.estimator import MultiHeadClusterer
+from ssl_kd.workbench.export import Content, export
+from ssl_kd.workbench.finished import Samples
+from ssl_kd.workbench.naming import Name, Names
+from tests.faults.matrix import row as fault
+
+RING = 'ring "o" <&>'
+
+
+@pytest.fixture
+def content(photo_run):
+    return Content.of(Samples(photo_run), names=Names({"cluster": {1: Name(RING)}}))
+
+
+def rows_of(content):
+    return [row for batch in content.batches(1000) for row in batch.to_pylist()]
+
+
+def test_fiftyone_has_the_documented_layout(content, tmp_path):
+    out = export(content, "fiftyone", tmp_path / "out")
+    metadata = json.loads((out / "metadata.json").read_text())
+    samples = json.loads((out / "samples.json").read_text())["samples"]
+    fields = {field["name"]: field for field in metadata["sample_fields"]}
+    assert fields["cluster"]["embedded_doc_type"] == "fiftyone.core.labels.Classification"
+    assert fields["outlier"]["ftype"] == "fiftyone.core.fields.FloatField"
+    assert len({sample["_id"]["$oid"] for sample in samples}) == len(content)
+    for sample, row in zip(samples, rows_of(content), strict=True):
+        assert sample["filepath"].endswith(row["file"]) and sample["tags"] == [row["split"]]
+        assert sample["cluster"]["label"] == row["cluster_name"]
+        assert sample["cluster"]["confidence"] == row["confidence"]
+        assert sample["label"]["label"] == row["label"]
+        assert sample["second"] == row["second"]
+        assert set(sample) <= {"_id", "_media_type", "_rand"} | set(fields)
+
+
+def test_a_column_that_begins_with_null_is_a_field_of_fiftyones(photo_run, tmp_path):
+    samples = Samples(photo_run)
+    scores = np.array([None, *map(float, range(1, len(samples)))], dtype=object)
+    nothing = np.full(len(samples), None)
+    content = Content.of(samples, columns={"score": scores, "nothing": nothing})
+    out = export(content, "fiftyone", tmp_path / "out")
+    fields = json.loads((out / "metadata.json").read_text())["sample_fields"]
+    kinds = {field["name"]: field["ftype"].rpartition(".")[2] for field in fields}
+    assert kinds["score"] == "FloatField" and "nothing" not in kinds
+    found = json.loads((out / "samples.json").read_text())["samples"]
+    assert [sample["score"] for sample in found] == list(scores)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the other program
+def test_fiftyone_reads_it(content, tmp_path, monkeypatch):
+    mongomock = pytest.importorskip("mongomock")  # in place of the server that it would start
+    pymongo = pytest.importorskip("pymongo")
+    ServerStore = pytest.importorskip("mongomock.store").ServerStore
+    store = (
+        ServerStore.get_server_by_address("localhost", 27017)
+        if hasattr(ServerStore, "get_server_by_address")
+        else ServerStore()
+    )
+
+    class Client(mongomock.MongoClient):
+        _closed = False
+
+        def __init__(self, *_, **__):
+            super().__init__("mongodb://localhost:27017", _store=store)
+
+        def server_info(self):
+            return {"version": "7.0.0", "versionArray": [7, 0, 0, 0]}
+
+    monkeypatch.setattr(pymongo, "MongoClient", Client)
+    monkeypatch.setenv("FIFTYONE_DO_NOT_TRACK", "1")
+    monkeypatch.setenv("FIFTYONE_DATABASE_URI", "mongodb://localhost:27017")
+    monkeypatch.setenv("FIFTYONE_DATABASE_VALIDATION", "false")
+    fiftyone = pytest.importorskip("fiftyone")
+    out = export(content, "fiftyone", tmp_path / "out")
+    found = fiftyone.Dataset.from_dir(str(out), dataset_type=fiftyone.types.FiftyOneDataset)
+    assert len(found) == len(content) and found.media_type == "image"
+    for sample, row in zip(found, rows_of(content), strict=True):
+        assert sample.filepath.endswith(row["file"]) and sample.tags == [row["split"]]
+        assert sample.cluster.label == row["cluster_name"]
+        assert sample.cluster.confidence == row["confidence"]
+        assert sample.outlier == row["outlier"]
+
+
+def tasks_of(out):
+    return json.loads((out / "tasks.json").read_text())
+
+
+def test_label_studio_tasks(content, tmp_path):
+    out = export(content, "label-studio", tmp_path / "out")
+    interface = ElementTree.parse(out / "label_config.xml").getroot()
+    choices = [choice.get("value") for choice in interface.iter("Choice")]
+    assert choices == ["0", RING, "2"]
+    for task, row in zip(tasks_of(out), rows_of(content), strict=True):
+        url = task["data"]["image"].removeprefix("/data/local-files/?d=")
+        assert " " not in url and ("/" + unquote(url)).endswith(row["file"])
+        (prediction,) = task["predictions"]
+        (result,) = prediction["result"]
+        assert result["value"]["choices"] == [row["cluster_name"]]
+        assert prediction["score"] == row["confidence"]
+    served = export(content, "label-studio", tmp_path / "served", url="https://a.org/p/")
+    assert tasks_of(served)[0]["data"]["image"] == "https://a.org/p/train/" + tasks_of(served)[0][
+        "data"
+    ]["file"].replace(" ", "%20")
+
+
+@fault(175)
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
+@pytest.mark.parametrize("url", [None, "https://a.org/p"])
+def test_a_file_name_that_is_no_utf8_is_a_url_of_its_bytes(content, tmp_path, monkeypatch, url):
+    odd = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9 \xf0.png"))
+    Image.new("L", (8, 8)).save(odd)
+    monkeypatch.setattr(Samples, "image_file", lambda self, row: odd)
+    out = export(content, "label-studio", tmp_path / "out", url=url)
+    image = tasks_of(out)[0]["data"]["image"]
+    assert image.endswith("caf%E9%20%F0.png") and unquote_to_bytes(image).endswith(
+        odd.name.encode("utf-8", "surrogateescape")
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # of the other program
+def test_label_studio_takes_them(content, tmp_path):
+    interface = pytest.importorskip("label_studio_sdk.label_interface")
+    out = export(content, "label-studio", tmp_path / "out")
+    own = interface.LabelInterface((out / "label_config.xml").read_text())
+    own.validate()
+    for task in tasks_of(out):
+        assert own.validate_task({"data": task["data"]})
+        for prediction in task["predictions"]:
+            assert own.validate_prediction(prediction, return_errors=True) == []
+
+
+def test_cards_say_the_numbers_of_the_run(content, tmp_path):
+    out = export(content, "hf-model", tmp_path / "model")
+    data: Any = ModelCard.load(out / "README.md").data
+    results = {(r.dataset_split, r.metric_type): r.metric_value for r in data.eval_results}
+    table = [row for row in content.samples.metrics["table"] if row["name"] == "consensus"]
+    for row in table:
+        for metric in ("acc", "nmi", "ari", "ami"):
+            assert results[row["split"], metric] == pytest.approx(row[metric], abs=1e-4)
+    x = content.samples.store("test").tensor()
+    own = MultiHeadClusterer.from_pretrained(content.samples.path).predict(x)
+    assert np.array_equal(MultiHeadClusterer.from_pretrained(out).predict(x), own)
+
+    out = export(content, "hf-dataset", tmp_path / "data")
+    card = DatasetCard.load(out / "README.md")
+    data = card.data
+    assert data.configs[0]["data_files"][0]["path"] == "clusters.parquet"
+    assert data.size_categories == ["n<1K"]
+    sizes = Counter(content.clusters.tolist())
+    assert f"| 1 | {RING} | {sizes[1]} |" in card.text
+    assert parquet.read_table(out / "clusters.parquet").num_rows == len(content)
+
+
+def test_a_run_without_labels_has_no_scores(content, tmp_path):
+    content.samples.metrics = {**content.samples.metrics, "table": []}
+    text = (export(content, "hf-model", tmp_path / "model") / "README.md").read_text()
+    assert "no scores" in text and "model-index" not in text
+
+
+def test_features_have_no_pictures(content, tmp_path, monkeypatch):
+    monkeypatch.setattr(Samples, "image_file", lambda self, row: None)
+    for to in ("folders", "fiftyone", "label-studio"):
+        with pytest.raises(InputError, match="no picture files of their own"):
+            export(content, to, tmp_path / to)

@@ -1,0 +1,71 @@
+"""A finished run's clusters are named, and what people called them stays."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from ssl_kd.errors import InputError
+from ssl_kd.workbench.finished import Samples, name_by_vocabulary, name_samples
+from ssl_kd.workbench.naming import Names
+
+SAYS = {"digit 0": "a ring", "digit 1": "one stroke", "digit 4": "an open fork"}
+
+
+@pytest.fixture
+def copied(photo_run, tmp_path):
+    return shutil.copytree(photo_run, tmp_path / "copy")
+
+
+def captions(samples: Samples) -> list[str]:
+    return [f"a drawing of {SAYS[label]}" for label in samples.column("label")]
+
+
+def test_from_captions_at_every_level(photo_run, tmp_path):
+    samples = Samples(photo_run)
+    names = name_samples(samples, captions(samples))
+    assert set(names.levels) == set(samples.levels)
+    own = {names.of("cluster", c) for c in range(3)}
+    assert {"ring", "stroke", "fork"} & set(" ".join(own).replace(",", "").split())
+    for of in names.levels.values():
+        texts = [name.text for name in of.values()]
+        assert len(set(texts)) == len(texts)
+    table = tmp_path / "captions.csv"
+    files, splits = samples.column("file"), samples.column("split")
+    lines = [f"{f},{s},{t}" for f, s, t in zip(files, splits, captions(samples), strict=True)]
+    table.write_text("\n".join(["file,split,caption", *lines]) + "\n")
+    assert name_samples(samples, table) == names
+
+
+def test_labels_give_no_names(photo_run):
+    samples = Samples(photo_run)
+    assert str(samples.column("file")[0]).startswith("digit ")  # the folders are the labels
+    names = name_samples(samples)
+    assert all(not of for of in names.levels.values()), "a number is all these files are called"
+
+
+def test_a_name_that_somebody_gave_stays(copied):
+    samples = Samples(copied)
+    names = name_samples(samples, captions(samples))
+    twin = names.of("cluster", 1)
+    names.edited({"cluster": {0: twin, 1: "mine"}}).save(copied)
+    again = name_samples(samples, captions(samples))
+    assert [again.of("cluster", c) for c in (0, 1)] == [twin, "mine"]
+    assert again.edits == Names.load(copied).edits
+
+
+def test_from_a_vocabulary_of_the_same_teacher_only(photo_run):
+    samples = Samples(photo_run)
+    x, clusters = samples.store().tensor().numpy(), samples.column("cluster")
+    words = [f"word {c}" for c in range(3)]
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    own = [unit[clusters[: len(x)] == c].mean(0) for c in range(3)]
+    spots = {f"a photo of a {word}": mean for word, mean in zip(words, own, strict=True)}
+
+    def encode(texts):
+        return np.stack([spots[text] for text in texts])
+
+    names = name_by_vocabulary(samples, words, encode, teacher="pixels")
+    assert [names.of("cluster", c) for c in range(3)] == words
+    with pytest.raises(InputError, match="are pixels's, and the words would be clip's"):
+        name_by_vocabulary(samples, words, encode, teacher="clip")
