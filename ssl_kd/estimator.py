@@ -41,7 +41,7 @@ from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import AUTO, VisionSettings
-from ssl_kd.vision.source import graph_rows
+from ssl_kd.vision.source import training_rows
 from ssl_kd.vision.train import train
 
 logger = logging.getLogger(__name__)
@@ -272,7 +272,8 @@ class MultiHeadClusterer(
         """Keep the model of these rows `[n, n_features]`, and what it makes of them."""
         auto = settings.n_clusters == AUTO
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        seen = x if (rows := graph_rows(len(x), settings)) is None else x[rows]
+        rows = training_rows(len(x), x.__getitem__, settings, None if auto else n_clusters)
+        seen = x if rows is None else x[rows]
         projection = Projection.fit(seen, settings.pca_dim)
         projected = projection(seen)
         k = min(settings.neighbours, len(seen) - 1)

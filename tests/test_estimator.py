@@ -606,7 +606,7 @@ def test_trains_on_a_gpu_and_predicts_on_the_cpu(blobs):
 @pytest.mark.parametrize("after", [1, 6])
 def test_an_interrupted_fit_keeps_the_answer_that_it_had_reached(blobs, monkeypatch, after):
     """Ctrl-C after so many partitions: of k-means alone, and with spectral and communities."""
-    x, y = blobs[0] * (1 + after), blobs[1]  # of other lengths: no crowd that was asked before
+    x, y = blobs[0][after:], blobs[1][after:]  # no crowd that was asked before
     formed, asked = [], ssl_kd.graph.crowd.in_order
 
     def in_order(clusters):
@@ -625,6 +625,23 @@ def test_an_interrupted_fit_keeps_the_answer_that_it_had_reached(blobs, monkeypa
     assert adjusted_rand_score(y, clusterer.labels_) > 0.9
     assert np.array_equal(clusterer.predict(x), clusterer.labels_)
     assert clusterer.n_iter_ == 25
+
+
+def test_neither_the_order_of_samples_nor_copies_change_the_answer():
+    x, y = load_digits(n_class=5, return_X_y=True)
+    x = x[:300].astype(np.float32)
+    r = np.random.default_rng(0)
+    order, turn = r.permutation(300), np.linalg.qr(r.normal(size=(64, 64)))[0]
+    labels = small(5).fit(x).labels_
+    assert np.array_equal(small(5).fit(x[order]).labels_, labels[order])
+    assert np.array_equal(small(5).fit(np.concatenate([x, x[7:9], x[7:8]])).labels_[:300], labels)
+    assert np.mean(small(5).fit(x @ turn).labels_ == labels) > 0.99
+    assert np.mean(small(5).fit(3 * x).labels_ == labels) > 0.99
+
+
+def test_copies_stay_where_there_are_few_others():
+    x = np.repeat(np.eye(8, dtype=np.float32), 10, 0)
+    assert len(set(small(8).fit(x).labels_)) == 8
 
 
 def test_a_second_interruption_of_a_fit_ends_it_at_once(blobs, monkeypatch):

@@ -62,7 +62,7 @@ def learn(
     together: Together | None,
 ) -> Learnt:
     """From embeddings to the model. Neighbours, pairs and projected embeddings end with it."""
-    source = Source(store, settings)
+    source = Source.fit(store, settings, n_clusters)
     neighbours, searched, found = _graph(
         settings, n_clusters, source, precision.device, clock, tell
     )
@@ -135,6 +135,7 @@ def _prepared(
         store.folder.resolve(),
         store.fingerprint,
         source.projection,
+        source.rows,
         n_clusters,
         None if mapped else neighbours,
         clusters,
@@ -174,7 +175,8 @@ def _neighbours(
     if source.whole:
         search = settings.neighbours_search
         return find_neighbours(source.store, k, search=search, device=device, progress=draw)
-    logger.info("the graph is that of a random %d of %d samples", source.n, source.store.n)
+    if source.n < source.store.n:
+        logger.info("the graph is that of %d of %d samples", source.n, source.store.n)
     if settings.neighbours_search == "ivf":
         logger.warning("NEIGHBOURS_SEARCH ivf is for METHOD heads: these are few enough to compare")
     embeddings = source.embeddings(torch.arange(source.n))

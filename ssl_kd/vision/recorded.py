@@ -163,6 +163,7 @@ class Found:
         store: the folder of the training embeddings, which every rank reads.
         fingerprint: of these.
         projection: how the heads see them.
+        rows: those of them that training sees, in this order; None: all.
         n_clusters: K.
         neighbours: `[n, k]` integer, nearest first; None: those kept beside the embeddings, which
             each rank maps.
@@ -174,6 +175,7 @@ class Found:
     store: Path
     fingerprint: Fingerprint
     projection: Projection
+    rows: Tensor | None
     n_clusters: int
     neighbours: Tensor | None
     clusters: Tensor | None
@@ -225,7 +227,8 @@ def _follow(
             "rank with the same flags and the same config.py"
         )
     store = EmbeddingStore.open(found.store, "train", expect=found.fingerprint, verify=False)
-    gather = Source(store, settings, found.projection).on(precision.device)
+    source = Source(store, found.projection, found.rows, settings.keep_in_memory_gib)
+    gather = source.on(precision.device)
     together.caught = signals.caught
     dim = found.projection.dim
     trainer = make_trainer(settings, dim, found.n_clusters, precision, together.heads)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ssl_kd.guard.memory import free_memory
@@ -21,43 +23,82 @@ PROJECTION_ROWS = 10_000
 GRAPH_ROWS = 10_000
 
 
-def graph_rows(n: int, settings: VisionSettings) -> Tensor | None:
-    """The samples that training sees: of very many a random part where a graph is searched.
+COPY = 1e-5  # of the mean distance from the mean: what is nearer to a row is a copy of it
+LEAST_DISTINCT = 64  # rows; with fewer no copy is left out
+
+
+def training_rows(
+    n: int, read: Gather, settings: VisionSettings, n_clusters: int | None
+) -> Tensor | None:
+    """The samples that training sees, and in which order.
+
+    Where a graph is searched these are the distinct ones, of very many a random part. They are
+    shuffled from an order that depends on their distance from their mean alone: neither the order
+    in which samples come nor a copy of one changes what is found.
 
     Args:
         n: samples there are.
+        read: embeddings of these by their numbers.
         settings: method, number of clusters and seed.
+        n_clusters: K, where that is known; with fewer distinct samples copies stay.
 
     Returns:
-        Their rows in order, int64; None: all of them.
+        Their numbers, int64; None: all of them, in the order in which they come.
     """
-    searched = settings.by_graph or settings.n_clusters == AUTO
-    return sample_rows(n, settings.seed, GRAPH_ROWS) if searched and n > GRAPH_ROWS else None
+    if not (settings.by_graph or settings.n_clusters == AUTO):
+        return None
+    rows = sample_rows(n, settings.seed, GRAPH_ROWS)
+    x = (read(rows) + 0.0).contiguous().numpy()  # -0.0 is 0.0
+    order = x.view(f"V{x.itemsize * x.shape[1]}").ravel().argsort(kind="stable")
+    order, apart = _outwards(x, order)
+    distinct = np.r_[True, apart > COPY]
+    if distinct.sum() >= max(LEAST_DISTINCT, n_clusters or 0):
+        order, _ = _outwards(x, order[distinct])  # around a mean that copies do not move
+    return rows[np.random.default_rng(0).permutation(order)]
+
+
+def _outwards(x: NDArray, order: NDArray) -> tuple[NDArray, NDArray]:
+    """These rows by their distance from their mean, and how far each is from the one before.
+
+    Distances are in units of the root mean square of those from the mean.
+    """
+    centred = x[order].astype(np.float64)
+    centred -= centred.mean(0)
+    from_mean = np.square(centred).sum(1)
+    by_distance = from_mean.argsort(kind="stable")
+    steps = np.diff(centred[by_distance], axis=0)
+    scale = max(from_mean.mean(), np.finfo(np.float64).tiny)
+    return order[by_distance], np.sqrt(np.square(steps).sum(1) / scale)
 
 
 class Source:
     """Embeddings as the heads see them: projected, in memory if they fit, else read from disk.
 
-    With METHOD graph a random sample of a very large store: the heads that learn its clusters tell
-    those of all others.
-
     Args:
         store: the embeddings.
-        settings: of the run.
-        projection: how the heads see them; None: fitted to a sample.
+        projection: how the heads see them.
+        rows: those that training sees, in this order; None: all.
+        keep_in_memory_gib: how much of them may be kept in memory.
     """
 
     def __init__(
-        self, store: EmbeddingStore, settings: VisionSettings, projection: Projection | None = None
+        self,
+        store: EmbeddingStore,
+        projection: Projection,
+        rows: Tensor | None,
+        keep_in_memory_gib: float,
     ) -> None:
-        self.store = store
-        self._rows = graph_rows(store.n, settings)
-        self.n = store.n if self._rows is None else len(self._rows)
-        if projection is None:
-            sample = store.gather(sample_rows(store.n, settings.seed, PROJECTION_ROWS))
-            projection = Projection.fit(sample, settings.pca_dim)
-        self.projection = projection
-        self._most_bytes = settings.keep_in_memory_gib * 2**30
+        self.store, self.projection, self.rows = store, projection, rows
+        self.n = store.n if rows is None else len(rows)
+        self._most_bytes = keep_in_memory_gib * 2**30
+
+    @classmethod
+    def fit(cls, store: EmbeddingStore, settings: VisionSettings, n_clusters: int | None) -> Source:
+        """The rows that `settings` ask for, by a projection that is fitted to a sample of them."""
+        rows = training_rows(store.n, store.gather, settings, n_clusters)
+        sample = sample_rows(store.n, settings.seed, PROJECTION_ROWS) if rows is None else rows
+        projection = Projection.fit(store.gather(sample), settings.pca_dim)
+        return cls(store, projection, rows, settings.keep_in_memory_gib)
 
     @cached_property
     def _held(self) -> Tensor | None:
@@ -76,11 +117,11 @@ class Source:
     @property
     def whole(self) -> bool:
         """Whether these are all rows of the store."""
-        return self._rows is None
+        return self.rows is None
 
     def embeddings(self, rows: Tensor) -> Tensor:
         """As the teacher gave them."""
-        return self.store.gather(rows if self._rows is None else self._rows[rows])
+        return self.store.gather(rows if self.rows is None else self.rows[rows])
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As `Gather`."""
