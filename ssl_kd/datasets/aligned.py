@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks, Frame, framed
-from ssl_kd.datasets.held import held
 from ssl_kd.datasets.packing import digest_of, padded
 from ssl_kd.datasets.segmentation import TextReader, align
+from ssl_kd.datasets.spill import SpilledSequence
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.datasets.vocabulary import SharedVocabulary, shared_vocabulary
 from ssl_kd.errors import InputError
@@ -259,7 +259,7 @@ def aligned_blocks(
                     + (f", without {lost} characters that no block can hold" if lost else "")
                 )
 
-    rows = held(cut_up())
+    rows = SpilledSequence(cut_up())
     if not rows:
         raise InputError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
     student, teacher = (

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.datasets.held import held
 from ssl_kd.datasets.packing import best_fit, digest_of, padded
 from ssl_kd.datasets.picture import Pictures
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import Rendered, check_located, render
 from ssl_kd.datasets.segmentation import check_fast
+from ssl_kd.datasets.spill import SpilledSequence
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import sent
@@ -219,7 +219,7 @@ class Document:
 class _Part(NamedTuple):
     """Tokens that see each other: a document, or a part of one that is longer than a block.
 
-    All of them are `held` before the rows are laid out: ids are int32, 5 bytes a token in all.
+    All of them are kept before the rows are laid out: ids are int32, 5 bytes a token in all.
     """
 
     ids: np.ndarray
@@ -288,7 +288,7 @@ def make_blocks(
                     lengths.append(len(piece.ids))
                     yield piece
 
-    pieces = held(cut_up())
+    pieces = SpilledSequence(cut_up())
     check_located(dataset.name, turns, left_out)
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")

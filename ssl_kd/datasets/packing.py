@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ssl_kd.datasets.held import table
+from ssl_kd.datasets.spill import filled_array
 
 
 def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
@@ -45,7 +45,7 @@ def padded(
     rows: Iterable[Sequence[np.ndarray]], shape: tuple[int, int], dtype: Any, padding: int = 0
 ) -> np.ndarray:
     """Rows of one length: the arrays of each one after the other, then padding."""
-    filled = table(*shape, dtype, padding)
+    filled = filled_array(*shape, dtype, padding)
     for row, arrays in zip(filled, rows, strict=True):
         whole = np.concatenate(arrays)
         row[: len(whole)] = whole

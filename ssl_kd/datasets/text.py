@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from ssl_kd.datasets.held import held
-from ssl_kd.datasets.named import DatasetUnavailable, DatasetUnreachable
+from ssl_kd.datasets.catalog import DatasetUnavailable, DatasetUnreachable
 from ssl_kd.datasets.records import Example, as_example
+from ssl_kd.datasets.spill import SpilledSequence
 from ssl_kd.datasets.text_files import (
     LONGEST,
     PLAIN,
@@ -78,7 +78,8 @@ class TextDataset:
             ValueError: nothing is left.
         """
         others = {_identity(example) for example in held_out.examples}
-        examples = held(e for e in self.examples if _identity(e) not in others)
+        kept = (e for e in self.examples if _identity(e) not in others)
+        examples = SpilledSequence(kept)
         if not (found := len(self) - len(examples)):
             return self
         if not examples:
@@ -111,8 +112,8 @@ def open_text(
     """Read one split of a text source.
 
     Files hold records: lines of `.jsonl`, a list or one of them in `.json`, rows of `.csv`, `.tsv`,
-    `.parquet` and `.arrow`; those of text may be packed (`.jsonl.gz`). What a record may hold is
-    said in `as_example`. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. A `.txt`,
+    `.parquet` and `.arrow`; those of text may be packed (`.jsonl.gz`). `as_example` lists the forms
+    of a record. Text is UTF-8. A `.txt`,
     `.raw` or `.md` file is cut into documents: at the first blank line after 4,096 characters, or
     the first line break after 16,384.
 
@@ -122,9 +123,9 @@ def open_text(
     Hugging Face data set. Elsewhere it is the fraction `held_out` of the documents, chosen by a
     hash of their content, so that it stays the same and duplicates fall on one side.
 
-    In memory are the documents of this split, once, up to a GiB of them; more lie in a temporary
-    file, which ends with the process (TMPDIR says where). Of the source one record more is in
-    memory (of `.json` the whole file; of a table 256 rows).
+    Up to a GiB of documents are in memory; more lie in a temporary file, which ends with the
+    process (TMPDIR names its folder). The source is read one record at a time (`.json` files
+    whole, tables by 256 rows).
 
     Args:
         source: `stdlib` (the Python standard library of this machine, a document per module,
@@ -153,7 +154,7 @@ def open_text(
         return divided or split == "all" or _is_held_out(content, held_out) == (split == "test")
 
     taken = _Taken(belongs, max_bytes)
-    examples = held(taken.of(items))
+    examples = SpilledSequence(taken.of(items))
     if not examples and taken.documents:
         raise InputError(
             f"{name}: nothing is left for the {split} split when {held_out:.0%} of "
