@@ -1,9 +1,9 @@
-"""Processes that do one job together: what each tells the others, and which of them writes."""
+"""Processes that do one job: what they exchange, and the run folder that the first one writes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,11 +105,13 @@ class Team:
 
 
 class FollowedFolder(RunFolder):
-    """The folder that the first rank writes, as the others see it: they read, and write nothing.
+    """The run folder as every rank but the first sees it: for reading.
 
     Args:
-        path: where it is, on a file system of all ranks.
+        path: where the first rank writes it, on a file system of all ranks.
     """
+
+    writes = False
 
     def __init__(self, path: Path) -> None:
         self.path, self.events = path, EventLog()
@@ -119,36 +121,13 @@ class FollowedFolder(RunFolder):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing is held."""
+        """Do nothing: the first rank has the folder's lock."""
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """The tensors of the checkpoint that the first rank goes on from; none at step 0."""
+        """Return the tensors of the first rank's checkpoint of a step; none at step 0."""
         if not step:
             return {}
         return load_tensors(self._checkpoints / f"step_{step:09d}.pt", mmap=True)["tensors"]
-
-    def become_latest(self) -> None:
-        """The first rank does."""
-
-    def keep_to(self, digest: str) -> None:
-        """The first rank does."""
-
-    def update_json(self, name: str, **values: Any) -> None:
-        """The first rank does."""
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """The first rank does."""
-
-    def count_events(self) -> int:
-        """The first rank does."""
-        return 0
-
-    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> Callable[[], None]:
-        """The first rank does."""
-        return lambda: None
-
-    def rewind(self, step: int) -> None:
-        """The first rank does."""
 
 
 @contextlib.contextmanager
