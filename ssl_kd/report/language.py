@@ -22,23 +22,6 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "answer_accuracy": ("right answers, %", percent),
     "answer_rate": ("answered, %", percent),
 }
-CACHE: dict[str, tuple[str, Callable[[float], str]]] = {
-    "method": ("method", number),
-    "k": ("tokens kept of each distribution (k)", number),
-    "stored": ("hidden states stored in", number),
-    "dim": ("width of the hidden states", amount),
-    "head_bytes": ("bytes of the output head, once", amount),
-    "bytes_per_token": ("bytes per token", amount),
-    "tail_mass": ("probability of all others (tail mass), %", percent),
-    "fidelity_kl": ("fidelity (KL), nats", number),
-}
-ALIGNMENT: dict[str, tuple[str, Callable[[float], str]]] = {
-    "coverage": ("text in groups that both sides share (coverage), %", percent),
-    "one_to_one": ("text in groups of one token on each side, %", percent),
-    "matched": ("text in groups of the same token on each side, %", percent),
-    "groups": ("groups", amount),
-    "longest_group": ("longest group, characters", amount),
-}
 MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
 
 
@@ -68,10 +51,8 @@ def content(run: RunResults) -> dict[str, Any]:
         "guard": _guard(run.events),
         "success": _success(run),
         "memory": shares(config.get("memory") or {}, _size),
-        "memory_text": _memory_text(run),
-        "cache": _facts(metrics.get("cache") or {}, CACHE),
-        "cache_missing": _cache_missing(run),
-        "alignment": _facts(metrics.get("alignment") or {}, ALIGNMENT),
+        "cache": _facts(metrics.get("cache") or {}),
+        "alignment": _facts(metrics.get("alignment") or {}),
         "models": _models(config),
         "data": _data(data),
         "left_out": "\n".join(map(str, data.get("left_out") or [])),
@@ -82,30 +63,27 @@ def _header(
     run: RunResults, rows: list[dict[str, Any]], points: list[tuple[float, float]]
 ) -> dict[str, Any]:
     """The headline, the sentences below it, and the tiles with the main numbers."""
-    found = {row.get("name"): row for row in rows}
-    headline, lead = _headline(run, found, points)
-    headline += "".join(f"; {part}" for part in _partial(run))
-    lead += _against_teacher(run, found)
+    scores = {row.get("name"): row for row in rows}
+    headline, lead = _headline(run, scores, points)
     if run.metrics.get("best_step") == 0:
         lead.append("No evaluation was better than the student before training, which was kept.")
     total = (run.metrics.get("seconds") or {}).get("total")
     if finite(total):
         lead.append(f"The whole run took {duration(total)}.")
-
-    tiles: list[dict[str, str]] = []
-
-    def tile(label: str, row: str, key: str, unit: str = "") -> None:
-        if finite(value := found.get(row, {}).get(key)):
-            tiles.append({"name": label, "value": COLUMNS[key][1](value), "unit": unit})
-
     tokens = ", on its own tokens" if run.metrics.get("alignment") else ""
-    tile("held-out perplexity of the student", STUDENT, "perplexity")
-    tile("the student's, before training", BEFORE, "perplexity")
-    tile(f"the teacher's{tokens}", TEACHER, "perplexity")
-    tile("tokens where it agrees with the teacher", STUDENT, "agreement", "%")
-    tile("KL to the teacher", STUDENT, "kl", "nats")
-    tile("calibration error (ECE)", STUDENT, "ece", "%")
-    tile("right answers", STUDENT, "answer_accuracy", "%")
+    tiles = [
+        {"name": name, "value": COLUMNS[key][1](value), "unit": unit}
+        for name, row, key, unit in (
+            ("held-out perplexity of the student", STUDENT, "perplexity", ""),
+            ("the student's, before training", BEFORE, "perplexity", ""),
+            (f"the teacher's{tokens}", TEACHER, "perplexity", ""),
+            ("tokens where it agrees with the teacher", STUDENT, "agreement", "%"),
+            ("KL to the teacher", STUDENT, "kl", "nats"),
+            ("calibration error (ECE)", STUDENT, "ece", "%"),
+            ("right answers", STUDENT, "answer_accuracy", "%"),
+        )
+        if finite(value := scores.get(row, {}).get(key))
+    ]
     data = (run.config.get("data") or {}).get("name", "")
     teacher, student = ((run.config.get(who) or {}).get("name") for who in (TEACHER, STUDENT))
     eyebrow = [str(data), f"teacher {teacher}" if teacher else "",
@@ -119,41 +97,35 @@ def _header(
 
 
 def _headline(
-    run: RunResults, found: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
+    run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> tuple[str, list[str]]:
-    """Whether distilling paid, or what is known instead, and the sentences below it."""
-    after, before, alone = (_perplexity(found, name) for name in (STUDENT, BEFORE, ALONE))
+    """The student's perplexity beside those it is compared with, and the sentences below it."""
+    after = _perplexity(scores, STUDENT)
     if after is None:
         why = "There is no metrics.json: the run has not ended, or ended before it was evaluated."
         if run.metrics:
-            lacks = "finite perplexity of the student" if found else "table of scores"
+            lacks = "finite perplexity of the student" if scores else "table of scores"
             why = f"metrics.json holds no {lacks}."
         if points:
             step, value = points[-1]
             why += f" At its last evaluation, step {step:.0f}, perplexity was {amount(value)}."
         return "It is not known what the student learned", [why]
-    if alone is not None:
-        verdict = _verdict(after, alone, "Distilling paid", "Distilling made no difference",
-                           "Distilling did not pay")  # fmt: skip
+    others = {"before training": BEFORE, "by cross-entropy alone": ALONE}
+    if not run.metrics.get("alignment"):  # perplexities of two tokenizers do not compare
+        others["of the teacher"] = TEACHER
+    compared = [
+        f"{amount(value)} {name}"
+        for name, row in others.items()
+        if (value := _perplexity(scores, row)) is not None
+    ]
+    parts = [", ".join([f"Held-out perplexity {amount(after)}", *compared]), *_partial(run)]
+    if _perplexity(scores, ALONE) is not None:
         lead = ["Cross-entropy alone is the same student on an equal budget."]
-        if before is not None:
-            lead.append(f"Before training it had {amount(before)}.")
-        return (
-            f"{verdict}: held-out perplexity {amount(after)}, "
-            f"against {amount(alone)} by cross-entropy alone"
-        ), lead
-    way = f"is {amount(after)}"
-    if before is not None:
-        way = _verdict(after, before, "fell", "stayed", "rose")
-        way += f" from {amount(before)} to {amount(after)}" if way != "stayed" else \
-               f" at {amount(after)}"  # fmt: skip
-    if run.metrics.get("best_step") == 0:
-        way += ": training did not help"
-    known = "Without a teacher: the student learned by cross-entropy alone."
-    if not _alone(run):
-        known = ("Whether distilling paid is not known: the same student was not trained by "
-                 "cross-entropy alone (--baseline).")  # fmt: skip
-    return f"Held-out perplexity {way}", [known]
+    elif run.config.get("teacher", ...) is None:
+        lead = ["Without a teacher: the student learned by cross-entropy alone."]
+    else:
+        lead = ["The same student was not trained by cross-entropy alone (--baseline)."]
+    return "; ".join(parts), lead
 
 
 def _partial(run: RunResults) -> list[str]:
@@ -165,32 +137,9 @@ def _partial(run: RunResults) -> list[str]:
             if n < steps]  # fmt: skip
 
 
-def _alone(run: RunResults) -> bool:
-    """Whether the run says that it had no teacher."""
-    return run.config.get("teacher", ...) is None
-
-
 def _perplexity(found: dict[Any, dict[str, Any]], name: str) -> float | None:
     value = found.get(name, {}).get("perplexity")
     return value if finite(value) else None
-
-
-def _verdict(value: float, other: float, lower: str, same: str, higher: str) -> str:
-    """Which of three words fits; what reads the same on the page is the same."""
-    return same if amount(value) == amount(other) else lower if value < other else higher
-
-
-def _against_teacher(run: RunResults, found: dict[Any, dict[str, Any]]) -> list[str]:
-    """A sentence on student and teacher; across tokenizers only bits per character compare."""
-    aligned = bool(run.metrics.get("alignment"))
-    key = "bits_per_character" if aligned else "perplexity"
-    student, teacher = (found.get(name, {}).get(key) for name in (STUDENT, TEACHER))
-    if not finite(student) or not finite(teacher):
-        return []
-    if aligned:
-        return [f"In bits per character, which can be compared across tokenizers, the student has "
-                f"{number(student)} and the teacher {number(teacher)}."]  # fmt: skip
-    return [f"The teacher's is {amount(teacher)}."]
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -324,41 +273,19 @@ def _success(run: RunResults) -> str:
     return "; ".join([f"{100 * rate:.4g} % of the steps went through", *_partial(run)]) + "."
 
 
-def _memory_text(run: RunResults) -> str:
-    parts = (run.config.get("memory") or {}).items()
-    total = sum(v for k, v in parts if k != "total" and finite(v))
-    text = f"Together about {_size(total)}, as estimated before the first step." if total else ""
-    used = [v for line in run.steps if finite(v := line.get("gpu_memory_gb")) and v > 0]
-    return text + (f" At most {number(max(used))} GiB of GPU memory were in use." if used else "")
-
-
 def _size(mebibytes: float) -> str:
     return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{number(mebibytes)} MiB"
 
 
-def _cache_missing(run: RunResults) -> str:
-    if _alone(run):
-        return "there was no teacher"
-    known = "cache" in run.metrics
-    return "the teacher itself was loaded" if known else "metrics.json does not mention one"
-
-
-def _facts(
-    mapping: dict[str, Any], known: dict[str, tuple[str, Callable[[float], str]]]
-) -> list[tuple[str, str]]:
-    """Names and values as the page writes them; what is not `known` keeps its name."""
+def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values in words; a dash for None, and for a number that is not finite."""
     facts = []
-    for key, value in mapping.items():
-        name, write = known.get(key, (key.replace("_", " "), number))
+    for key, value in values.items():
         if isinstance(value, dict):
-            value = ", ".join(f"{k}: {number(v)}" for k, v in value.items())
-        facts.append((name, write(value) if finite(value) else _text(value)))
+            value = ", ".join(f"{name}: {number(one)}" for name, one in value.items())
+        text = DASH if value is None or isinstance(value, float) else str(value)
+        facts.append((key.replace("_", " "), amount(value) if finite(value) else text))
     return facts
-
-
-def _text(value: Any) -> str:
-    """Text as it is; a dash for what is no number and should be one."""
-    return DASH if value is None or isinstance(value, float) else str(value)
 
 
 def _models(config: dict[str, Any]) -> list[dict[str, str]]:

@@ -146,15 +146,12 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         lead.append(f"They were added to the run {base_name(metrics['extended']['run'])}.")
     elif labelled and finite(answer.get("acc")):
         headline = f"{percent(answer['acc'])} % of {scored} in the right cluster, without a label"
-        lead.append(_against(answer, scores))
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
         lead.append("No label is known here, so there is no accuracy to report.")
     if (interval := likely_range(metrics)) and "extended" not in metrics:
         headline += f" ({k} clusters were found, {interval})"
     confidence = _confidence(run)
-    if confidence is not None and not labelled:
-        lead.append(f"The mean confidence is {100 * confidence:.0f}\u00a0%.")
     if lost := data.get("unreadable"):
         lead.append(f"Not readable and left out: {lost:,} {noun}{'s' if lost > 1 else ''}.")
     if finite(total):
@@ -181,43 +178,30 @@ def _tiles(
     confidence: float | None,
 ) -> list[dict[str, str]]:
     """The main numbers: the answer's scores, or how many clusters there are where none is known."""
-    tiles: list[dict[str, str]] = []
-
-    def tile(label: str, value: Any, unit: str = "%") -> None:
-        if finite(value):
-            tiles.append({"name": label, "value": percent(value), "unit": unit})
-
-    if answer is not None:
-        tile("accuracy (Hungarian)", answer.get("acc"))
-        tile("NMI", answer.get("nmi"))
-        tile("ARI", answer.get("ari"))
-        tile("accuracy on held-out data", held_out.get("acc"))
-        tile("k-NN on the embeddings, with labels", metrics.get("knn_accuracy"))
-        probe = metrics.get("linear_probe") or {}
-        tile("linear probe on the embeddings, with labels", probe.get("accuracy"))
-    elif k:
-        tiles.append({"name": "clusters", "value": str(k), "unit": ""})
-    tile("mean confidence", confidence)
+    shares: dict[str, Any] = (
+        {}
+        if answer is None
+        else {
+            "accuracy (Hungarian)": answer.get("acc"),
+            "NMI": answer.get("nmi"),
+            "ARI": answer.get("ari"),
+            "accuracy on held-out data": held_out.get("acc"),
+            "k-NN on the embeddings, with labels": metrics.get("knn_accuracy"),
+            "linear probe on the embeddings, with labels": (metrics.get("linear_probe") or {}).get(
+                "accuracy"
+            ),
+        }
+    )
+    shares["mean confidence"] = confidence
+    tiles = [{"name": "clusters", "value": str(k), "unit": ""}] if k and answer is None else []
+    for name, share in shares.items():
+        if finite(share):
+            tiles.append({"name": name, "value": percent(share), "unit": "%"})
     total: Any = metrics.get("seconds", {}).get("total")
     if finite(total):
         value, _, unit = duration(total).partition(" ")
         tiles.append({"name": "from start to report", "value": value, "unit": unit})
     return tiles
-
-
-def _against(answer: dict[str, Any], scores: dict[Any, dict[str, Any]]) -> str:
-    """One sentence on how the answer stands against the baselines."""
-    gaps = {
-        name: 100 * (answer["acc"] - scores[name, "train"]["acc"])
-        for name in BASELINES
-        if finite(scores.get((name, "train"), {}).get("acc"))
-    }
-    if not gaps:
-        return "No baseline was run on the same embeddings."
-    ahead = [f"{gap:.1f} points ahead of {name}" for name, gap in gaps.items() if gap >= 0]
-    behind = [f"{-gap:.1f} points behind {name}" for name, gap in gaps.items() if gap < 0]
-    text = ", but ".join(" and ".join(part) for part in (ahead, behind) if part)
-    return f"That is {text}, on the same embeddings."
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -100,10 +100,9 @@ def read(folder: Path, images=pictures) -> tuple[str, Reader]:
     return write_and_read(folder, images=images)
 
 
-def test_headline_says_how_good_against_what_and_how_long(run):
+def test_headline_says_how_good_and_how_long(run):
     _, page = read(run)
     assert "93.3 % of 60 images in the right cluster, without a label" in page.text
-    assert "15.1 points ahead of k-means and 6.2 points ahead of spectral clustering" in page.text
     assert "The whole run took 47 s." in page.text
 
 
@@ -139,16 +138,6 @@ def test_it_says_by_when_the_heads_had_settled(run):
     assert "had settled" not in read(run)[0]
     change(run, "metrics.json", convergence={"50": 1.5, "71": 2.0, "100": 2.125})
     assert "what they tell of neighbours had settled by step 100: 2.125 nats" in read(run)[0]
-
-
-def test_headline_is_honest_when_behind(run):
-    table = json.loads((run / "metrics.json").read_text())["table"]
-    for row in table:
-        if row["name"] == "spectral clustering":
-            row["acc"] = 0.96
-    change(run, "metrics.json", table=table)
-    _, page = read(run)
-    assert "15.1 points ahead of k-means, but 2.7 points behind spectral clustering" in page.text
 
 
 def test_all_numbers_of_the_run_are_there(run):
