@@ -39,8 +39,7 @@ class Team:
     """
 
     def __init__(self, device: torch.device) -> None:
-        beside = torch.zeros((), device=device)
-        self._agreement = Agreement.between(None, beside, "of the processes of one job", 8)
+        self._agreement = Agreement.between(None, device, "of the processes of one job", 8)
         self.rank = 0 if self._agreement is None else self._agreement.rank
         self.world = 1 if self._agreement is None else self._agreement.world
 
