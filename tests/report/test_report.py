@@ -185,7 +185,7 @@ def test_typical_images_are_asked_for_by_row_and_named(run):
     assert asked[: typical.size] == typical.ravel().tolist()
     assert asked[typical.size :] == list(range(14))  # the least confident training samples
     assert source.count("<img") == len(asked)
-    assert 'alt="img00.jpg"' in source and "img03.jpg, cluster 0, confidence 0.515" in source
+    assert 'alt="img00.jpg"' in source and "img03.jpg, cluster 0, confidence 0.5150" in source
     assert "Cluster 2 · dog" in page.text and "100 % of them dog" in page.text
 
 
