@@ -8,6 +8,36 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+JUDGED = {
+    "perplexity": ("perplexity", "{:.3f}"),
+    "bits_per_character": ("bits per character", "{:.3f}"),
+    "ece": ("calibration error (ECE)", "{:.3f}"),
+    "agreement": ("agreement with the teacher", "{:.1%}"),
+    "kl": ("KL(teacher || student), nats", "{:.3f}"),
+    "acceptance": ("accepted as a draft there, 1 - TVD", "{:.1%}"),
+    "repetition": ("repeated 4-grams (seq-rep-4)", "{:.1%}"),
+    "distinct_2": ("different 2-grams (distinct-2)", "{:.1%}"),
+    "rouge_l": ("ROUGE-L to the text's own", "{:.3f}"),
+    "rouge_l_teacher": ("ROUGE-L to the teacher's", "{:.3f}"),
+    "answer_accuracy": ("right answers", "{:.1%}"),
+    "answer_rate": ("questions answered", "{:.1%}"),
+}
+
+
+def judged_table(found: dict[str, Any]) -> Table:
+    """The scores of a judged student, a column for each model, as `ssl_kd judge` prints them."""
+    rows = {row["name"]: row for row in found["table"]}
+    alike = found["same_tokenizer"] is not False
+    title = "Held-out text" if alike else "Held-out text, two tokenizers"
+    table = _table(title, "score")
+    for name in rows:
+        table.add_column(name, justify="right")
+    for key, (name, form) in JUDGED.items():
+        values = [row.get(key) for row in rows.values()]
+        if (alike or key != "perplexity") and any(value is not None for value in values):
+            table.add_row(name, *("-" if v is None else form.format(v) for v in values))
+    return table
+
 
 def language_table(metrics: dict[str, Any]) -> Table:
     """The final table of a language run, from its `metrics.json`; a dash for no value."""
