@@ -169,7 +169,7 @@ def neighbour_search() -> Iterator[Finding]:
     found = index.search(x, 1)[1][:, 0]  # pyright: ignore[reportCallIssue]
     hits = int((found == np.arange(64)).sum())
     change = "" if hits == 64 else "pip install --force-reinstall faiss-cpu"
-    yield Finding("faiss kernel", f"{hits} of 64 rows find themselves", change)
+    yield Finding("faiss kernel", f"self-search: {hits}/64 correct", change)
 
 
 def folders(settings: VisionSettings) -> Iterator[Finding]:

@@ -83,14 +83,14 @@ def extension_text(metrics: dict[str, Any]) -> str:
 
 
 def number_text(metrics: dict[str, Any]) -> str | None:
-    """How many clusters were found and what else may be, in a line; None where K was given."""
+    """Return the number of clusters found, with its alternatives; None where K was given."""
     number = (metrics.get("graph") or {}).get("number")
     if not number:
         return None
     ranked = [level["n_clusters"] for level in number["ranked"]]
     others = ", ".join(str(k) for k in [k for k in ranked if k != number["n_clusters"]][:3])
-    next_best = f"; next best {others}" if others else ""
-    return f"{number['n_clusters']} clusters were found ({likely_range(metrics)}{next_best})"
+    alternatives = f"; alternatives: {others}" if others else ""
+    return f"Found {number['n_clusters']} clusters; {likely_range(metrics)}{alternatives}"
 
 
 def agreement_text(metrics: dict[str, Any]) -> str | None:
@@ -104,7 +104,7 @@ def agreement_text(metrics: dict[str, Any]) -> str | None:
 
 
 def likely_range(metrics: dict[str, Any]) -> str | None:
-    """The interval of the number of clusters that was found; None where K was given."""
+    """Return the interval of the number of clusters found; None where K was given."""
     number = (metrics.get("graph") or {}).get("number")
     return f"likely {number['interval'][0]} to {number['interval'][1]}" if number else None
 

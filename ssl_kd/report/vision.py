@@ -150,7 +150,7 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
         lead.append("No label is known here, so there is no accuracy to report.")
     if (interval := likely_range(metrics)) and "extended" not in metrics:
-        headline += f" ({k} clusters were found, {interval})"
+        headline += f" (found {k} clusters; {interval})"
     confidence = _confidence(run)
     if lost := data.get("unreadable"):
         lead.append(f"Not readable and left out: {lost:,} {noun}{'s' if lost > 1 else ''}.")
@@ -238,16 +238,16 @@ def _sizes(sizes: list[int]) -> tuple[str, list[str]]:
     empty = [k for k, size in enumerate(sizes) if size == 0]
     if collapsed(sizes):
         warnings.append(
-            f"Collapse: the samples are spread as if there were only {effective:.1f} clusters "
-            f"of {len(sizes)}. Fewer clusters, or another seed, may help."
+            f"Collapse: the effective number of clusters is {effective:.1f} of {len(sizes)}. Try "
+            "fewer clusters, or another seed."
         )
     if empty:
         listed = ", ".join(map(str, empty[:12])) + (" …" if len(empty) > 12 else "")
         verb = "is empty" if len(empty) == 1 else "are empty"
         warnings.append(f"{len(empty)} of {len(sizes)} clusters {verb}: {listed}.")
     text = (
-        f"From {min(sizes):,} to {max(sizes):,} samples; as diverse as {effective:.1f} clusters of "
-        f"equal size, out of {len(sizes)}."
+        f"From {min(sizes):,} to {max(sizes):,} samples; effective number of clusters: "
+        f"{effective:.1f} of {len(sizes)}."
     )
     return text, warnings
 

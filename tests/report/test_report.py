@@ -235,7 +235,7 @@ def test_thousands_of_events_stay_readable(run):
 def test_collapse_and_empty_clusters_are_flagged(run):
     change(run, "metrics.json", cluster_sizes=[58, 2, 0, 0])
     _, page = read(run)
-    assert "Collapse: the samples are spread as if there were only 1.2 clusters of 4" in page.text
+    assert "Collapse: the effective number of clusters is 1.2 of 4" in page.text
     assert "2 of 4 clusters are empty: 2, 3." in page.text
 
 
@@ -329,7 +329,7 @@ def test_the_interval_of_k_is_in_the_headline_and_what_to_do_next_below(run):
         "n_clusters": 4, "interval": [2, 5], "ranked": [{"n_clusters": 4}]}})  # fmt: skip
     page = write_report(run).read_text()
     headline = page.partition("<h1>")[2].partition("</h1>")[0]
-    assert "4 clusters were found, likely 2 to 5" in headline
+    assert "found 4 clusters; likely 2 to 5" in headline
     for command in ("explore", "curate", "export"):
         assert f"ssl_kd {command} {run}" in page
 
