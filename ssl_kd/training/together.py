@@ -44,13 +44,13 @@ class Team:
         self.world = 1 if self._agreement is None else self._agreement.world
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Turn what the process group fails with inside into a `RankLost` that says what was on."""
+        """Raise RankLost, which names what was waited for, where the process group fails inside."""
         if self._agreement is None:
             return contextlib.nullcontext()
         return self._agreement.waiting(what)
 
     def sums(self, what: str, *numbers: float) -> list[float]:
-        """Numbers summed over the ranks; each rank's is told as float32.
+        """Sum numbers over the ranks; each is sent as float32.
 
         Args:
             what: they are, and of which step; the same on every rank.
@@ -62,11 +62,11 @@ class Team:
         return told.double().sum(0).tolist()
 
     def means(self, what: str, *numbers: float) -> list[float]:
-        """As `sums`, over the number of ranks."""
+        """Average numbers over the ranks; each is sent as float32."""
         return [number / self.world for number in self.sums(what, *numbers)]
 
     def of_all(self, what: str, value: T) -> list[T]:
-        """The value of each rank, in their order: any that can be pickled."""
+        """Gather a value that can be pickled from each rank, in their order."""
         if self._agreement is None:
             return [value]
         told: list[Any] = [None] * self.world
@@ -75,11 +75,11 @@ class Team:
         return told
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of a batch that are this rank's: every so many-th; all, where it is alone."""
+        """Return this rank's rows of a batch: every n-th of n ranks."""
         return rows[self.rank :: self.world]
 
     def told_to_stop(self, signals: Signals, when: str) -> bool:
-        """Whether any rank was told to; then all count as told, by the same signal."""
+        """Return whether any rank got a signal to stop; all ranks then act on the same one."""
         if self._agreement is None:
             return bool(signals.caught)
         mine = torch.tensor([float(*signals.caught[:1])])
@@ -131,7 +131,7 @@ class FollowedFolder(RunFolder):
 
 @contextlib.contextmanager
 def run_folder(settings: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
-    """The run's folder, which the first rank opens and holds.
+    """Open the run's folder on the first rank, and give the others the same one for reading.
 
     Raises:
         RunFolderError, SettingsError, OSError: as `RunFolder`.
@@ -149,7 +149,7 @@ def run_folder(settings: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
 
 
 def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:
-    """As `RunFolder.load_checkpoint`: the one that the first rank finds, on every rank."""
+    """Load, on every rank, the checkpoint that the first one finds (`RunFolder.load_checkpoint`)."""
     found: list[tuple[int, dict[str, Any]]] = []
 
     def load() -> int:

@@ -25,7 +25,7 @@ ANSWER = "consensus"  # the row of the run's table that is its answer
 
 
 def write_model(content: Content, out: Path) -> Path:
-    """A folder as a model's repository has it: README.md, config.json, model.safetensors.
+    """Write the folder of a model's repository: README.md, config.json, model.safetensors.
 
     Raises:
         InputError: there is a folder; FileNotFoundError: the run has no model.
@@ -42,7 +42,7 @@ def write_model(content: Content, out: Path) -> Path:
 
 
 def write_dataset(content: Content, out: Path) -> Path:
-    """A folder as a data set's repository has it: README.md and clusters.parquet.
+    """Write the folder of a data set's repository: README.md and clusters.parquet.
 
     Raises:
         InputError: there is a folder.
@@ -125,7 +125,7 @@ themselves are not here. Columns: {columns}.
 
 
 def _config(samples: Samples) -> dict[str, Any]:
-    """What loading the model takes, and nothing of the machine that it was trained on."""
+    """Return the configuration that loading the model needs, without paths of this machine."""
     taken = {DIGEST, *inspect.signature(ClusterModel).parameters}
     config = {name: value for name, value in samples.config.items() if name in taken}
     settings = {
