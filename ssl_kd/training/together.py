@@ -149,7 +149,7 @@ def run_folder(settings: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
 
 
 def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:
-    """Load, on every rank, the checkpoint that the first one finds (`RunFolder.load_checkpoint`)."""
+    """Load, on every rank, the checkpoint that the first one finds."""
     found: list[tuple[int, dict[str, Any]]] = []
 
     def load() -> int:
