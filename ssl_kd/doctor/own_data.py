@@ -66,108 +66,41 @@ def cache(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
             yield Finding(name, f"{seen}; teacher {store.fingerprint.teacher}")
 
 
-@dataclass(frozen=True)
-class Scan:
-    """Statistics of all rows of a split, bad ones included.
+def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
+    """Report bad rows of the embeddings by file, row and sample, and what is odd about the others.
 
-    Attributes:
-        bad: kind -> rows of that kind, int64.
-        zero: rows of zeros, int64.
-        largest: absolute value, over the rows that are not bad; so are the following.
-        mean: over all numbers.
-        std: the same.
-        constant: columns that never change.
-        spread: standard deviation within columns over the largest column mean; inf if that is 0.
+    What is odd is what a run warns of before it trains.
     """
-
-    bad: dict[str, Tensor]
-    zero: Tensor
-    largest: float
-    mean: float
-    std: float
-    constant: int
-    spread: float
-
-
-def scan_rows(store: EmbeddingStore) -> Scan:
-    """Go through a store opened without verification, block by block."""
     import torch
 
-    from ssl_kd.store.embeddings import LARGEST, is_bad, row_peaks
-
-    total, squares = torch.zeros(2, store.dim, dtype=torch.float64)
-    low, high = torch.full((store.dim,), math.inf), torch.full((store.dim,), -math.inf)
-    good_rows, all_peaks = 0, []
-    for _, block in store.blocks(_BLOCK_ROWS):
-        peaks = row_peaks(block)
-        all_peaks.append(peaks)
-        block = block[peaks <= LARGEST]
-        if len(block):
-            good_rows += len(block)
-            total += block.double().sum(0)
-            squares += block.double().square_().sum(0)
-            low, high = torch.minimum(low, block.amin(0)), torch.maximum(high, block.amax(0))
-
-    peaks = torch.cat(all_peaks)
-    shards = peaks.split([entry["rows"] for entry in store.manifest["shards"]])
-    bad = torch.cat([is_bad(shard) for shard in shards])  # shard by shard, as opening judges
-    kinds = {"NaN": peaks.isnan(), "inf": peaks.isinf(), "out of range": bad & peaks.isfinite()}
-    n = max(good_rows, 1)
-    mean, columns = float(total.sum() / (n * store.dim)), total / n
-    within = float((squares / n - columns.square()).clamp(min=0).mean().sqrt())
-    offset = float(columns.abs().max())
-    return Scan(
-        bad={kind: rows.nonzero().squeeze(1) for kind, rows in kinds.items()},
-        zero=(peaks == 0).nonzero().squeeze(1),
-        largest=float(torch.where(bad, 0, peaks).max()),
-        mean=mean,
-        std=math.sqrt(max(float(squares.sum() / (n * store.dim)) - mean**2, 0.0)),
-        constant=int((low == high).sum()),
-        spread=within / offset if offset else math.inf,
-    )
-
-
-def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """Report bad rows of the embeddings by file, row and sample, and unusual statistics."""
     from ssl_kd.store import EmbeddingStore
+    from ssl_kd.store.embeddings import is_bad, odd_rows, row_peaks
 
     for split, opened in stores.items():
         name = f"embeddings: {split}"
         store = EmbeddingStore.open(opened.folder, split, verify=False)
-        scan = scan_rows(store)
-        for kind, rows in scan.bad.items():
-            if len(rows):
+        peaks = torch.cat([row_peaks(block) for _, block in store.blocks(_BLOCK_ROWS)])
+        shards = peaks.split([entry["rows"] for entry in store.manifest["shards"]])
+        bad = torch.cat([is_bad(shard) for shard in shards])  # shard by shard, as opening judges
+        kinds = {"NaN": peaks.isnan(), "inf": peaks.isinf(), "out of range": bad & peaks.isfinite()}
+        for kind, of_kind in kinds.items():
+            if len(rows := of_kind.nonzero().flatten().tolist()):
                 yield Finding(
                     f"{name}, {kind}",
-                    f"{count(len(rows), 'row')}, the first: {_where(store, int(rows[0]))}",
+                    f"{count(len(rows), 'row')}, the first: {_where(store, rows[0])}",
                     "python train.py --rebuild_damaged; if it happens again, look at that sample"
                     " and take it out of the data",
                 )
+        values = store.manifest["statistics"]
         yield Finding(
             name,
-            f"mean {scan.mean:.3g}, std {scan.std:.3g}, largest {scan.largest:.3g}; "
-            f"{count(len(scan.zero), 'zero row')}, {count(scan.constant, 'constant column')}",
+            f"from {values['min']:.3g} to {values['max']:.3g}, mean norm "
+            f"{values['mean_norm']:.3g}, {count(values['zero_rows'], 'zero row')}",
         )
-        if scan.constant == store.dim:
-            yield Finding(
-                f"{name}, all rows",
-                "every row is the same, so there is nothing to cluster",
-                "look at TEACHER, TEACHER_WEIGHTS and a few of the images",
-            )
-        elif scan.constant > store.dim / 2:
-            seen = f"{scan.constant} of {store.dim} columns never change"
-            way = "fine for pixels with an empty border; else look at TEACHER and TOKEN"
-            yield Finding(f"{name}, columns", seen, way, note=True)
-        if len(scan.zero):
-            seen = f"{count(len(scan.zero), 'row')}, the first: {_where(store, int(scan.zero[0]))}"
-            way = "every number of these rows is zero: are the images blank?"
-            yield Finding(f"{name}, zero", seen, way, note=True)
-        if scan.spread < 1e-4 and scan.constant < store.dim:
-            seen = (
-                f"rows differ by {scan.spread:.1g} of their size: float32 keeps few digits of that"
-            )
-            way = "subtract the mean of each column before the features are saved"
-            yield Finding(f"{name}, offset", seen, way, note=True)
+        if odd := odd_rows((block for _, block in opened.blocks(_BLOCK_ROWS)), n_clusters=2):
+            way = "look at TEACHER, TEACHER_WEIGHTS and a few of the samples"
+            hopeless = "all rows are the same" in odd
+            yield Finding(f"{name}, odd rows", odd, way if hopeless else "", note=not hopeless)
 
 
 def _where(store: EmbeddingStore, row: int) -> str:
