@@ -8,7 +8,16 @@ from typing import Any
 from ssl_kd.report.curves import ACTIONS, action_name, loss_curves, perplexity_curve, term_name
 from ssl_kd.report.figures import shares
 from ssl_kd.report.results import RunResults
-from ssl_kd.report.wording import DASH, amount, base_name, duration, finite, number, percent
+from ssl_kd.report.wording import (
+    DASH,
+    amount,
+    base_name,
+    duration,
+    facts,
+    finite,
+    number,
+    percent,
+)
 
 TEACHER, BEFORE, STUDENT, ALONE = "teacher", "student before", "student", "CE alone"
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -38,23 +47,21 @@ def content(run: RunResults) -> dict[str, Any]:
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
         **_header(run, rows, points),
         "table": _table(rows),
-        "results_text": _results_text(rows, data.get("validated_apart")),
-        "training_text": _training_text(run),
+        "training": facts(_training(run)),
         "curves": loss_curves(run.steps, run.events),
         "perplexity": perplexity_curve(points, best, _marks(run, rows)),
-        "perplexity_text": _perplexity_text(run, points, best),
+        "best": f"{amount(value)} at step {best:.0f}" if (value := dict(points).get(best)) else "",
         "sick_evaluations": sick,
         "generations": _generations(metrics.get("generations") or []),
         "n_prompts": len(metrics.get("generations") or []),
         "columns": ("teacher", "student before", "student after", "reference"),
         "watched": bool(run.steps or run.events or metrics),
         "guard": _guard(run.events),
-        "success": _success(run),
         "memory": shares(config.get("memory") or {}, _size),
-        "cache": _facts(metrics.get("cache") or {}),
-        "alignment": _facts(metrics.get("alignment") or {}),
+        "cache": facts(metrics.get("cache") or {}),
+        "alignment": facts(metrics.get("alignment") or {}),
         "models": _models(config),
-        "data": _data(data),
+        "data": facts(_data(data)),
         "left_out": "\n".join(map(str, data.get("left_out") or [])),
     }  # fmt: skip
 
@@ -170,28 +177,6 @@ def _note(row: dict[str, Any]) -> str:
     return "; ".join(notes)
 
 
-def _results_text(rows: list[dict[str, Any]], apart: bool | None) -> str:
-    text = (
-        "On held-out text, at temperature 1; lower is better in perplexity, bits per character, "
-        "KL and ECE (expected calibration error). The student with the lowest perplexity is marked."
-    )
-    if any(finite(row.get("acceptance")) for row in rows):
-        text += (
-            " Accepted as a draft: how often the teacher would keep a token that the student "
-            "drafts for it, in speculative decoding by sampling."
-        )
-    if not any(finite(row.get("answer_accuracy")) for row in rows):
-        text += " No prompts with answers were judged."
-    if apart is not None:
-        text += (
-            " The step whose student is kept was chosen by other held-out rows."
-            if apart
-            else " There was too little held-out text for two parts: the step was chosen by these "
-            "rows, too."
-        )
-    return text
-
-
 def _evaluations(run: RunResults) -> tuple[list[tuple[float, float]], list[str]]:
     """Return step and perplexity of each evaluation, and the steps without a finite one."""
     points, sick = {}, []
@@ -213,27 +198,22 @@ def _marks(run: RunResults, rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _perplexity_text(run: RunResults, points: list[tuple[float, float]], best: float | None) -> str:
-    value = dict(points).get(best) if best is not None else None
-    if best == 0:
-        return "None of them was better than the student before training, which was kept."
-    if value is None:
-        return f"The student of step {best:.0f} was kept." if finite(best) else ""
-    kept = "best_step" in run.metrics
-    ending = "that student was kept" if kept else "which student is kept is not recorded yet"
-    return f"{amount(value)} at step {best:.0f}; {ending}."
+def _training(run: RunResults) -> dict[str, Any]:
+    """Return what the training took, from the end of the run or from its log."""
 
+    def logged(name: str) -> list[float]:
+        return [value for line in run.steps if finite(value := line.get(name))]
 
-def _training_text(run: RunResults) -> str:
-    logged = [line["step"] for line in run.steps if finite(line.get("step"))]
-    steps, tokens = run.metrics.get("steps") or max(logged, default=None), run.metrics.get("tokens")
-    speed = [v for line in run.steps if finite(v := line.get("tokens_per_second"))]
-    parts = [f"{steps:,.0f} steps"] if finite(steps) else []
-    parts += [f"{tokens:,.0f} tokens"] if finite(tokens) else []
-    parts += [f"{median(speed):,.0f} tokens per second"] if speed else []
-    if not run.metrics and parts:
-        parts[0] += " so far"
-    return "; ".join(parts) + "." if parts else ""
+    speed, memory, rates = map(logged, ("tokens_per_second", "gpu_memory_gb", "success_rate"))
+    rate = run.metrics.get("success_rate")
+    rate = rate if finite(rate) else fmean(rates) if rates else None
+    return {
+        "steps": run.metrics.get("steps") or max(logged("step"), default=None),
+        "tokens": run.metrics.get("tokens"),
+        "tokens per second": median(speed) if speed else None,
+        "GiB of GPU memory at most": max(memory) if memory else None,
+        "steps that went through, %": None if rate is None else 100 * rate,
+    }
 
 
 def _generations(asked: list[Any]) -> list[dict[str, Any]]:
@@ -264,28 +244,8 @@ def _guard(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {"actions": actions, "rows": rows}
 
 
-def _success(run: RunResults) -> str:
-    rates = [line["success_rate"] for line in run.steps if finite(line.get("success_rate"))]
-    rate = run.metrics.get("success_rate")
-    rate = rate if finite(rate) else fmean(rates) if rates else None
-    if rate is None:
-        return ""
-    return "; ".join([f"{100 * rate:.4g} % of the steps went through", *_partial(run)]) + "."
-
-
 def _size(mebibytes: float) -> str:
     return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{number(mebibytes)} MiB"
-
-
-def _facts(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values as text; a dash for None, and for a number that is not finite."""
-    facts = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{name}: {number(one)}" for name, one in value.items())
-        text = DASH if value is None or isinstance(value, float) else str(value)
-        facts.append((key.replace("_", " "), amount(value) if finite(value) else text))
-    return facts
 
 
 def _models(config: dict[str, Any]) -> list[dict[str, str]]:
@@ -299,11 +259,9 @@ def _models(config: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _data(data: dict[str, Any]) -> str:
-    names = {"documents": "documents", "train_tokens": "tokens to learn from",
-             "eval_tokens": "held-out tokens"}  # fmt: skip
-    if data.get("validated_apart"):
-        names["validation_tokens"] = "more of them to choose the best step by"
-    parts = [f"{v:,.0f} {name}" for key, name in names.items() if finite(v := data.get(key))]
-    parts += [str(data["turns"])] if data.get("turns") else []
-    return ": ".join(part for part in (str(data.get("name", "")), ", ".join(parts)) if part)
+def _data(data: dict[str, Any]) -> dict[str, Any]:
+    """Return how much text there was; of `turns`, how many were learned."""
+    names = {"name": "text", "documents": "documents", "train_tokens": "tokens to learn from",
+             "eval_tokens": "held-out tokens", "validation_tokens": "tokens to choose the step by",
+             "turns": "turns"}  # fmt: skip
+    return {name: data.get(key) or None for key, name in names.items()}

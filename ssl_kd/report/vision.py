@@ -18,7 +18,7 @@ from ssl_kd.report.tables import (
     number_text,
 )
 from ssl_kd.report.tree import tree
-from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
+from ssl_kd.report.wording import DASH, base_name, duration, facts, finite, number, percent
 
 ANSWER = "consensus"
 BASELINES = ("k-means", "spectral clustering")
@@ -67,10 +67,9 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "size_warnings": size_warnings,
         **_trust(run),
         "curves": head_curves(run.steps, chosen, run.events),
-        "training_text": _training_text(run, chosen, len(heads)),
+        "training": facts(_training(run, heads)),
         "heads": [_head(h) for h in heads],
         "heads_judged": any(finite(h.get("acc")) for h in heads),
-        "heads_text": _heads_text(heads, chosen),
         "next_commands": next_commands(run.path),
     }
 
@@ -252,21 +251,18 @@ def _sizes(sizes: list[int]) -> tuple[str, list[str]]:
     return text, warnings
 
 
-def _training_text(run: RunResults, chosen: list[int], n_heads: int) -> str:
+def _training(run: RunResults, heads: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the training took and which heads came of it."""
     steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
-    parts = [f"{steps:,} steps"] if isinstance(steps, int) else []
-    looks = run.metrics.get("convergence")
-    if isinstance(looks, dict) and looks:
-        step, told = list(looks.items())[-1]
-        parts.append(
-            f"what they tell of neighbours had settled by step {step}: {number(told)} nats"
-        )
-    if n_heads:
-        parts.append(f"{n_heads} heads, {len(chosen)} of them chosen for the answer")
-    rate = run.metrics.get("success_rate")
-    if finite(rate):
-        parts.append(f"{100 * rate:.4g} % of the heads' updates went through")
-    return "; ".join(parts) + "." if parts else ""
+    looks, rate = run.metrics.get("convergence") or {}, run.metrics.get("success_rate")
+    return {
+        "steps": steps,
+        "heads": len(heads) or None,
+        "heads chosen for the answer": sum(bool(h.get("chosen")) for h in heads) or None,
+        "heads that collapsed": sum(bool(h.get("collapsed")) for h in heads) if heads else None,
+        "neighbour information settled by step": next(reversed(looks), None),
+        "head updates that went through, %": 100 * rate if finite(rate) else None,
+    }
 
 
 def _head(head: dict[str, Any]) -> dict[str, Any]:
@@ -279,16 +275,6 @@ def _head(head: dict[str, Any]) -> dict[str, Any]:
         "chosen": bool(head.get("chosen")),
         "collapsed": bool(head.get("collapsed")),
     }
-
-
-def _heads_text(heads: list[dict[str, Any]], chosen: list[int]) -> str:
-    fallen = sum(bool(h.get("collapsed")) for h in heads)
-    text = "No head collapsed" if not fallen else f"{fallen} of {len(heads)} heads collapsed"
-    if chosen:
-        text += f"; {len(chosen)} were chosen by their neighbour information, without labels"
-    if any(finite(h.get("acc")) for h in heads):
-        text += ". Accuracy is shown for information only: it was not used to choose"
-    return text + "."
 
 
 def _class_names(run: RunResults) -> list[str]:
