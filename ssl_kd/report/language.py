@@ -50,7 +50,7 @@ def content(run: RunResults) -> dict[str, Any]:
         "training": facts(_training(run)),
         "curves": loss_curves(run.steps, run.events),
         "perplexity": perplexity_curve(points, best, _marks(run, rows)),
-        "best": f"{amount(value)} at step {best:.0f}" if (value := dict(points).get(best)) else "",
+        "best": next((f"{amount(v)} at step {step:.0f}" for step, v in points if step == best), ""),
         "sick_evaluations": sick,
         "generations": _generations(metrics.get("generations") or []),
         "n_prompts": len(metrics.get("generations") or []),
