@@ -60,7 +60,7 @@ def _judge(settings: LanguageSettings, out: Path) -> int:
     from ssl_kd.files import atomic_write_json
     from ssl_kd.language.judge import judge
     from ssl_kd.ranks import refuse_ranks
-    from ssl_kd.report.tables import judged_table
+    from ssl_kd.report.tables import language_table
 
     refuse_ranks()
     with ProgressBars(screen) as progress:
@@ -68,7 +68,8 @@ def _judge(settings: LanguageSettings, out: Path) -> int:
     atomic_write_json(out, found)
     console = Console()
     # soft_wrap: a path broken over two lines cannot be clicked or copied.
-    console.print(judged_table(found))
+    apart = found["same_tokenizer"] is False
+    console.print(language_table({"table": found["table"], "alignment": apart}))
     console.print(f"Results: {out}", soft_wrap=True, markup=False)
     return OK
 

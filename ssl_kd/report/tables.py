@@ -8,13 +8,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-JUDGED = {
+SCORES = {
     "perplexity": ("perplexity", "{:.3f}"),
     "bits_per_character": ("bits per character", "{:.3f}"),
-    "ece": ("calibration error (ECE)", "{:.3f}"),
     "agreement": ("agreement with the teacher", "{:.1%}"),
     "kl": ("KL(teacher || student), nats", "{:.3f}"),
-    "acceptance": ("accepted as a draft there, 1 - TVD", "{:.1%}"),
+    "acceptance": ("accepted as a draft, 1 - TVD", "{:.1%}"),
+    "ece": ("calibration error (ECE)", "{:.3f}"),
     "repetition": ("repeated 4-grams (seq-rep-4)", "{:.1%}"),
     "distinct_2": ("different 2-grams (distinct-2)", "{:.1%}"),
     "rouge_l": ("ROUGE-L to the text's own", "{:.3f}"),
@@ -24,48 +24,22 @@ JUDGED = {
 }
 
 
-def judged_table(found: dict[str, Any]) -> Table:
-    """Return the scores of a judged student, a column for each model."""
-    rows = {row["name"]: row for row in found["table"]}
-    alike = found["same_tokenizer"] is not False
-    title = "Held-out text" if alike else "Held-out text, two tokenizers"
-    table = _table(title, "score")
-    for name in rows:
-        table.add_column(name, justify="right")
-    for key, (name, form) in JUDGED.items():
-        values = [row.get(key) for row in rows.values()]
-        if (alike or key != "perplexity") and any(value is not None for value in values):
-            table.add_row(name, *("-" if v is None else form.format(v) for v in values))
-    return table
-
-
 def language_table(metrics: dict[str, Any]) -> Table:
-    """Return the final table of a language run, from its `metrics.json`; a dash for no value."""
-    columns = {
-        "perplexity": ("perplexity", "{:.3f}"),
-        "bits_per_character": ("bits per\ncharacter", "{:.3f}"),
-        "agreement": ("agrees", "{:.1%}"),
-        "kl": ("kl", "{:.3f}"),
-        "acceptance": ("draft\nkept", "{:.1%}"),
-        "ece": ("ece", "{:.3f}"),
-        "repetition": ("repeats", "{:.1%}"),
-        "answer_accuracy": ("answer\naccuracy", "{:.1%}"),
-        "answer_rate": ("answer\nrate", "{:.1%}"),
-    }
-    rows = metrics["table"]
-    if metrics.get("alignment"):  # perplexities of two tokenizers do not compare
-        del columns["perplexity"]
-    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    if "answer_rate" in shown:  # 80 columns hold no more; the report has them all
-        shown = [name for name in shown if name not in ("acceptance", "repetition")]
-    table = _table("Held-out text", "model")
-    for name in shown:
-        table.add_column(columns[name][0], justify="right")
+    """Return the scores of language models, a column for each model; a dash for no value.
+
+    Args:
+        metrics: `table`, a row for each model; `alignment`, true where two tokenizers split the
+            text, whose perplexities do not compare.
+    """
+    rows, apart = metrics["table"], bool(metrics.get("alignment"))
+    table = _table("Held-out text, two tokenizers" if apart else "Held-out text", "score")
     for row in rows:
-        values = {name: row.get(name) for name in shown}
-        cells = ["-" if v is None else columns[name][1].format(v) for name, v in values.items()]
         style = "bold" if row["name"] == "student" else None
-        table.add_row(Text(row["name"]), *cells, style=style)
+        table.add_column(Text(row["name"]), justify="right", style=style)
+    for key, (name, form) in SCORES.items():
+        values = [row.get(key) for row in rows]
+        if any(value is not None for value in values) and not (apart and key == "perplexity"):
+            table.add_row(name, *("-" if v is None else form.format(v) for v in values))
     return table
 
 
