@@ -47,6 +47,7 @@ def content(run: RunResults) -> dict[str, Any]:
         "title": f"{base_name(data.get('name', run.path.name))} · ssl_kd",
         **_header(run, rows, points),
         "table": _table(rows),
+        "validated_apart": data.get("validated_apart"),
         "training": facts(_training(run)),
         "curves": loss_curves(run.steps, run.events),
         "perplexity": perplexity_curve(points, best, _marks(run, rows)),
