@@ -31,7 +31,7 @@ test: $(VENV)/.installed-dev ## Set up, then run the tests: make test ARGS="-k s
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
 	  $(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-lint: $(VENV)/.installed-dev ## Check style, types, import floors and the line budget
+lint: $(VENV)/.installed-dev ## Check style, types, import floors and the lines of each room
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright

@@ -1,5 +1,10 @@
-"""The line budget: what the package has, room by room, against [tool.lines] in pyproject.toml."""
+"""The ratchet: no room of ssl_kd has more lines than [tool.lines.rooms] in pyproject.toml says.
 
+A room is a folder of ssl_kd/, or its top level. `python .ci/lines.py --lower` writes the present
+numbers where they are lower; a higher one is written by hand, with its reason in CHANGELOG.md.
+"""
+
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -9,30 +14,93 @@ try:
 except ModuleNotFoundError:  # Python 3.10; tomli comes with pytest there
     import tomli as tomllib
 
-root = Path(__file__).parents[1]
-limits = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["lines"]
-package = root / "ssl_kd"
-files = {
-    file: len(file.read_text(encoding="utf-8").splitlines())
-    for pattern in ("*.py", "*.html", "*.css")
-    for file in package.rglob(pattern)
-}
-rooms = Counter()
-for file, lines in files.items():
-    parts = file.relative_to(package).parts
-    rooms[parts[0] if len(parts) > 1 else "(top)"] += lines
-print("  ".join(f"{room} {lines:,}" for room, lines in sorted(rooms.items())))
-total = rooms.total()
-print(f"{total:,} lines in {len(files)} files of ssl_kd; the budget is {limits['package']:,}")
+SUFFIXES = {".py", ".html", ".css", ".js"}
+SECTION = "[tool.lines.rooms]"
 
-faults = [
-    f"{file.relative_to(root)} has {lines} lines; expected at most {limits['file']}"
-    for file, lines in files.items()
-    if lines > limits["file"]
-]
-if total > limits["package"]:
-    faults.append(
-        f"{total - limits['package']:,} lines too many: take some out, or raise [tool.lines] in a"
-        " commit that says what they are worth"
-    )
-sys.exit("\n".join(faults) or None)
+
+def count_lines(package):
+    """Count the lines of each file by its path below the package; what others wrote is left out."""
+    return {
+        file.relative_to(package).as_posix(): len(file.read_text(encoding="utf-8").splitlines())
+        for file in sorted(package.rglob("*"))
+        if file.suffix in SUFFIXES and "vendor" not in file.parts
+    }
+
+
+def count_rooms(files):
+    """Sum the lines of each room; files outside a folder are in `top`."""
+    rooms = Counter()
+    for path, lines in files.items():
+        rooms[path.split("/")[0] if "/" in path else "top"] += lines
+    return dict(sorted(rooms.items()))
+
+
+def find_faults(limits, files):
+    """Return what is above its limit, or has none, a line each."""
+    longest = limits.get("files", {})
+    faults = [
+        f"ssl_kd/{path} has {lines} lines; expected at most {longest.get(path, limits['file'])}"
+        for path, lines in files.items()
+        if lines > longest.get(path, limits["file"])
+    ]
+    for room, lines in count_rooms(files).items():
+        limit = limits["rooms"].get(room)
+        if limit is None:
+            faults.append(f"{room} is a new room: give it a number in [tool.lines.rooms]")
+        elif lines > limit:
+            faults.append(
+                f"{room} has {lines:,} lines, {lines - limit:,} more than it may: take some out,"
+                " or raise its number and say in CHANGELOG.md what users get for it"
+            )
+    return faults
+
+
+def find_raised(root, limits):
+    """Return the rooms with a higher number than on main, while CHANGELOG.md is that of main."""
+    git = ["git", "-C", str(root)]
+    for ref in ("origin/main", "main"):
+        project = subprocess.run([*git, "show", f"{ref}:pyproject.toml"], capture_output=True)
+        if project.returncode == 0:
+            break
+    else:  # no git, or a clone without main: nothing to compare with
+        return []
+    before = tomllib.loads(project.stdout.decode())["tool"]["lines"].get("rooms", {})
+    raised = [room for room, n in limits["rooms"].items() if n > before.get(room, n)]
+    same = subprocess.run([*git, "diff", "--quiet", ref, "--", "CHANGELOG.md"]).returncode == 0
+    return [
+        f"{room} may have more lines than on {ref}: say in CHANGELOG.md what users get for them"
+        for room in (raised if same else [])
+    ]
+
+
+def lowered(text, files):
+    """Return pyproject.toml with each room at its present lines, where these are less."""
+    limits = tomllib.loads(text)["tool"]["lines"]["rooms"]
+    before, header, rest = text.partition(f"{SECTION}\n")
+    section, gap, after = rest.partition("\n\n")
+    notes = [line for line in section.splitlines() if line.startswith("#")]
+    numbers = [
+        f"{room} = {min(lines, limits.get(room, lines)):_}"
+        for room, lines in count_rooms(files).items()
+    ]
+    return before + header + "\n".join(notes + numbers) + gap + after
+
+
+def main(argv, root=Path(__file__).parents[1]):
+    """Print the rooms and what is wrong; return the exit code."""
+    project = root / "pyproject.toml"
+    files = count_lines(root / "ssl_kd")
+    if "--lower" in argv:
+        project.write_text(lowered(project.read_text(encoding="utf-8"), files), encoding="utf-8")
+    limits = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["lines"]
+    rooms = count_rooms(files)
+    print("  ".join(f"{room} {lines:,}" for room, lines in rooms.items()))
+    total, most = sum(rooms.values()), sum(limits["rooms"].values())
+    print(f"{total:,} lines in {len(files)} files of ssl_kd; all rooms together may have {most:,}")
+    faults = find_faults(limits, files) + find_raised(root, limits)
+    print("\n".join(faults), file=sys.stderr, end="\n" if faults else "")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

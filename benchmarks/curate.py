@@ -39,7 +39,7 @@ from sklearn.metrics import average_precision_score
 from benchmarks.regret import table_line
 from benchmarks.sets import SETS, Absent, Labelled, Sources, _embedded, _fashion_images
 from ssl_kd.datasets import ArrayDataset, ImageDataset, open_dataset
-from ssl_kd.datasets.named import Split
+from ssl_kd.datasets.catalog import Split
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.vision.novelty import Novelty
 from ssl_kd.vision.projection import Projection

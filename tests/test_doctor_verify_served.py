@@ -1,4 +1,4 @@
-"""A server that is not the teacher it is taken for is found, and why is said."""
+"""A server that does not answer as the teacher it stands for is found."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from ssl_kd import cli  # noqa: E402
-from ssl_kd.doctor.verify_served import NEAR, SAME, compare_served  # noqa: E402
+from ssl_kd.doctor.verify_served import SAME, compare_served  # noqa: E402
 from ssl_kd.teachers import server as module  # noqa: E402
 from tests.served import Server  # noqa: E402
 
@@ -70,20 +70,21 @@ def test_a_server_in_bfloat16_is_within_what_is_allowed(settings, server):
     assert finding.status == "ok" and 1e-3 < off(finding) < SAME
 
 
-def test_a_quantised_model_is_said_to_be_near(settings, server):
-    server.model = in_bits(server.model, 8)  # weights of no structure lose more than trained ones
-    finding = found(settings)
-    assert finding.status == "FAULT" and SAME < off(finding) < NEAR
-    assert "lower precision (quantised)" in finding.seen
+CHANGES = {
+    "8 bits": lambda server: setattr(server, "model", in_bits(server.model, 8)),
+    "the position after": lambda server: setattr(server, "change", lambda x: x.roll(-1, 0)),
+    "the position before": lambda server: setattr(server, "change", lambda x: x.roll(1, 0)),
+    "another temperature": lambda server: setattr(server, "change", lambda x: x / 1.5),
+}
 
 
-@pytest.mark.parametrize(("shift", "said"), [(1, "one further on"), (-1, "one before")])
-def test_answers_of_another_position_are_said_to_be_misaligned(settings, server, shift, said):
-    """With the prompt's own token in each: what no look at a single answer can find."""
-    server.change = lambda logits: logits.roll(-shift, 0)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_server_that_answers_otherwise_is_a_fault(settings, server, change):
+    """With the prompt's own token in each answer: no look at a single one can find it."""
+    change(server)
     finding = found(settings)
-    assert finding.status == "FAULT" and off(finding) > 1
-    assert f"the position {said}: misaligned by one" in finding.seen
+    assert finding.status == "FAULT" and off(finding) > SAME
+    assert "--logprobs-mode raw_logprobs" in finding.change
 
 
 def test_entries_at_another_position_are_found_by_their_own_tokens(settings, server):
@@ -93,26 +94,10 @@ def test_entries_at_another_position_are_found_by_their_own_tokens(settings, ser
     assert finding.status == "FAULT" and "misaligned by one position" in finding.seen
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5, 3.0])
-def test_another_temperature_is_named(settings, server, temperature):
-    server.change = lambda logits: logits / temperature
-    finding = found(settings)
-    assert finding.status == "FAULT"
-    assert f"the same model at temperature {temperature:g}, not 1" in finding.seen
-
-
-def test_another_model_is_said(settings, server, tiny):
+def test_another_model_is_a_fault(settings, server, tiny):
     server.model = tiny.model(seed=7, spread=0.3)
-    finding = found(settings)
-    assert finding.status == "FAULT" and "another model than TEACHER_MODEL" in finding.seen
-
-
-def test_another_tokenizer_is_said(settings, server, tiny):
-    words = sorted(tiny.tokenizer.get_vocab())
-    server.text = lambda token: words[token]
-    finding = found(settings)
-    assert finding.status == "FAULT" and "it has another tokenizer: token " in finding.seen
-    server.model, server.text = tiny.model(spread=0.3, vocab_size=400), str
+    assert found(settings).status == "FAULT"
+    server.model = tiny.model(spread=0.3, vocab_size=400)
     assert "the tokenizer has 320: another tokenizer" in found(settings).seen
 
 
@@ -131,4 +116,4 @@ def test_the_command_prints_it_and_fails_where_they_differ(settings, server, cap
     assert "cache, k = V" in said and "the served teacher" in said and "off by" in said
     server.change = lambda logits: logits / 2
     assert cli.main(["verify", *words]) == 1
-    assert "at temperature 2, not 1" in " ".join(capsys.readouterr().out.split())
+    assert "FAULT the served teacher" in " ".join(capsys.readouterr().out.split())

@@ -229,7 +229,7 @@ def _verify(argv: Sequence[str]) -> int:
 
 
 def _judge(argv: Sequence[str]) -> int:
-    """Judge a finished student: calibration, repetition, as a draft, tasks: ssl_kd judge RUN."""
+    """Judge a finished student: perplexity, calibration, repetition: ssl_kd judge RUN."""
 
     def work() -> int:
         from ssl_kd.cli.judge import judge

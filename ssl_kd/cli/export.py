@@ -40,7 +40,7 @@ def export_run(argv: Sequence[str], prog: str) -> int:
         prog: what `--help` calls the program.
 
     Raises:
-        InputError: what was given cannot be.
+        InputError: invalid flags or paths.
     """
     if not argv or {"-h", "--help"} & set(argv):
         print(_usage(prog))
@@ -49,7 +49,7 @@ def export_run(argv: Sequence[str], prog: str) -> int:
     if rest:
         raise InputError(f"There is no flag {rest[0]}; {prog} --help lists all")
     if given.to is None and given.names is None and given.push is None:
-        raise InputError(f"what shall it be? {prog} {argv[0]} --to parquet, for one")
+        raise InputError(f"--to is required, e.g. {prog} {argv[0]} --to parquet")
     options: dict[str, Any] = {name: getattr(given, name) for name in _OWN}
     options = {name: value for name, value in options.items() if value is not None}
     if given.skip_missing:

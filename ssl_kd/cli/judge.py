@@ -1,4 +1,4 @@
-"""`ssl_kd judge STUDENT`: judge a finished student, print the tables and keep them as JSON."""
+"""`ssl_kd judge STUDENT`: judge a finished student, print the table and keep it as JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 PROMPTS = 32  # that are continued, unless GENERATIONS is given
 _HELP = {
     "teacher": "folder or Hub name of the teacher; none: without. Default: the run's, if it is one",
-    "tasks": "of lm-evaluation-harness, with commas between: hellaswag,arc_easy",
-    "include_path": "folder with task files of your own",
-    "limit": "samples of each task at most; default: all",
     "out": "file for the results as JSON; default: judged.json in the run's folder, or here",
 }
 # Of the settings, what evaluation takes; a run's own hold where no flag says otherwise.
@@ -28,7 +25,7 @@ _HOW = {"batch_size", "answer_prompts", "max_new_tokens", "device", "model_dtype
 
 
 def judge(argv: Sequence[str], config: Path, prog: str) -> int:
-    """Do it; return the exit code.
+    """Run the command; return the exit code.
 
     Args:
         argv: The student first, then flags: those of this command, and settings of evaluation.
@@ -36,7 +33,7 @@ def judge(argv: Sequence[str], config: Path, prog: str) -> int:
         prog: What `--help` calls the program.
 
     Raises:
-        SettingsError, InputError: what was given cannot be.
+        SettingsError, InputError: invalid flags, settings or paths.
     """
     if not argv or {"-h", "--help"} & set(argv):
         settings = ", ".join(f"--{name}" for name in sorted(_TEXT | _HOW | {"generations"}))
@@ -46,47 +43,39 @@ def judge(argv: Sequence[str], config: Path, prog: str) -> int:
             f"and of the settings (ssl_kd distill --help): {settings}"
         )
         return OK
-    given, rest = flags_after(argv, prog, "the student", _HELP, numbers=("limit",))
-    if given.limit is not None and given.limit < 1:
-        raise InputError(f"--limit is {given.limit}; expected at least 1")
-    if given.include_path is not None and given.tasks is None:
-        raise InputError("--include_path came without --tasks: name the tasks that are in it")
+    given, rest = flags_after(argv, prog, "the student", _HELP)
     rest += [] if given.teacher is None else ["--teacher_model", given.teacher]
     student, run = _student(argv[0])
     out = _out(given.out, run)
     settings = _settings(rest, config, prog, student, run)
-    return _judge(settings, given, out)
+    return _judge(settings, out)
 
 
-def _judge(settings: LanguageSettings, given: Any, out: Path) -> int:
+def _judge(settings: LanguageSettings, out: Path) -> int:
     from rich.console import Console
 
     from ssl_kd.cli.screen import ProgressBars, open_screen
 
     screen = open_screen()
-    from ssl_kd.evaluate.harness import Tasks
     from ssl_kd.files import atomic_write_json
     from ssl_kd.language.judge import judge
     from ssl_kd.ranks import refuse_ranks
-    from ssl_kd.report.judged import judged_tables
+    from ssl_kd.report.tables import language_table
 
     refuse_ranks()
-    tasks = None
-    if given.tasks is not None:
-        names = [name for word in given.tasks.split(",") if (name := word.strip())]
-        tasks = Tasks(names, given.include_path)
     with ProgressBars(screen) as progress:
-        found = judge(settings, tasks=tasks, limit=given.limit, progress=progress)
+        found = judge(settings, progress=progress)
     atomic_write_json(out, found)
     console = Console()
     # soft_wrap: a path broken over two lines cannot be clicked or copied.
-    for shown in (*judged_tables(found), f"Results: {out}"):
-        console.print(shown, soft_wrap=isinstance(shown, str), markup=False)
+    apart = found["same_tokenizer"] is False
+    console.print(language_table({"table": found["table"], "alignment": apart}))
+    console.print(f"Results: {out}", soft_wrap=True, markup=False)
     return OK
 
 
 def _student(word: str) -> tuple[str, Path | None]:
-    """What is to be loaded, and the run that it comes from, where it does."""
+    """Return the student to load, and the run that it comes from, if any."""
     folder = home_resolved(word)
     for run in (folder, folder.parent):
         if _config(run).get("mode") != "language":
@@ -120,7 +109,7 @@ def _out(asked: str | None, run: Path | None) -> Path:
 def _settings(
     argv: Sequence[str], config: Path, prog: str, student: str, run: Path | None
 ) -> LanguageSettings:
-    """The run's text, teacher and ways of evaluation, unless a flag says otherwise."""
+    """Return the run's settings of text, teacher and evaluation, changed by the flags."""
     from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.training.folder import check_version
 

@@ -1,9 +1,9 @@
 """Data sets by name: images and ready-made features, one call for all; text, another."""
 
+from ssl_kd.datasets.catalog import DatasetUnavailable, DatasetUnreachable, open_dataset
 from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset
-from ssl_kd.datasets.named import DatasetUnavailable, DatasetUnreachable, open_dataset
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.text import TextDataset, open_text
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks, Frame, framed
-from ssl_kd.datasets.held import held
-from ssl_kd.datasets.packing import digest_of, padded
+from ssl_kd.datasets.packing import digest_of
 from ssl_kd.datasets.segmentation import TextReader, align
+from ssl_kd.datasets.spill import SpilledSequence, filled_array
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.datasets.vocabulary import SharedVocabulary, shared_vocabulary
 from ssl_kd.errors import InputError
@@ -259,7 +259,7 @@ def aligned_blocks(
                     + (f", without {lost} characters that no block can hold" if lost else "")
                 )
 
-    rows = held(cut_up())
+    rows = SpilledSequence(cut_up())
     if not rows:
         raise InputError(f"{dataset.name}: no row is left: {'; '.join(first_few(left_out, 3))}")
     student, teacher = (
@@ -375,10 +375,14 @@ def _lay_out(
     left_out: Sequence[str],
 ) -> tuple[Blocks, Tensor]:
     shape = len(rows), size
-    ids = padded(([row[side].ids] for row in rows), shape, np.int64, padding)
-    ends = padded(([row[side].ends] for row in rows), shape, np.int32)
-    counts = padded(([row[side].counts] for row in rows), shape, np.bool_)
-    documents = padded(([np.ones(len(row[side].ids))] for row in rows), shape, np.int32)
+    ids = filled_array(*shape, np.int64, padding)
+    ends, documents = (filled_array(*shape, np.int32) for _ in range(2))
+    counts = filled_array(*shape, np.bool_)
+    for place, sides in enumerate(rows):
+        row = sides[side]
+        n = len(row.ids)
+        ids[place, :n], ends[place, :n], counts[place, :n] = row.ids, row.ends, row.counts
+        documents[place, :n] = 1
     blocks = Blocks(
         torch.from_numpy(ids),
         torch.from_numpy(counts),

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.datasets.held import held
-from ssl_kd.datasets.packing import best_fit, digest_of, padded
+from ssl_kd.datasets.packing import best_fit, digest_of
 from ssl_kd.datasets.picture import Pictures
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import Rendered, check_located, render
 from ssl_kd.datasets.segmentation import check_fast
+from ssl_kd.datasets.spill import SpilledSequence, filled_array
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import sent
@@ -219,7 +219,7 @@ class Document:
 class _Part(NamedTuple):
     """Tokens that see each other: a document, or a part of one that is longer than a block.
 
-    All of them are `held` before the rows are laid out: ids are int32, 5 bytes a token in all.
+    All of them are kept before the rows are laid out: ids are int32, 5 bytes a token in all.
     """
 
     ids: np.ndarray
@@ -288,7 +288,7 @@ def make_blocks(
                     lengths.append(len(piece.ids))
                     yield piece
 
-    pieces = held(cut_up())
+    pieces = SpilledSequence(cut_up())
     check_located(dataset.name, turns, left_out)
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
@@ -397,20 +397,25 @@ def in_rows(
     padding: int,
     left_out: tuple[str, ...],
 ) -> Blocks:
-    """The pieces of each row, by number, as `Blocks`."""
+    """Lay the pieces of each row out, by number, one after the other, and padding behind them."""
     shape = len(rows), block_size
-    ids = padded(([pieces[i].ids for i in row] for row in rows), shape, np.int64, padding)
-    counts = padded(([pieces[i].counts for i in row] for row in rows), shape, np.bool_)
-    numbers = (
-        [np.full(len(pieces[i].ids), number) for number, i in enumerate(row, 1)] for row in rows
-    )
-    documents = padded(numbers, shape, np.int32)
-    characters = [sum(pieces[i].characters for i in row) for row in rows]
+    ids = filled_array(*shape, np.int64, padding)
+    counts, documents = filled_array(*shape, np.bool_), filled_array(*shape, np.int32)
+    characters = np.zeros(len(rows), np.int64)
+    for place, row in enumerate(rows):
+        end = 0
+        for number, i in enumerate(row, 1):
+            piece = pieces[i]
+            begin, end = end, end + len(piece.ids)
+            ids[place, begin:end] = piece.ids
+            counts[place, begin:end] = piece.counts
+            documents[place, begin:end] = number
+            characters[place] += piece.characters
     return Blocks(
         torch.from_numpy(ids),
         torch.from_numpy(counts),
         torch.from_numpy(documents),
-        torch.tensor(characters),
+        torch.from_numpy(characters),
         left_out,
         digest_of(ids, counts, documents),
     )

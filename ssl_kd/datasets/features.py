@@ -17,7 +17,7 @@ from PIL import Image
 
 from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.images import EXTENSIONS, digest_array
-from ssl_kd.datasets.names import Names
+from ssl_kd.datasets.lazy_strings import LazyStrings
 from ssl_kd.errors import InputError, printable
 from ssl_kd.files import CorruptFileError, load_tensors
 
@@ -70,7 +70,7 @@ class FeatureDataset:
         self.split = split
         self.features = features
         named = range(len(features)) if ids is None else ids
-        self.ids = Names(len(named), lambda row: _text(str(named[row])))
+        self.ids = LazyStrings(len(named), lambda row: _text(str(named[row])))
         self.labels: np.ndarray | None = None
         self.class_names: tuple[str, ...] | None = None
         if labels is not None:

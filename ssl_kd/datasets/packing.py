@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-
-from ssl_kd.datasets.held import table
 
 
 def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
@@ -39,17 +36,6 @@ def best_fit(lengths: Sequence[int], block_size: int) -> list[list[int]]:
         open_rows[room].append(row)
     # In the order of the documents again: the first rows must not be those of the longest ones.
     return sorted(sorted(row) for row in rows)
-
-
-def padded(
-    rows: Iterable[Sequence[np.ndarray]], shape: tuple[int, int], dtype: Any, padding: int = 0
-) -> np.ndarray:
-    """Rows of one length: the arrays of each one after the other, then padding."""
-    filled = table(*shape, dtype, padding)
-    for row, arrays in zip(filled, rows, strict=True):
-        whole = np.concatenate(arrays)
-        row[: len(whole)] = whole
-    return filled
 
 
 def digest_of(*columns: np.ndarray) -> str:

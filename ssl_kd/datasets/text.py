@@ -1,4 +1,4 @@
-"""`open_text`: from the name in the settings to the documents a language model learns from."""
+"""`open_text`: from the name in the settings to the documents that a language model learns."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from ssl_kd.datasets.held import held
-from ssl_kd.datasets.named import DatasetUnavailable, DatasetUnreachable
+from ssl_kd.datasets.catalog import DatasetUnavailable, DatasetUnreachable
 from ssl_kd.datasets.records import Example, as_example
+from ssl_kd.datasets.spill import SpilledSequence
 from ssl_kd.datasets.text_files import (
     LONGEST,
     PLAIN,
@@ -60,11 +60,11 @@ class TextDataset:
 
     @cached_property
     def pictured(self) -> str | None:
-        """Where the first document with images stands; None where there is none."""
+        """Return the place of the first document with images; None where no document has any."""
         return next((e.where for e in self.examples if e.images), None)
 
     def check_text_alone(self) -> None:
-        """Raise InputError where a document holds images, which a tokenizer would pass over."""
+        """Raise InputError where a document holds images, which a tokenizer would ignore."""
         if self.pictured is not None:
             raise InputError(
                 f"{self.pictured} holds images, and tokens are made of text alone here: take "
@@ -72,13 +72,14 @@ class TextDataset:
             )
 
     def without(self, held_out: TextDataset) -> TextDataset:
-        """Leave out what stands in another data set, too.
+        """Leave out the documents that another data set has, too.
 
         Raises:
             ValueError: nothing is left.
         """
         others = {_identity(example) for example in held_out.examples}
-        examples = held(e for e in self.examples if _identity(e) not in others)
+        kept = (e for e in self.examples if _identity(e) not in others)
+        examples = SpilledSequence(kept)
         if not (found := len(self) - len(examples)):
             return self
         if not examples:
@@ -91,7 +92,7 @@ class TextDataset:
 
 
 def first_few(lines: Sequence[str], limit: int = 20) -> tuple[str, ...]:
-    """The first `limit` lines, and one that counts the others.
+    """Return the first `limit` lines, and one that counts the others.
 
     >>> first_few(["a", "b", "c"], limit=2)
     ('a', 'b', 'and 1 more')
@@ -111,8 +112,8 @@ def open_text(
     """Read one split of a text source.
 
     Files hold records: lines of `.jsonl`, a list or one of them in `.json`, rows of `.csv`, `.tsv`,
-    `.parquet` and `.arrow`; those of text may be packed (`.jsonl.gz`). What a record may hold is
-    said in `as_example`. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. A `.txt`,
+    `.parquet` and `.arrow`; those of text may be packed (`.jsonl.gz`). `as_example` lists the forms
+    of a record. Text is UTF-8. A `.txt`,
     `.raw` or `.md` file is cut into documents: at the first blank line after 4,096 characters, or
     the first line break after 16,384.
 
@@ -122,9 +123,9 @@ def open_text(
     Hugging Face data set. Elsewhere it is the fraction `held_out` of the documents, chosen by a
     hash of their content, so that it stays the same and duplicates fall on one side.
 
-    In memory are the documents of this split, once, up to a GiB of them; more lie in a temporary
-    file, which ends with the process (TMPDIR says where). Of the source one record more is in
-    memory (of `.json` the whole file; of a table 256 rows).
+    Up to a GiB of documents are in memory; more lie in a temporary file, which ends with the
+    process (TMPDIR names its folder). The source is read one record at a time (`.json` files
+    whole, tables by 256 rows).
 
     Args:
         source: `stdlib` (the Python standard library of this machine, a document per module,
@@ -153,7 +154,7 @@ def open_text(
         return divided or split == "all" or _is_held_out(content, held_out) == (split == "test")
 
     taken = _Taken(belongs, max_bytes)
-    examples = held(taken.of(items))
+    examples = SpilledSequence(taken.of(items))
     if not examples and taken.documents:
         raise InputError(
             f"{name}: nothing is left for the {split} split when {held_out:.0%} of "
@@ -172,7 +173,7 @@ def open_text(
 
 
 def _identity(example: Example) -> bytes:
-    """Shorter than its content, of which there may be much."""
+    """Return a digest of an example's content, which may be long."""
     return hashlib.sha256(example.content()).digest()
 
 
@@ -184,7 +185,7 @@ def _digest(examples: Iterable[Example]) -> str:
 
 
 class _Taken:
-    """What is known of the examples that belong to a split, as they are read."""
+    """Selects the examples of a split, and counts, digests and reports on what was read."""
 
     def __init__(self, belongs: Callable[[bytes], bool], max_bytes: int | None) -> None:
         self._belongs, self._max_bytes = belongs, max_bytes
@@ -193,7 +194,7 @@ class _Taken:
         self.digest = hashlib.sha256()
 
     def of(self, items: Iterable[Example | str]) -> Iterator[Example]:
-        """Those of the split."""
+        """Yield the examples of the split."""
         total = 0
         for item in items:
             if isinstance(item, str):
@@ -225,7 +226,7 @@ def _is_held_out(content: bytes, fraction: float) -> bool:
 
 
 def _read(name: str, split: TextSplit, field: str | None) -> tuple[bool, Iterator[Example | str]]:
-    """Whether the source is divided by itself, and its examples, or what is wrong with them."""
+    """Return whether the source has splits of its own, and its examples or complaints."""
     if name == "stdlib":
         return False, _read_stdlib()
     if name.startswith("hf:"):
@@ -241,7 +242,7 @@ def _read(name: str, split: TextSplit, field: str | None) -> tuple[bool, Iterato
 
 
 def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
-    """The files or folders of this split, where the source has some for each."""
+    """Return whether the source has files for each split, and those of this split."""
     if split == "all":
         return True, [path]
     if is_saved_dataset(path):
@@ -260,7 +261,7 @@ def _divide(path: Path, split: TextSplit) -> tuple[bool, list[Path]]:
 
 
 def _named(paths: Iterable[Path], names: Sequence[str]) -> list[Path]:
-    """A folder or the files of one kind that have the first of these names that there is."""
+    """Return the folder, or the files of one kind, with the first of these names that exists."""
     for name in names:
         for kind in ("", *TEXT_FILES):
             whole = re.compile(re.escape(name) + (_OF_MANY if kind else "") + re.escape(kind))
@@ -277,7 +278,7 @@ def _read_path(path: Path, field: str | None) -> Iterator[Example | str]:
 
 
 def _examples(path: Path, field: str | None, must: bool) -> Iterator[Example | str]:
-    """What a file's records say; `must`: one of them must say something."""
+    """Yield the examples of a file; with `must`, refuse a file without a usable record."""
     usable, complaint = False, ""
     for item in read_file(path):
         if isinstance(item, Record):

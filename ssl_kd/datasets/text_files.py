@@ -1,11 +1,14 @@
-"""Files of text, read a record at a time: each kind's own form, and what is damaged in it."""
+"""Files of text, read a record at a time: each kind's own form, and what is damaged in it.
+
+Not by the readers of the package datasets (5.2), though `hf:NAME` goes through it: one damaged line
+costs them the whole file, without the line's number, and they change text that looks like something
+else (`"2020-01-01T00:00:00"` becomes a date, and `0042` in a CSV the number 42).
+"""
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
-import io
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,47 +20,40 @@ from ssl_kd.datasets.records import Example
 LONGEST = 1_000_000
 """Bytes of one example, above which it is taken for an accident and left out."""
 _DOCUMENT, _LONG_DOCUMENT = 4_096, 16_384
-_HEAD = 4_096  # bytes in which a file shows whether it is text
 _ROWS = 256  # of a table, in memory at once
-_MARKS = {  # UTF-32's begins like UTF-16's, so it comes first
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 
 
 class Record(NamedTuple):
-    """What a file holds at a place; its meaning is `as_example`'s business."""
+    """The content of a file at one place, to be interpreted by `as_example`."""
 
     where: str
     content: Any
 
 
 Item = Record | Example | str
-"""A record, a document, or what is wrong at a place."""
+"""A record, a document, or the complaint about one that cannot be used."""
 
 
 def kind_of(path: Path) -> str | None:
-    """The suffix that says how a file is read: `.jsonl` or `.jsonl.gz`; None for other files."""
+    """Return the suffix that decides how a file is read, as `.jsonl.gz`; None for other files."""
     name = path.name.lower()
     return next((kind for kind in TEXT_FILES if name.endswith(kind)), None)
 
 
 def stem_of(path: Path) -> str:
-    """The name of a file without the suffix that says how it is read."""
+    """Return the name of a file without the suffix of its kind."""
     return path.name[: len(path.name) - len(kind_of(path) or "")]
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` of the package datasets wrote the folder."""
+    """Return whether `save_to_disk` of the package datasets wrote the folder."""
     return all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """The files to be read, in all folders below, sorted by path.
+    """Yield the files of text below a folder, sorted by path.
 
-    Of a folder that `save_to_disk` wrote those that it says: later `map`s leave caches beside them.
+    Of a folder that `save_to_disk` wrote only those in its index: `map` leaves caches beside them.
     """
     if is_saved_dataset(folder):
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
@@ -71,9 +67,9 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def read_file(path: Path) -> Iterator[Item]:
-    """What a file holds, in its order; a line or a row after the other is in memory.
+    """Yield the records of a file in their order, with one of them in memory at a time.
 
-    (All of a `.json` file is.)
+    (A `.json` file is read whole.)
     """
     import pyarrow
 
@@ -89,64 +85,46 @@ def _open(path: Path) -> IO[bytes]:
     return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
 
 
-def _lines(path: Path) -> Iterator[bytes | str]:
-    """Lines of a text file as UTF-8; one that is a string says what is wrong in its place."""
+class _Line(NamedTuple):
+    where: str
+    text: str
+    fault: str  # why the line cannot be used; empty where it can
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    """Yield the lines of a text file in UTF-8, those that cannot be decoded with their fault."""
     with _open(path) as file:
-        head = file.read(_HEAD)
-        file.seek(0)
-        encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
-        if encoding is None and b"\0" not in head:
-            for line in file:
-                yield "holds NUL bytes" if b"\0" in line else line
-            return
-        if encoding is None:
-            yield "the file holds NUL bytes: binary, or UTF-16 without a byte order mark"
-            return
-        try:
-            with io.TextIOWrapper(file, encoding, newline="\n") as decoded:
-                for line in decoded:
-                    yield line.encode()
-        except UnicodeError as error:
-            yield f"not {encoding.upper()} ({error}); it and all after it are left out"
-
-
-def _decoded(path: Path, refused: list[str]) -> Iterator[tuple[int, str]]:
-    """Number and text of each line; what is wrong with one goes to `refused`."""
-    for number, raw in enumerate(_lines(path), 1):
-        if isinstance(raw, str):
-            refused.append(f"{path.name}:{number}: {raw}")
-            continue
-        try:
-            yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            refused.append(f"{path.name}:{number}: not UTF-8 ({error.reason})")
+        for number, raw in enumerate(file, 1):
+            where, text, fault = f"{path.name}:{number}", "", ""
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                fault = f"not UTF-8 ({error.reason})"
+            if b"\0" in raw:
+                fault = "holds NUL bytes: binary, or UTF-16, which is to be saved as UTF-8"
+            yield _Line(where, text, fault)
 
 
 def _read_jsonl(path: Path) -> Iterator[Item]:
-    for number, line in enumerate(_lines(path), 1):
-        where = f"{path.name}:{number}"
-        if isinstance(line, str):
-            yield f"{where}: {line}"
-        elif not line.strip():
-            yield f"{where}: empty"
-        else:
-            yield _parsed(line, where)
+    for where, text, fault in _lines(path):
+        fault = fault or ("" if text.strip() else "empty")
+        yield f"{where}: {fault}" if fault else _parsed(text, where)
 
 
-def _parsed(text: bytes, where: str) -> Record | str:
+def _parsed(text: str, where: str) -> Record | str:
     try:
-        return Record(where, json.loads(text.decode("utf-8-sig")))
+        return Record(where, json.loads(text))
     except (ValueError, RecursionError) as error:
         return f"{where}: not JSON ({error})"
 
 
 def _read_json(path: Path) -> Iterator[Item]:
-    """A list of records, or one; or a record a line, as many a `.json` file has."""
+    """Read a list of records or a single one; also a record a line, as many `.json` files have."""
     lines = list(_lines(path))
-    if refused := next((line for line in lines if isinstance(line, str)), None):
-        yield f"{path.name}: {refused}"
+    if faulty := next((line for line in lines if line.fault), None):
+        yield f"{faulty.where}: {faulty.fault}"
         return
-    whole = _parsed(b"".join(line for line in lines if isinstance(line, bytes)), path.name)
+    whole = _parsed("".join(line.text for line in lines), path.name)
     if isinstance(whole, str):
         yield from _read_jsonl(path) if "Extra data" in whole else (whole,)
     elif isinstance(whole.content, list):
@@ -156,18 +134,25 @@ def _read_json(path: Path) -> Iterator[Item]:
 
 
 def _read_csv(path: Path) -> Iterator[Item]:
-    """Rows below a line of names; a field may hold line breaks in quotes."""
+    """Read the rows below a line of names; a field in quotes may hold line breaks."""
     csv.field_size_limit(max(csv.field_size_limit(), 4 * LONGEST))
-    refused: list[str] = []
-    lines = (line for _, line in _decoded(path, refused))
-    rows = csv.DictReader(lines, delimiter="\t" if ".tsv" in path.suffixes else ",")
+    faults: list[str] = []
+
+    def usable() -> Iterator[str]:
+        for where, text, fault in _lines(path):
+            if fault:
+                faults.append(f"{where}: {fault}")
+            else:
+                yield text
+
+    rows = csv.DictReader(usable(), delimiter="\t" if ".tsv" in path.suffixes else ",")
     for row in rows:
         where = f"{path.name}:{rows.line_num}"
         if None in row:
             yield f"{where}: more fields than the first line names"
         else:
             yield Record(where, {k: v for k, v in row.items() if v is not None})
-    yield from refused
+    yield from faults
 
 
 def _read_parquet(path: Path) -> Iterator[Item]:
@@ -200,32 +185,31 @@ def _rows(path: Path, batches: Iterable[Any]) -> Iterator[Record]:
 
 
 def without_nulls(value: Any) -> Any:
-    """What stands in a row of a table: there, a field that one record has is null in all others."""
+    """Drop null fields: in a table a field that only some records have is null in the others."""
     if isinstance(value, Mapping):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _read_plain(path: Path) -> Iterator[Item]:
-    """Documents, cut at the first blank line after `_DOCUMENT` characters, or a line break."""
+    """Cut text into documents: at a blank line after `_DOCUMENT` characters, or a line break."""
     lines: list[str] = []
-    refused: list[str] = []
     first, length = 1, 0
-    for number, line in _decoded(path, refused):
-        yield from refused
-        refused.clear()
+    for number, (where, line, fault) in enumerate(_lines(path), 1):
+        if fault:
+            yield f"{where}: {fault}"
+            continue
         lines.append(line := line.replace("\r\n", "\n"))
         length += len(line)
         if length > _LONG_DOCUMENT or (length > _DOCUMENT and not line.strip()):
             yield as_document(lines, f"{path.name}:{first}")
             lines, first, length = [], number + 1, 0
-    yield from refused
     if first == 1 or any(map(str.strip, lines)):
         yield as_document(lines, f"{path.name}:{first}")
 
 
 def as_document(lines: Iterable[str], where: str) -> Example | str:
-    """Lines as one text, without the empty ones around it."""
+    """Join lines to one document, without the empty ones around it."""
     text = "".join(lines).strip("\n")
     return Example(where, text=text) if text.strip() else f"{where}: empty"
 
@@ -248,4 +232,4 @@ TEXT_FILES: Mapping[str, Callable[[Path], Iterator[Item]]] = {
 }
 """How each kind of file is read, by its suffix."""
 PLAIN = tuple(kind for kind, read in TEXT_FILES.items() if read is _read_plain)
-"""Those that hold no records but documents."""
+"""Kinds of files that hold documents without fields."""

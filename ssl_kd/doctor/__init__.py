@@ -29,7 +29,6 @@ def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> 
     """
     settings = _settings(config)
     checks = (
-        machine.python(),
         machine.packages(),
         machine.versions(),
         machine.torchvision(),
@@ -41,7 +40,7 @@ def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> 
 
 
 def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> int:
-    """Print whether model, losses, gradients, settings, cache and first steps are healthy.
+    """Print whether model, losses, gradients, cache and first steps are healthy.
 
     Nothing is written: the steps are those of a trainer that is thrown away.
 
@@ -61,7 +60,6 @@ def nan_issues(config: Path = Path("config.py"), *, verbose: bool = False) -> in
         numerics.isolation(settings),
         own_data.cache(settings, stores),
         own_data.embeddings(stores),
-        own_data.risks(settings, stores),
         own_data.first_batches(settings, stores),
     )
     return report("Numerics", checks, verbose)

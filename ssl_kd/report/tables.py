@@ -1,4 +1,4 @@
-"""The table that a run leaves on the screen."""
+"""The tables and lines that a command prints at its end."""
 
 import shlex
 from pathlib import Path
@@ -8,39 +8,43 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+SCORES = {
+    "perplexity": ("perplexity", "{:.3f}"),
+    "bits_per_character": ("bits per character", "{:.3f}"),
+    "agreement": ("agreement with the teacher", "{:.1%}"),
+    "kl": ("KL(teacher || student), nats", "{:.3f}"),
+    "acceptance": ("accepted as a draft, 1 - TVD", "{:.1%}"),
+    "ece": ("calibration error (ECE)", "{:.3f}"),
+    "repetition": ("repeated 4-grams (seq-rep-4)", "{:.1%}"),
+    "distinct_2": ("different 2-grams (distinct-2)", "{:.1%}"),
+    "rouge_l": ("ROUGE-L to the text's own", "{:.3f}"),
+    "rouge_l_teacher": ("ROUGE-L to the teacher's", "{:.3f}"),
+    "answer_accuracy": ("right answers", "{:.1%}"),
+    "answer_rate": ("questions answered", "{:.1%}"),
+}
+
 
 def language_table(metrics: dict[str, Any]) -> Table:
-    """The final table of a language run, from its `metrics.json`; a dash for no value."""
-    columns = {
-        "perplexity": ("perplexity", "{:.3f}"),
-        "bits_per_character": ("bits per\ncharacter", "{:.3f}"),
-        "agreement": ("agrees", "{:.1%}"),
-        "kl": ("kl", "{:.3f}"),
-        "acceptance": ("draft\nkept", "{:.1%}"),
-        "ece": ("ece", "{:.3f}"),
-        "repetition": ("repeats", "{:.1%}"),
-        "answer_accuracy": ("answer\naccuracy", "{:.1%}"),
-        "answer_rate": ("answer\nrate", "{:.1%}"),
-    }
-    rows = metrics["table"]
-    if metrics.get("alignment"):  # perplexities of two tokenizers do not compare
-        del columns["perplexity"]
-    shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    if "answer_rate" in shown:  # 80 columns hold no more; the report has them all
-        shown = [name for name in shown if name not in ("acceptance", "repetition")]
-    table = _table("Held-out text", "model")
-    for name in shown:
-        table.add_column(columns[name][0], justify="right")
+    """Return the scores of language models, a column for each model; a dash for no value.
+
+    Args:
+        metrics: `table`, a row for each model; `alignment`, true where two tokenizers split the
+            text, whose perplexities do not compare.
+    """
+    rows, apart = metrics["table"], bool(metrics.get("alignment"))
+    table = _table("Held-out text, two tokenizers" if apart else "Held-out text", "score")
     for row in rows:
-        values = {name: row.get(name) for name in shown}
-        cells = ["-" if v is None else columns[name][1].format(v) for name, v in values.items()]
         style = "bold" if row["name"] == "student" else None
-        table.add_row(Text(row["name"]), *cells, style=style)
+        table.add_column(Text(row["name"]), justify="right", style=style)
+    for key, (name, form) in SCORES.items():
+        values = [row.get(key) for row in rows]
+        if any(value is not None for value in values) and not (apart and key == "perplexity"):
+            table.add_row(name, *("-" if v is None else form.format(v) for v in values))
     return table
 
 
 def extension_text(metrics: dict[str, Any]) -> str:
-    """What became of the samples that were added to a run, from its `metrics.json`, in a line."""
+    """Return how the samples that extend a run were assigned, from its `metrics.json`."""
     about = metrics["extended"]
     new = [f"{c['cluster']} ({c['size']:,} samples)" for c in about["new_clusters"]]
     text = f"{about['joined']:,} of {about['n']:,} new samples joined the clusters that there were"
@@ -53,40 +57,40 @@ def extension_text(metrics: dict[str, Any]) -> str:
 
 
 def number_text(metrics: dict[str, Any]) -> str | None:
-    """How many clusters were found and what else may be, in a line; None where K was given."""
+    """Return the number of clusters found, with its alternatives; None where K was given."""
     number = (metrics.get("graph") or {}).get("number")
     if not number:
         return None
     ranked = [level["n_clusters"] for level in number["ranked"]]
     others = ", ".join(str(k) for k in [k for k in ranked if k != number["n_clusters"]][:3])
-    next_best = f"; next best {others}" if others else ""
-    return f"{number['n_clusters']} clusters were found ({likely_range(metrics)}{next_best})"
+    alternatives = f"; alternatives: {others}" if others else ""
+    return f"Found {number['n_clusters']} clusters; {likely_range(metrics)}{alternatives}"
 
 
 def agreement_text(metrics: dict[str, Any]) -> str | None:
-    """How far other ways to cluster agree with the answer, in a line; None with METHOD heads."""
+    """Return how far other methods agree with the answer, in a line; None with METHOD heads."""
     agreement = (metrics.get("graph") or {}).get("agreement")
     if not agreement:
         return None
     most_first = sorted(agreement.items(), key=lambda family: -family[1])
     shares = ", ".join(f"{family} {100 * share:.0f} %" for family, share in most_first)
-    return f"Samples that other ways to cluster put where the answer does: {shares}"
+    return f"Samples that other methods assign as the answer does: {shares}"
 
 
 def likely_range(metrics: dict[str, Any]) -> str | None:
-    """The interval of the number of clusters that was found; None where K was given."""
+    """Return the interval of the number of clusters found; None where K was given."""
     number = (metrics.get("graph") or {}).get("number")
     return f"likely {number['interval'][0]} to {number['interval'][1]}" if number else None
 
 
 def next_commands(path: Path) -> list[str]:
-    """What a finished run of clusters is good for, as commands."""
+    """Return the commands that go on from a finished clustering run."""
     run = shlex.quote(str(path))
     return [f"ssl_kd explore {run}", f"ssl_kd curate {run}", f"ssl_kd export {run} --to parquet"]
 
 
 def results_table(metrics: dict[str, Any]) -> Table:
-    """The final table of a run, from its `metrics.json`: shares as percent, a dash for no value."""
+    """Return the final table of a run, from its `metrics.json`: percent, a dash for no value."""
     title = "Clusters against the labels, in percent" if metrics["table"] else None
     data = metrics["dataset"]
     if title and data["n_labelled"] != data["n_train"]:

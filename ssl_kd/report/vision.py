@@ -18,7 +18,7 @@ from ssl_kd.report.tables import (
     number_text,
 )
 from ssl_kd.report.tree import tree
-from ssl_kd.report.wording import DASH, base_name, duration, finite, number, percent
+from ssl_kd.report.wording import DASH, base_name, duration, facts, finite, number, percent
 
 ANSWER = "consensus"
 BASELINES = ("k-means", "spectral clustering")
@@ -67,10 +67,9 @@ def content(run: RunResults, images: Images | None) -> dict[str, Any]:
         "size_warnings": size_warnings,
         **_trust(run),
         "curves": head_curves(run.steps, chosen, run.events),
-        "training_text": _training_text(run, chosen, len(heads)),
+        "training": facts(_training(run, heads)),
         "heads": [_head(h) for h in heads],
         "heads_judged": any(finite(h.get("acc")) for h in heads),
-        "heads_text": _heads_text(heads, chosen),
         "next_commands": next_commands(run.path),
     }
 
@@ -146,15 +145,12 @@ def _header(run: RunResults, labelled: bool, noun: str) -> dict[str, Any]:
         lead.append(f"They were added to the run {base_name(metrics['extended']['run'])}.")
     elif labelled and finite(answer.get("acc")):
         headline = f"{percent(answer['acc'])} % of {scored} in the right cluster, without a label"
-        lead.append(_against(answer, scores))
     else:
         headline = f"{count} sorted into {k or 'some'} clusters, without a label".capitalize()
         lead.append("No label is known here, so there is no accuracy to report.")
     if (interval := likely_range(metrics)) and "extended" not in metrics:
-        headline += f" ({k} clusters were found, {interval})"
+        headline += f" (found {k} clusters; {interval})"
     confidence = _confidence(run)
-    if confidence is not None and not labelled:
-        lead.append(f"The mean confidence is {100 * confidence:.0f}\u00a0%.")
     if lost := data.get("unreadable"):
         lead.append(f"Not readable and left out: {lost:,} {noun}{'s' if lost > 1 else ''}.")
     if finite(total):
@@ -181,43 +177,30 @@ def _tiles(
     confidence: float | None,
 ) -> list[dict[str, str]]:
     """The main numbers: the answer's scores, or how many clusters there are where none is known."""
-    tiles: list[dict[str, str]] = []
-
-    def tile(label: str, value: Any, unit: str = "%") -> None:
-        if finite(value):
-            tiles.append({"name": label, "value": percent(value), "unit": unit})
-
-    if answer is not None:
-        tile("accuracy (Hungarian)", answer.get("acc"))
-        tile("NMI", answer.get("nmi"))
-        tile("ARI", answer.get("ari"))
-        tile("accuracy on held-out data", held_out.get("acc"))
-        tile("k-NN on the embeddings, with labels", metrics.get("knn_accuracy"))
-        probe = metrics.get("linear_probe") or {}
-        tile("linear probe on the embeddings, with labels", probe.get("accuracy"))
-    elif k:
-        tiles.append({"name": "clusters", "value": str(k), "unit": ""})
-    tile("mean confidence", confidence)
+    shares: dict[str, Any] = (
+        {}
+        if answer is None
+        else {
+            "accuracy (Hungarian)": answer.get("acc"),
+            "NMI": answer.get("nmi"),
+            "ARI": answer.get("ari"),
+            "accuracy on held-out data": held_out.get("acc"),
+            "k-NN on the embeddings, with labels": metrics.get("knn_accuracy"),
+            "linear probe on the embeddings, with labels": (metrics.get("linear_probe") or {}).get(
+                "accuracy"
+            ),
+        }
+    )
+    shares["mean confidence"] = confidence
+    tiles = [{"name": "clusters", "value": str(k), "unit": ""}] if k and answer is None else []
+    for name, share in shares.items():
+        if finite(share):
+            tiles.append({"name": name, "value": percent(share), "unit": "%"})
     total: Any = metrics.get("seconds", {}).get("total")
     if finite(total):
         value, _, unit = duration(total).partition(" ")
         tiles.append({"name": "from start to report", "value": value, "unit": unit})
     return tiles
-
-
-def _against(answer: dict[str, Any], scores: dict[Any, dict[str, Any]]) -> str:
-    """One sentence on how the answer stands against the baselines."""
-    gaps = {
-        name: 100 * (answer["acc"] - scores[name, "train"]["acc"])
-        for name in BASELINES
-        if finite(scores.get((name, "train"), {}).get("acc"))
-    }
-    if not gaps:
-        return "No baseline was run on the same embeddings."
-    ahead = [f"{gap:.1f} points ahead of {name}" for name, gap in gaps.items() if gap >= 0]
-    behind = [f"{-gap:.1f} points behind {name}" for name, gap in gaps.items() if gap < 0]
-    text = ", but ".join(" and ".join(part) for part in (ahead, behind) if part)
-    return f"That is {text}, on the same embeddings."
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -254,35 +237,32 @@ def _sizes(sizes: list[int]) -> tuple[str, list[str]]:
     empty = [k for k, size in enumerate(sizes) if size == 0]
     if collapsed(sizes):
         warnings.append(
-            f"Collapse: the samples are spread as if there were only {effective:.1f} clusters "
-            f"of {len(sizes)}. Fewer clusters, or another seed, may help."
+            f"Collapse: the effective number of clusters is {effective:.1f} of {len(sizes)}. Try "
+            "fewer clusters, or another seed."
         )
     if empty:
         listed = ", ".join(map(str, empty[:12])) + (" …" if len(empty) > 12 else "")
         verb = "is empty" if len(empty) == 1 else "are empty"
         warnings.append(f"{len(empty)} of {len(sizes)} clusters {verb}: {listed}.")
     text = (
-        f"From {min(sizes):,} to {max(sizes):,} samples; as diverse as {effective:.1f} clusters of "
-        f"equal size, out of {len(sizes)}."
+        f"From {min(sizes):,} to {max(sizes):,} samples; effective number of clusters: "
+        f"{effective:.1f} of {len(sizes)}."
     )
     return text, warnings
 
 
-def _training_text(run: RunResults, chosen: list[int], n_heads: int) -> str:
+def _training(run: RunResults, heads: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the training took and which heads came of it."""
     steps = run.metrics.get("steps") or (run.steps[-1].get("step") if run.steps else None)
-    parts = [f"{steps:,} steps"] if isinstance(steps, int) else []
-    looks = run.metrics.get("convergence")
-    if isinstance(looks, dict) and looks:
-        step, told = list(looks.items())[-1]
-        parts.append(
-            f"what they tell of neighbours had settled by step {step}: {number(told)} nats"
-        )
-    if n_heads:
-        parts.append(f"{n_heads} heads, {len(chosen)} of them chosen for the answer")
-    rate = run.metrics.get("success_rate")
-    if finite(rate):
-        parts.append(f"{100 * rate:.4g} % of the heads' updates went through")
-    return "; ".join(parts) + "." if parts else ""
+    looks, rate = run.metrics.get("convergence") or {}, run.metrics.get("success_rate")
+    return {
+        "steps": steps,
+        "heads": len(heads) or None,
+        "heads chosen for the answer": sum(bool(h.get("chosen")) for h in heads) or None,
+        "heads that collapsed": sum(bool(h.get("collapsed")) for h in heads) if heads else None,
+        "neighbour information settled by step": next(reversed(looks), None),
+        "head updates that went through, %": 100 * rate if finite(rate) else None,
+    }
 
 
 def _head(head: dict[str, Any]) -> dict[str, Any]:
@@ -295,16 +275,6 @@ def _head(head: dict[str, Any]) -> dict[str, Any]:
         "chosen": bool(head.get("chosen")),
         "collapsed": bool(head.get("collapsed")),
     }
-
-
-def _heads_text(heads: list[dict[str, Any]], chosen: list[int]) -> str:
-    fallen = sum(bool(h.get("collapsed")) for h in heads)
-    text = "No head collapsed" if not fallen else f"{fallen} of {len(heads)} heads collapsed"
-    if chosen:
-        text += f"; {len(chosen)} were chosen by their neighbour information, without labels"
-    if any(finite(h.get("acc")) for h in heads):
-        text += ". Accuracy is shown for information only: it was not used to choose"
-    return text + "."
 
 
 def _class_names(run: RunResults) -> list[str]:

@@ -26,6 +26,17 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
+def facts(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values as text, without those that are None; a dash for a NaN."""
+    found = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{name}: {number(one)}" for name, one in value.items())
+        text = amount(value) if finite(value) else DASH if isinstance(value, float) else str(value)
+        found += [(key.replace("_", " "), text)] if value is not None else []
+    return found
+
+
 def duration(seconds: float) -> str:
     """Seconds in the unit that fits."""
     if seconds < 9.95:

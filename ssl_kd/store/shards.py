@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ssl_kd.datasets.names import Names
+from ssl_kd.datasets.lazy_strings import LazyStrings
 from ssl_kd.errors import UserError
 from ssl_kd.files import CorruptFileError, atomic_write_json, load_tensors, sha256_file, size_of
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
@@ -344,9 +344,9 @@ class ShardStore:
         return self.n
 
     @property
-    def ids(self) -> Names:
+    def ids(self) -> LazyStrings:
         """The name of each row's sample; those of one shard are in memory at a time."""
-        return Names(self.n, self._id)
+        return LazyStrings(self.n, self._id)
 
     def _id(self, row: int) -> str:
         at = row if self._kept is None else int(self._kept[row])

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ssl_kd.datasets.held import held
+from ssl_kd.datasets.spill import SpilledSequence
 from ssl_kd.errors import InputError, printable
 from ssl_kd.files import atomic_write
 from ssl_kd.teachers.http_client import short
@@ -70,7 +70,7 @@ class AnswerFile(PromptAnswers):
                     yield [*ids]
                 wanted.add(key)
 
-        if not (missing := held(unanswered())):
+        if not (missing := SpilledSequence(unanswered())):
             return
         to = self.path.with_name(f"{self.path.stem}.prompts.jsonl")
 

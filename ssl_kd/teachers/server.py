@@ -122,24 +122,6 @@ class PromptAnswers(ABC):
             place = "" if fault.token is None else f", token {first + fault.token}"
             raise self._failed(f"{fault.words} ({where}{place})", prompt) from None
 
-    def texts(self, prompt: Sequence[int], k: int) -> dict[int, str]:
-        """What the server's own tokenizer writes for the k likeliest tokens of a prompt, by id.
-
-        Empty where it does not say so.
-
-        Raises:
-            ServerFailed: as by `top_k`, of which `prompt` and `k` are.
-        """
-        try:
-            entries = [entry for entry in self._complete(prompt, k)() if entry]
-            pairs = [(i, one.get("decoded_token")) for entry in entries for i, one in entry.items()]
-            return {_token_id(i, 0): text for i, text in pairs if isinstance(text, str)}
-        except _Wrong as fault:
-            raise self._failed(fault.words, prompt) from None
-        except (TypeError, AttributeError) as fault:
-            words = f"gives no log-probabilities: {short(str(fault))}"
-            raise self._failed(words, prompt) from None
-
 
 class CompletionServer(PromptAnswers):
     """A server of OpenAI's completions that gives `prompt_logprobs`, as vLLM does.

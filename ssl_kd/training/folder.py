@@ -72,7 +72,12 @@ class RunFolder:
             resume.
         SettingsError: it is to be resumed with settings that would change the result.
         OSError: it cannot be written.
+
+    Attributes:
+        writes: False in the folder that another rank writes, where every write does nothing.
     """
+
+    writes = True
 
     def __init__(self, settings: RunSettings) -> None:
         runs = Path(settings.runs_dir)
@@ -112,6 +117,8 @@ class RunFolder:
 
     def become_latest(self) -> None:
         """Let `latest`, beside the folder, point to it."""
+        if not self.writes:
+            return
         link, new = self.path.parent / "latest", self.path.parent / f".latest.{self.path.name}"
         if link.exists() and not link.is_symlink():
             logger.warning("%s is no link, so it is left as it is: this run is %s", link, self.path)
@@ -167,12 +174,16 @@ class RunFolder:
 
     def update_json(self, name: str, **values: Any) -> None:
         """Add values to a JSON file of the run."""
+        if not self.writes:
+            return
         path = self.path / name
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         atomic_write_json(path, known | values)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append a line to `metrics.jsonl`; a number that is not finite becomes null."""
+        if not self.writes:
+            return
         with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(row)) + "\n")
 
@@ -197,6 +208,8 @@ class RunFolder:
         Raises:
             OSError: the one before, or with no room this one, could not be written.
         """
+        if not self.writes:
+            return lambda: None
         self._written()
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         size = sum(tensor.nbytes for tensor in _tensors(tensors))
@@ -258,6 +271,8 @@ class RunFolder:
 
         A finished run that is extended is unfinished from here on.
         """
+        if not self.writes:
+            return
         if self._extends is not None:
             done, total = self._extends
             known = json.loads((self.path / "config.json").read_text(encoding="utf-8"))

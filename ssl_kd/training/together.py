@@ -1,9 +1,9 @@
-"""Processes that do one job together: what each tells the others, and which of them writes."""
+"""Processes that do one job: what they exchange, and the run folder that the first one writes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,19 +39,18 @@ class Team:
     """
 
     def __init__(self, device: torch.device) -> None:
-        beside = torch.zeros((), device=device)
-        self._agreement = Agreement.between(None, beside, "of the processes of one job", 8)
+        self._agreement = Agreement.between(None, device, "of the processes of one job", 8)
         self.rank = 0 if self._agreement is None else self._agreement.rank
         self.world = 1 if self._agreement is None else self._agreement.world
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Turn what the process group fails with inside into a `RankLost` that says what was on."""
+        """Raise RankLost, which names what was waited for, where the process group fails inside."""
         if self._agreement is None:
             return contextlib.nullcontext()
         return self._agreement.waiting(what)
 
     def sums(self, what: str, *numbers: float) -> list[float]:
-        """Numbers summed over the ranks; each rank's is told as float32.
+        """Sum numbers over the ranks; each is sent as float32.
 
         Args:
             what: they are, and of which step; the same on every rank.
@@ -63,11 +62,11 @@ class Team:
         return told.double().sum(0).tolist()
 
     def means(self, what: str, *numbers: float) -> list[float]:
-        """As `sums`, over the number of ranks."""
+        """Average numbers over the ranks; each is sent as float32."""
         return [number / self.world for number in self.sums(what, *numbers)]
 
     def of_all(self, what: str, value: T) -> list[T]:
-        """The value of each rank, in their order: any that can be pickled."""
+        """Gather a value that can be pickled from each rank, in their order."""
         if self._agreement is None:
             return [value]
         told: list[Any] = [None] * self.world
@@ -76,11 +75,11 @@ class Team:
         return told
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of a batch that are this rank's: every so many-th; all, where it is alone."""
+        """Return this rank's rows of a batch: every n-th of n ranks."""
         return rows[self.rank :: self.world]
 
     def told_to_stop(self, signals: Signals, when: str) -> bool:
-        """Whether any rank was told to; then all count as told, by the same signal."""
+        """Return whether any rank got a signal to stop; all ranks then act on the same one."""
         if self._agreement is None:
             return bool(signals.caught)
         mine = torch.tensor([float(*signals.caught[:1])])
@@ -105,11 +104,13 @@ class Team:
 
 
 class FollowedFolder(RunFolder):
-    """The folder that the first rank writes, as the others see it: they read, and write nothing.
+    """The run folder as every rank but the first sees it: for reading.
 
     Args:
-        path: where it is, on a file system of all ranks.
+        path: where the first rank writes it, on a file system of all ranks.
     """
+
+    writes = False
 
     def __init__(self, path: Path) -> None:
         self.path, self.events = path, EventLog()
@@ -119,41 +120,18 @@ class FollowedFolder(RunFolder):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing is held."""
+        """Do nothing: the first rank has the folder's lock."""
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """The tensors of the checkpoint that the first rank goes on from; none at step 0."""
+        """Return the tensors of the first rank's checkpoint of a step; none at step 0."""
         if not step:
             return {}
         return load_tensors(self._checkpoints / f"step_{step:09d}.pt", mmap=True)["tensors"]
 
-    def become_latest(self) -> None:
-        """The first rank does."""
-
-    def keep_to(self, digest: str) -> None:
-        """The first rank does."""
-
-    def update_json(self, name: str, **values: Any) -> None:
-        """The first rank does."""
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """The first rank does."""
-
-    def count_events(self) -> int:
-        """The first rank does."""
-        return 0
-
-    def save_checkpoint(self, step: int, tensors: dict[str, Any]) -> Callable[[], None]:
-        """The first rank does."""
-        return lambda: None
-
-    def rewind(self, step: int) -> None:
-        """The first rank does."""
-
 
 @contextlib.contextmanager
 def run_folder(settings: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
-    """The run's folder, which the first rank opens and holds.
+    """Open the run's folder on the first rank, and give the others the same one for reading.
 
     Raises:
         RunFolderError, SettingsError, OSError: as `RunFolder`.
@@ -171,7 +149,7 @@ def run_folder(settings: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
 
 
 def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:
-    """As `RunFolder.load_checkpoint`: the one that the first rank finds, on every rank."""
+    """Load, on every rank, the checkpoint that the first one finds."""
     found: list[tuple[int, dict[str, Any]]] = []
 
     def load() -> int:

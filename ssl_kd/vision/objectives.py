@@ -31,12 +31,9 @@ class Objective(ABC):
 
     Attributes:
         summary: what it is, in the few words of a setting's help.
-        samples_per_cluster: samples that the running marginal of a cluster should rest on; the
-            doctor warns below.
     """
 
     summary: ClassVar[str] = ""
-    samples_per_cluster: ClassVar[float] = 0
 
     @abstractmethod
     def initial_marginal(self, n_clusters: int) -> float:
@@ -88,7 +85,6 @@ class TEMI(Objective):
     """
 
     summary = "pairwise mutual information"
-    samples_per_cluster = 10
 
     def __init__(self, beta: float, student_temp: float, teacher_temp: float) -> None:
         self._temperature = teacher_temp

@@ -114,7 +114,7 @@ def test_a_column_that_would_take_anothers_place_is_refused(copied, tmp_path, ca
     ("argv", "told"),
     [
         (["--to", "parket"], "--to is 'parket', not parquet, folders, .*Did you mean parquet"),
-        ([], "what shall it be?"),
+        ([], "--to is required"),
         (["--to", "parquet", "--cluster", "1"], "There is no flag --cluster"),
         (["--to", "parquet", "--clusters", "one"], "--clusters has 'one', expected numbers"),
         (["--to", "parquet", "--clusters", "9"], "no cluster 9"),

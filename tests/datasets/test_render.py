@@ -375,7 +375,7 @@ def test_the_report_says_how_many_turns_are_learned():
 
     turns = describe_turns(Counter(there=1200, learned=1199, hidden=2))
     said = "1,199 of 1,200 turns of the assistant are learned; the template hides the thoughts of 2"
-    assert _data({"name": "chats", "documents": 9, "turns": turns}) == (
-        f"chats: 9 documents, {said} earlier turns"
+    assert _data({"name": "chats", "documents": 9, "turns": turns})["turns"] == (
+        f"{said} earlier turns"
     )
     assert describe_turns(Counter()) == ""

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 
 from ssl_kd import cli
-from ssl_kd.errors import BAD_INPUT, FAILED, OK
+from ssl_kd.errors import BAD_INPUT, OK
 from ssl_kd.language.judge import judge
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
@@ -35,7 +34,7 @@ def test_a_student_is_judged_beside_its_teacher(at, models, tmp_path, text_file,
     assert teacher["kl"] is None and student["kl"] > 0 and 0 < student["acceptance"] < 1
     assert 0 <= student["repetition"] <= 1 and 0 < student["distinct_2"] <= 1
     assert 0 <= student["rouge_l_teacher"] <= 1 and teacher["rouge_l_teacher"] is None
-    assert len(found["generations"]) == 3 and found["tasks"] == []
+    assert len(found["generations"]) == 3
     for title in ("Held-out text", "accepted as a draft", "Results: scores/a.json"):
         assert title in shown
 
@@ -76,7 +75,7 @@ def test_the_text_of_a_run_and_its_teacher_are_those_it_was_trained_with(
 
 def test_two_tokenizers_are_compared_on_the_same_text(at, models, tmp_path, capsys):
     assert cli.main(at(models("foreign"), "--teacher", models("teacher"))) == OK
-    assert "these have two" in capsys.readouterr().out
+    assert "two tokenizers" in capsys.readouterr().out
     found = found_in(tmp_path / "judged.json")
     assert found["same_tokenizer"] is False
     assert [row["kl"] for row in found["table"]] == [None, None]
@@ -103,8 +102,6 @@ def test_padded_logits_are_compared(models, tmp_path, text_file):
     [
         (["--teacher", "x"], "judge takes the student first"),
         (["x", "--learning_rate", "1"], "LEARNING_RATE plays no part in judging"),
-        (["x", "--limit=0"], "--limit is 0; expected at least 1"),
-        (["x", "--include_path=."], "--include_path came without --tasks"),
         (["x", "--out=."], "--out is ., a folder: expected a file"),
         (["x"], "no folder x"),
     ],
@@ -126,93 +123,6 @@ def test_a_run_without_a_student_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "a" / "config.json").write_text('{"mode": "language"}')
     assert cli.main(["judge", "a"]) == BAD_INPUT
     assert "the run a has no student yet" in capsys.readouterr().err
-
-
-TASK = """
-task: tiny_where
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {rows}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{who}}}}"
-doc_to_target: "{{{{answer}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
-
-
-@pytest.fixture
-def own_tasks(tmp_path):
-    """A folder with a task of one's own, and its answers by a model's own likelihood."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    rows = [
-        {"who": f"{who} sees", "choices": [" a bird", " the sea at night"], "answer": i % 2}
-        for i, who in enumerate(("the old fox", "Lily", "one grey cat", "her brother"))
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "tiny_where.yaml").write_text(TASK.format(rows=folder / "rows.jsonl"))
-    return folder, rows
-
-
-# The harness and its data sets warn of their own dependencies' names.
-@pytest.mark.filterwarnings("ignore")
-def test_tasks_of_the_harness_are_asked_of_both_models(
-    at,
-    models,
-    own_tasks,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
-    pytest.importorskip("lm_eval")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder, rows = own_tasks
-    words = at(models("student"), "--teacher", models("teacher"), "--generations=0")
-    assert cli.main([*words, "--tasks=tiny_where", f"--include_path={folder}"]) == OK
-    assert "tiny_where" in capsys.readouterr().out
-    found = found_in(tmp_path / "judged.json")["tasks"]
-    assert [(row["name"], row["task"], row["metric"]) for row in found] == [
-        ("teacher", "tiny_where", "acc"),
-        ("student", "tiny_where", "acc"),
-    ]
-    for row in found:
-        lm = load_causal_lm(models(row["name"]))
-        assert row["n"] == 4 and row["value"] == pytest.approx(accuracy(lm, rows))
-
-
-def accuracy(lm, rows):
-    """By the likelihood of each choice after the question, as the harness asks for it."""
-
-    def likelihood(before, choice):
-        start = lm.tokenizer(before).input_ids
-        ids = lm.tokenizer(before + choice).input_ids
-        with torch.no_grad():
-            log_q = lm.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        return sum(log_q[i - 1, ids[i]].item() for i in range(len(start), len(ids)))
-
-    right = 0
-    for row in rows:
-        values = [likelihood(row["who"], choice) for choice in row["choices"]]
-        right += values.index(max(values)) == row["answer"]
-    return right / len(rows)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_unknown_task_is_named_before_anything_is_loaded(at, own_tasks, capsys):
-    pytest.importorskip("lm_eval")
-    folder, _ = own_tasks
-    words = ["judge", "x", "--tasks=tiny_wher", f"--include_path={folder}"]
-    assert cli.main(words) == BAD_INPUT
-    assert "'tiny_wher' is no task" in (error := capsys.readouterr().err)
-    assert "Did you mean tiny_where?" in error
-
-
-def test_without_the_harness_it_says_what_to_install(at, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
-    assert cli.main(["judge", "x", "--tasks=arc_easy"]) == FAILED
-    assert "pip install 'ssl_kd[llm,judge]'" in capsys.readouterr().err
 
 
 def test_scores_are_those_of_the_teacher_as_it_answers(models, text_file, monkeypatch):

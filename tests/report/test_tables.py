@@ -27,6 +27,17 @@ def test_the_scores_of_a_language_run_fit_into_a_terminal():
         assert isinstance(screen.file, io.StringIO)
         shown = screen.file.getvalue()
         assert "\u2026" not in shown and shown.count("4016.401") == 4
-        assert ("20.7%" in shown and "96.4%" in shown) is not bool(more)
+        assert shown.count("20.7%") == shown.count("96.4%") == 4
         assert shown.count("25.0%") == (4 if more else 0)
-        assert shown.count("100.0%") == (8 if more else 4)  # agrees, and the last column
+        assert shown.count("100.0%") == (8 if more else 4)  # agreement, questions answered
+        assert all(len(line.rstrip()) <= 80 for line in shown.splitlines())
+
+
+def test_perplexities_over_two_tokenizers_are_not_compared():
+    screen = Console(file=io.StringIO(), width=80)
+    screen.print(
+        language_table({"table": [{"name": "a[b]", "perplexity": 4.5}], "alignment": {"a": 1}})
+    )
+    assert isinstance(screen.file, io.StringIO)
+    shown = " ".join(screen.file.getvalue().split())
+    assert "two tokenizers" in shown and "a[b]" in shown and "4.5" not in shown

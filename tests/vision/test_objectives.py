@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ssl_kd import MultiHeadClusterer
-from ssl_kd.doctor.own_data import risks
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision.fit import make_trainer
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective, objective_class
@@ -121,18 +120,6 @@ def test_a_loss_refuses_settings_that_do_not_fit_it(own):
     with pytest.raises(SettingsError, match="STUDENT_TEMP is above 1"):
         make_objective(own("Squares"), {"student_temp": 2.0})
     make_objective(own("Squares"), {"student_temp": 1.0})
-
-
-def test_the_doctor_warns_of_a_setting_only_where_the_loss_uses_it(own):
-    def warned(**settings):
-        found = risks(VisionSettings(n_clusters=100, teacher_temp=0.09, **settings), {})
-        return {finding.seen.split()[0] for finding in found}
-
-    few = {"beta": 1.0, "marginal_momentum": 0.0}
-    about = {"BETA", "MARGINAL_MOMENTUM"}
-    assert about <= warned(loss="temi", **few) and about <= warned(loss=own("Temi"), **few)
-    for loss in ("sharpened", own("Squares")):
-        assert not about & warned(loss=loss, **few)
 
 
 def test_every_loss_of_the_table_is_a_choice_that_the_settings_describe():

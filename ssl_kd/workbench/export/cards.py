@@ -1,4 +1,4 @@
-"""Cards for the Hugging Face hub, with the run's numbers, and what they describe beside them."""
+"""Cards for the Hugging Face Hub with scores and use, and the folders that they go in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
+from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardData
 
 from ssl_kd import __version__
 from ssl_kd.errors import InputError
@@ -22,11 +22,10 @@ MODEL = ("config.json", "model.safetensors")
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
 _NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # the others may be paths
 ANSWER = "consensus"  # the row of the run's table that is its answer
-_SIZES = {1e3: "n<1K", 1e4: "1K<n<10K", 1e5: "10K<n<100K", 1e6: "100K<n<1M", 1e7: "1M<n<10M"}
 
 
 def write_model(content: Content, out: Path) -> Path:
-    """A folder as a model's repository has it: README.md, config.json, model.safetensors.
+    """Write the folder of a model's repository: README.md, config.json, model.safetensors.
 
     Raises:
         InputError: there is a folder; FileNotFoundError: the run has no model.
@@ -43,7 +42,7 @@ def write_model(content: Content, out: Path) -> Path:
 
 
 def write_dataset(content: Content, out: Path) -> Path:
-    """A folder as a data set's repository has it: README.md and clusters.parquet.
+    """Write the folder of a data set's repository: README.md and clusters.parquet.
 
     Raises:
         InputError: there is a folder.
@@ -55,7 +54,7 @@ def write_dataset(content: Content, out: Path) -> Path:
 
 
 def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
-    """The card of a run's model: what it learned from, its scores as `model-index`, how to use it.
+    """Return the card of a run's model: its scores, how to use it, and what it learned from.
 
     Args:
         samples: the run.
@@ -64,13 +63,11 @@ def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
     title, facts = samples.path.resolve().name, _facts(samples)
     of = f"{facts['clusters']} clusters of {facts['samples']} training samples"
     use = _use(repo_id, facts["width"], facts["teacher"])
-    return _model_card(
-        title, of, [_scores(samples), use, _about(facts)], eval_results=_results(samples) or None
-    )
+    return _model_card(title, of, [_scores(samples), use, _about(facts)])
 
 
 def plain_card(repo_id: str, clusters: int, width: int) -> ModelCard:
-    """The card of a clusterer that no run trained, so that no scores are known.
+    """Return the card of a clusterer that no run trained, so that no scores are known.
 
     Args:
         repo_id: where it will lie.
@@ -81,9 +78,9 @@ def plain_card(repo_id: str, clusters: int, width: int) -> ModelCard:
     return _model_card(repo_id.rpartition("/")[2], f"{clusters} clusters", parts)
 
 
-def _model_card(title: str, of: str, parts: list[str], **more: Any) -> ModelCard:
+def _model_card(title: str, of: str, parts: list[str]) -> ModelCard:
     tags = ["clustering", "self-distillation", "image-feature-extraction"]
-    data = ModelCardData(library_name="ssl_kd", tags=tags, model_name=title, **more)
+    data = ModelCardData(library_name="ssl_kd", tags=tags, model_name=title)
     what = (
         f"# {title}\n\nHeads that cluster the embeddings of a frozen teacher, by ssl_kd "
         f"{__version__}: {of}."
@@ -107,40 +104,28 @@ call a class is not promised."""
 
 
 def dataset_card(content: Content) -> DatasetCard:
-    """The card of the table of clusters: its columns, and where it comes from."""
-    facts, n = _facts(content.samples), len(content)
-    size = next((name for most, name in _SIZES.items() if n < most), "n>10M")
+    """Return the card of the table of clusters: its columns, scores, and where it comes from."""
     files = [{"split": "train", "path": "clusters.parquet"}]
     data = DatasetCardData(
         pretty_name=f"Clusters of {content.title}",
-        size_categories=[size],
         tags=["clustering", "ssl_kd"],
         configs=[{"config_name": "default", "data_files": files}],
     )
-    sizes: dict[int, int] = {}
-    for cluster in content.clusters[content.rows].tolist():
-        sizes[cluster] = sizes.get(cluster, 0) + 1
-    names = content.cluster_names()
-    rows = "\n".join(f"| {c} | {_cell(names[c])} | {sizes[c]} |" for c in sorted(sizes))
     columns = ", ".join(f"`{name}`" for name in next(content.batches(1)).schema.names)
     body = f"""# Clusters of {content.title}
 
-{n} samples and the cluster of each, by ssl_kd {__version__}; the pictures
+{len(content)} samples and the cluster of each, by ssl_kd {__version__}; the pictures
 themselves are not here. Columns: {columns}.
-
-| cluster | name | samples |
-|---|---|---|
-{rows}
 
 {_scores(content.samples)}
 
-{_about(facts)}
+{_about(_facts(content.samples))}
 """
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
 
 
 def _config(samples: Samples) -> dict[str, Any]:
-    """What loading the model takes, and nothing of the machine that it was trained on."""
+    """Return the configuration that loading the model needs, without paths of this machine."""
     taken = {DIGEST, *inspect.signature(ClusterModel).parameters}
     config = {name: value for name, value in samples.config.items() if name in taken}
     settings = {
@@ -171,48 +156,22 @@ def _about(facts: dict[str, Any]) -> str:
     )
 
 
-def _answers(samples: Samples) -> list[dict[str, Any]]:
-    """What the run's answer scored, where there were labels to score it by."""
-    rows = samples.metrics["table"]
-    return [row for row in rows if row["name"] == ANSWER and row.get("acc") is not None]
-
-
-def _results(samples: Samples) -> list[EvalResult]:
-    name = _facts(samples)["dataset"]
-    return [
-        EvalResult(
-            task_type="clustering",
-            task_name="Clustering",
-            dataset_type=name,
-            dataset_name=name,
-            dataset_split=row["split"],
-            metric_type=metric,
-            metric_name=called,
-            metric_value=round(row[metric], 4),
-        )
-        for row in _answers(samples)
-        for metric, called in METRICS.items()
-        if row.get(metric) is not None
-    ]
-
-
 def _scores(samples: Samples) -> str:
-    answers = _answers(samples)
-    if not answers:
+    """Return the scores of the run's answer as a table, where labels are known."""
+    rows = samples.metrics["table"]
+    rows = [row for row in rows if row["name"] == ANSWER and row.get("acc") is not None]
+    if not rows:
         return "No labels are known, so there are no scores."
-    head = " | ".join(METRICS.values())
     lines = [
-        f"| {row['split']} | "
-        + " | ".join("" if row.get(m) is None else f"{row[m]:.4f}" for m in METRICS)
-        + " |"
-        for row in answers
+        ["split", *METRICS.values()],
+        ["---"] * (len(METRICS) + 1),
+        *(
+            [row["split"], *("" if row.get(m) is None else f"{row[m]:.4f}" for m in METRICS)]
+            for row in rows
+        ),
     ]
-    table = "\n".join([f"| split | {head} |", "|---" * (len(METRICS) + 1) + "|", *lines])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"Scored against labels that it never saw:\n\n{table}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def refuse_name(repo_id: str) -> None:

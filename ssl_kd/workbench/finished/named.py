@@ -8,20 +8,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ssl_kd.errors import InputError
 from ssl_kd.workbench.finished.samples import Samples
 from ssl_kd.workbench.naming import (
     Names,
-    cluster_means,
     file_words,
     names_from_model,
     names_from_texts,
-    names_from_vocabulary,
     read_captions,
 )
-from ssl_kd.workbench.naming.vocabulary import Encode
-
-BLOCK = 4096
 
 
 def levels_of(samples: Samples) -> dict[str, NDArray[np.int64]]:
@@ -80,37 +74,4 @@ def name_samples(
         found = names_from_texts(texts, levels)
     else:
         found = names_from_model(texts, levels, describe)
-    return found.edited(Names.load(samples.path).edits)
-
-
-def name_by_vocabulary(
-    samples: Samples, vocabulary: Sequence[str], encode: Encode, *, teacher: str
-) -> Names:
-    """Names from a vocabulary, where a CLIP embedded the images.
-
-    Args:
-        samples: of a run.
-        vocabulary: words.
-        encode: texts -> `[m, d]`, that CLIP's text tower.
-        teacher: what the run calls that CLIP's image tower: the `teacher` of its cache.
-
-    Raises:
-        InputError: another teacher made the cache, or as `names_from_vocabulary`.
-        FileNotFoundError: the cache is gone.
-    """
-    made_by = samples.store().fingerprint.teacher
-    if teacher != made_by:
-        raise InputError(
-            f"the embeddings of {samples.path} are {made_by}'s, and the words would be "
-            f"{teacher}'s: they lie in one space only where one CLIP made both"
-        )
-
-    def blocks():
-        for split, run in samples.splits.items():
-            for start, x in samples.store(split).blocks(BLOCK):
-                yield run.start + start, x
-
-    levels = levels_of(samples)
-    means = cluster_means(blocks(), levels)
-    found = names_from_vocabulary(means, levels, vocabulary, encode)
     return found.edited(Names.load(samples.path).edits)

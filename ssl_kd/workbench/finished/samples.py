@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Samples:
     def __init__(self, path: str | Path) -> None:
         self.path = run_folder(path).resolve()  # runs/latest may be another run's by then
         self.config, self.metrics = read_finished(self.path)
-        self.table = _read_table(assignments_of(self.path))
+        self.table = read_table(assignments_of(self.path))
         self._stores: dict[str, EmbeddingStore] = {}
         self._pictures: dict[str, tuple[ImageDataset | FeatureDataset, dict[str, int]] | None] = {}
 
@@ -271,22 +271,35 @@ def _runs(names: arrow.Array) -> list[range]:
     return [range(a, b) for a, b in zip(places, places[1:], strict=False) if b > a]
 
 
-def _read_table(path: Path) -> arrow.Table:
+def read_table(path: Path, columns: Collection[str] | None = None) -> arrow.Table:
+    """Read a run's file of assignments, names of files as they were before they became cells.
+
+    Args:
+        path: `assignments.csv` or `.parquet`.
+        columns: those that are wanted, where the file has them; None for all.
+
+    Raises:
+        CorruptFileError: it is damaged, or lacks a column that every run writes.
+    """
+    needed = [name for name in NEEDED if columns is None or name in columns]
     try:
         if path.suffix == ".parquet":
-            table = parquet.read_table(path)
+            with parquet.ParquetFile(path) as file:
+                names = file.schema_arrow.names
+                table = file.read([name for name in names if columns is None or name in columns])
             decoded = [_plain(column) for column in table.columns]
             table = arrow.table(dict(zip(table.column_names, decoded, strict=True)))
         else:
             kinds = {name: arrow.string() for name in ("file", "split", "label")}
             parsed = csv.ParseOptions(newlines_in_values=True)
             table = csv.read_csv(path, None, parsed, csv.ConvertOptions(column_types=kinds))
+            table = table.select([n for n in table.column_names if columns is None or n in columns])
             for name in {"file", "label"} & {*table.column_names}:
                 place = table.column_names.index(name)
                 table = table.set_column(place, name, from_cells(table.column(name)))
     except arrow.ArrowInvalid as error:
         raise CorruptFileError(f"{path} is damaged ({error}): copy it again") from error
-    if missing := [name for name in NEEDED if name not in table.column_names]:
+    if missing := [name for name in needed if name not in table.column_names]:
         raise CorruptFileError(
             f"{path} has no column {missing[0]}: it was edited, or another version wrote it. Take "
             "another copy, or run again"

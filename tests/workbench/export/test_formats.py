@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
@@ -149,30 +148,28 @@ def test_label_studio_takes_them(content, tmp_path):
 
 def test_cards_say_the_numbers_of_the_run(content, tmp_path):
     out = export(content, "hf-model", tmp_path / "model")
-    data: Any = ModelCard.load(out / "README.md").data
-    results = {(r.dataset_split, r.metric_type): r.metric_value for r in data.eval_results}
+    card = ModelCard.load(out / "README.md")
+    assert card.data.to_dict()["library_name"] == "ssl_kd"
     table = [row for row in content.samples.metrics["table"] if row["name"] == "consensus"]
     for row in table:
-        for metric in ("acc", "nmi", "ari", "ami"):
-            assert results[row["split"], metric] == pytest.approx(row[metric], abs=1e-4)
+        scores = " | ".join(f"{row[metric]:.4f}" for metric in ("acc", "nmi", "ari", "ami"))
+        assert f"| {row['split']} | {scores} |" in card.text
     x = content.samples.store("test").tensor()
     own = MultiHeadClusterer.from_pretrained(content.samples.path).predict(x)
     assert np.array_equal(MultiHeadClusterer.from_pretrained(out).predict(x), own)
 
     out = export(content, "hf-dataset", tmp_path / "data")
     card = DatasetCard.load(out / "README.md")
-    data = card.data
+    data: Any = card.data
     assert data.configs[0]["data_files"][0]["path"] == "clusters.parquet"
-    assert data.size_categories == ["n<1K"]
-    sizes = Counter(content.clusters.tolist())
-    assert f"| 1 | {RING} | {sizes[1]} |" in card.text
+    assert f"{len(content)} samples" in card.text and "`cluster_name`" in card.text
     assert parquet.read_table(out / "clusters.parquet").num_rows == len(content)
 
 
 def test_a_run_without_labels_has_no_scores(content, tmp_path):
     content.samples.metrics = {**content.samples.metrics, "table": []}
     text = (export(content, "hf-model", tmp_path / "model") / "README.md").read_text()
-    assert "no scores" in text and "model-index" not in text
+    assert "no scores" in text
 
 
 def test_features_have_no_pictures(content, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import constants
 
 from ssl_kd import MultiHeadClusterer
 from ssl_kd.errors import InputError
@@ -40,8 +40,7 @@ def test_a_run_pushed_is_loaded_again(photo_run, hub):
     assert torch.equal(ClusterModel.from_pretrained("me/photos").predict(x), torch.tensor(own))
     card = hub.files["me/photos", "README.md"].decode()
     assert 'from_pretrained("me/photos")' in card
-    (index,) = ModelCard(card).data.to_dict()["model-index"]
-    assert index["results"][0]["metrics"][0]["value"] == 1.0
+    assert "| train | 1.0000 |" in card
 
 
 def test_nothing_of_the_machine_goes_out(photo_run, hub):

@@ -2,11 +2,9 @@
 
 import shutil
 
-import numpy as np
 import pytest
 
-from ssl_kd.errors import InputError
-from ssl_kd.workbench.finished import Samples, name_by_vocabulary, name_samples
+from ssl_kd.workbench.finished import Samples, name_samples
 from ssl_kd.workbench.naming import Names
 
 SAYS = {"digit 0": "a ring", "digit 1": "one stroke", "digit 4": "an open fork"}
@@ -52,20 +50,3 @@ def test_a_name_that_somebody_gave_stays(copied):
     again = name_samples(samples, captions(samples))
     assert [again.of("cluster", c) for c in (0, 1)] == [twin, "mine"]
     assert again.edits == Names.load(copied).edits
-
-
-def test_from_a_vocabulary_of_the_same_teacher_only(photo_run):
-    samples = Samples(photo_run)
-    x, clusters = samples.store().tensor().numpy(), samples.column("cluster")
-    words = [f"word {c}" for c in range(3)]
-    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    own = [unit[clusters[: len(x)] == c].mean(0) for c in range(3)]
-    spots = {f"a photo of a {word}": mean for word, mean in zip(words, own, strict=True)}
-
-    def encode(texts):
-        return np.stack([spots[text] for text in texts])
-
-    names = name_by_vocabulary(samples, words, encode, teacher="pixels")
-    assert [names.of("cluster", c) for c in range(3)] == words
-    with pytest.raises(InputError, match="are pixels's, and the words would be clip's"):
-        name_by_vocabulary(samples, words, encode, teacher="clip")

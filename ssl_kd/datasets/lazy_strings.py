@@ -1,4 +1,4 @@
-"""Names that are not held: each is made when it is asked for."""
+"""Strings that are made when they are read, so that a sequence of any length takes no memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 
-class Names(Sequence[str]):
-    """A sequence of strings in constant memory, equal to any sequence of the same.
+class LazyStrings(Sequence[str]):
+    """A sequence of strings in constant memory, equal to any sequence of the same strings.
 
     Args:
         n: how many.
-        read: gives the name of a row, 0 ... n - 1.
+        read: returns the string of a row, 0 ... n - 1.
 
-    >>> names = Names(1000, str)
+    >>> names = LazyStrings(1000, str)
     >>> names[-1], names[2:4], len(names)
     ('999', ['2', '3'], 1000)
     """

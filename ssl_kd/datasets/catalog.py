@@ -1,4 +1,4 @@
-"""`open_dataset`: the data set that a name in the settings stands for."""
+"""`open_dataset`: the images or features that a name or path in the settings stands for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FOLDER_OF_SPLIT = {"train": ("train",), "test": ("test", "val", "validation", "
 
 
 class DatasetUnreachable(UserError, RuntimeError):
-    """The data are elsewhere, and could not be fetched; the message says why and what to do."""
+    """The data could not be downloaded; the message says why and what to do."""
 
 
 @overload
@@ -236,4 +236,4 @@ NAMES: dict[str, Callable[[str, Split, Path, bool], ImageDataset]] = {
     "digits": _digits,
     "imagenet": _imagenet,
 }
-"""What can be opened by name."""
+"""Data sets by name, and the function that opens each."""

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ssl_kd.datasets import held as module
+from ssl_kd.datasets import spill as module
 from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import make_blocks
-from ssl_kd.datasets.held import held, table
+from ssl_kd.datasets.spill import SpilledSequence, filled_array
 from ssl_kd.datasets.text import open_text
 from ssl_kd.errors import InputError
 
@@ -27,10 +27,15 @@ def little(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+def lies_in_file(items):
+    return items._file._rolled
+
+
 def test_items_are_the_same_from_a_file(little):
     items = [{"n": n, "text": "é" * n} for n in range(100)]
-    found = held(iter(items))
-    assert not isinstance(found, tuple) and held(items[:3]) == tuple(items[:3])
+    found = SpilledSequence(iter(items))
+    assert lies_in_file(found) and not lies_in_file(SpilledSequence(items[:3]))
+    assert SpilledSequence(items[:3]) == tuple(items[:3]) != found
     assert len(found) == 100 and list(found) == items and found[-1] == items[-1]
     assert found[90:2:-7] == tuple(items[90:2:-7]) and items[50] in found
     with pytest.raises(IndexError):
@@ -39,7 +44,7 @@ def test_items_are_the_same_from_a_file(little):
 
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_tables_are_the_same_from_a_file(little, rows):
-    found = table(rows, 7, np.int32, 5)
+    found = filled_array(rows, 7, np.int32, 5)
     assert isinstance(found, np.memmap) == (rows == 1000)
     assert found.shape == (rows, 7) and (found == 5).all()
     torch.from_numpy(found)[1] = 6
@@ -65,7 +70,7 @@ def test_blocks_are_the_same_from_files(tiny, tmp_path, monkeypatch, packing, re
     texts, blocks, both = made()
     request.getfixturevalue("little")
     again, found, others = made()
-    assert isinstance(texts.examples, tuple) and not isinstance(again.examples, tuple)
+    assert not lies_in_file(texts.examples) and lies_in_file(again.examples)
     assert list(again.examples) == list(texts.examples) and again.digest == texts.digest
     assert (found.digest, found.left_out) == (blocks.digest, blocks.left_out)
     assert others.digest == both.digest and others.statistics() == both.statistics()
@@ -97,10 +102,16 @@ def test_memory_does_not_grow_with_the_text(tiny, tmp_path, monkeypatch):
 
 def test_a_full_disk_says_what_to_do(little, monkeypatch):
     class Full(io.BytesIO):
+        def __init__(self, **_):
+            super().__init__()
+
         def write(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)
-    for attempt in (lambda: held(["x" * 100] * 100), lambda: table(1000, 10, np.int64)):
+    for attempt in (
+        lambda: SpilledSequence(["x" * 100] * 100),
+        lambda: filled_array(1000, 10, np.int64),
+    ):
         with pytest.raises(InputError, match="set TMPDIR to a folder of a larger disk"):
             attempt()
