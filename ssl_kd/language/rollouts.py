@@ -270,19 +270,13 @@ class Written:
         blocks: text, one document a row.
         rollouts: the student's continuations, by its weights as they are when it is asked.
         ends: tokens that end a continuation.
-        numbers: of the rows, 0 or more, which what is drawn depends on; None: their places.
     """
 
     def __init__(
-        self,
-        settings: LanguageSettings,
-        blocks: Blocks,
-        rollouts: Rollouts,
-        ends: Sequence[int],
-        numbers: Sequence[int] | None = None,
+        self, settings: LanguageSettings, blocks: Blocks, rollouts: Rollouts, ends: Sequence[int]
     ) -> None:
         self.settings, self.blocks, self.rollouts = settings, blocks, rollouts
-        self._ends, self._numbers = set(ends), range(len(blocks)) if numbers is None else numbers
+        self._ends = set(ends)
 
     def chosen(self, step: int, row: int) -> bool:
         """Whether the student writes a row of a step."""
@@ -290,7 +284,7 @@ class Written:
         return float(torch.rand((), generator=generator)) < self.settings.on_policy
 
     def _seed(self, step: int, row: int, what: int) -> int:
-        return seed_of(self.settings.seed, step, self._numbers[row], what)
+        return seed_of(self.settings.seed, step, row, what)
 
     def batches(
         self, step: int, shares: Sequence[Tensor], device: torch.device
@@ -347,16 +341,13 @@ def seen_of(sums: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     }
 
 
-def writer(
-    objective: Objective, blocks: Any, tokenizer: Any, numbers: Sequence[int] | None = None
-) -> Written | None:
+def writer(objective: Objective, blocks: Any, tokenizer: Any) -> Written | None:
     """Who makes the batches of a student that learns from its own text; None for any other.
 
     Args:
         objective: with the student and its settings.
         blocks: text, one document a row.
         tokenizer: the student's.
-        numbers: of the rows, see `Written`.
     """
     settings, model, precision = objective.settings, objective.student, objective.precision
     if not settings.on_policy:
@@ -367,7 +358,7 @@ def writer(
         rollouts = VllmRollouts(model, ends, tokenizer, width, settings, precision)
     else:
         rollouts = sampler(settings, model, tokenizer, precision.autocast)
-    return Written(settings, blocks, rollouts, ends, numbers)
+    return Written(settings, blocks, rollouts, ends)
 
 
 def sampler(

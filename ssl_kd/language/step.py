@@ -20,7 +20,6 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.modules import without_pieces
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
@@ -234,7 +233,8 @@ class Distiller(Objective):
             router=router,
         )
         self.learned = {name: n + done.learned(name) for name, n in self.learned.items()}
-        self._stop_without_a_term()
+        note = ", in whole or of some rows" if self._lost else ""
+        self.guard.stop_without(self.weights, note)
         return done
 
     def _learn_from(
@@ -274,23 +274,6 @@ class Distiller(Objective):
             by_row = self.settings.loss_mean == "sequences"
             of = text if name == "ce" else whole if by_row else sizes[name] * self.team.world
             found[name] *= of / (of - lost) if lost < of else math.nan
-
-    def _stop_without_a_term(self) -> None:
-        """Raise TooFewHealthyParts where a term was cut out for as long as a sick model may be."""
-        patience = self.settings.stop_after or 2 * self.settings.restore_after
-        terms = {name: term for name, term in self.guard.terms.items() if name in self.weights}
-        lost = [name for name, term in terms.items() if int(term.streak) >= patience]
-        if not lost:
-            return
-        for name in lost:  # a run that is resumed once the cause is found begins to count again
-            terms[name].streak.zero_()
-        left = [name for name in terms if name not in lost]
-        why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps"
-        why += ", in whole or of some rows" if self._lost else ""
-        why += f", which learned from {' and '.join(left)} alone" if left else ""
-        step = self.guard.steps - 1
-        self.guard.events.extend([Event(step, "run", "escalation", why, "stopped")])
-        raise TooFewHealthyParts(f"step {step}: {why}")
 
     def _sizes(
         self, batches: Sequence[Batch | AlignedBatch]

@@ -1,9 +1,8 @@
 """The training of the language mode: what one step of the loop is for a student.
 
-transformers' Trainer is not used: there a step is one loss and one clip before any callback can
-check it, so a sick term would only be seen once it is summed into the gradient of the weights that
-all terms share. If you use a Trainer, `ssl_kd.hf_trainer.DistillationTrainer` is one whose step is
-another.
+This is the full engine. transformers' Trainer owns data, step and checkpoint, so it cannot resume
+to the bit with the guard's state, replay a fault, or have rows written anew;
+`ssl_kd.hf_trainer.DistillationTrainer` is the loss and the guard alone, for those who stay with it.
 """
 
 from __future__ import annotations
