@@ -50,7 +50,6 @@ def main(words: list[str]) -> int:
             "clip_grad": 1.0,
             "block_size": 512,
             "packing": False,  # a question a row
-            "verbose_steps": 5,
             "stop_after": 1,  # a NaN stops, and is explained ...
             "spike_factor": 1e9,  # ... while a large gradient is clipped, and no more
         }

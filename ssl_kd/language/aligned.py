@@ -49,7 +49,7 @@ class Aligned(torch.nn.Module):
     """A teacher with another tokenizer, followed as ALIGN says.
 
     Args:
-        answer: the teacher; `Routed.answer` for a mixture of experts, asked KA_FORWARDS times a
+        answer: the teacher; `Routed.answer` for a mixture of experts, asked KA_DRAWS times a
             batch in `ka`.
         settings: ALIGN (`hidden`, `uld` or `chunks`), temperature, divergence and draws.
         student_dim: width of the student, for the projection of `hidden`.

@@ -17,6 +17,7 @@ from ssl_kd.language.checks import check_packages
 from ssl_kd.language.routed import Routed, RoutedDraw
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.sources import KA_DRAWS
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher import at_work, is_routed, load_teacher, router_id, trained_teacher
 from ssl_kd.language.texts import lay_out, texts_of
@@ -25,7 +26,6 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store.kept import Kept, LastHidden, Sampled, TopK
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import CausalLM, n_ids
-from ssl_kd.teachers.mixture import default_renorm
 from ssl_kd.training.clock import Progress, untold
 from ssl_kd.training.together import Team
 
@@ -46,7 +46,7 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) ->
         progress: called as `progress(stage, done, total, info)`.
 
     Returns:
-        The cache; for ROUTER_MODE ka one for each of KA_FORWARDS draws of experts.
+        The cache; for ROUTER_MODE ka one for each of KA_DRAWS draws of experts.
 
     Raises:
         SettingsError: there is no teacher or no folder to write to.
@@ -87,7 +87,6 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
     if teacher.model is None:
         rows = max(1, SERVED_TOKENS // settings.block_size)
         answers = ServedTeacher.of(settings, teacher.tokenizer, precision.device, rounded=False)
-        answers.expect(blocks)
     else:
         answers = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
         routed = Routed(answers, settings) if is_routed(settings) else None
@@ -169,8 +168,6 @@ def cache_of(
     weights = teacher.weights_id
     if settings.router_mode != "native":
         weights += f" ka {settings.ka_lambda:g}" if settings.router_mode == "ka" else " all"
-        renorm = settings.router_renorm
-        weights += f" {default_renorm(teacher.model) if renorm == 'auto' else renorm}"
     if router := router_id(settings):
         weights += f" router {router}"
     of = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)
@@ -182,7 +179,7 @@ def cache_folders(settings: LanguageSettings) -> list[Path]:
     folder = Path(str(settings.teacher_cache))
     if settings.router_mode != "ka":
         return [folder]
-    return [folder / f"draw_{i}" for i in range(settings.ka_forwards)]
+    return [folder / f"draw_{i}" for i in range(KA_DRAWS)]
 
 
 def check_divergence(settings: LanguageSettings, method: str) -> None:

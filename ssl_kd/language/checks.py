@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.errors import InputError
 from ssl_kd.imports import check_installed
 from ssl_kd.language.names import GIVEN
@@ -23,7 +22,7 @@ def check_packages(settings: LanguageSettings) -> None:
         "transformers": True,
         "peft": settings.lora_rank > 0,
         "datasets": any(text.startswith("hf:") for text in texts),
-        "aiohttp": "://" in (settings.teacher_url or ""),
+        "aiohttp": settings.teacher_url is not None,
     }
     check_installed([name for name, needs in needed.items() if needs], "llm")
 
@@ -74,11 +73,6 @@ def check_language(settings: LanguageSettings) -> None:
     _check_on_policy(settings)
     if settings.legacy_clamp is not None:
         _check_clamp(settings, settings.legacy_clamp)
-    *names, last = (name for name, entry in DIVERGENCES.items() if entry.swapped)
-    if settings.router_joint and settings.kind_of_divergence not in (*names, last):
-        raise SettingsError(f"ROUTER_JOINT takes {', '.join(names)} or {last}.")
-    if settings.emulate_fp16 and settings.model_dtype != "float16":
-        raise SettingsError("EMULATE_FP16 is for MODEL_DTYPE 'float16' only.")
 
 
 def _check_served(settings: LanguageSettings, url: str) -> None:
@@ -187,7 +181,6 @@ def _check_quantization(settings: LanguageSettings) -> None:
             (not settings.lora_rank, "set LORA_RANK above 0: it is of the base of adapters"),
             (made, "name a STUDENT_MODEL that is loaded"),
             (settings.lora_merge, "set LORA_MERGE to False: who loads the adapters merges them"),
-            (settings.rollout_engine == "vllm", "set ROLLOUT_ENGINE to 'transformers'"),
             (settings.shard, "set SHARD to False"),
         ),
     }
@@ -203,11 +196,6 @@ def _check_on_policy(settings: LanguageSettings) -> None:
         raise SettingsError(
             "DIVERGENCE 'distillm2' contrasts text with what the student writes: set ON_POLICY"
             " above 0, 1 for a pair of each row."
-        )
-    if settings.rollout_engine != "transformers" and not settings.on_policy:
-        raise SettingsError(
-            f"ROLLOUT_ENGINE {settings.rollout_engine!r} runs a student that writes itself: set"
-            " ON_POLICY above 0."
         )
     names = [name for name in ("on_policy", "teacher_text") if getattr(settings, name)]
     if not names:

@@ -24,12 +24,10 @@ class Keywords(TypedDict, total=False):
     cache_k: int
     cache_method: Literal["sample", "topk", "hidden"]
     checkpoint_every: int
-    clear_cache_every_step: bool
     clip_grad: float | None
     device: str
     divergence: str
     dry_run: bool
-    emulate_fp16: bool
     epochs: float | None
     eval_every: int
     eval_rows: int
@@ -38,7 +36,6 @@ class Keywords(TypedDict, total=False):
     grad_norm_threshold: float | None
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
-    ka_forwards: int
     ka_lambda: float
     layer_map: str
     learning_rate: float | None
@@ -62,17 +59,13 @@ class Keywords(TypedDict, total=False):
     report_to: Literal["none", "tensorboard", "wandb", "trackio"]
     restore_after: int
     resume: bool
-    rollout_engine: Literal["transformers", "vllm"]
-    rollout_memory: float
     rollout_temperature: float
     rollout_tokens: int
     rollout_top_p: float
     router_beta: float
     router_drift: float
-    router_joint: bool
     router_lr: float
     router_mode: Literal["native", "all", "ka", "sar", "auto"]
-    router_renorm: Literal["auto", "selected", "native"]
     router_weights: str | None
     run_name: str | None
     runs_dir: str
@@ -83,15 +76,12 @@ class Keywords(TypedDict, total=False):
     spike_factor: float
     stop_after: int | None
     teacher_cache: str | None
-    teacher_experts: int
     teacher_offload: bool
-    teacher_patience: float
     teacher_quantization: Literal["nf4"] | None
     teacher_served_as: str | None
     teacher_size: str
     teacher_steps: int
     teacher_text: float
-    teacher_timeout: float
     teacher_top_k: int
     teacher_url: str | None
     teacher_weights: str | None
@@ -99,7 +89,5 @@ class Keywords(TypedDict, total=False):
     text_field: str | None
     train_vision: bool
     trust_remote_code: bool
-    verbose_steps: int
-    vocabulary: int
     warmup_fraction: float
     weight_decay: float

@@ -44,9 +44,6 @@ class LoopSettings(RunSettings):
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: less memory, more time"
     )
-    clear_cache_every_step: bool = setting(
-        False, "release the GPU's cached memory after every step: slower, less fragmented"
-    )
 
     eval_every: int = setting(
         100,
@@ -90,9 +87,6 @@ class LoopSettings(RunSettings):
     )
     dry_run: bool = setting(
         False, "five steps with evaluation and saving, to see whether everything fits"
-    )
-    verbose_steps: int = setting(
-        0, "number of first steps whose logit shapes and loss terms are logged", low=0
     )
     force_recompute: bool = setting(
         False, "ask the teacher about everything anew, whatever TEACHER_CACHE holds"

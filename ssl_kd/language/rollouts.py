@@ -26,7 +26,6 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
 from ssl_kd.language.objective import Objective
-from ssl_kd.language.rollouts_vllm import VllmRollouts
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.seeds import seed_of
 from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
@@ -352,13 +351,8 @@ def writer(objective: Objective, blocks: Any, tokenizer: Any) -> Written | None:
     settings, model, precision = objective.settings, objective.student, objective.precision
     if not settings.on_policy:
         return None
-    ends = end_tokens(without_adapters(model), tokenizer)
-    if settings.rollout_engine == "vllm":
-        width = blocks.ids.shape[1]
-        rollouts = VllmRollouts(model, ends, tokenizer, width, settings, precision)
-    else:
-        rollouts = sampler(settings, model, tokenizer, precision.autocast)
-    return Written(settings, blocks, rollouts, ends)
+    rollouts = sampler(settings, model, tokenizer, precision.autocast)
+    return Written(settings, blocks, rollouts, rollouts.ends)
 
 
 def sampler(

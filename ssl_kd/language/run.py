@@ -24,19 +24,18 @@ from ssl_kd.language.judging import judged_others, judged_student, judged_teache
 from ssl_kd.language.parallel import check_ranks
 from ssl_kd.language.presets import TEXT_ALONE
 from ssl_kd.language.rollouts import writer
-from ssl_kd.language.rollouts_vllm import check_engine
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.task import NOTHING, Given, Task, make_distiller, prepare
 from ssl_kd.language.train import Row, train
 from ssl_kd.language.words import (
+    FIRST_STEPS,
     about,
     cut_from,
     facts,
     first_forward,
     made_by,
-    say_memory,
     say_step,
     say_what_was_learned,
     why,
@@ -86,7 +85,6 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
     settings = _dry(settings) if settings.dry_run else settings
     check_ranks(settings, ranks)
     check_boards(settings.boards)
-    check_engine(settings)
     check_packages(settings)
     with run_folder(settings, ranks) as folder, Signals(folder) as signals:
         folder.write_config(settings, mode="language", precision=str(precision))
@@ -104,7 +102,6 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         # Where a piece is on each rank, the first saves the student from this copy.
         whole = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
         distiller = make_distiller(settings, task, folder)
-        distiller.trainee.inside(say_memory, settings, task, distiller, folder)
         inside = partial(_by_first, ranks, distiller)
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
         judge = make_judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)
@@ -224,7 +221,6 @@ def _dry(settings: LanguageSettings) -> LanguageSettings:
         eval_every=DRY_STEPS,
         checkpoint_every=DRY_STEPS,
         log_every=1,
-        verbose_steps=DRY_STEPS,
         eval_rows=min(settings.eval_rows, 8),
         answer_prompts=min(settings.answer_prompts, 2),
         generations=min(settings.generations, 2),
@@ -257,7 +253,7 @@ def _train(
     """Train the student, from the last checkpoint if there is one; its best weights."""
     inside, team = partial(_by_first, task.ranks, distiller), distiller.team
     start, best = _begun(folder, task, distiller, judge)
-    if start < settings.verbose_steps:
+    if start < FIRST_STEPS:
         logger.info("%s", first_forward(settings, task))
 
     shown = ("train_loss", "ce", "kd", *(term.name for term in distiller.others))
@@ -288,7 +284,7 @@ def _train(
                 steps,
                 start=start,
                 written=writer(distiller, task.blocks, task.student.tokenizer),
-                on_step=partial(say_step, settings),
+                on_step=say_step,
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,

@@ -89,12 +89,10 @@ def check_schedule(settings: LanguageSettings) -> None:
                 f"SCHEDULE moves {move.name.upper()}, which begins at 0, and then is no part of"
                 " the loss: begin it above 0, at 0.001 say, or leave it out."
             )
-    if any(move.name == "temperature" for move in moves):
-        for unfit, why in (
-            (settings.teacher_cache, "TEACHER_CACHE holds answers at one temperature"),
-            (settings.router_joint, "ROUTER_JOINT learns at one temperature"),
-        ):
-            if unfit:
-                raise SettingsError(f"SCHEDULE moves TEMPERATURE, but {why}: leave one of them.")
+    if settings.teacher_cache and any(move.name == "temperature" for move in moves):
+        raise SettingsError(
+            "SCHEDULE moves TEMPERATURE, but TEACHER_CACHE holds answers at one temperature: leave"
+            " one of them."
+        )
     if moves:
         at_step(settings, 1, 2)

@@ -15,26 +15,11 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.teacher_output import TopKTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store.given import LOWEST, as_cached
-from ssl_kd.teachers.answer_file import AnswerFile
 from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
-from ssl_kd.teachers.http_client import is_file
-from ssl_kd.teachers.server import CompletionServer, PromptAnswers, PromptTopK
+from ssl_kd.teachers.server import CompletionServer, PromptTopK
 
 IN_FLIGHT = 16  # prompts at once: the server makes batches of them
 ROUNDING = 1e-7  # of a sum of probabilities in float32
-
-
-def server_of(settings: LanguageSettings, tokenizer: Any) -> PromptAnswers:
-    """The server that TEACHER_URL names, or the file."""
-    assert settings.teacher_url is not None
-    if is_file(settings.teacher_url):
-        return AnswerFile(settings.teacher_url, tokenizer)
-    return CompletionServer(
-        settings.teacher_url,
-        settings.teacher_served_as or settings.teacher_model,
-        timeout=settings.teacher_timeout,
-        patience=settings.teacher_patience,
-    )
 
 
 def served_lm(settings: LanguageSettings) -> CausalLM:
@@ -50,7 +35,7 @@ class ServedTeacher:
     A document is a prompt of its own, whatever row it shares. The tokens are those of the text.
 
     Args:
-        server: where it is, or the file of what it said.
+        server: where it is.
         k: likeliest tokens at each position; all others are one more outcome.
         vocabulary: ids that its tokenizer has.
         device: where answers go.
@@ -59,7 +44,7 @@ class ServedTeacher:
 
     def __init__(
         self,
-        server: PromptAnswers,
+        server: CompletionServer,
         k: int,
         vocabulary: int,
         *,
@@ -80,7 +65,9 @@ class ServedTeacher:
         Raises:
             ServerFailed: the server is not there, or has not this model.
         """
-        server = server_of(settings, tokenizer)
+        assert settings.teacher_url is not None
+        name = settings.teacher_served_as or settings.teacher_model
+        server = CompletionServer(settings.teacher_url, name)
         server.check(settings.block_size)
         return cls(server, settings.teacher_top_k, n_ids(tokenizer), device=device, **options)
 
@@ -125,12 +112,6 @@ class ServedTeacher:
             for _, prompt, row, first in _prompts(batch, rows.cpu()):
                 if tuple(prompt) not in self._ahead:
                     self._ahead[tuple(prompt)] = self._sent(prompt, row, first)
-
-    def expect(self, blocks: Blocks) -> None:
-        """Raise InputError where a file of answers lacks some that blocks will want."""
-        batches = (blocks.batch([i]) for i in range(len(blocks)))
-        wanted = ((b, next_token_targets(b.input_ids, b.counts)[0]) for b in batches)
-        self.server.expect((prompt for some in wanted for _, prompt, *_ in _prompts(*some)), self.k)
 
     def _sent(self, prompt: list[int], row: int, first: int) -> Future[PromptTopK]:
         where = f"row {row} of the text"

@@ -51,8 +51,8 @@ class LanguageSettings(LoopSettings):
     )
     teacher_url: str | None = setting(
         None,
-        "a server that answers for the teacher, such as http://host:8000/v1 of vLLM, or for"
-        " cache_teacher.py a file of its answers, as answers.jsonl; None: it runs here",
+        "a server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs"
+        " here",
         "TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable"
         " TEACHER_API_KEY.",
     )
@@ -66,12 +66,6 @@ class LanguageSettings(LoopSettings):
         "vLLM gives as many as its --max-logprobs, 20 if not told otherwise.",
         low=1,
         high=65_535,
-    )
-    teacher_timeout: float = setting(
-        120.0, "seconds without a whole answer after which a server is asked again", above=0
-    )
-    teacher_patience: float = setting(
-        300.0, "seconds for which a server that fails is asked again before the run stops", low=0
     )
     cache_method: str = setting(
         "sample",
@@ -120,23 +114,11 @@ class LanguageSettings(LoopSettings):
         "It is trained in float32 in any case.",
         choices=("float32", "bfloat16", "float16"),
     )
-    emulate_fp16: bool = setting(
-        False,
-        "with MODEL_DTYPE float16 on a CPU: emulate it, slowly, to see what a GPU would compute",
-    )
     teacher_steps: int = setting(
         800, "training steps of a teacher that is trained here (TEACHER_MODEL train)", low=1
     )
     teacher_size: str = setting(
         "4x192", "LAYERSxDIM of a teacher that is trained here", forms=(("LAYERSxDIM", r"\d+x\d+"),)
-    )
-    teacher_experts: int = setting(
-        0,
-        "experts of a teacher that is trained here, two of them active; 0: a dense teacher",
-        low=0,
-    )
-    vocabulary: int = setting(
-        1024, "vocabulary size of a tokenizer that is trained here", low=260, high=262_144
     )
 
     data_path: str = setting(
@@ -263,14 +245,6 @@ class LanguageSettings(LoopSettings):
         above=0,
         high=1,
     )
-    rollout_engine: str = setting(
-        "transformers",
-        "what the student of ON_POLICY writes with: transformers | vllm (a second copy of it)",
-        choices=("transformers", "vllm"),
-    )
-    rollout_memory: float = setting(
-        0.3, "share of the memory that vLLM takes, with its copy of the student", above=0, high=1
-    )
 
     align: str = setting(
         "auto",
@@ -286,19 +260,8 @@ class LanguageSettings(LoopSettings):
         " a mixture, native for a dense teacher; the presets use this)",
         choices=("native", "all", "ka", "sar", "auto"),
     )
-    router_renorm: str = setting(
-        "auto",
-        "what the chosen experts' weights sum to: selected (one) | native (as in the"
-        " unchanged model) | auto (selected where the model itself renormalises)",
-        choices=("auto", "selected", "native"),
-    )
     router_lr: float = setting(1e-5, "learning rate of the router in sar", low=0, high=100)
     router_beta: float = setting(0.01, "weight of the load balance in sar", low=0)
-    router_joint: bool = setting(
-        False,
-        "the older scripts' sar: router and student step together, the router held by an L2 anchor"
-        " (1e-4), load balance (1e-3) and an entropy bonus (1e-4)",
-    )
     router_drift: float = setting(
         0.5,
         "KL from the original gate, in nats, at which the router stops learning",
@@ -312,7 +275,6 @@ class LanguageSettings(LoopSettings):
     ka_lambda: float = setting(
         0.05, "probability that a token's experts are sampled in ka", low=0, high=1
     )
-    ka_forwards: int = setting(2, "teacher forward passes per batch in ka", low=1)
 
     max_steps: int = setting(
         500,

@@ -15,6 +15,10 @@ Answer = Callable[[Batch, Tensor], TeacherOutput]
 """A batch and its real positions, rows of the flattened `[batch * token]` -> the answer there."""
 
 
+KA_DRAWS = 2
+"""Draws of experts for each batch in ROUTER_MODE ka."""
+
+
 class Source(Protocol):
     """Answers of a teacher to a batch."""
 
@@ -68,4 +72,4 @@ def named_rows(rows: Tensor) -> str:
 
 def draws_of(settings: LanguageSettings) -> int:
     """How often a teacher is asked about a batch."""
-    return settings.ka_forwards if settings.router_mode == "ka" else 1
+    return KA_DRAWS if settings.router_mode == "ka" else 1

@@ -48,14 +48,6 @@ def precision_of(settings: LanguageSettings) -> Precision:
     precision = Precision.for_device(settings.device, asked)
     if settings.model_dtype == "float32":
         precision = dataclasses.replace(precision, teacher=torch.float32)
-    if settings.emulate_fp16 and precision.device.type == "cpu":
-        return dataclasses.replace(
-            precision,
-            teacher=torch.float16,
-            student=torch.float16,
-            scale=True,
-            why="CPU: fp16 emulated, to see what a GPU without bf16 would",
-        )
     return precision
 
 

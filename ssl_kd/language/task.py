@@ -30,6 +30,7 @@ from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.teacher import (
     ALONE,
+    VOCABULARY,
     absent_teacher,
     at_work,
     is_routed,
@@ -53,7 +54,6 @@ from ssl_kd.teachers.causal import (
 )
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.http_client import is_file
 from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.remembered import RememberedTeacher
 from ssl_kd.teachers.student import add_lora, build_student, check_rank
@@ -156,7 +156,6 @@ def prepare(
     Raises:
         SettingsError: teacher, student, cache and text do not fit.
     """
-    _check_answers(settings)
     tell("prepare", 0, 3, {})
     train_set, eval_set = texts_of(settings)
     tell("prepare", 1, 3, {"documents": len(train_set)})
@@ -210,14 +209,6 @@ def prepare(
     )
 
 
-def _check_answers(settings: LanguageSettings) -> None:
-    if is_file(settings.teacher_url) and settings.teacher_cache is None:
-        raise SettingsError(
-            f"TEACHER_URL is {settings.teacher_url!r}, a file of answers to the text that is"
-            " learned from: keep them by cache_teacher.py, and name its TEACHER_CACHE."
-        )
-
-
 def test_and_validation(n: int, most: int) -> tuple[slice, slice]:
     """Which of `n` held-out rows the table reports, and by which the best student is chosen.
 
@@ -250,7 +241,7 @@ def _models(
     here = teacher if teacher and teacher.model else None
     tokenizer = teacher and teacher.tokenizer
     if teacher is None and settings.student_model.startswith(("fresh:", "llama:")):
-        tokenizer = train_tokenizer(texts, settings.vocabulary)
+        tokenizer = train_tokenizer(texts, VOCABULARY)
     # A frozen base is rounded at each product anyway. (FSDP wants one dtype in all of a layer.)
     half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
     student = given.student or build_student(

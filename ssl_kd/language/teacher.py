@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 TEACHERS = Path("data") / "teachers"
 TEACHER_LR = 2e-3  # of a small teacher that is trained here
+VOCABULARY = 1024  # of a tokenizer that is trained here
 ALONE = Ranks(0, 1, "cpu")
 
 
@@ -141,7 +142,7 @@ def trained_teacher(
         teacher_text=0.0,
     )
     decides = ("block_size", "packing", "batch_size", "gradient_accumulation_steps")
-    decides += ("teacher_size", "teacher_steps", "teacher_experts", "vocabulary", "seed")
+    decides += ("teacher_size", "teacher_steps", "seed")
     decides += ("weight_decay", "warmup_fraction")
     said = [texts.digest, str(precision.student), *(str(getattr(own, name)) for name in decides)]
     folder = TEACHERS / hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
@@ -149,9 +150,8 @@ def trained_teacher(
         logger.info("using the teacher trained earlier on this text: %s", folder)
         return folder
     check_ranks(own, ranks)
-    tokenizer = train_tokenizer(texts, settings.vocabulary)
-    spec, experts = own.student_model, settings.teacher_experts
-    teacher = build_student(spec, None, tokenizer, seed=settings.seed, experts=experts)
+    tokenizer = train_tokenizer(texts, VOCABULARY)
+    teacher = build_student(own.student_model, None, tokenizer, seed=settings.seed)
     packing = settings.packing and isolates_documents(teacher.model)
     blocks = make_blocks(texts, tokenizer, settings.block_size, packing=packing)
     distiller = Distiller(teacher.model, own, precision)

@@ -48,7 +48,3 @@ class Term(Protocol):
     def count(self, batch: Batch) -> int:
         """What the term is a mean over."""
         ...
-
-    def held(self, batch_size: int, block_size: int, itemsize: int) -> int:
-        """Bytes that a step holds for it, of so many rows, their tokens, and bytes of a number."""
-        ...

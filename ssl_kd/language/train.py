@@ -128,8 +128,6 @@ class _Student:
                     following = self._batches(step + 1) if step + 1 < self.steps else []
                     ask_ahead([*batches, *following])
                 result = distiller.step(batches, rate)
-        if settings.clear_cache_every_step and gpus:
-            torch.cuda.empty_cache()
         distiller.recent.append(result)
         self.pace.add(result.tokens)
         self.on_step(step, result)

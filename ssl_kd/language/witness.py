@@ -222,7 +222,7 @@ class Witness:
             "teacher": str(step.precision.teacher).removeprefix("torch."),
             "scale": step.precision.scale,
             "device": str(step.precision.device),
-            "exact": not _moves_after(step.source),
+            "exact": True,
             "explained": reason,
         }
         self._recorder.record(
@@ -233,9 +233,3 @@ class Witness:
                 settings={**step.settings.to_dict(), "replay": how | self.about},
             )
         )
-
-
-def _moves_after(source: Any) -> bool:
-    """Whether a router has moved since it answered: the step was computed with another one."""
-    routed = isinstance(source, Routed) and source.router is not None
-    return routed and source.settings.router_joint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import shlex
 from typing import Any
@@ -14,14 +13,15 @@ from ssl_kd.datasets.render import describe_turns
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.language.best import Best
-from ssl_kd.language.memory import MIB, estimate_memory, refused
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.task import Task
 from ssl_kd.teachers.causal import CausalLM, without_adapters
-from ssl_kd.training.folder import RunFolder, versions
+from ssl_kd.training.folder import versions
 
 logger = logging.getLogger(__name__)
+
+FIRST_STEPS = 5  # whose loss terms are logged
 
 
 def about(task: Task) -> dict[str, Any]:
@@ -89,47 +89,6 @@ def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
     }
 
 
-def say_memory(
-    settings: LanguageSettings, task: Task, distiller: Distiller, folder: RunFolder
-) -> None:
-    """Log what the run will need at its peak on each device, and note it for the report."""
-    batch_size = -(-settings.batch_size // task.ranks.world)
-    tokens = batch_size * settings.block_size
-    frozen, itemsize = task.frozen, task.precision.student.itemsize
-    estimate = estimate_memory(
-        task.student.model,
-        frozen,
-        batch_size=batch_size * (1 + settings.is_contrastive),
-        block_size=settings.block_size,
-        dtype=task.precision.student,
-        accumulation_steps=settings.gradient_accumulation_steps,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        device=task.precision.device,
-        align=settings.align,
-        cached=sum(cache.on_device(tokens) for cache in task.caches),
-        features=sum(
-            term.held(batch_size, settings.block_size, itemsize) for term in distiller.others
-        ),
-    )
-    for other in task.others:
-        size = sum(p.numel() * p.element_size() for p in other.lm.model.parameters())
-        parts = {**estimate.parts, "teacher": estimate.parts["teacher"] + size / MIB}
-        estimate = dataclasses.replace(estimate, parts=parts)
-    left_out = refused(settings, task.precision.device)
-    lowered_by = {
-        part: tuple(name for name in names if name not in left_out)
-        for part, names in estimate.lowered_by.items()
-    }
-    estimate = dataclasses.replace(estimate, lowered_by=lowered_by)
-    if settings.shard:
-        pieces = ("teacher", "student", "optimizer", "guard")
-        shares = {name: estimate.parts[name] / task.ranks.world for name in pieces}
-        estimate = dataclasses.replace(estimate, parts={**estimate.parts, **shares})
-    for line in ("memory at the peak of a step, about:", *str(estimate).splitlines()):
-        logger.info("%s", line)
-    folder.update_json("config.json", memory=dict(estimate.parts))
-
-
 def first_forward(settings: LanguageSettings, task: Task) -> str:
     """What goes into the loss, in one line."""
     sides = {"student": task.student.model}
@@ -147,9 +106,9 @@ def first_forward(settings: LanguageSettings, task: Task) -> str:
     )
 
 
-def say_step(settings: LanguageSettings, step: int, result: StudentStep) -> None:
+def say_step(step: int, result: StudentStep) -> None:
     """Log the first steps."""
-    if step < settings.verbose_steps:
+    if step < FIRST_STEPS:
         terms = ", ".join(f"{name} {value:.4f}" for name, value in result.terms.items())
         terms += f", combined loss {result.loss:.4f}"
         logger.info("step %d: %s, gradient norm %.3g", step + 1, terms, result.grad_norm)

@@ -6,7 +6,6 @@ from statistics import fmean, median
 from typing import Any
 
 from ssl_kd.report.curves import ACTIONS, action_name, loss_curves, perplexity_curve, term_name
-from ssl_kd.report.figures import shares
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import DASH, amount, base_name, duration, finite, number, percent
 
@@ -67,7 +66,6 @@ def content(run: RunResults) -> dict[str, Any]:
         "watched": bool(run.steps or run.events or metrics),
         "guard": _guard(run.events),
         "success": _success(run),
-        "memory": shares(config.get("memory") or {}, _size),
         "memory_text": _memory_text(run),
         "cache": _facts(metrics.get("cache") or {}, CACHE),
         "cache_missing": _cache_missing(run),
@@ -325,15 +323,10 @@ def _success(run: RunResults) -> str:
 
 
 def _memory_text(run: RunResults) -> str:
-    parts = (run.config.get("memory") or {}).items()
-    total = sum(v for k, v in parts if k != "total" and finite(v))
-    text = f"Together about {_size(total)}, as estimated before the first step." if total else ""
     used = [v for line in run.steps if finite(v := line.get("gpu_memory_gb")) and v > 0]
-    return text + (f" At most {number(max(used))} GiB of GPU memory were in use." if used else "")
-
-
-def _size(mebibytes: float) -> str:
-    return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{number(mebibytes)} MiB"
+    if not used:
+        return "metrics.jsonl holds no memory of a GPU."
+    return f"At most {number(max(used))} GiB of GPU memory were in use."
 
 
 def _cache_missing(run: RunResults) -> str:

@@ -109,9 +109,6 @@ def test_a_run_learns_from_all_of_them(settings, models, two):
     assert [said["teacher"]["name"], *(one["name"] for one in said["beside"])] == two.split(",")
     names = ["teacher", f"teacher {models('student')}", "student before", "student"]
     assert list(rows) == names and len({row["nll"] for row in rows.values()}) == 4
-    assert (
-        said["memory"]["teacher"] > 1.5 * config(run(settings(run_name="one")))["memory"]["teacher"]
-    )
     other = run(settings(teacher_model=two, teacher_weights="0.3,0.7", run_name="b"))
     as_well = run(settings(teacher_model=two, teacher_weights="7, 3", run_name="c"))
     assert weights(other) != weights(path) == weights(as_well)
