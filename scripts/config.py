@@ -26,7 +26,7 @@ TEACHER_URL = None
 # Name that the server knows the teacher by; None: TEACHER_MODEL.
 TEACHER_SERVED_AS = None
 # Likeliest tokens that a server is asked for at each position, and that a cache of its answers
-# keeps (as topk), 1 to 65535. vLLM gives as many as its --max-logprobs, 20 if not told otherwise.
+# keeps (as topk), 1 to 65535. vLLM gives as many as its --max-logprobs, by default 20.
 TEACHER_TOP_K = 20
 # What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
 # topk (its likeliest tokens and the mass of the rest: for every divergence) | hidden (what its

@@ -66,7 +66,7 @@ def _judge(settings: LanguageSettings, given: Any, out: Path) -> int:
     screen = open_screen()
     from ssl_kd.evaluate.harness import Tasks
     from ssl_kd.files import atomic_write_json
-    from ssl_kd.language.judge import judge
+    from ssl_kd.language.judge_finished import judge
     from ssl_kd.ranks import refuse_ranks
     from ssl_kd.report.judged import judged_tables
 

@@ -107,29 +107,29 @@ class _FeatureTerm:
     def __init__(self, weight: float, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self.weight, self._pairs = weight, pairs
         self.module: nn.ModuleList | None = None
-        self._heard: dict[tuple[int, int], Tensor] = {}
+        self._recorded: dict[tuple[int, int], Tensor] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """As `Term`; what was heard is forgotten afterwards."""
+        """As `Term`; the recorded outputs are dropped afterwards."""
         hooks = [
-            module.register_forward_hook(partial(self._hear, (i, side)))
+            module.register_forward_hook(partial(self._record, (i, side)))
             for i, pair in enumerate(self._pairs)
             for side, module in enumerate(pair)
         ]
         try:
             yield
         finally:
-            self._heard = {}
+            self._recorded = {}
             for hook in hooks:
                 hook.remove()
 
-    def _hear(self, which: tuple[int, int], module: nn.Module, inputs: Any, out: Any) -> None:
-        self._heard[which] = out[0] if isinstance(out, tuple) else out
+    def _record(self, which: tuple[int, int], module: nn.Module, inputs: Any, out: Any) -> None:
+        self._recorded[which] = out[0] if isinstance(out, tuple) else out
 
     def _outputs(self) -> list[tuple[Tensor, Tensor]]:
         """Of each pair, student and teacher `[batch, token, dim]`."""
-        return [(self._heard[i, 0], self._heard[i, 1]) for i in range(len(self._pairs))]
+        return [(self._recorded[i, 0], self._recorded[i, 1]) for i in range(len(self._pairs))]
 
     def count(self, batch: Batch) -> int:
         """Real tokens."""

@@ -58,7 +58,7 @@ class Generated:
 
     Tokens are drawn from `softmax(logits / temperature)`, or its nucleus, by inverting its
     distribution function at uniform numbers of each row's own generator. A row whose logits are not
-    finite ends there: the next forward pass over it shows them to whoever looks at the loss.
+    finite ends there: the loss of the next forward pass over it is then not finite.
 
     Args:
         model: a causal language model of transformers, with or without adapters.
@@ -138,7 +138,7 @@ class Generated:
             steps.insert(0, TemperatureLogitsWarper(self.temperature))
         if self.vocabulary < causal.get_output_embeddings().weight.shape[0]:
             steps.insert(0, self._without_padding)
-        # A model brings its own sampling settings, penalties too: nobody asked for these here.
+        # A model brings its own sampling settings, penalties too, which do not belong here.
         own, causal.generation_config = causal.generation_config, GenerationConfig()
         try:
             out = causal.generate(
@@ -218,7 +218,9 @@ def continued(
     rows: Sequence[int],
     seeds: Sequence[int],
     rollouts: Rollouts,
-    settings: LanguageSettings,
+    *,
+    prompt_tokens: int,
+    rollout_tokens: int,
 ) -> tuple[Blocks, list[list[int]]]:
     """The prompts of some rows with other continuations; only these count.
 
@@ -227,7 +229,8 @@ def continued(
         rows: which.
         seeds: of each.
         rollouts: writes the continuations.
-        settings: PROMPT_TOKENS and ROLLOUT_TOKENS.
+        prompt_tokens: of a plain text.
+        rollout_tokens: the most that a continuation may have.
 
     Returns:
         The rows, with the digest of `blocks`; and the continuations.
@@ -236,9 +239,9 @@ def continued(
         InputError: a prompt leaves no room, or a continuation has more tokens than there is.
     """
     width = blocks.ids.shape[1]
-    lengths = [prompt_length(blocks, row, settings.prompt_tokens) for row in rows]
+    lengths = [prompt_length(blocks, row, prompt_tokens) for row in rows]
     prompts = [blocks.ids[row, :n].tolist() for row, n in zip(rows, lengths, strict=True)]
-    rooms = [min(settings.rollout_tokens, width - n) for n in lengths]
+    rooms = [min(rollout_tokens, width - n) for n in lengths]
     if 0 in rooms:
         raise InputError(
             f"row {rows[rooms.index(0)]} is a prompt of all {width} tokens that there is room for, "
@@ -302,7 +305,9 @@ class Written:
         every = dict.fromkeys(row for share in shares for row in share.tolist())
         rows = [row for row in every if self.chosen(step, row)]
         seeds = [self._seed(step, row, _DRAW) for row in rows]
-        own, new = continued(self.blocks, rows, seeds, self.rollouts, self.settings)
+        lengths = {"prompt_tokens": self.settings.prompt_tokens}
+        lengths["rollout_tokens"] = self.settings.rollout_tokens
+        own, new = continued(self.blocks, rows, seeds, self.rollouts, **lengths)
         place = {row: i for i, row in enumerate(rows)}
         batches = [self._batch(share.tolist(), own, place, device) for share in shares]
         sums = {
@@ -331,7 +336,7 @@ class Written:
 
 
 def seen_of(sums: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """What a log line says of `Written.batches`: the total of each, and over how many it is."""
+    """Return totals of `Written.batches` for a log line, each with the number it is a mean over."""
     texts = sums["written"]
     return {
         "rollout_share": (texts, sums["rows"]),
@@ -358,7 +363,7 @@ def writer(objective: Objective, blocks: Any, tokenizer: Any) -> Written | None:
 def sampler(
     settings: LanguageSettings, model: Any, tokenizer: Any, autocast: Autocast = nullcontext
 ) -> Generated:
-    """A model's continuations as the settings say."""
+    """Return what samples a model's continuations by the ROLLOUT settings."""
     return Generated(
         model,
         end_tokens(without_adapters(model), tokenizer),

@@ -1,4 +1,4 @@
-"""A mixture-of-experts teacher: its experts as they are asked for, its router perhaps learning."""
+"""A mixture-of-experts teacher with a choice of experts, whose router may learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Answer, Source, draws_of, named_rows
+from ssl_kd.language.sources import Answer, Source, named_rows
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
@@ -26,7 +26,7 @@ from ssl_kd.training.together import Team
 
 
 class Routed:
-    """A mixture-of-experts teacher: its experts as ROUTER_MODE says, its router perhaps learning.
+    """A mixture-of-experts teacher whose experts are chosen by ROUTER_MODE.
 
     In `sar` each step first moves the router towards the student, by `KL(p || q)` with the student
     q fixed, then the teacher answers with the router as it is now. A step of several batches is
@@ -87,7 +87,7 @@ class Routed:
         """As `Source`."""
         settings = self.settings
         if self.router is None:
-            return [self.answer(batch, rows) for _ in range(draws_of(settings))]
+            return [self.answer(batch, rows) for _ in range(settings.draws)]
         if self.learns:
             self._learn(self.router, batch, student)
         with self.mixture.using(Routing("sar")):

@@ -1,4 +1,4 @@
-"""A teacher behind an HTTP server as a source of answers: no weights of it are on this machine."""
+"""A teacher behind an HTTP server as a source of answers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ IN_FLIGHT = 16  # prompts at once: the server makes batches of them
 ROUNDING = 1e-7  # of a sum of probabilities in float32
 
 
-def served_lm(settings: LanguageSettings) -> CausalLM:
+def served_lm(tokenizer_of: str, served_as: str | None) -> CausalLM:
     """A served teacher as a run knows it: a tokenizer and a name, and no model."""
-    name = settings.teacher_served_as or settings.teacher_model
-    tokenizer = load_tokenizer(settings.teacher_model)
-    return CausalLM(None, tokenizer, name, f"served {name}")
+    name = served_as or tokenizer_of
+    return CausalLM(None, load_tokenizer(tokenizer_of), name, f"served {name}")
 
 
 class ServedTeacher:
@@ -84,14 +83,14 @@ class ServedTeacher:
         Raises:
             ServerFailed: see `CompletionServer.top_k`.
         """
-        found = self.said(batch, rows)
+        found = self.top_k_at(batch, rows)
         answer = _with_tail(found.tokens, found.log_probs, self.vocabulary)
         if self._rounded:
             answer = as_cached(answer)
         return TopKTeacher(*(x.to(rows.device) for x in vars(answer).values()))
 
-    def said(self, batch: Batch, rows: Tensor) -> PromptTopK:
-        """What the server says at some positions of a batch, `[n, k]`, on the CPU."""
+    def top_k_at(self, batch: Batch, rows: Tensor) -> PromptTopK:
+        """Return the server's answer at some positions of a batch, `[n, k]`, on the CPU."""
         answers = [
             (self._ahead.pop(tuple(prompt), None) or self._sent(prompt, row, first), wanted)
             for wanted, prompt, row, first in _prompts(batch, rows.cpu())
@@ -118,13 +117,13 @@ class ServedTeacher:
         return self._pool.submit(self.server.top_k, prompt, self.k, self.vocabulary, where, first)
 
     def scores(self, blocks: Blocks, batch_size: int) -> TokenScores:
-        """How well the teacher predicts the targets of blocks, as `judge_tokens` says of others."""
+        """Score how well the teacher predicts the targets of blocks, as `judge_tokens` does."""
         scores = TokenScores()
         for start in range(0, len(blocks), batch_size):
             places = range(start, min(start + batch_size, len(blocks)))
             batch = blocks.batch(places)
             rows, targets = next_token_targets(batch.input_ids, batch.counts)
-            found = self.said(batch, rows)
+            found = self.top_k_at(batch, rows)
             correct = (found.tokens[:, 0] == targets).double()
             values = TokenValues(-found.own, found.log_probs[:, 0].exp().clamp(max=1), correct)
             scores.add([values], places, batch.characters)

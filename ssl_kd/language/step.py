@@ -23,14 +23,13 @@ from ssl_kd.guard.modules import without_pieces
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
-from ssl_kd.language.objective import Objective, student_side
-from ssl_kd.language.parallel import Trainee
+from ssl_kd.language.fault_explainer import FaultExplainer, examine, rng_state
+from ssl_kd.language.objective import Objective, Term, student_side
+from ssl_kd.language.parallel import DistributedStudent
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass
 from ssl_kd.language.sources import Source, named_rows
-from ssl_kd.language.terms import Term
-from ssl_kd.language.witness import Witness, examine, rng_state
 from ssl_kd.teachers.finite import in_words
 from ssl_kd.training.together import Team
 
@@ -111,7 +110,7 @@ class Distiller(Objective):
         student: a causal LM; its trainable weights become float32.
         settings: weights of the terms, optimizer, guard.
         precision: of the forward pass.
-        source: what the teacher says of a batch; None for cross-entropy alone.
+        source: gives the teacher's answer to a batch; None for cross-entropy alone.
         aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
         events: a file to append the guard's decisions to, or an `EventLog`.
         recorder: keeps the first fault of each part.
@@ -139,7 +138,9 @@ class Distiller(Objective):
         super().__init__(student, settings, precision, source, aligned, others)
         beside = [*self.beside.values()]
         self.team = Team(precision.device)
-        self.trainee = Trainee(student, beside, precision.device, self.team, shard=settings.shard)
+        self.trainee = DistributedStudent(
+            student, beside, precision.device, self.team, shard=settings.shard
+        )
         trained = [
             p for module in (student, *beside) for p in module.parameters() if p.requires_grad
         ]
@@ -171,7 +172,7 @@ class Distiller(Objective):
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)
         self.recent: list[StudentStep] = []
-        self.witness = Witness(self, recorder)
+        self.explainer = FaultExplainer(self, recorder)
 
     def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StudentStep:
         """Learn from some batches as from one large one.
@@ -200,9 +201,11 @@ class Distiller(Objective):
         sent = torch.stack([*sums.values()]).to("cpu", non_blocking=True)
         try:
             self.guard.before_step()
-            self.witness.explain(batches, rng)  # of a term that is cut out, before the others move
+            self.explainer.explain(
+                batches, rng
+            )  # of a term that is cut out, before the others move
             self.guard.optimizer.step()
-            explain = partial(self.witness.explain, batches, rng)
+            explain = partial(self.explainer.explain, batches, rng)
             updated = bool(self.guard.after_step(on_fault=explain))
         finally:
             self.optimizer.zero_grad()
@@ -292,7 +295,7 @@ class Distiller(Objective):
         return self.source.moved_once(batches, self.answer, self.precision.autocast)
 
     def _router_events(self) -> dict[str, float | None]:
-        """Fetch what the teacher's router had to say."""
+        """Move the events of the teacher's router to the guard; return its numbers."""
         if not isinstance(self.source, Routed) or self.source.record is None:
             return {}
         events, self.source.events = self.source.events, []
@@ -320,7 +323,7 @@ class Distiller(Objective):
             "tokens": self.tokens,
             "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
-            "explained": sorted(self.witness.explained),
+            "explained": sorted(self.explainer.explained),
             "beside": {
                 name: self.trainee.gathered(module.state_dict())
                 for name, module in self.beside.items()
@@ -346,7 +349,7 @@ class Distiller(Objective):
         }
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
         self.guard.load_state_dict(self._for_all(state["guard"]))
-        self.tokens, self.witness.explained = state["tokens"], set(state["explained"])
+        self.tokens, self.explainer.explained = state["tokens"], set(state["explained"])
         self.learned |= state["learned"]
         self.recent = [StudentStep(**row) for row in state["recent"]]
         for name, module in self.beside.items():

@@ -1,4 +1,4 @@
-"""The training of the language mode: what one step of the loop is for a student.
+"""The training loop of the language mode: rows, steps, log lines and checkpoints of a student.
 
 This is the full engine. transformers' Trainer owns data, step and checkpoint, so it cannot resume
 to the bit with the guard's state, replay a fault, or have rows written anew;
@@ -66,7 +66,7 @@ def train(
         should_stop: asked before every step; true saves and returns.
 
     Returns:
-        The number of steps done; less than `steps` if it was told to stop.
+        The number of steps done; less than `steps` if it was stopped.
 
     Raises:
         TooFewHealthyParts: training cannot continue, or is over without a step that was learned

@@ -24,7 +24,7 @@ SCORES = {
 
 
 def judged_tables(found: dict[str, Any]) -> Iterator[Table | str]:
-    """The tables of a judged student, from what `ssl_kd.language.judge.judge` returns."""
+    """The tables of a judged student, from what `ssl_kd.language.judge_finished.judge` returns."""
     rows = {row["name"]: row for row in found["table"]}
     scores = _table("Held-out text", "score", *rows)
     for key, (name, form) in SCORES.items():

@@ -223,7 +223,7 @@ class Mixture:
             self._routing = before
 
     @contextmanager
-    def as_it_came(self) -> Iterator[None]:
+    def original_router(self) -> Iterator[None]:
         """The original routers for a while, for a judgement that does not move with them."""
         parameters = self.router_parameters()
         now = {name: parameter.data for name, parameter in parameters.items()}
@@ -260,10 +260,6 @@ class Mixture:
             for name, router in self.routers.items()
             for key, value in router.named_parameters(recurse=False)
         }
-
-    def original_parameters(self) -> dict[str, Tensor]:
-        """The same tensors as they were when the mixture was made, on the CPU."""
-        return self._original
 
     def _route(
         self, layer: int, name: str, router: Any, args: tuple[Tensor], output: tuple[Tensor, ...]

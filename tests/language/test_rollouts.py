@@ -15,11 +15,11 @@ from ssl_kd.datasets.blocks import Blocks  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language import rollouts as rollouts_module  # noqa: E402
+from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.rollouts import Generated, prompt_length, writer  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
-from ssl_kd.language.task import prepare  # noqa: E402
 from ssl_kd.language.train import train  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402

@@ -22,15 +22,15 @@ from ssl_kd.evaluate.language import judge_tokens  # noqa: E402
 from ssl_kd.files import load_tensors  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.diagnosis import Advice, Cause, Diagnosis  # noqa: E402
-from ssl_kd.language import task as tasks  # noqa: E402
-from ssl_kd.language.best import Best  # noqa: E402
+from ssl_kd.language import prepare as tasks  # noqa: E402
+from ssl_kd.language.best_student import Best  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
-from ssl_kd.language.run import n_steps, run  # noqa: E402
+from ssl_kd.language.prepare import prepare  # noqa: E402
+from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.run_record import advice  # noqa: E402
 from ssl_kd.language.step import Distiller, precision_of  # noqa: E402
-from ssl_kd.language.task import prepare  # noqa: E402
-from ssl_kd.language.teacher import trained_teacher  # noqa: E402
-from ssl_kd.language.texts import texts_of  # noqa: E402
-from ssl_kd.language.words import advice  # noqa: E402
+from ssl_kd.language.text_rows import texts_of  # noqa: E402
+from ssl_kd.language.trained_teacher import trained_teacher  # noqa: E402
 from ssl_kd.report import write_report  # noqa: E402
 from ssl_kd.report.tables import language_table  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
@@ -242,8 +242,8 @@ def test_a_dry_run_tries_everything_in_five_steps(settings, caplog):
 )
 def test_epochs_stand_for_steps(epochs, rows, accumulate, steps, tiny):
     chosen = tiny.settings(epochs=epochs, gradient_accumulation_steps=accumulate)
-    assert n_steps(chosen, rows) == steps
-    assert n_steps(tiny.settings(max_steps=7), rows) == 7
+    assert chosen.n_steps(rows) == steps
+    assert tiny.settings(max_steps=7).n_steps(rows) == 7
 
 
 def test_the_baseline_is_the_same_student_by_cross_entropy_alone(settings):
@@ -757,8 +757,8 @@ def found(cause, **changes):
 def test_advice_follows_the_diagnosis_and_is_never_mad(tiny, diagnoses, changes, flags):
     asked = {"student_model": "a folder", "learning_rate": 1e-2, **changes}
     distiller = tiny.distiller(**asked)
-    distiller.witness.diagnoses = diagnoses
-    words = advice(distiller.settings, distiller)
+    distiller.explainer.diagnoses = diagnoses
+    words = advice(distiller)
     assert words.startswith(f"Settings to try: {flags}") if flags else words == ""
 
 

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,6 @@ from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.matrix import row
-from tests.language import keywords
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -328,11 +326,6 @@ def test_the_divergences_to_choose_from_are_known_without_torch():
     code = "import sys, ssl_kd.language.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert set(DIVERGENCES) < set(LanguageSettings.rules()["divergence"][2].choices)
-
-
-def test_an_editor_knows_every_setting_that_distillation_takes():
-    file = Path(sys.modules[LanguageSettings.__module__].__file__).with_name("keywords.py")
-    assert file.read_text() == keywords.text(), keywords.__doc__
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 
 from ssl_kd.datasets.aligned import aligned_blocks  # noqa: E402
 from ssl_kd.language import routed as mixtures  # noqa: E402
-from ssl_kd.language import sources  # noqa: E402
 from ssl_kd.language.aligned import Aligned  # noqa: E402
 from ssl_kd.language.routed import Routed, RoutedDraw  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
@@ -83,7 +82,7 @@ def test_a_router_learns_from_a_teacher_that_comes_and_goes(tiny, monkeypatch, s
         results = go(distiller, blocks, range(3), size=size)
         routers = distiller.source.mixture.router_parameters()
         found.append((results, weights(distiller.student), dict(routers)))
-        original = distiller.source.mixture.original_parameters()
+        original = distiller.source.mixture._original
         assert all(not torch.equal(p, original[name]) for name, p in routers.items())
     (plain, student, router), (away, other, offloaded) = found
     assert plain == away and same(student, other) and same(router, offloaded)
@@ -248,7 +247,7 @@ def test_looking_at_a_sick_step_again_does_not_move_the_router(tiny):
         distiller = routed(tiny, "sar")
         distiller.source.frozen = SickAnswers(distiller.source.frozen)
         if not explains:
-            distiller.witness.explain = lambda *args: None
+            distiller.explainer.explain = lambda *args: None
         go(distiller, blocks, range(2))
         actions = {e.action for e in distiller.guard.events.events}
         assert actions == ({"cut out", "explained"} if explains else {"cut out"})
@@ -412,7 +411,7 @@ def test_small_aligned_batches_are_one_large_one(tiny, how):
 def test_an_aligned_mixture_is_followed_in_the_mean_of_its_draws(tiny, how, monkeypatch):
     kds = []
     for draws in (1, 3):
-        monkeypatch.setattr(sources, "KA_DRAWS", draws)
+        monkeypatch.setattr("ssl_kd.language.settings.KA_DRAWS", draws)
         distiller, blocks = aligned(tiny, how, kind="Mixtral", router_mode="ka", ka_lambda=1.0)
         batch = blocks.batch(range(4))
         torch.manual_seed(1)

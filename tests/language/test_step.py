@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.precision import Precision  # noqa: E402
+from ssl_kd.language.fault_explainer import examine  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
-from ssl_kd.language.witness import examine  # noqa: E402
 from ssl_kd.losses.teacher_output import LogitsTeacher  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from tests.bits import same  # noqa: E402
@@ -331,7 +331,7 @@ def test_explaining_changes_nothing(tiny, teacher, kind, monkeypatch):
         asked = Sick(teacher)
         distiller = tiny.distiller(asked, student=student)
         if not explains:
-            monkeypatch.setattr(distiller.witness, "explain", lambda *args: None)
+            monkeypatch.setattr(distiller.explainer, "explain", lambda *args: None)
         results = []
         for step in range(4):
             asked.sick = (kind, step) in (("teacher", 1), ("teacher", 2))
@@ -382,7 +382,7 @@ def test_a_fault_that_is_not_found_again_names_the_rows(tiny, teacher, error, wh
             raise torch.OutOfMemoryError("CUDA out of memory")
         return examine(step, batch, part)
 
-    monkeypatch.setattr("ssl_kd.language.witness.examine", again)
+    monkeypatch.setattr("ssl_kd.language.fault_explainer.examine", again)
     blocks = tiny.blocks()
     assert distiller.step([blocks.batch([7, 8]), blocks.batch([2])], 1e-2).updated
     event = distiller.guard.events.events[-1]

@@ -670,7 +670,7 @@ def test_the_original_routers_stand_in_for_a_while():
     step.step(_objective(model, _student()))
     moved, parameters = _logits(model), mixture.router_parameters()
     assert not torch.equal(moved, expected)
-    with pytest.raises(KeyError), mixture.as_it_came():
+    with pytest.raises(KeyError), mixture.original_router():
         assert torch.equal(_logits(model), expected)
         raise KeyError
     assert torch.equal(_logits(model), moved)

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ssl_kd.datasets.blocks import Blocks  # noqa: E402
 from ssl_kd.doctor.verify import verify  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
-from ssl_kd.language import texts  # noqa: E402
+from ssl_kd.language import text_rows as texts  # noqa: E402
+from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.settings import LanguageSettings  # noqa: E402
 from ssl_kd.language.sources import Plain  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
-from ssl_kd.language.task import prepare  # noqa: E402
 from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402

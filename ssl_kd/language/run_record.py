@@ -1,4 +1,4 @@
-"""What a run says of itself: in the log, in its files, and where it stops."""
+"""What a run logs and writes about itself: models, data, first steps, outcome, and errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.render import describe_turns
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.language.best import Best
+from ssl_kd.language.best_student import Best
+from ssl_kd.language.prepare import Task
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
-from ssl_kd.language.task import Task
 from ssl_kd.teachers.causal import CausalLM, without_adapters
 from ssl_kd.training.folder import versions
 
@@ -25,7 +25,7 @@ FIRST_STEPS = 5  # whose loss terms are logged
 
 
 def about(task: Task) -> dict[str, Any]:
-    """What `config.json` says of models and data."""
+    """Return the facts about models and data for `config.json`."""
 
     def model(lm: CausalLM | None) -> dict[str, Any] | None:
         if lm is None or lm.model is None:
@@ -57,14 +57,8 @@ def about(task: Task) -> dict[str, Any]:
     }
 
 
-def cut_from(settings: LanguageSettings, task: Task) -> str:
-    """Return the teacher where the student's weights are some of its, for the model card."""
-    cut = settings.student_model.startswith("layers:")
-    return task.teacher.name if cut and task.teacher is not None else ""
-
-
 def made_by(settings: LanguageSettings, task: Task) -> dict[str, str]:
-    """Return what a model card says of how the student came to be."""
+    """Return how the student was made, for its model card."""
     usual = LanguageSettings().to_dict()
     changed = {n: v for n, v in settings.to_dict().items() if v != usual[n]}
     names = [lm.name for lm in (task.teacher, *(other.lm for other in task.others)) if lm]
@@ -78,7 +72,7 @@ def made_by(settings: LanguageSettings, task: Task) -> dict[str, str]:
 
 
 def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
-    """What `metrics.json` says beside the scores."""
+    """Return the facts for `metrics.json` beside the scores."""
     aligned = task.blocks if isinstance(task.blocks, AlignedBlocks) else None
     return {
         "tokens": distiller.tokens,
@@ -114,7 +108,7 @@ def say_step(step: int, result: StudentStep) -> None:
         logger.info("step %d: %s, gradient norm %.3g", step + 1, terms, result.grad_norm)
 
 
-def say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> int:
+def log_training_outcome(distiller: Distiller, best: Best, steps: int) -> int:
     """Warn of a training that did not help, and of loss terms that took no part in every step.
 
     Returns:
@@ -135,25 +129,26 @@ def say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> int:
     return done
 
 
-def why(error: TooFewHealthyParts, settings: LanguageSettings, distiller: Distiller) -> str:
+def why(error: TooFewHealthyParts, distiller: Distiller) -> str:
     """Why the run stopped: each cause that was found, the first recorded fault, and what to try."""
     events = distiller.guard.events
     causes = [event for event in events.events if event.action == "explained"]
     once = {e.reason: f"{e.part}, step {e.step}: {e.reason}" for e in reversed(causes)}
     lines = [str(error), *reversed(once.values())]
-    if tries := advice(settings, distiller):
+    if tries := advice(distiller):
         lines.append(tries)
-    if bundles := distiller.witness.bundles():
+    if bundles := distiller.explainer.bundles():
         lines.append(f"ssl_kd replay {shlex.quote(str(bundles[0]))} runs the first fault again")
     return "\n".join(lines)
 
 
-def advice(settings: LanguageSettings, distiller: Distiller) -> str:
+def advice(distiller: Distiller) -> str:
     """Settings that a run which stopped could be tried with, as flags; empty where none would help.
 
     Those that the diagnoses name; without a diagnosis those that calm any training.
     """
-    found = [d for d in distiller.witness.diagnoses if d.cause != Cause.UNKNOWN]
+    settings = distiller.began
+    found = [d for d in distiller.explainer.diagnoses if d.cause != Cause.UNKNOWN]
     tries: dict[str, Any] = {change.setting: change.value for d in found for change in d.advice}
     if not found:
         tries = {"learning_rate": min(settings.peak_lr / 5, settings.usual_lr)}
