@@ -41,9 +41,9 @@ class DistillationTrainer(Trainer):
     chunk of tokens at a time: no logits of a whole batch exist, neither the student's nor the
     teacher's.
 
-    The two terms fail alone: a NaN in one leaves a step that is to the bit that of the other; one
-    in both is skipped; see `GuardCallback`, which is there by itself. Log lines have `ce` and `kd`,
-    nats a token; so have evaluations, as `eval_ce` and `eval_kd`.
+    The two terms fail alone: a NaN in one leaves a step that is to the bit that of the other, and a
+    step with a NaN in both is skipped; see `GuardCallback`, which is added by default. Log lines
+    have `ce` and `kd`, nats a token; so have evaluations, as `eval_ce` and `eval_kd`.
 
     Everything else is the Trainer's: datasets, schedules, optimizers, PEFT, mixed precision,
     accumulation, compilation, DDP, checkpoints.
@@ -55,7 +55,7 @@ class DistillationTrainer(Trainer):
             (frozen in place, in its own dtype), or a callable that takes what the student's model
             does and the positions to answer at; or several, whose divergences count as their mean.
             All have the student's tokenizer. None: cross-entropy alone.
-        args: as of a Trainer.
+        args: the Trainer's.
         divergence: a name in `ssl_kd.divergences.DIVERGENCES`.
         temperature: of both softmaxes in the divergence, in [0.05, 100].
         alpha_kd: weight of the divergence, at least 0.
@@ -64,7 +64,7 @@ class DistillationTrainer(Trainer):
         data_collator: by default samples of `input_ids`, and perhaps `labels` (-100 where there is
             no loss; not shifted), are padded at the end. One of your own gives `labels`.
         callbacks: a `GuardCallback` among them takes the place of the default one.
-        **options: as of a Trainer.
+        **options: other arguments of the Trainer.
 
     Raises:
         InputError: student, teacher and arguments do not fit.
@@ -149,7 +149,7 @@ class DistillationTrainer(Trainer):
         return teacher
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As of a Trainer; trained weights are float32 before."""
+        """Make the Trainer's optimizer, for weights in float32."""
         assert self.model is not None
         promote_to_fp32(self.model)
         return super().create_optimizer(*args, **kwargs)
@@ -219,7 +219,7 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """As of a Trainer: the weighted sum of the terms."""
+        """Return the weighted sum of the terms, and the outputs where they are asked for."""
         sums, outputs = self.terms(model, inputs, whole=return_outputs)
         loss = torch.stack([*self._weighted(sums, inputs, num_items_in_batch).values()]).sum()
         return (loss, outputs) if return_outputs else loss
@@ -281,7 +281,7 @@ class DistillationTrainer(Trainer):
         return {f"{prefix}{name}": float(total / n) for name, (total, n) in whole.items()}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As of a Trainer, with `ce`, `kd` and the guard's counters."""
+        """Log a line, with `ce`, `kd` and the guard's counters."""
         if "loss" in logs:
             logs |= self._means()
         super().log({**logs, **self.guarding.counters()}, *args, **kwargs)
@@ -294,7 +294,7 @@ class DistillationTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **kwargs: Any,
     ) -> Any:
-        """As of a Trainer, with the mean of each term over the tokens."""
+        """Run the Trainer's evaluation, and add the mean of each term over the tokens."""
         before, self._sums = self._sums, {}
         kwargs["metric_key_prefix"] = metric_key_prefix
         output: Any = super().evaluation_loop(dataloader, description, *args, **kwargs)
@@ -309,7 +309,7 @@ class DistillationTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """As of a Trainer; whole logits exist only where `compute_metrics` gets them."""
+        """Return loss, logits and labels of a batch; logits only for `compute_metrics`."""
         if not prediction_loss_only:
             return super().prediction_step(model, inputs, False, ignore_keys)
         with torch.no_grad():

@@ -14,10 +14,10 @@ References:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,24 +33,8 @@ from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapter
 _CHOICE, _DRAW = 0, 1  # what the random numbers of a row are for
 
 
-class Rollouts(Protocol):
-    """Continuations of prompts, sampled from a model."""
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
-    ) -> list[list[int]]:
-        """Continue each prompt.
-
-        Args:
-            prompts: token ids, at least one each.
-            rooms: how many tokens each continuation may have, 1 or more.
-            seeds: of each, 0 to 2**63 - 1: the same seed, prompt and model give the same.
-
-        Returns:
-            The new tokens of each, up to and with the one that ends it, if one did; none where
-            there is nothing to be learned from that prompt.
-        """
-        ...
+Rollouts = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
+"""Prompts, the most tokens for each, and their seeds -> the new tokens; see `Generated`."""
 
 
 class Generated:
@@ -91,7 +75,16 @@ class Generated:
     def __call__(
         self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
     ) -> list[list[int]]:
-        """As `Rollouts`."""
+        """Continue each prompt.
+
+        Args:
+            prompts: token ids, at least one each.
+            rooms: how many tokens each continuation may have, 1 or more.
+            seeds: of each, 0 to 2**63 - 1: the same seed, prompt and model give the same.
+
+        Returns:
+            The new tokens of each, up to and with the one that ends it, if one did.
+        """
         found: list[list[int]] = [[] for _ in prompts]
         with evaluating(self.model), self.autocast():
             for some in self._batches([*map(len, prompts)], rooms):
