@@ -35,8 +35,8 @@ from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.teacher import trained_teacher
-from ssl_kd.language.texts import texts_of
+from ssl_kd.language.text_rows import texts_of
+from ssl_kd.language.trained_teacher import trained_teacher
 from ssl_kd.teachers.causal import tokenizer_id
 
 ALONE = {"alpha_ce": 1.0, "alpha_kd": 0.0}
@@ -105,7 +105,7 @@ def measure(
     """One run; the student's row, what it began with, and what `look` sees in the run folder."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        patch("ssl_kd.language.texts.make_blocks", blocks_once),
+        patch("ssl_kd.language.text_rows.make_blocks", blocks_once),
     ):
         path = run(settings.replace(runs_dir=folder))
         metrics = json.loads((path / "metrics.json").read_text())

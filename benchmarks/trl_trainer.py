@@ -60,7 +60,7 @@ from benchmarks.turns import header, in_turns, middle_half, number_of, row
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.guard import Precision
 from ssl_kd.hf_trainer import DistillationTrainer
-from ssl_kd.hf_trainer.batches import collate
+from ssl_kd.hf_trainer.distillation import collate
 from ssl_kd.language.rollouts import Generated, Written
 from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
@@ -189,32 +189,42 @@ def completions(rows: list[Row]) -> Row:
 
 
 def ours(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """This library's Trainer; `served` where there is a server."""
-    answers: Any = teacher.model
-    if args.url:
-        server = CompletionServer(args.url, "teacher")
-        answers = ServedTeacher(server, args.top_k, teacher.model.config.vocab_size)
+    """This library's Trainer."""
     trainer = DistillationTrainer(
-        student.model, answers, arguments(args), alpha_kd=1.0, alpha_ce=0.0
+        student.model, teacher.model, arguments(args), alpha_kd=1.0, alpha_ce=0.0
     )
     return through(trainer, args, plain_rows(rows_of(args, teacher)), collate)
 
 
+def ours_served(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
+    """The loop of `ssl_kd distill`, whose teacher is on a server."""
+    server = CompletionServer(args.url, "teacher")
+    answers = ServedTeacher(server, args.top_k, teacher.model.config.vocab_size)
+    return _by_our_loop(args, teacher, student, answers)
+
+
 def ours_on_policy(args: argparse.Namespace, teacher: CausalLM, student: CausalLM) -> Run:
-    """The loop of `ssl_kd distill`."""
+    """The loop of `ssl_kd distill`, in which the student writes all."""
+    chosen = {"on_policy": 1.0, "divergence": "reverse_kl"}
+    return _by_our_loop(args, teacher, student, FrozenTeacher(teacher.model), **chosen)
+
+
+def _by_our_loop(
+    args: argparse.Namespace, teacher: CausalLM, student: CausalLM, answers: Any, **chosen: Any
+) -> Run:
     ids, n = rows_of(args, teacher), args.length - args.prompt
     counts = torch.zeros_like(ids, dtype=torch.bool)
-    counts[:, args.prompt :] = True
+    counts[:, args.prompt if chosen else 1 :] = True
     documents = torch.ones_like(ids, dtype=torch.int32)
     blocks = Blocks(ids, counts, documents, torch.ones(len(ids)), (), "rows")
-    chosen: dict[str, Any] = {"on_policy": 1.0, "divergence": "reverse_kl", "rollout_tokens": n}
     chosen |= {"alpha_kd": 1.0, "alpha_ce": 0.0, "learning_rate": RATE, "log_every": 1}
-    settings = LanguageSettings(**chosen, batch_size=args.batch, block_size=args.length)
-    source = Plain(FrozenTeacher(teacher.model))
-    distiller = Distiller(student.model, settings, Precision.for_device("cpu", False), source)
+    chosen |= {"batch_size": args.batch, "block_size": args.length, "rollout_tokens": n}
+    settings = LanguageSettings(**chosen)
+    precision = Precision.for_device("cpu", False)
+    distiller = Distiller(student.model, settings, precision, Plain(answers))
     ends = [student.tokenizer.eos_token_id]
     rollouts = Generated(student.model, ends, batch_size=args.batch)
-    written = Written(settings, blocks, rollouts, ends)
+    written = Written(settings, blocks, rollouts, ends) if settings.on_policy else None
 
     def run(likeliest: bool) -> tuple[list[float], float]:
         stamps, losses = [], []
@@ -330,7 +340,7 @@ METHODS: dict[str, dict[str, Callable[..., Run]]] = {
         "TRL, DistillationTrainer": trl_distillation_on_policy,
     },
     "served": {
-        "ours, DistillationTrainer": ours,
+        "ours, ssl_kd distill": ours_served,
         "TRL, ServerDistillationTrainer": trl_served,
     },
 }

@@ -19,19 +19,15 @@ STUDENT_MODEL = "fresh:2x128"
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
 TEACHER_CACHE = None
-# A server that answers for the teacher, such as http://host:8000/v1 of vLLM, or for
-# cache_teacher.py a file of its answers, as answers.jsonl; None: it runs here. TEACHER_MODEL is
-# then where its tokenizer is. A key is taken from the environment variable TEACHER_API_KEY.
+# A server that answers for the teacher, such as http://host:8000/v1 of vLLM; None: it runs here.
+# TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable
+# TEACHER_API_KEY.
 TEACHER_URL = None
 # Name that the server knows the teacher by; None: TEACHER_MODEL.
 TEACHER_SERVED_AS = None
 # Likeliest tokens that a server is asked for at each position, and that a cache of its answers
-# keeps (as topk), 1 to 65535. vLLM gives as many as its --max-logprobs, 20 if not told otherwise.
+# keeps (as topk), 1 to 65535. vLLM gives as many as its --max-logprobs, by default 20.
 TEACHER_TOP_K = 20
-# Seconds without a whole answer after which a server is asked again, above 0.
-TEACHER_TIMEOUT = 120.0
-# Seconds for which a server that fails is asked again before the run stops, from 0.
-TEACHER_PATIENCE = 300.0
 # What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
 # topk (its likeliest tokens and the mass of the rest: for every divergence) | hidden (what its
 # output head gets, and the head once: exact, for every divergence and temperature).
@@ -56,16 +52,10 @@ TRAIN_VISION = False
 # Dtype of the saved student's weights: float32 | bfloat16 | float16. It is trained in float32 in
 # any case.
 SAVE_DTYPE = "float32"
-# With MODEL_DTYPE float16 on a CPU: emulate it, slowly, to see what a GPU would compute.
-EMULATE_FP16 = False
 # Training steps of a teacher that is trained here (TEACHER_MODEL train), from 1.
 TEACHER_STEPS = 800
 # LAYERSxDIM of a teacher that is trained here.
 TEACHER_SIZE = "4x192"
-# Experts of a teacher that is trained here, two of them active, from 0; 0: a dense teacher.
-TEACHER_EXPERTS = 0
-# Vocabulary size of a tokenizer that is trained here, 260 to 262144.
-VOCABULARY = 1024
 
 # --- Data -----------------------------------------------------------------------------------------
 
@@ -135,10 +125,6 @@ ROLLOUT_TOKENS = 128
 ROLLOUT_TEMPERATURE = 1.0
 # Sample from the likeliest tokens alone that have this much probability, above 0 to 1; 1: from all.
 ROLLOUT_TOP_P = 1.0
-# What the student of ON_POLICY writes with: transformers | vllm (a second copy of it).
-ROLLOUT_ENGINE = "transformers"
-# Share of the memory that vLLM takes, with its copy of the student, above 0 to 1.
-ROLLOUT_MEMORY = 0.3
 
 # --- Experts, routers and other tokenizers --------------------------------------------------------
 
@@ -149,16 +135,10 @@ ALIGN = "auto"
 # | sar (all, with a router that learns from the student) | auto (sar for a mixture, native for a
 # dense teacher; the presets use this).
 ROUTER_MODE = "native"
-# What the chosen experts' weights sum to: selected (one) | native (as in the unchanged model) |
-# auto (selected where the model itself renormalises).
-ROUTER_RENORM = "auto"
 # Learning rate of the router in sar, 0 to 100.
 ROUTER_LR = 1e-5
 # Weight of the load balance in sar, from 0.
 ROUTER_BETA = 0.01
-# The older scripts' sar: router and student step together, the router held by an L2 anchor (1e-4),
-# load balance (1e-3) and an entropy bonus (1e-4).
-ROUTER_JOINT = False
 # KL from the original gate, in nats, at which the router stops learning, above 0. A router that
 # drifts further may merely imitate the student.
 ROUTER_DRIFT = 0.5
@@ -166,8 +146,6 @@ ROUTER_DRIFT = 0.5
 ROUTER_WEIGHTS = None
 # Probability that a token's experts are sampled in ka, 0 to 1.
 KA_LAMBDA = 0.05
-# Teacher forward passes per batch in ka, from 1.
-KA_FORWARDS = 2
 
 # --- Optimisation ---------------------------------------------------------------------------------
 
@@ -226,8 +204,6 @@ TEACHER_OFFLOAD = False
 SHARD = False
 # Recompute activations in the backward pass: less memory, more time.
 GRADIENT_CHECKPOINTING = False
-# Release the GPU's cached memory after every step: slower, less fragmented.
-CLEAR_CACHE_EVERY_STEP = False
 
 # --- Evaluation -----------------------------------------------------------------------------------
 
@@ -258,8 +234,6 @@ LOG_EVERY = 10
 CHECKPOINT_EVERY = 100
 # Five steps with evaluation and saving, to see whether everything fits.
 DRY_RUN = False
-# Number of first steps whose logit shapes and loss terms are logged, from 0.
-VERBOSE_STEPS = 0
 # Ask the teacher about everything anew, whatever TEACHER_CACHE holds.
 FORCE_RECOMPUTE = False
 # Write the damaged files of a teacher's cache again.

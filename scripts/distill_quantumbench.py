@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ssl_kd.cli import distill_as, program
 from ssl_kd.cli.flags import FlagParser, read_settings
-from ssl_kd.language.checks import check_packages
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 
@@ -50,7 +49,6 @@ def main(words: list[str]) -> int:
             "clip_grad": 1.0,
             "block_size": 512,
             "packing": False,  # a question a row
-            "verbose_steps": 5,
             "stop_after": 1,  # a NaN stops, and is explained ...
             "spike_factor": 1e9,  # ... while a large gradient is clipped, and no more
         }
@@ -62,7 +60,7 @@ def main(words: list[str]) -> int:
             presets={"quantumbench": values},
             preset="quantumbench",
         )
-        check_packages(settings)
+        settings.check_packages()
         from ssl_kd.language.step import precision_of  # --help and a wrong flag do without torch
         from ssl_kd.ranks import follows
 

@@ -12,16 +12,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import Unpack
-
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
-from ssl_kd.language.keywords import Keywords
 from ssl_kd.language.names import GIVEN
+from ssl_kd.language.prepare import InMemoryModels
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.task import Given
 from ssl_kd.ranks import following, follows
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.tables import language_table
@@ -85,7 +82,7 @@ class Distillation:
         *,
         eval_texts: Texts | None = None,
         preset: str | None = None,
-        **settings: Unpack[Keywords],
+        **settings: Any,
     ) -> None:
         values = LanguageSettings.canonical(settings)
         for name, argument in _ARGUMENTS.items():
@@ -96,7 +93,7 @@ class Distillation:
             raise SettingsError(f"preset is {preset!r}, not {known}.{nearest(preset, PRESETS)}")
         teacher_model, its = _model("teacher", teacher)
         student_model, own = _model("student", student)
-        self._given, self._naming = Given(its, own), _NAMING
+        self._given, self._naming = InMemoryModels(its, own), _NAMING
         chosen = LanguageSettings(
             **{**PRESETS.get(preset or "", {}), **values},
             teacher_model=teacher_model,
@@ -111,7 +108,8 @@ class Distillation:
     def of(cls, settings: LanguageSettings) -> Distillation:
         """What a settings object asks for, as the command line has one."""
         made = cls.__new__(cls)
-        made.settings, made._given, made._naming = settings, Given(), contextlib.nullcontext
+        made.settings, made._given = settings, InMemoryModels()
+        made._naming = contextlib.nullcontext
         return made
 
     def run(self, *, progress: Progress = untold) -> DistilledRun:

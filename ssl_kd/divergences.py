@@ -40,15 +40,12 @@ class Divergence:
             `[n, vocab]`, or None where `gradient` is False. D is at least 0, and near 0 as exact as
             the logarithms' differences; without `exact`, which waits for the device, only where it
             is not `near_0`.
-        swapped: name of the divergence that is D(q, p), which a router of ROUTER_JOINT learns by;
-            None: it cannot.
         from_samples: an unbiased estimate from tokens that were sampled from the teacher, called as
             `from_samples(indices, weights, entropy, log_q, q, gradient)` with the fields of a
             `SampledTeacher`; None: there is none.
     """
 
     compute: Callable[..., ValueAndGradient]
-    swapped: str | None = None
     from_samples: (
         Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], ValueAndGradient] | None
     ) = None
@@ -216,14 +213,12 @@ def _log_mixture(x: Tensor, share: float) -> Tensor:
 
 DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
     {
-        "forward_kl": Divergence(
-            _forward_kl, swapped="reverse_kl", from_samples=_sampled_forward_kl
-        ),
-        "reverse_kl": Divergence(_reverse_kl, swapped="forward_kl"),
-        "js": Divergence(_js, swapped="js"),
+        "forward_kl": Divergence(_forward_kl, from_samples=_sampled_forward_kl),
+        "reverse_kl": Divergence(_reverse_kl),
+        "js": Divergence(_js),
         "skew_kl": Divergence(_skew_kl),
         "skew_reverse_kl": Divergence(_skew_reverse_kl),
-        "tvd": Divergence(_tvd, swapped="tvd"),
+        "tvd": Divergence(_tvd),
     }
 )
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ssl_kd.graph import ask_crowd
+from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.losses import linear_distillation
 from tests.photos import photo_run
 from tests.tiny import text_file, tiny
@@ -76,6 +77,12 @@ def free(monkeypatch):
     """Says whether a loss may look at numbers whenever it likes, as on the CPU."""
     module = sys.modules[linear_distillation.__module__]  # its name is the function's, too
     return lambda are: monkeypatch.setattr(module, "_are_free", lambda device: are)
+
+
+@pytest.fixture
+def float16_here(monkeypatch):
+    """Have this CPU compute in float16 where it is asked to, as a GPU without bf16 does."""
+    monkeypatch.setattr(DeviceInfo, "halves", lambda device: ((torch.float16,), "emulated"))
 
 
 @pytest.fixture(scope="session")

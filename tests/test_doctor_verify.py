@@ -42,8 +42,8 @@ def test_a_teacher_whose_logits_are_not_linear_has_no_hidden_way(settings, tiny,
     assert [way.way for way in found] == WAYS[:-1] and all(way.agrees for way in found)
 
 
-def test_half_precision_agrees_within_its_rounding(settings):
-    found = verify(settings.replace(model_dtype="float16", emulate_fp16=True, device="cpu"))
+def test_half_precision_agrees_within_its_rounding(settings, float16_here):
+    found = verify(settings.replace(model_dtype="float16", device="cpu"))
     assert all(way.agrees and way.allowed == module.HALF for way in found)
 
 
@@ -59,12 +59,13 @@ def test_a_given_cache_is_compared_too(settings, tmp_path):
 
 
 @pytest.mark.parametrize("dtype, limits", [("float32", "EXACT"), ("float16", "HALF")])
-def test_a_given_cache_of_hidden_states_is_held_to_rounding(settings, tmp_path, dtype, limits):
+def test_a_given_cache_of_hidden_states_is_held_to_rounding(
+    settings, tmp_path, float16_here, dtype, limits
+):
     cached = settings.replace(
         teacher_cache=str(tmp_path / "cache"), cache_method="hidden", model_dtype="float32"
     )
-    emulated = {"emulate_fp16": True, "device": "cpu"} if dtype == "float16" else {}
-    cache_teacher(cached.replace(temperature=3.0, model_dtype=dtype, **emulated))
+    cache_teacher(cached.replace(temperature=3.0, model_dtype=dtype, device="cpu"))
     last = verify(cached)[-1]
     assert last.way == f"cache, hidden {dtype}"
     assert last.agrees and last.allowed == getattr(module, limits)

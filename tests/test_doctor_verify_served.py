@@ -17,6 +17,7 @@ from tests.served import Server  # noqa: E402
 def server(tiny, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setitem(module.CompletionServer.__init__.__kwdefaults__, "patience", 0.2)
     with Server(tiny.model(spread=0.3), tokenizer=tiny.tokenizer) as running:
         yield running
 
@@ -31,7 +32,6 @@ def settings(tiny, tmp_path, text_file, server):
         data_path=text_file,
         block_size=32,
         temperature=1.0,
-        teacher_patience=0.2,
         device="cpu",
     )
 

@@ -1,43 +1,30 @@
 """The Trainer that distils: its losses, its guard by term, ranks, checkpoints and teachers."""
 
-import json
 import math
 import shutil
-import textwrap
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ssl_kd.datasets.aligned import aligned_blocks
-from ssl_kd.datasets.blocks import make_blocks
 from ssl_kd.errors import InputError
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.language.routed import Routed
-from ssl_kd.language.train import train as take
-from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher
-from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.settings import SettingsError
-from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write
 from ssl_kd.teachers.frozen import FrozenTeacher
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ssl_kd import hf_trainer  # noqa: E402
 from ssl_kd.hf_trainer import DistillationTrainer, GuardCallback  # noqa: E402
-from ssl_kd.hf_trainer.batches import BlockRows, batch_of, collate  # noqa: E402
 from tests.bits import same  # noqa: E402
 from tests.faults.matrix import row as fault  # noqa: E402
 from tests.ranks import as_torchrun, run_ranks  # noqa: E402
 from tests.tiny import Tiny  # noqa: E402
 
 TINY = Tiny()
-WRITING = ("on_policy", "prompt_tokens", "rollout_tokens", "rollout_temperature", "rollout_top_p")
 
 
 def samples(n=8, seed=0, low=3):
@@ -71,8 +58,8 @@ class Moods:
     def __init__(self, model, bad=(), value=math.nan):
         self.frozen, self.bad, self.value, self.calls = FrozenTeacher(model), bad, value, 0
 
-    def __call__(self, batch, rows):
-        answer = self.frozen(batch, rows)
+    def __call__(self, inputs, rows):
+        answer = self.frozen.answer(inputs, rows)
         assert isinstance(answer, LinearTeacher)
         self.calls += 1
         if self.calls - 1 in self.bad:
@@ -100,9 +87,7 @@ class Witness(transformers.TrainerCallback):
 
 def trained(folder, teacher=None, student=None, callbacks=(), resume=None, data=None, **options):
     """A trainer after its training, what it held after each step, and what stopped it."""
-    own = ("alpha_kd", "alpha_ce", "temperature", "divergence", "align", "schedule")
-    own += ("loss_mean",)
-    own += ("eval_dataset", "processing_class", *WRITING)
+    own = ("alpha_kd", "alpha_ce", "temperature", "divergence", "eval_dataset", "processing_class")
     given = {name: options.pop(name) for name in own if name in options}
     witness = Witness()
     trainer = DistillationTrainer(
@@ -193,31 +178,6 @@ def test_a_step_is_the_gradient_of_the_mean_over_all_its_tokens(
         assert torch.allclose(found.double(), exact, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2)])
-def test_the_mean_over_sequences_is_that_of_the_own_loop(tmp_path, batch, accumulation):
-    blocks, options = TINY.blocks(8), {"temperature": 2.0, "loss_mean": "sequences"}
-    own = TINY.distiller(FrozenTeacher(teacher_model()), packing=False, **options)
-    expected = own.step([blocks.batch(range(8))], 0.0)
-    args = arguments(
-        tmp_path, max_steps=1, per_device_train_batch_size=batch, learning_rate=0.0,
-        gradient_accumulation_steps=accumulation,
-    )  # fmt: skip
-    trainer, by_token = (
-        InOrder(
-            TINY.model(seed=1), teacher_model(), args, train_dataset=blocks, eval_dataset=blocks,
-            temperature=2.0, loss_mean=mean,
-        )
-        for mean in ("sequences", "tokens")
-    )  # fmt: skip
-    trainer.train()
-    seen = trainer.state.log_history[0]
-    for name in ("loss", "ce", "kd"):
-        assert seen[name] == pytest.approx(getattr(expected, name), rel=1e-5)
-    assert seen["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
-    judged, plain = (one.evaluate() for one in (trainer, by_token))
-    assert judged["eval_loss"] == plain["eval_loss"] != pytest.approx(expected.ce, rel=1e-3)
-
-
 def test_a_batch_whose_kd_is_nan_adds_its_cross_entropy_to_the_step(tmp_path):
     rows = samples()
     teacher = Moods(teacher_model(), bad={1})
@@ -250,21 +210,6 @@ def test_a_nan_in_kd_of_one_step_changes_that_step_alone(tmp_path):
     _, sick, _ = trained(tmp_path, Moods(teacher_model(), bad={2}))
     assert same(well.bits[:2], sick.bits[:2]) and not same(well.bits[2], sick.bits[2])
     assert not same(sick.bits[2], sick.bits[1])
-
-
-def test_where_a_device_is_asked_later_steps_and_log_lines_are_the_same(tmp_path, free):
-    """A teacher near the student, whose answer to one batch is NaN."""
-    found = []
-    for are in (True, False):
-        free(are)
-        teacher = TINY.model(seed=1)
-        teacher.get_output_embeddings().weight.data.mul_(1 + 1e-4)
-        _, witness, _ = trained(tmp_path, Moods(teacher, bad={2}), learning_rate=1e-9)
-        found.append((witness.bits, [line["kd"] for line in witness.logs if "kd" in line]))
-    (bits, kd), (others, later) = found
-    assert same(bits, others)
-    assert 0 < kd[0] < 1e-6 and len(kd) == 4
-    assert later == pytest.approx(kd, rel=0.02, nan_ok=True)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -316,7 +261,6 @@ def test_under_a_grad_scaler_a_nan_in_kd_is_cut_out_and_the_scale_stays(tmp_path
             student, teacher, arguments(tmp_path), alpha_kd=alpha_kd, train_dataset=samples(32),
             callbacks=[witness],
         )  # fmt: skip
-        assert trainer.objective.precision.student == torch.float16
         trainer.train()
         return trainer, witness
 
@@ -338,15 +282,14 @@ def test_log_lines_and_evaluation(tmp_path):
     found = trainer.evaluate()
     ce, _ = oracle(trainer.model, teacher_model(), rows, alpha_kd=0.0, alpha_ce=1.0)
     kd, _ = oracle(trainer.model, teacher_model(), rows, alpha_kd=1.0, alpha_ce=0.0)
-    assert found["eval_loss"] == pytest.approx(ce, rel=1e-5)
+    assert found["eval_ce"] == pytest.approx(ce, rel=1e-5)
     assert found["eval_kd"] == pytest.approx(kd, rel=1e-5)
-    assert found["eval_perplexity"] == pytest.approx(math.exp(ce), rel=1e-5)
+    assert found["eval_loss"] == pytest.approx((ce + kd) / 2, rel=0.2)  # a mean over batches
     # Reporters come before other callbacks, and see what `log` was given.
     lines = [line for line in witness.logs if "loss" in line]
     assert len(lines) == 4 and all(line["guard_updates"] for line in lines)
     for line in lines:
         assert line["loss"] == pytest.approx(0.5 * line["ce"] + 0.5 * line["kd"], rel=1e-4)
-    assert "forward" not in vars(trainer.model)
 
 
 def test_logits_for_metrics_of_ones_own(tmp_path):
@@ -358,108 +301,8 @@ def test_logits_for_metrics_of_ones_own(tmp_path):
     assert metrics["eval_shape"] == [4, 8, len(TINY.tokenizer)] and metrics["eval_kd"] > 0
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
-def test_resumed_is_bit_for_bit_uninterrupted_and_the_guard_remembers(tmp_path, kind):
-    def student():
-        extra = {"resid_pdrop": 0.1} if kind == "GPT2" else {}
-        return TINY.model(kind, seed=1, **extra)
-
-    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
-    sick = {1, 6}
-    whole, one, _ = trained(tmp_path / "a", Moods(teacher_model(), bad=sick), student(), **options)
-    saved = str(tmp_path / "a" / "checkpoint-3")
-    again = Moods(teacher_model(), bad={step - 3 for step in sick})
-    rest, two, _ = trained(tmp_path / "b", again, student(), resume=saved, **options)
-    assert same(one.bits[3:], two.bits)
-    states = [json.dumps(t.guarding.guard.state_dict(), default=repr) for t in (whole, rest)]
-    assert states[0] == states[1] and rest.guarding.guard.terms["kd"].skipped == 2
-    assert rest.guarding.guard.updates.tolist() == [8]
-
-
-MOVES = {"schedule": "temperature:1, alpha_kd:0.1:cosine, alpha_ce:0.9", "temperature": 4.0}
-
-
-class Weighed(transformers.TrainerCallback):
-    """The temperature and the weights of each step."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append(values_of(self.trainer.objective))
-
-
-def values_of(objective):
-    return objective.settings.temperature, dict(objective.weights)
-
-
-def test_a_schedule_is_that_of_the_own_loop(tmp_path):
-    teacher, steps, own = teacher_model(), 5, []
-    distiller = TINY.distiller(FrozenTeacher(teacher), alpha_kd=0.5, **MOVES)
-    take(distiller, TINY.blocks(), steps, on_step=lambda step, _: own.append(values_of(distiller)))
-    seen = Weighed()
-    trainer = DistillationTrainer(
-        TINY.model(seed=1), teacher, arguments(tmp_path, max_steps=steps), **MOVES,
-        train_dataset=samples(32), callbacks=[seen],
-    )  # fmt: skip
-    seen.trainer = trainer
-    trainer.train()
-    assert seen.steps == own and len(own) == steps
-    assert [own[0], own[-1]] == [
-        (4.0, {"ce": 0.5, "kd": 0.5}),
-        (1.0, {"ce": 0.9, "kd": 0.1}),
-    ]
-    lines = [line for line in trainer.state.log_history if "kd" in line]
-    for line, (temperature, weights) in zip(lines, own, strict=True):
-        assert line["temperature"] == temperature
-        assert {"ce": line["alpha_ce"], "kd": line["alpha_kd"]} == weights
-        loss = weights["ce"] * line["ce"] + weights["kd"] * line["kd"]
-        assert line["loss"] == pytest.approx(loss, rel=1e-4)
-
-
-def test_a_step_of_a_schedule_is_that_of_its_own_temperature_and_weights(tmp_path):
-    rows = samples()
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "data": rows}
-    fixed = {"temperature": 1.0, "alpha_kd": 0.1, "alpha_ce": 0.9}
-    _, moved, _ = trained(tmp_path, teacher_model(), **options, **MOVES)
-    first, last = str(tmp_path / "checkpoint-1"), {"temperature": 4.0}
-    _, plain, _ = trained(tmp_path / "b", teacher_model(), **options, **last)
-    assert same(moved.bits[0], plain.bits[0]) and not same(moved.bits[1], plain.bits[1])
-    options |= {"resume": first, **fixed}
-    _, plain, _ = trained(tmp_path / "c", teacher_model(), **options)
-    assert same(moved.bits[1], plain.bits[0])
-
-
-def test_a_schedule_goes_on_to_the_bit(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, **MOVES}
-    whole, one, _ = trained(tmp_path / "a", teacher_model(), **options)
-    half = str(tmp_path / "a" / "checkpoint-2")
-    rest, two, _ = trained(tmp_path / "b", teacher_model(), resume=half, **options)
-    assert same(one.bits[2:], two.bits)
-    lines = [[x for x in t.state.log_history if "temperature" in x] for t in (whole, rest)]
-    names = ("temperature", "alpha_kd", "alpha_ce", "kd")
-    found = [[[line[name] for name in names] for line in each] for each in lines]
-    assert found[0] == found[1] and len(found[0]) == 6
-
-
-def test_a_schedule_that_cannot_be_is_refused(tmp_path):
-    for schedule, said in (("alpha_hidden:1", "or leave it out"), ("learning_rate:1", "only")):
-        with pytest.raises(SettingsError, match=said):
-            trained(tmp_path, teacher_model(), schedule=schedule)
-
-
-def test_a_foreign_guard_state_is_not_taken_over(tmp_path, caplog):
-    options = {"save_strategy": "steps", "save_steps": 2}
-    trained(tmp_path, teacher_model(), **options)
-    saved = tmp_path / "checkpoint-2"
-    kept = torch.load(saved / "guard.pt")
-    torch.save({**kept, "of": "another training"}, saved / "guard.pt")
-    rest, _, _ = trained(tmp_path, teacher_model(), resume=str(saved))
-    assert rest.guarding.guard.updates.tolist() == [2] and "a new guard from step 2" in caplog.text
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_the_backbone_is_compiled_and_the_loss_is_not(tmp_path, backend):
+def test_a_compiled_student_trains_alike_to_rounding(tmp_path, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor compiles by g++")
     rows = samples()
@@ -496,80 +339,7 @@ def test_adapters_learn_and_their_base_stays(tmp_path):
     assert same(witness.bits[2:], rest.bits)
 
 
-def test_the_documented_compute_loss_trains_as_the_trainer_does(tmp_path):
-    (_, code) = (hf_trainer.__doc__ or "").split("step):\n\n")
-    code = textwrap.dedent(code.split("\n\nIt is for")[0])
-    names: dict[str, Any] = {
-        "torch": torch,
-        "Trainer": transformers.Trainer,
-        "teacher": teacher_model(),
-    }
-    names |= {"linear_distillation": linear_distillation, "LinearTeacher": LinearTeacher}
-    names |= {"next_token_targets": next_token_targets}
-    exec(code, names)
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "optim": "sgd"}
-    witness = Witness()
-    trainer: Any = names["Distilling"](
-        TINY.model(seed=1), arguments(tmp_path, **options), data_collator=collate,
-        train_dataset=samples(32), callbacks=[witness],
-    )  # fmt: skip
-    trainer.train()
-    _, ours, _ = trained(tmp_path, teacher_model(), temperature=2.0, **options)
-    for a, b in zip(witness.bits[-1], ours.bits[-1], strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-6)
-    assert not same(ours.bits[0], ours.bits[-1])
-
-
 # --- teachers -------------------------------------------------------------------------------------
-
-
-def test_blocks_are_samples_that_come_back_as_they_were():
-    for packing in (False, True):
-        blocks = make_blocks(TINY.texts(12), TINY.tokenizer, 96, packing=packing)
-        rows = BlockRows(blocks)
-        found = batch_of(collate([rows[i] for i in (3, 0, 2)]), torch.device("cpu"))
-        expected = blocks.batch([3, 0, 2])
-        assert found.packed == expected.packed == packing and same(found.rows, expected.rows)
-        assert same(found.counts, expected.counts) and same(found.documents, expected.documents)
-        real = expected.documents > 0
-        assert same(found.input_ids[real], expected.input_ids[real])
-        assert same(found.position_ids[real], expected.position_ids[real])
-
-
-def cached(folder, blocks, **answers):
-    """The teacher's cache of `TINY.blocks(24)`."""
-    whose = identity("a", "b", TINY.tokenizer, TINY.texts(24), blocks)
-    of = TeacherFingerprint(**whose, dtype="float32", **answers)
-    return write(FrozenTeacher(teacher_model()), blocks, folder / "cache", of)
-
-
-HIDDEN = {"method": "hidden", "k": None, "temperature": None}
-
-
-def test_a_cache_is_a_teacher_of_its_own_rows_alone(tmp_path):
-    blocks = TINY.blocks(24)
-    cache = cached(tmp_path, blocks, method="topk", k=300, temperature=1.0)
-    live, one, _ = trained(tmp_path, teacher_model(), data=blocks)
-    stored, two, _ = trained(tmp_path, cache, data=blocks, eval_dataset=samples(4))
-    for a, b in zip(one.logs[:4], two.logs[:4], strict=True):
-        assert a["kd"] == pytest.approx(b["kd"], rel=2e-3)
-    assert "eval_kd" not in stored.evaluate()
-    for data, said in ((samples(4), "a list"), (blocks.part(slice(4, 20)), "whole")):
-        with pytest.raises(InputError, match=said):
-            trained(tmp_path, cache, data=data)
-    with pytest.raises(InputError, match="temperature is 2: set it to that"):
-        trained(tmp_path, cache, data=blocks, temperature=2.0)
-    with pytest.raises(InputError, match="schedule moves it"):
-        trained(tmp_path, cache, data=blocks, schedule="temperature:2")
-
-
-def test_a_cache_of_hidden_states_serves_every_temperature(tmp_path):
-    blocks = TINY.blocks(24)
-    cache = cached(tmp_path, blocks, **HIDDEN)
-    _, live, _ = trained(tmp_path, teacher_model(), data=blocks, **MOVES)
-    _, stored, _ = trained(tmp_path, cache, data=blocks, **MOVES)
-    for a, b in zip(live.logs[:4], stored.logs[:4], strict=True):
-        assert a["kd"] == pytest.approx(b["kd"], rel=1e-5)
 
 
 def test_several_teachers_count_as_the_mean_of_their_divergences(tmp_path):
@@ -578,7 +348,7 @@ def test_several_teachers_count_as_the_mean_of_their_divergences(tmp_path):
         return witness.logs[0]["kd"]
 
     first, second = teacher_model(), TINY.model(seed=5, spread=0.3)
-    both = means(first, FrozenTeacher(second))
+    both = means(first, FrozenTeacher(second).answer)
     assert both == pytest.approx((means(first) + means(second)) / 2, rel=1e-5)
 
 
@@ -593,90 +363,15 @@ def test_a_folder_is_a_teacher_and_its_tokenizer_is_compared(tmp_path):
         DistillationTrainer(student, folder, processing_class=TINY.other_tokenizer, **given)
 
 
-def test_a_server_is_asked_about_all_batches_of_a_step_before_the_first(tmp_path):
-    class Asked(Moods):
-        asked = []
-
-        def ask_ahead(self, batches):
-            self.asked.append((self.calls, len(batches)))
-
-    trained(tmp_path, Asked(teacher_model()), max_steps=2, gradient_accumulation_steps=3)
-    assert Asked.asked == [(0, 3), (3, 3)]
-
-
 def test_given_logits_are_an_answer(tmp_path):
-    def uniform(batch, rows):
+    def uniform(inputs, rows):
         return LogitsTeacher(torch.zeros(len(rows), len(TINY.tokenizer)))
 
     trainer, _, _ = trained(tmp_path, uniform)
     assert trainer.state.log_history[0]["kd"] > 0
 
 
-@pytest.mark.parametrize("mode", ["all", "ka", "sar"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_mixture_answers_as_its_router_is_asked_to(tmp_path, mode, accumulation):
-    def source(trainer):
-        assert isinstance(trainer.objective.source, Routed)
-        return trainer.objective.source
-
-    def routed():
-        settings = TINY.settings(router_mode=mode, router_lr=1e-2)
-        return Routed(FrozenTeacher(TINY.model("Mixtral", seed=2, spread=0.3)), settings)
-
-    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": None}
-    options |= {"gradient_accumulation_steps": accumulation, "divergence": "reverse_kl"}
-    whole, one, _ = trained(tmp_path, routed(), **options)
-    rest, two, _ = trained(tmp_path, routed(), resume=str(tmp_path / "checkpoint-2"), **options)
-    if mode == "sar":
-        assert whole.state.log_history[0]["router_drift"] >= 0
-        router, frozen = (r.mixture.router_parameters() for r in (source(whole), routed()))
-        assert not same(dict(router), dict(frozen))
-        assert same(source(whole).state(), source(rest).state())
-    assert same(one.bits[2:], two.bits)
-
-
-@pytest.mark.parametrize("align", ["chunks", "uld"])
-def test_a_teacher_with_another_tokenizer(tmp_path, align):
-    blocks = aligned_blocks(TINY.texts(16), TINY.tokenizer, TINY.other_tokenizer, 48)
-    teacher = TINY.model(seed=2, tokenizer=TINY.other_tokenizer, spread=0.3)
-    options = {"align": align, "data": blocks, "eval_dataset": blocks}
-    accumulated = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    large, one, _ = trained(tmp_path, teacher, per_device_train_batch_size=4, **options)
-    _, two, _ = trained(tmp_path, teacher, **accumulated, **options)
-    for a, b in zip(one.bits[-1], two.bits[-1], strict=True):
-        assert torch.allclose(a, b, rtol=1e-3, atol=1e-5)
-    assert large.evaluate()["eval_kd"] > 0
-
-
-def test_packed_rows_need_models_that_keep_documents_apart(tmp_path, monkeypatch):
-    blocks = make_blocks(TINY.texts(24), TINY.tokenizer, 96, packing=True)
-    trainer, _, _ = trained(tmp_path, teacher_model(), data=blocks)
-    assert trainer.state.log_history[-1]["guard_updates"] == 4
-    where = "ssl_kd.hf_trainer.distillation.isolates_documents"
-    monkeypatch.setattr(where, lambda model: False)
-    with pytest.raises(InputError, match="does not keep apart"):
-        trained(tmp_path, teacher_model(), data=blocks)
-    with pytest.raises(InputError, match="loss_mean='sequences' takes for one"):
-        trained(tmp_path, teacher_model(), data=blocks, loss_mean="sequences")
-
-
 # --- what cannot be -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("inputs", "said"),
-    [
-        ({"input_ids": [[1, 2]], "pixel_values": [[0.0, 0.0]]}, "the batch has pixel_values"),
-        ({"labels": [[1, 2]]}, "expected input_ids"),
-        ({"input_ids": [[1, 2]], "labels": [[1]]}, r"labels \(1, 1\) does not fit"),
-        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, "zeros between ones"),
-        ({"input_ids": [[1, 2, 3]], "labels": [[1, 3, 2]]}, "other tokens than input_ids"),
-        ({"input_ids": [[1, 2, 3]], "position_ids": [[4, 5, 6]]}, "do not count from 0"),
-    ],
-)
-def test_batches_that_cannot_be(inputs, said):
-    with pytest.raises(InputError, match=said):
-        batch_of({k: torch.tensor(v) for k, v in inputs.items()}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -684,7 +379,6 @@ def test_batches_that_cannot_be(inputs, said):
     [
         ({"alpha_kd": 0.5, "teacher": None}, "teacher is None: name a teacher"),
         ({"teacher": 7}, "teacher is a int"),
-        ({"align": "chunks"}, "go with aligned_blocks"),
         ({"divergence": "kl"}, "divergence is 'kl'"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: set it to 0"),
@@ -715,14 +409,14 @@ def train_on(rank, folder, world, bad, accumulation):
     options |= {"per_device_train_batch_size": 4 // world, "max_grad_norm": 0.1}
     options |= {"gradient_accumulation_steps": accumulation, "per_device_eval_batch_size": 2}
     teacher = Moods(teacher_model(), bad=bad[rank])
-    trainer, witness, stop = trained(folder, teacher, eval_dataset=samples(7, seed=3), **options)
+    trainer, witness, stop = trained(folder, teacher, eval_dataset=samples(8, seed=3), **options)
     teacher.bad = ()
     metrics = trainer.evaluate()
     wrapper = type(trainer.model_wrapped).__name__
     events = [event.line() for event in trainer.guarding.guard.events.events]
     bits = [x.tolist() for x in witness.bits[-1]]
     lines = [line["kd"] for line in witness.logs if "kd" in line]
-    return wrapper, bits, [metrics["eval_loss"], metrics["eval_kd"], *lines], events, str(stop)
+    return wrapper, bits, [metrics["eval_ce"], metrics["eval_kd"], *lines], events, str(stop)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -736,42 +430,9 @@ def test_two_processes_are_one_to_rounding(tmp_path, accumulation):
 
 
 @fault(123)
-def test_a_nan_in_kd_of_one_process_takes_its_rows_alone_and_both_say_so(tmp_path):
+def test_a_nan_in_kd_of_one_process_is_cut_out_on_both(tmp_path):
     told = run_ranks(train_on, 2, tmp_path, 2, [(), {2}], 2)
     assert told[0] == told[1], told
     line, again = told[0][3]
     assert "on rank 1 of 2" in line and '"kd"' in line and told[0][4] == "None"
-    assert "rows left out" in line and "healthy again" in again
-
-
-class SickRow(Moods):
-    """A teacher whose answer to one row of each batch is NaN at one token."""
-
-    def __call__(self, batch, rows):
-        answer: Any = self.frozen(batch, rows)
-        hidden = answer.hidden.clone()
-        hidden[int((rows // batch.input_ids.shape[1] == 1).nonzero()[0])] = math.nan
-        self.calls += 1
-        return LinearTeacher(hidden, answer.weight, answer.bias)
-
-
-@fault(161)
-def test_a_row_whose_answer_is_nan_leaves_the_others_their_divergence(tmp_path):
-    sick, bits, stop = trained(tmp_path, SickRow(teacher_model()))
-    _, well, _ = trained(tmp_path, Moods(teacher_model()))
-    assert stop is None and not same(bits.bits[0], well.bits[0])
-    lines = [line for line in bits.logs if "kd" in line]
-    assert lines and all(0 < line["kd"] < math.inf and line["ce"] > 0 for line in lines)
-    first = next(line for line in well.logs if "kd" in line)
-    assert lines[0]["kd"] == pytest.approx(first["kd"], rel=0.5)  # a mean over the other rows
-    assert lines[0]["ce"] == pytest.approx(first["ce"], rel=1e-4)
-    events: list[Any] = [row["guard"] for row in sick.state.log_history if "guard" in row]
-    assert [(e["part"], e["action"]) for e in events] == [("kd", "rows left out")] * len(bits.bits)
-
-
-@fault(161)
-def test_a_row_that_stays_nan_ends_the_training(tmp_path):
-    guard = GuardCallback(thresholds=Thresholds(stop_after=3))
-    trainer, _, stop = trained(tmp_path, SickRow(teacher_model()), callbacks=[guard], max_steps=9)
-    assert trainer.state.global_step == 3
-    assert "kd was cut out of each of the last 3 steps" in str(stop)
+    assert "cut out" in line and "healthy again" in again

@@ -184,26 +184,6 @@ def test_a_run_that_stays_sick_goes_back_then_saves_and_stops(tmp_path):
     json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())
 
 
-def test_a_resumed_trainer_goes_on_with_the_guard_of_its_checkpoint(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 6}
-    run(tmp_path, GuardCallback(), **options)
-    guard = GuardCallback()
-    resumed = Poisoned(
-        model=gpt2(),
-        args=transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=STEPS, report_to="none", use_cpu=True,
-            per_device_train_batch_size=2, disable_tqdm=True, dataloader_pin_memory=False,
-            save_strategy="no",
-        ),
-        train_dataset=[{"input_ids": torch.ones(8).long(), "labels": torch.ones(8).long()}] * 64,
-        callbacks=[guard],
-    )  # fmt: skip
-    resumed.factors = {8: math.nan}
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert [e.step for e in guard.guard.events.events] == [8]
-    assert guard.guard.updates.tolist() == [6 + 5]
-
-
 def test_clipping_is_saved_as_it_was(tmp_path):
     settings = {"max_grad_norm": 0.1, "save_strategy": "steps", "save_steps": 2}
     run(tmp_path, GuardCallback(), **settings)
@@ -216,30 +196,14 @@ def test_the_next_run_after_an_interruption_clips_as_the_first(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = SimpleNamespace(global_step=0)
-    for _ in range(2):  # the first one never ends
+    for _ in range(2):  # the first one is interrupted in a step
         guard = GuardCallback()
         guard.on_train_begin(args, state, None, model=model, optimizer=optimizer)
         assert guard.guard.clip_grad == 0.1 == args.max_grad_norm
-    guard.on_train_end(args, state, None)
+        guard.on_step_begin(args, state, None)
+        assert args.max_grad_norm == math.inf and copy.deepcopy(args).max_grad_norm.replaced == 0.1
+    guard.on_pre_optimizer_step(args, state, None)
     assert args.max_grad_norm == 0.1 and type(args.max_grad_norm) is float
-
-
-class _Interrupted(transformers.TrainerCallback):
-    def on_substep_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            raise KeyboardInterrupt
-
-
-def test_an_interruption_leaves_arguments_that_read_and_clip_as_before(tmp_path):
-    options = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2}
-    plain, bits, _ = run(tmp_path, **options)
-    args = copy.deepcopy(plain.args)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, GuardCallback(), _Interrupted(), args=args)
-    assert json.dumps(args.max_grad_norm) == repr(args.max_grad_norm) == "0.1"
-    assert "Infinity" not in args.to_json_string() and args.max_grad_norm == 0.1
-    _, again, _ = run(tmp_path, args=args)  # without a guard
-    assert same(again, bits)
 
 
 @pytest.mark.parametrize("fp16", [False, True])
@@ -256,7 +220,7 @@ def test_float16_weights_are_refused(fp16):
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_engines_that_keep_the_gradients_are_refused(engine):
     args = SimpleNamespace(**{"deepspeed": None, "fsdp": None, engine: "on"})
-    with pytest.raises(ValueError, match="under DeepSpeed, nor under FSDP"):
+    with pytest.raises(ValueError, match="under DeepSpeed or FSDP"):
         GuardCallback().on_train_begin(args, None, None, model=torch.nn.Linear(1, 1))
 
 

@@ -374,13 +374,12 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def _language_settings(
     argv: Sequence[str], prog: str, config: Path = LANGUAGE_CONFIG, preset: str | None = None
 ) -> LanguageSettings:
-    from ssl_kd.language.checks import check_packages
     from ssl_kd.language.presets import NOTES, PRESETS
     from ssl_kd.language.settings import LanguageSettings
 
     known = {"presets": PRESETS, "notes": NOTES}
     settings = read_settings(LanguageSettings, argv, config, prog=prog, preset=preset, **known)
-    check_packages(settings)
+    settings.check_packages()
     return settings
 
 
@@ -436,9 +435,8 @@ def _train(settings: VisionSettings) -> int:
 
 
 def _distill(settings: LanguageSettings) -> int:
-    from ssl_kd.language.checks import check_packages
 
-    check_packages(settings)
+    settings.check_packages()
     from ssl_kd.cli.screen import ProgressBars, open_screen
 
     screen = open_screen()

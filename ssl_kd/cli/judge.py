@@ -58,7 +58,7 @@ def _judge(settings: LanguageSettings, out: Path) -> int:
 
     screen = open_screen()
     from ssl_kd.files import atomic_write_json
-    from ssl_kd.language.judge import judge
+    from ssl_kd.language.judge_finished import judge
     from ssl_kd.ranks import refuse_ranks
     from ssl_kd.report.tables import language_table
 

@@ -13,10 +13,10 @@ from rich.table import Table
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.language.prepare import Task, prepare
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller, precision_of
-from ssl_kd.language.task import Task, prepare
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError

@@ -9,7 +9,7 @@ from ssl_kd.datasets.blocks import Batch, make_blocks
 from ssl_kd.doctor.finding import Finding
 from ssl_kd.language.served import ServedTeacher
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.texts import texts_of
+from ssl_kd.language.text_rows import texts_of
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, positions
 from ssl_kd.teachers.server import PromptTopK, ServerFailed
@@ -44,7 +44,7 @@ def compare_served(settings: LanguageSettings) -> list[Finding]:
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     try:
         served = ServedTeacher.of(settings, local.tokenizer, torch.device("cpu"))
-        answers = served.said(batch, rows)
+        answers = served.top_k_at(batch, rows)
     except ServerFailed as error:
         return [Finding(TRIED, str(error), "see how the server was started")]
     off, same_first = _distance(answers, _logits(local, batch)[rows])

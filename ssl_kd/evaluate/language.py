@@ -267,7 +267,7 @@ class LanguageJudge:
         generations: prompts that answers are kept of.
         max_new_tokens: of an answer, at most.
         autocast: makes the context that a student runs in.
-        as_it_came: makes a context in which a mixture of experts has the routers that it came
+        original_router: makes a context in which a mixture of experts has the routers that it came
             with: all rows of the table are beside one teacher, whatever its routers learn.
     """
 
@@ -284,7 +284,7 @@ class LanguageJudge:
         generations: int = 4,
         max_new_tokens: int = 64,
         autocast: Autocast = nullcontext,
-        as_it_came: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        original_router: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._examples, self._student, self._teacher = examples, student, teacher
         self._validation = student.blocks if validation is None else validation
@@ -292,7 +292,7 @@ class LanguageJudge:
         self._max_new_tokens, self._autocast, self._as_it_came = (
             max_new_tokens,
             autocast,
-            as_it_came,
+            original_router,
         )
         readings = [student] if teacher is None else [student, teacher]
         every = (

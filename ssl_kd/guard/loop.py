@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from ssl_kd.guard.events import EventLog
+from ssl_kd.guard.events import Event, EventLog
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.guard.health import Health, is_healthy
@@ -305,6 +305,13 @@ class Guard:
                 seen = self.recovery.diagnosis(self.steps, events)
                 raise TooFewHealthyParts(f"step {step}: {hopeless}.\n{seen}")
         return {self._parts.names[i] for i in updated.nonzero().flatten().tolist()}
+
+    def stop_without(self, terms: Iterable[str], note: str = "") -> None:
+        """Raise TooFewHealthyParts where a term was cut out for as long as a sick model may be."""
+        if why := self._terms.cut_out_for_good(terms, note):
+            step = self.steps - 1
+            self.events.extend([Event(step, "run", "escalation", why, "stopped")])
+            raise TooFewHealthyParts(f"step {step}: {why}")
 
     @property
     def terms(self) -> Mapping[str, Health]:

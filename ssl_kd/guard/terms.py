@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -114,6 +114,22 @@ class LossTerms:
                 reason = f"healthy again after {missed} steps"
                 events.append(Event(step, name, "loss", reason, "used again"))
         return events
+
+    def cut_out_for_good(self, terms: Iterable[str], note: str) -> str:
+        """Return which terms were cut out for as long as a sick model may be, and empty for none.
+
+        Those terms are counted anew.
+        """
+        thresholds = self._thresholds()
+        patience = thresholds.stop_after or 2 * thresholds.restore_after
+        asked = [name for name in self.health if name in terms]
+        lost = [name for name in asked if int(self.health[name].streak) >= patience]
+        for name in lost:
+            self.health[name].streak.zero_()
+        why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps{note}"
+        left = " and ".join(name for name in asked if name not in lost)
+        why += f", which learned from {left} alone" if left else ""
+        return why if lost else ""
 
     def forget(self) -> None:
         """Give up the step that was begun."""

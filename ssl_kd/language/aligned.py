@@ -1,4 +1,4 @@
-"""A teacher with another tokenizer."""
+"""The divergence to a teacher with another tokenizer: hidden states, ULD or chunks of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Answer, draws_of
+from ssl_kd.language.sources import Answer
 from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
 from ssl_kd.losses.teacher_output import logits_of
 from ssl_kd.seeds import seeded
@@ -46,10 +46,10 @@ class HiddenProjection(torch.nn.Linear):
 
 
 class Aligned(torch.nn.Module):
-    """A teacher with another tokenizer, followed as ALIGN says.
+    """A teacher with another tokenizer, aligned in the way of ALIGN.
 
     Args:
-        answer: the teacher; `Routed.answer` for a mixture of experts, asked KA_FORWARDS times a
+        answer: the teacher; `Routed.answer` for a mixture of experts, asked KA_DRAWS times a
             batch in `ka`.
         settings: ALIGN (`hidden`, `uld` or `chunks`), temperature, divergence and draws.
         student_dim: width of the student, for the projection of `hidden`.
@@ -99,7 +99,7 @@ class Aligned(torch.nn.Module):
             distance, rows = self._uld(batch, logits)
         else:
             distance, rows = self._chunks(batch, logits)
-        draws = [distance(self.answer(batch.teacher, rows)) for _ in range(draws_of(self.settings))]
+        draws = [distance(self.answer(batch.teacher, rows)) for _ in range(self.settings.draws)]
         return torch.stack(draws).mean(0)
 
     # Each: a function from the teacher's answer to the distance, and the rows to ask it about.

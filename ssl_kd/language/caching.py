@@ -1,4 +1,4 @@
-"""A teacher's answers kept on disk: made once, and opened in its place."""
+"""A cache of a teacher's answers: written once, and read in the place of the teacher."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ import torch
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.language.checks import check_packages
 from ssl_kd.language.routed import Routed, RoutedDraw
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.teacher import at_work, is_routed, load_teacher, router_id, trained_teacher
-from ssl_kd.language.texts import lay_out, texts_of
+from ssl_kd.language.teacher import at_work, load_teacher, router_id
+from ssl_kd.language.text_rows import lay_out, texts_of
+from ssl_kd.language.trained_teacher import trained_teacher
 from ssl_kd.ranks import Ranks, joined
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.kept import Kept, LastHidden, Sampled, TopK
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import CausalLM, n_ids
-from ssl_kd.teachers.mixture import default_renorm
 from ssl_kd.training.clock import Progress, untold
 from ssl_kd.training.together import Team
 
@@ -36,7 +35,7 @@ SERVED_TOKENS = 2**18  # in a file: what is asked for again at most where a serv
 
 
 def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) -> list[TeacherCache]:
-    """Ask the teacher about the whole text once, and keep what it says in TEACHER_CACHE.
+    """Run the teacher over the whole text once, and write its answers to TEACHER_CACHE.
 
     Runs with the same settings then learn from it, without the teacher in memory. Processes that
     torchrun started share the text; BATCH_SIZE is of each one's forward passes.
@@ -46,14 +45,14 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) ->
         progress: called as `progress(stage, done, total, info)`.
 
     Returns:
-        The cache; for ROUTER_MODE ka one for each of KA_FORWARDS draws of experts.
+        The cache; for ROUTER_MODE ka one for each of KA_DRAWS draws of experts.
 
     Raises:
         SettingsError: there is no teacher or no folder to write to.
         FingerprintMismatch: the folder holds a cache of something else, and not FORCE_RECOMPUTE.
         RankLost: another rank does not answer.
     """
-    check_packages(settings)
+    settings.check_packages()
     if settings.teacher_cache is None:
         raise SettingsError("TEACHER_CACHE is None: name the folder that the cache goes to.")
     if settings.teacher_model == "none":
@@ -63,10 +62,10 @@ def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) ->
             f"TEACHER_CACHE is {settings.teacher_cache!r}, a file: expected a folder, or a name for"
             " a new one."
         )
-    settings = without_router(settings)
+    settings = settings.of_cache()
     if settings.teacher_url is not None:  # all that a server gives
         settings = settings.replace(cache_method="topk", cache_k=settings.teacher_top_k)
-    check_divergence(settings, settings.cache_method)
+    check_divergence(settings.kind_of_divergence, settings.cache_method)
     with joined(settings.device, timeout=SHARDS_APART) as ranks:
         return _cache(settings, ranks, progress)
 
@@ -78,19 +77,18 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
     if name == "train":
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
     if settings.teacher_url is not None:
-        teacher = served_lm(settings)
+        teacher = served_lm(settings.teacher_model, settings.teacher_served_as)
     else:
         teacher = load_teacher(settings, name, precision)
-    blocks = lay_out(settings, texts, teacher, teacher, aligned=False)
+    blocks = lay_out(settings.block_size, settings.packing, texts, teacher, teacher)
     assert isinstance(blocks, Blocks)
     routed, dtype, rows = None, "served", None
     if teacher.model is None:
         rows = max(1, SERVED_TOKENS // settings.block_size)
         answers = ServedTeacher.of(settings, teacher.tokenizer, precision.device, rounded=False)
-        answers.expect(blocks)
     else:
         answers = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
-        routed = Routed(answers, settings) if is_routed(settings) else None
+        routed = Routed(answers, settings) if settings.is_routed else None
         dtype = str(precision.teacher).removeprefix("torch.")
         if settings.teacher_quantization is not None:
             dtype = f"{settings.teacher_quantization} {dtype}"
@@ -105,7 +103,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
         found = sizes(blocks, head, settings.cache_k, precision.teacher)
         _say_sizes(found, settings.cache_method, int(blocks.counts.sum()))
     caches = []
-    for i, folder in enumerate(cache_folders(settings)):
+    for i, folder in enumerate(cache_folders(str(settings.teacher_cache), settings.draws)):
         caches.append(
             write(
                 answers if routed is None else RoutedDraw(routed, i),
@@ -169,35 +167,23 @@ def cache_of(
     weights = teacher.weights_id
     if settings.router_mode != "native":
         weights += f" ka {settings.ka_lambda:g}" if settings.router_mode == "ka" else " all"
-        renorm = settings.router_renorm
-        weights += f" {default_renorm(teacher.model) if renorm == 'auto' else renorm}"
-    if router := router_id(settings):
+    if router := router_id(settings.router_weights):
         weights += f" router {router}"
     of = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)
     return of | {"temperature": settings.temperature}
 
 
-def cache_folders(settings: LanguageSettings) -> list[Path]:
-    """Where the teacher's caches are; for ROUTER_MODE ka a draw of experts in each."""
-    folder = Path(str(settings.teacher_cache))
-    if settings.router_mode != "ka":
-        return [folder]
-    return [folder / f"draw_{i}" for i in range(settings.ka_forwards)]
+def cache_folders(folder: str, draws: int) -> list[Path]:
+    """Where a teacher's caches are: with several draws of experts each in a folder of its own."""
+    return [Path(folder, f"draw_{i}") for i in range(draws)] if draws > 1 else [Path(folder)]
 
 
-def check_divergence(settings: LanguageSettings, method: str) -> None:
-    """Raise SettingsError where a cache of this CACHE_METHOD does not go with DIVERGENCE."""
+def check_divergence(divergence: str, method: str) -> None:
+    """Raise SettingsError where a cache of this CACHE_METHOD does not go with a divergence."""
     known = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
-    if method == "sample" and settings.kind_of_divergence not in known:
+    if method == "sample" and divergence not in known:
         raise SettingsError(
-            f"DIVERGENCE is {settings.kind_of_divergence}, and a cache of CACHE_METHOD 'sample' "
+            f"DIVERGENCE is {divergence}, and a cache of CACHE_METHOD 'sample' "
             f"supports {', '.join(known)} only: set DIVERGENCE to {known[0]!r}, or make a cache "
             "with CACHE_METHOD 'topk' or 'hidden'"
         )
-
-
-def without_router(settings: LanguageSettings) -> LanguageSettings:
-    """With a cache ROUTER_MODE auto is native: no router learns there."""
-    if settings.teacher_cache is None or settings.router_mode != "auto":
-        return settings
-    return settings.replace(router_mode="native")

@@ -25,9 +25,6 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.layers import attention_projections, decoder_layers
 
-# Measured at the peak of forward and backward: of a number of a state, of a relation of two tokens.
-STATE_BYTES, RELATION_BYTES = 20, 21
-
 LayerMap = Sequence[tuple[int, int]]
 """Pairs of a student's layer and the teacher's layer that it follows, from 0."""
 
@@ -110,29 +107,29 @@ class _FeatureTerm:
     def __init__(self, weight: float, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self.weight, self._pairs = weight, pairs
         self.module: nn.ModuleList | None = None
-        self._heard: dict[tuple[int, int], Tensor] = {}
+        self._recorded: dict[tuple[int, int], Tensor] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """As `Term`; what was heard is forgotten afterwards."""
+        """As `Term`; the recorded outputs are dropped afterwards."""
         hooks = [
-            module.register_forward_hook(partial(self._hear, (i, side)))
+            module.register_forward_hook(partial(self._record, (i, side)))
             for i, pair in enumerate(self._pairs)
             for side, module in enumerate(pair)
         ]
         try:
             yield
         finally:
-            self._heard = {}
+            self._recorded = {}
             for hook in hooks:
                 hook.remove()
 
-    def _hear(self, which: tuple[int, int], module: nn.Module, inputs: Any, out: Any) -> None:
-        self._heard[which] = out[0] if isinstance(out, tuple) else out
+    def _record(self, which: tuple[int, int], module: nn.Module, inputs: Any, out: Any) -> None:
+        self._recorded[which] = out[0] if isinstance(out, tuple) else out
 
     def _outputs(self) -> list[tuple[Tensor, Tensor]]:
         """Of each pair, student and teacher `[batch, token, dim]`."""
-        return [(self._heard[i, 0], self._heard[i, 1]) for i in range(len(self._pairs))]
+        return [(self._recorded[i, 0], self._recorded[i, 1]) for i in range(len(self._pairs))]
 
     def count(self, batch: Batch) -> int:
         """Real tokens."""
@@ -160,14 +157,8 @@ class HiddenStates(_FeatureTerm):
         super().__init__(weight, [(layers[0][s], layers[1][t]) for s, t in pairs])
         configs = [without_adapters(m).config.get_text_config() for m in (student, teacher)]
         own, wanted = (config.hidden_size for config in configs)
-        self._width = wanted
         if own != wanted:  # its arguments are named for a map from the teacher, in ALIGN hidden
             self.module = nn.ModuleList(HiddenProjection(own, wanted) for _ in pairs)
-
-    def held(self, batch_size: int, block_size: int, itemsize: int) -> int:
-        """Bytes of a step: of each pair what the teacher put out, and five float32 states."""
-        n = batch_size * block_size * len(self._pairs)
-        return n * self._width * (itemsize + STATE_BYTES)
 
     def __call__(self, batch: Batch, rows: Tensor) -> Tensor:
         """As `Term`; every token that predicts one that counts is compared."""
@@ -207,15 +198,9 @@ class AttentionRelations(_FeatureTerm):
         for s, t in pairs:
             found += zip(_projections(student, s), _projections(teacher, t), strict=True)
         super().__init__(weight, found)
-        self._width = sum(int(getattr(theirs, "out_features", 0)) for _, theirs in found)
         widths = [int(getattr(p, "out_features", 0)) for pair in found for p in pair]
         most = without_adapters(teacher).config.get_text_config().num_attention_heads
         self.heads = max(n for n in range(1, most + 1) if math.gcd(*widths) % n == 0)
-
-    def held(self, batch_size: int, block_size: int, itemsize: int) -> int:
-        """Bytes of a step: what the teacher put out, and the relations of one row."""
-        heard = batch_size * block_size * self._width * itemsize
-        return heard + RELATION_BYTES * self.heads * block_size**2
 
     def __call__(self, batch: Batch, rows: Tensor) -> Tensor:
         """As `Term`; every token that predicts one that counts is a query."""

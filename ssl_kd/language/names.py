@@ -27,7 +27,6 @@ ALIASES: Mapping[str, str] = {
     "teacher_model_name_or_path": "teacher_model",
     "top_p": "rollout_top_p",
     "train_steps": "max_steps",
-    "vllm_gpu_memory_utilization": "rollout_memory",
 }
 PER_PROCESS = frozenset({"per_device_train_batch_size", "per_device_batch_size"})
 """BATCH_SIZE counts the rows of all processes, these aliases those of one."""
@@ -83,12 +82,12 @@ _TRL: Mapping[str, str] = {
     " --generations is the number of answers in the report.": """
         generation_batch_size max_tool_calling_iterations num_generations steps_per_generation""",
     "Use --rollout_top_p and --rollout_temperature.": "min_p repetition_penalty top_k",
-    "Use --rollout_engine vllm: it runs in the training's own process (colocate), with"
-    " --rollout_memory of the memory.": """
-        cache_implementation use_vllm vllm_*""",
+    "There is none: the student writes by transformers.": """
+        cache_implementation rollout_engine rollout_memory use_vllm vllm_*""",
     "The report shows as many answers of the student as --generations.": """
         log_completions log_completions_steps log_unique_prompts num_completions_to_print""",
-    "Use --clear_cache_every_step.": "torch_empty_cache_steps",
+    "Against fragmented memory set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.": """
+        clear_cache_every_step torch_empty_cache_steps""",
     "No logits of a whole batch exist anyway; for less memory use --gradient_checkpointing.": """
         liger_kernel_config use_cache use_liger_kernel""",
     "There is none here; ssl_kd.hf_trainer.DistillationTrainer takes it.": """
@@ -98,19 +97,31 @@ _TRL: Mapping[str, str] = {
     "A teacher's router is balanced by --router_beta; a student's is not.": "router_aux_loss_coef",
     "--lr_schedule names the schedule, --warmup_fraction shapes it.": "lr_scheduler_kwargs",
 }
-INSTEAD: Mapping[str, str] = {**RunSettings.instead, **by_name(_TRL)}
+_RETIRED: Mapping[str, str] = {
+    "It was taken out: float16 is computed on a GPU that has it.": "emulate_fp16",
+    "It was taken out: the router learns first, and then the teacher answers.": "router_joint",
+    "It was taken out: the experts' weights sum to what they do in the model.": "router_renorm",
+    "It was taken out: `ka` asks the teacher twice a batch.": "ka_forwards",
+    "It was taken out: a server has 120 s for an answer, and is asked again for 300 s.": """
+        teacher_patience teacher_timeout""",
+    "It was taken out: the first five steps are always logged.": "verbose_steps",
+    "It was taken out: train a mixture elsewhere, and name its folder as --teacher_model.": """
+        teacher_experts""",
+    "It was taken out: a tokenizer that is trained here has 1024 tokens.": "vocabulary",
+}
+INSTEAD: Mapping[str, str] = {
+    **RunSettings.instead,
+    **by_name(_TRL),
+    **by_name(_RETIRED),
+}
 
 FREE_ON_RESUME = RunSettings.free_on_resume | {
     "checkpoint_every",
-    "clear_cache_every_step",
     "force_recompute",
     "log_every",
     "rebuild_damaged",
-    "rollout_memory",
     "shard",
     "teacher_offload",
-    "teacher_patience",
-    "teacher_timeout",
     "teacher_url",
     "report_to",
 }

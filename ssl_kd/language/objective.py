@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,9 @@ from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.memory import sent
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.aligned import Aligned, unfit_for_hidden
-from ssl_kd.language.schedules import at_step, moves_of
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, Out, overwritten, without
 from ssl_kd.language.sources import Source
-from ssl_kd.language.terms import Term
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.losses.linear_distillation import distillation_terms
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, chosen
@@ -33,17 +31,57 @@ from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
 logger = logging.getLogger(__name__)
 
 
+class Term(Protocol):
+    """A loss term of an `Objective`, beside `ce` and `kd`; it fails alone, as they do."""
+
+    @property
+    def name(self) -> str:
+        """Its part of the guard, and its column in `metrics.jsonl`; not `ce`, `kd` or `model`."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """Of the term in the loss, above 0."""
+        ...
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What is trained with the student and discarded afterwards; None for nothing."""
+        ...
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Around the forward passes of student and teacher on a batch, to see what it needs."""
+        ...
+
+    def __call__(self, batch: Batch, rows: Tensor) -> Tensor:
+        """The term of a batch, after the forward passes.
+
+        Args:
+            batch: as the student reads it.
+            rows: int64 `[n]`, the positions in the flattened `[batch * token]` that predict a token
+                that counts.
+
+        Returns:
+            A float32 scalar, a sum over what `count` counts.
+        """
+        ...
+
+    def count(self, batch: Batch) -> int:
+        """What the term is a mean over."""
+        ...
+
+
 class Objective:
     """A student's loss terms: `ce` with its text, `kd` with its teacher, and others by name.
 
     The loss is `ALPHA_CE * ce + ALPHA_KD * T^2 * divergence`, and each other term times its weight.
-    What the student wrote itself has no `ce`: it is no data.
+    Text that the student wrote itself has no `ce`.
 
     Args:
         student: a causal LM; its trainable weights become float32.
         settings: weights of the terms, temperature, divergence.
         precision: of the forward pass.
-        source: what the teacher says of a batch; None for cross-entropy alone.
+        source: gives the teacher's answer to a batch; None for cross-entropy alone.
         aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
         others: further loss terms.
 
@@ -54,6 +92,7 @@ class Objective:
         weights: of the loss terms that are asked for, those above 0.
         beside: what is trained with the student, by the name of what it belongs to.
         settings: as they are in this step.
+        began: the settings of the run.
         moves: the names of those that SCHEDULE moves.
         tokens_per_sequence: of the step, the mean; where LOSS_MEAN is `sequences`, sums of means of
             sequences are multiplied by it, so that they, too, are divided by the tokens.
@@ -91,7 +130,7 @@ class Objective:
         weights |= {term.name: term.weight for term in others}
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.tokens_per_sequence = 1.0
-        self._began, self.moves = settings, [move.name for move in moves_of(settings)]
+        self.began, self.moves = settings, [move.name for move in settings.moves]
 
     @property
     def head(self) -> LinearHead | None:
@@ -116,7 +155,7 @@ class Objective:
         """
         if not self.moves:
             return
-        self.settings = now = at_step(self._began, step, steps)
+        self.settings = now = self.began.at_step(step, steps)
         if self.aligned is not None:
             self.aligned.settings = now
         self.weights |= {
@@ -208,26 +247,40 @@ class Objective:
     ) -> dict[str, Tensor]:
         """The terms, from what student and teachers put out; each without some rows."""
         text, (rows, targets) = student_side(batch), places
+        student, head = outputs.at(rows), outputs.weight_and_bias
+        shares = getattr(self.source, "weights", None)
         options: dict[str, Any] = {
             "temperature": self.settings.temperature,
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
-            "teacher_weights": getattr(self.source, "weights", None),
             "late": late,
         }
-        student = outputs.at(rows)
         if isinstance(batch, AlignedBatch) and self.aligned is not None:
-            ce = student.distil(targets, (), **options)[0]
+            ce = distillation_terms(student.x, *head, targets, **options)[0]
             some = without(batch, out["kd"]) if out else batch
             kd = self.aligned(some, outputs.hidden, outputs.logits)
             terms = {"ce": ce, "kd": kd.float()}
         else:
-            each = self._token_weights(text)
-            judged = None
-            if "kd" in out:
-                judged = without(text, out["kd"]).counts[:, 1:][text.counts[:, 1:]]
-            sums = self._sums(student, targets, teachers, text.text_tokens, each, options, judged)
-            terms = {"ce": sums[0], "kd": sums[1]} if self.has_teacher else {"ce": sums[0]}
+            each, sums = self._token_weights(text), []
+            for at, has_target, divergence in self._parts(text, len(targets), out):
+                whole = at is None
+                answers = teachers if whole else [chosen(teacher, at) for teacher in teachers]
+                sums.append(
+                    distillation_terms(
+                        student.x if whole else student.at(at).x,
+                        *head,
+                        (targets if whole else targets[at]) if has_target else None,
+                        answers if divergence else (),
+                        divergence=divergence or self.settings.kind_of_divergence,
+                        token_weights=each if whole or each is None else each[at],
+                        teacher_weights=shares if divergence else None,
+                        **options,
+                    )
+                )
+            ce, kd = sums[0]
+            if len(sums) > 1:
+                ce, kd = (torch.stack(some).sum() for some in zip(*sums, strict=True))
+            terms = {"ce": ce, "kd": kd} if self.has_teacher else {"ce": ce}
         for term in self.others:
             some = text
             if out:
@@ -259,45 +312,29 @@ class Objective:
                 stack.enter_context(term.listening())
             yield
 
-    def _sums(
-        self,
-        student: _Outputs,
-        targets: Tensor,
-        teachers: Sequence[TeacherOutput],
-        text: int,
-        each: Tensor | None,
-        options: dict[str, Any],
-        judged: Tensor | None,
-    ) -> Sequence[Tensor]:
-        """Both terms of the first `text` tokens, of the others the divergence alone.
+    def _parts(self, text: Batch, n: int, out: Out) -> list[tuple[Any, bool, str | None]]:
+        """Return which of `n` positions learn alike, if from text, and by which divergence.
 
-        `each` says by how much each token counts, `judged` which have a divergence: all for None.
+        None stands for all of them. The first are of text, the others are what the student wrote.
+        Rows that are not finite in `kd` have no divergence.
         """
-        n, kind = len(targets), self.settings.kind_of_divergence
-        whole = judged is None or bool(judged.all())
-        if text == n and whole:
-            return student.distil(targets, teachers, divergence=kind, token_weights=each, **options)
-        written = self.settings.kind_on_policy
-        parts: list[tuple[slice | Tensor, bool, str | None]] = [(slice(text), True, kind)]
-        parts = [*parts * bool(text), (slice(text, n), False, written)]
-        if judged is not None and not whole:
-            of_text = torch.arange(n) < text
-            kinds = (judged, True, kind), (~judged, True, None), (judged, False, written)
-            parts = [
-                (sent((which & (of_text == has)).nonzero().flatten(), targets.device), has, how)
-                for which, has, how in kinds
-            ]
-        sums = [
-            student.at(at).distil(
-                targets[at] if has_target else None,
-                [chosen(teacher, at) for teacher in teachers] if divergence else (),
-                divergence=divergence or kind,
-                token_weights=None if each is None else each[at],
-                **options | ({} if divergence else {"teacher_weights": None}),
+        kind, written = self.settings.kind_of_divergence, self.settings.kind_on_policy
+        of_text = text.text_tokens
+        judged = torch.ones(n, dtype=torch.bool)
+        if "kd" in out:
+            judged = without(text, out["kd"]).counts[:, 1:][text.counts[:, 1:]]
+        if bool(judged.all()):
+            whole = [(slice(of_text), True, kind), (slice(of_text, n), False, written)]
+            return [(None, True, kind)] if of_text == n else whole[0 if of_text else 1 :]
+        is_text, device = torch.arange(n) < of_text, self.precision.device
+        return [
+            (sent(which.nonzero().flatten(), device), has_target, divergence)
+            for which, has_target, divergence in (
+                (judged & is_text, True, kind),
+                (~judged & is_text, True, None),
+                (judged & ~is_text, False, written),
             )
-            for at, has_target, divergence in parts
         ]
-        return [torch.stack(some).sum() for some in zip(*sums, strict=True)]
 
     def _token_weights(self, text: Batch) -> Tensor | None:
         """By how much each token counts: `[n]`, or None for all alike."""
@@ -347,6 +384,18 @@ class _Outputs:
     given: Tensor | None  # logits, of a model that caps or scales them
     head: LinearHead | None
 
+    @property
+    def x(self) -> Tensor:
+        """The hidden states, or the logits where there is no linear head."""
+        x = self.hidden if self.given is None else self.given
+        assert x is not None
+        return x
+
+    @property
+    def weight_and_bias(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of the linear head; None where `x` are logits."""
+        return (None, None) if self.head is None else (self.head.weight, self.head.bias)
+
     def at(self, rows: Tensor | slice) -> _Outputs:
         """At some positions."""
         hidden, given = (None if x is None else x[rows] for x in (self.hidden, self.given))
@@ -366,16 +415,6 @@ class _Outputs:
             return some.given
         assert some.hidden is not None and self.head is not None
         return F.linear(some.hidden, self.head.weight, self.head.bias)
-
-    def distil(
-        self, targets: Tensor | None, teachers: Sequence[TeacherOutput], **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Sums of cross-entropy and divergence."""
-        if self.given is not None:
-            return distillation_terms(self.given, None, None, targets, teachers, **options)
-        assert self.hidden is not None and self.head is not None
-        weight, bias = self.head.weight, self.head.bias
-        return distillation_terms(self.hidden, weight, bias, targets, teachers, **options)
 
     def as_teacher(self) -> TeacherOutput:
         """The same without gradient."""

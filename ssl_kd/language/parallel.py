@@ -1,4 +1,4 @@
-"""A student as several ranks train it: whole on each by DDP, or in pieces by FSDP2."""
+"""A student that several ranks train: whole on each by DDP, or in pieces by FSDP2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ssl_kd.guard.norms import is_sharded, local
-from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
@@ -24,32 +23,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def check_ranks(settings: LanguageSettings, ranks: Ranks) -> None:
-    """Refuse settings that so many ranks cannot do.
+def check_ranks(ranks: Ranks, batch_size: int, *, shard: bool) -> None:
+    """Refuse what so many ranks cannot do.
 
     Raises:
         SettingsError: BATCH_SIZE has no row for each rank; SHARD has one rank, or is on the CPU
             under a torch whose FSDP2 asks it for streams.
     """
-    if settings.batch_size < ranks.world:
+    if batch_size < ranks.world:
         raise SettingsError(
-            f"BATCH_SIZE is {settings.batch_size}, the rows of all {ranks.world} ranks together:"
+            f"BATCH_SIZE is {batch_size}, the rows of all {ranks.world} ranks together:"
             f" set it to {ranks.world} or more (and lower GRADIENT_ACCUMULATION_STEPS), or start"
             " fewer processes"
         )
-    if settings.shard and ranks.world == 1:
+    if shard and ranks.world == 1:
         raise SettingsError(
             "SHARD is True, but there is one process: start one for each GPU, torchrun"
             " --nproc_per_node N scripts/distill.py --shard ..., or set SHARD to False"
         )
-    if settings.shard and ranks.device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+    if shard and ranks.device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise SettingsError(
             f"SHARD is True on the CPU, which FSDP2 of torch {torch.__version__} cannot do: install"
             " torch 2.7 or newer, use GPUs, or set SHARD to False"
         )
 
 
-class Trainee:
+class DistributedStudent:
     """A student, and what learns beside it, as one module of all ranks.
 
     Args:

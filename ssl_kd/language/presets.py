@@ -16,7 +16,6 @@ TEXT_ALONE: Mapping[str, Any] = MappingProxyType(
         "schedule": None,
         "legacy_clamp": None,
         "on_policy": 0.0,
-        "rollout_engine": "transformers",
         "divergence": "auto",
     }
 )
@@ -38,7 +37,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "stable": _STABLE,
         # For cards without bf16: half-precision products, float32 weights and losses.
         "fp16_safe": {**_SAFE, "model_dtype": "float16"},
-        "ultra_stable": {**_SAFE, **_PATIENT, "clear_cache_every_step": True},
+        "ultra_stable": {**_SAFE, **_PATIENT},
         "most_conservative": {
             **_OLDER,
             **_PATIENT,

@@ -1,4 +1,4 @@
-"""`ssl_kd replay BUNDLE` for a student's step: run again under the microscope, and what it says."""
+"""`ssl_kd replay BUNDLE` for a step of a student: run it again with every operation checked."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ssl_kd.errors import InputError
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, has_fields, load_bundle
 from ssl_kd.guard.replay import DTYPES, Replay, damaged
+from ssl_kd.language.fault_explainer import examine, set_rng_state, trained
+from ssl_kd.language.prepare import Task, make_distiller, prepare
 from ssl_kd.language.rollouts import writer
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import named_rows
 from ssl_kd.language.step import Distiller
-from ssl_kd.language.task import Task, make_distiller, prepare
-from ssl_kd.language.witness import examine, set_rng_state, trained
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.clock import untold
 

@@ -14,10 +14,10 @@ References:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
 from ssl_kd.language.objective import Objective
-from ssl_kd.language.rollouts_vllm import VllmRollouts
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.seeds import seed_of
 from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
@@ -34,24 +33,8 @@ from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapter
 _CHOICE, _DRAW = 0, 1  # what the random numbers of a row are for
 
 
-class Rollouts(Protocol):
-    """Continuations of prompts, sampled from a model."""
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
-    ) -> list[list[int]]:
-        """Continue each prompt.
-
-        Args:
-            prompts: token ids, at least one each.
-            rooms: how many tokens each continuation may have, 1 or more.
-            seeds: of each, 0 to 2**63 - 1: the same seed, prompt and model give the same.
-
-        Returns:
-            The new tokens of each, up to and with the one that ends it, if one did; none where
-            there is nothing to be learned from that prompt.
-        """
-        ...
+Rollouts = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
+"""Prompts, the most tokens for each, and their seeds -> the new tokens; see `Generated`."""
 
 
 class Generated:
@@ -59,7 +42,7 @@ class Generated:
 
     Tokens are drawn from `softmax(logits / temperature)`, or its nucleus, by inverting its
     distribution function at uniform numbers of each row's own generator. A row whose logits are not
-    finite ends there: the next forward pass over it shows them to whoever looks at the loss.
+    finite ends there: the loss of the next forward pass over it is then not finite.
 
     Args:
         model: a causal language model of transformers, with or without adapters.
@@ -92,7 +75,16 @@ class Generated:
     def __call__(
         self, prompts: Sequence[Sequence[int]], rooms: Sequence[int], seeds: Sequence[int]
     ) -> list[list[int]]:
-        """As `Rollouts`."""
+        """Continue each prompt.
+
+        Args:
+            prompts: token ids, at least one each.
+            rooms: how many tokens each continuation may have, 1 or more.
+            seeds: of each, 0 to 2**63 - 1: the same seed, prompt and model give the same.
+
+        Returns:
+            The new tokens of each, up to and with the one that ends it, if one did.
+        """
         found: list[list[int]] = [[] for _ in prompts]
         with evaluating(self.model), self.autocast():
             for some in self._batches([*map(len, prompts)], rooms):
@@ -139,7 +131,7 @@ class Generated:
             steps.insert(0, TemperatureLogitsWarper(self.temperature))
         if self.vocabulary < causal.get_output_embeddings().weight.shape[0]:
             steps.insert(0, self._without_padding)
-        # A model brings its own sampling settings, penalties too: nobody asked for these here.
+        # A model brings its own sampling settings, penalties too, which do not belong here.
         own, causal.generation_config = causal.generation_config, GenerationConfig()
         try:
             out = causal.generate(
@@ -219,7 +211,9 @@ def continued(
     rows: Sequence[int],
     seeds: Sequence[int],
     rollouts: Rollouts,
-    settings: LanguageSettings,
+    *,
+    prompt_tokens: int,
+    rollout_tokens: int,
 ) -> tuple[Blocks, list[list[int]]]:
     """The prompts of some rows with other continuations; only these count.
 
@@ -228,7 +222,8 @@ def continued(
         rows: which.
         seeds: of each.
         rollouts: writes the continuations.
-        settings: PROMPT_TOKENS and ROLLOUT_TOKENS.
+        prompt_tokens: of a plain text.
+        rollout_tokens: the most that a continuation may have.
 
     Returns:
         The rows, with the digest of `blocks`; and the continuations.
@@ -237,9 +232,9 @@ def continued(
         InputError: a prompt leaves no room, or a continuation has more tokens than there is.
     """
     width = blocks.ids.shape[1]
-    lengths = [prompt_length(blocks, row, settings.prompt_tokens) for row in rows]
+    lengths = [prompt_length(blocks, row, prompt_tokens) for row in rows]
     prompts = [blocks.ids[row, :n].tolist() for row, n in zip(rows, lengths, strict=True)]
-    rooms = [min(settings.rollout_tokens, width - n) for n in lengths]
+    rooms = [min(rollout_tokens, width - n) for n in lengths]
     if 0 in rooms:
         raise InputError(
             f"row {rows[rooms.index(0)]} is a prompt of all {width} tokens that there is room for, "
@@ -270,19 +265,13 @@ class Written:
         blocks: text, one document a row.
         rollouts: the student's continuations, by its weights as they are when it is asked.
         ends: tokens that end a continuation.
-        numbers: of the rows, 0 or more, which what is drawn depends on; None: their places.
     """
 
     def __init__(
-        self,
-        settings: LanguageSettings,
-        blocks: Blocks,
-        rollouts: Rollouts,
-        ends: Sequence[int],
-        numbers: Sequence[int] | None = None,
+        self, settings: LanguageSettings, blocks: Blocks, rollouts: Rollouts, ends: Sequence[int]
     ) -> None:
         self.settings, self.blocks, self.rollouts = settings, blocks, rollouts
-        self._ends, self._numbers = set(ends), range(len(blocks)) if numbers is None else numbers
+        self._ends = set(ends)
 
     def chosen(self, step: int, row: int) -> bool:
         """Whether the student writes a row of a step."""
@@ -290,7 +279,7 @@ class Written:
         return float(torch.rand((), generator=generator)) < self.settings.on_policy
 
     def _seed(self, step: int, row: int, what: int) -> int:
-        return seed_of(self.settings.seed, step, self._numbers[row], what)
+        return seed_of(self.settings.seed, step, row, what)
 
     def batches(
         self, step: int, shares: Sequence[Tensor], device: torch.device
@@ -309,7 +298,9 @@ class Written:
         every = dict.fromkeys(row for share in shares for row in share.tolist())
         rows = [row for row in every if self.chosen(step, row)]
         seeds = [self._seed(step, row, _DRAW) for row in rows]
-        own, new = continued(self.blocks, rows, seeds, self.rollouts, self.settings)
+        lengths = {"prompt_tokens": self.settings.prompt_tokens}
+        lengths["rollout_tokens"] = self.settings.rollout_tokens
+        own, new = continued(self.blocks, rows, seeds, self.rollouts, **lengths)
         place = {row: i for i, row in enumerate(rows)}
         batches = [self._batch(share.tolist(), own, place, device) for share in shares]
         sums = {
@@ -338,7 +329,7 @@ class Written:
 
 
 def seen_of(sums: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """What a log line says of `Written.batches`: the total of each, and over how many it is."""
+    """Return totals of `Written.batches` for a log line, each with the number it is a mean over."""
     texts = sums["written"]
     return {
         "rollout_share": (texts, sums["rows"]),
@@ -347,33 +338,25 @@ def seen_of(sums: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     }
 
 
-def writer(
-    objective: Objective, blocks: Any, tokenizer: Any, numbers: Sequence[int] | None = None
-) -> Written | None:
+def writer(objective: Objective, blocks: Any, tokenizer: Any) -> Written | None:
     """Who makes the batches of a student that learns from its own text; None for any other.
 
     Args:
         objective: with the student and its settings.
         blocks: text, one document a row.
         tokenizer: the student's.
-        numbers: of the rows, see `Written`.
     """
     settings, model, precision = objective.settings, objective.student, objective.precision
     if not settings.on_policy:
         return None
-    ends = end_tokens(without_adapters(model), tokenizer)
-    if settings.rollout_engine == "vllm":
-        width = blocks.ids.shape[1]
-        rollouts = VllmRollouts(model, ends, tokenizer, width, settings, precision)
-    else:
-        rollouts = sampler(settings, model, tokenizer, precision.autocast)
-    return Written(settings, blocks, rollouts, ends, numbers)
+    rollouts = sampler(settings, model, tokenizer, precision.autocast)
+    return Written(settings, blocks, rollouts, rollouts.ends)
 
 
 def sampler(
     settings: LanguageSettings, model: Any, tokenizer: Any, autocast: Autocast = nullcontext
 ) -> Generated:
-    """A model's continuations as the settings say."""
+    """Return what samples a model's continuations by the ROLLOUT settings."""
     return Generated(
         model,
         end_tokens(without_adapters(model), tokenizer),

@@ -1,4 +1,4 @@
-"""A mixture-of-experts teacher: its experts as they are asked for, its router perhaps learning."""
+"""A mixture-of-experts teacher with a choice of experts, whose router may learn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.guard.events import Event
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.sources import Answer, Source, draws_of, named_rows
+from ssl_kd.language.sources import Answer, Source, named_rows
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
@@ -27,13 +26,12 @@ from ssl_kd.training.together import Team
 
 
 class Routed:
-    """A mixture-of-experts teacher: its experts as ROUTER_MODE says, its router perhaps learning.
+    """A mixture-of-experts teacher whose experts are chosen by ROUTER_MODE.
 
     In `sar` each step first moves the router towards the student, by `KL(p || q)` with the student
-    q fixed, then the teacher answers with the router as it is now; with ROUTER_JOINT it answers
-    before its router moves, as one step of both would have it. A step of several batches is one
-    step of the router, too; it costs one more forward pass of each model over them. So is a step of
-    several ranks, whose routers stay the same.
+    q fixed, then the teacher answers with the router as it is now. A step of several batches is
+    one step of the router, too; it costs one more forward pass of each model over them. So is a
+    step of several ranks, whose routers stay the same.
 
     Args:
         frozen: the teacher, a mixture of experts.
@@ -54,9 +52,8 @@ class Routed:
         self, frozen: FrozenTeacher, settings: LanguageSettings, *, scale_loss: bool = False
     ) -> None:
         self.frozen, self.settings = frozen, settings
-        renorm: Any = None if settings.router_renorm == "auto" else settings.router_renorm
         self.model = frozen.model
-        self.mixture = Mixture(frozen.model, renorm)
+        self.mixture = Mixture(frozen.model)
         frozen.keep(self.mixture.router_parameters().values())
         if settings.router_weights is not None:
             self.mixture.load_router(settings.router_weights)
@@ -68,13 +65,10 @@ class Routed:
         self.team = Team(frozen.device)
         if settings.router_mode == "sar":
             assert frozen.linear, "no mixture with a softmax gate caps or scales its logits"
-            old = settings.router_joint
             self.router = RouterStep(
                 self.mixture,
                 learning_rate=settings.router_lr,
-                balance=1e-3 if old else settings.router_beta,
-                anchor=1e-4 if old else 0.0,
-                entropy=1e-4 if old else 0.0,
+                balance=settings.router_beta,
                 drift_limit=settings.router_drift,
                 gradient_checkpointing=settings.gradient_checkpointing,
                 scale_loss=scale_loss,
@@ -93,14 +87,11 @@ class Routed:
         """As `Source`."""
         settings = self.settings
         if self.router is None:
-            return [self.answer(batch, rows) for _ in range(draws_of(settings))]
-        if self.learns and not settings.router_joint:
+            return [self.answer(batch, rows) for _ in range(settings.draws)]
+        if self.learns:
             self._learn(self.router, batch, student)
         with self.mixture.using(Routing("sar")):
-            answer = self.frozen(batch, rows)
-        if self.learns and settings.router_joint:
-            self._learn(self.router, batch, student)
-        return [answer]
+            return [self.frozen(batch, rows)]
 
     def _learn(self, router: RouterStep, batch: Batch, student: TeacherOutput) -> None:
         """Move the router, and nothing else, towards what the student can follow."""
@@ -128,15 +119,11 @@ class Routed:
             student: answers a batch, without gradient.
             autocast: of the student.
         """
-        learns = self.router is not None and self.learns
-        if learns and not self.settings.router_joint:
+        if self.router is not None and self.learns:
             with self.frozen.on_device():
                 self._learn_from_all(batches, student, autocast)
         with fixed(self):
             yield
-        if learns and self.settings.router_joint:
-            with self.frozen.on_device():
-                self._learn_from_all(batches, student, autocast)
 
     def _learn_from_all(
         self,
@@ -190,12 +177,7 @@ class Routed:
 
     def _sums(self, batch: Batch, student: TeacherOutput) -> Tensor:
         """`[2]`, sums over the batch: the teacher's cross-entropy, and KL(p || q) with q fixed."""
-        settings = self.settings
         rows, targets = next_token_targets(batch.input_ids, batch.counts)
-        divergence = "reverse_kl"  # KL(p || q), p in the student's place
-        if settings.router_joint:
-            divergence = DIVERGENCES[settings.kind_of_divergence].swapped
-            assert divergence is not None  # LanguageSettings.check_together
         head = without_adapters(self.model).get_output_embeddings()
         return linear_distillation(
             self._hidden(batch)[rows],
@@ -203,8 +185,8 @@ class Routed:
             head.bias,
             targets,
             [student],
-            temperature=settings.temperature if settings.router_joint else 1.0,
-            divergence=divergence,
+            temperature=1.0,
+            divergence="reverse_kl",  # KL(p || q), p in the student's place
             weights=(0.0, 1.0),
         )
 

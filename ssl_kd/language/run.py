@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,30 +16,26 @@ from torch import nn
 from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import undisturbed
-from ssl_kd.language.best import Best
-from ssl_kd.language.caching import without_router
-from ssl_kd.language.checks import check_packages
-from ssl_kd.language.judging import judged_others, judged_student, judged_teacher, make_judge
+from ssl_kd.language.best_student import Best
+from ssl_kd.language.judge_in_run import judged_others, judged_student, judged_teacher, make_judge
 from ssl_kd.language.parallel import check_ranks
+from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Task, make_distiller, prepare
 from ssl_kd.language.presets import TEXT_ALONE
 from ssl_kd.language.rollouts import writer
-from ssl_kd.language.rollouts_vllm import check_engine
 from ssl_kd.language.routed import Routed
-from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.step import Distiller, StudentStep, precision_of
-from ssl_kd.language.task import NOTHING, Given, Task, make_distiller, prepare
-from ssl_kd.language.train import Row, train
-from ssl_kd.language.words import (
+from ssl_kd.language.run_record import (
+    FIRST_STEPS,
     about,
-    cut_from,
     facts,
     first_forward,
+    log_training_outcome,
     made_by,
-    say_memory,
     say_step,
-    say_what_was_learned,
     why,
 )
+from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.step import Distiller, StudentStep, precision_of
+from ssl_kd.language.train import Row, train
 from ssl_kd.ranks import Ranks, joined
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
@@ -58,8 +53,10 @@ T = TypeVar("T")
 
 
 @undisturbed()
-def run(settings: LanguageSettings, *, progress: Progress = untold, given: Given = NOTHING) -> Path:
-    """Do the main job as the settings say; the run folder.
+def run(
+    settings: LanguageSettings, *, progress: Progress = untold, given: InMemoryModels = NO_MODELS
+) -> Path:
+    """Train, score and save a student by the settings; return the run folder.
 
     Processes that torchrun started each call this with the same settings, and train one student:
     BATCH_SIZE is dealt to them, and the first writes the folder.
@@ -72,7 +69,7 @@ def run(settings: LanguageSettings, *, progress: Progress = untold, given: Given
     Raises:
         SettingsError: teacher, student and text do not fit; or ranks and BATCH_SIZE or SHARD.
         InputError: teacher or student are not finite before step 0.
-        Interrupted: told to stop by Ctrl-C or SIGTERM.
+        Interrupted: stopped by Ctrl-C or SIGTERM.
         TooFewHealthyParts: the student does not become healthy any more.
         RankLost: another rank does not answer.
     """
@@ -80,23 +77,28 @@ def run(settings: LanguageSettings, *, progress: Progress = untold, given: Given
         return _run(settings, ranks, progress if ranks.rank == 0 else untold, given)
 
 
-def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given) -> Path:
+def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemoryModels) -> Path:
     clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
     logger.info("%s", precision)
     settings = _dry(settings) if settings.dry_run else settings
-    check_ranks(settings, ranks)
+    check_ranks(ranks, settings.batch_size, shard=settings.shard)
     check_boards(settings.boards)
-    check_engine(settings)
-    check_packages(settings)
+    settings.check_packages()
     with run_folder(settings, ranks) as folder, Signals(folder) as signals:
         folder.write_config(settings, mode="language", precision=str(precision))
-        settings = without_router(settings)
+        settings = settings.of_cache()
         with clock("prepare"):
             task = prepare(settings, precision, tell, ranks, given)
         settings = _decided(settings, task)
         ranks.from_first(partial(folder.keep_to, task.digest))
-        folder.update_json("config.json", **about(task), resolved=_resolved(settings))
-        steps, student = n_steps(settings, len(task.blocks)), task.student.model
+        resolved = {
+            "LEARNING_RATE": settings.peak_lr,
+            "DIVERGENCE": settings.kind_of_divergence,
+            "ROUTER_MODE": settings.router_mode,
+        }
+        folder.update_json("config.json", **about(task), resolved=resolved)
+        steps, student = settings.n_steps(len(task.blocks)), task.student.model
+        logger.info("%d steps on %d rows", steps, len(task.blocks))
         with clock("judge"):
             tell("judge", 0, 2, {})
             task, table, generations = _judged_teachers(settings, task, folder)
@@ -104,18 +106,19 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
         # Where a piece is on each rank, the first saves the student from this copy.
         whole = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
         distiller = make_distiller(settings, task, folder)
-        distiller.trainee.inside(say_memory, settings, task, distiller, folder)
         inside = partial(_by_first, ranks, distiller)
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
-        judge = make_judge(settings, task, nullcontext if mixture is None else mixture.as_it_came)
+        judge = make_judge(
+            settings, task, nullcontext if mixture is None else mixture.original_router
+        )
         with clock("judge"):
-            row, generations["before"] = inside(judged_student, settings, task, judge)
+            row, generations["before"] = inside(judged_student, settings.known(), task, judge)
             table.append(row)
             tell("judge", 1, 2, {})
         task = task.without_teacher()
         with clock("train"), signals.between_steps():
             best = _train(settings, folder, task, distiller, steps, signals, judge, tell)
-        done = say_what_was_learned(distiller, best, steps)
+        done = log_training_outcome(distiller, best, steps)
         with clock("judge"):
             best.put_back()
             row, generations["after"] = inside(judge.row, "student", student)
@@ -127,7 +130,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: Given)
             with clock("baseline"):
                 train_it = partial(train_alone, settings, task, alone, steps, judge, tell)
                 table.append(dict.fromkeys(table[-1]) | _row_alone(train_it, alone, judge))
-        folder.update_json(  # the last file: it says "finished"
+        folder.update_json(  # the last file: it marks the run as finished
             "metrics.json",
             table=table,
             best_step=best.step,
@@ -173,6 +176,7 @@ def _save(
 ) -> None:
     """The student as a model's folder, and the teacher's router where one has learned."""
     path, tokenizer, source = folder.path / "student", task.student.tokenizer, distiller.source
+    cut = settings.student_model.startswith("layers:")
     if distiller.trainee.sharded:
         weights = distiller.trainee.gathered(dict(distiller.student.named_parameters()))
         if task.ranks.rank == 0:
@@ -187,7 +191,7 @@ def _save(
             merge=settings.lora_merge,
             dtype=getattr(torch, settings.save_dtype),
             processor=task.student.processor,
-            base=cut_from(settings, task),
+            base=task.teacher.name if cut and task.teacher is not None else "",
             made=made_by(settings, task),
         )
         if isinstance(source, Routed) and source.router is not None:
@@ -206,15 +210,6 @@ def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
     return settings.replace(router_mode=mode)
 
 
-def _resolved(settings: LanguageSettings) -> dict[str, Any]:
-    """What became of settings that were left open."""
-    return {
-        "LEARNING_RATE": settings.peak_lr,
-        "DIVERGENCE": settings.kind_of_divergence,
-        "ROUTER_MODE": settings.router_mode,
-    }
-
-
 def _dry(settings: LanguageSettings) -> LanguageSettings:
     """Five steps that try everything once."""
     return settings.replace(
@@ -224,21 +219,10 @@ def _dry(settings: LanguageSettings) -> LanguageSettings:
         eval_every=DRY_STEPS,
         checkpoint_every=DRY_STEPS,
         log_every=1,
-        verbose_steps=DRY_STEPS,
         eval_rows=min(settings.eval_rows, 8),
         answer_prompts=min(settings.answer_prompts, 2),
         generations=min(settings.generations, 2),
     )
-
-
-def n_steps(settings: LanguageSettings, rows: int) -> int:
-    """Optimizer steps: EPOCHS over the rows if that is set, else MAX_STEPS."""
-    if settings.epochs is None:
-        return settings.max_steps
-    per_step = settings.batch_size * settings.gradient_accumulation_steps
-    steps = max(1, math.ceil(settings.epochs * rows / per_step))
-    logger.info("EPOCHS %g of %d rows: %d steps", settings.epochs, rows, steps)
-    return steps
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -257,7 +241,7 @@ def _train(
     """Train the student, from the last checkpoint if there is one; its best weights."""
     inside, team = partial(_by_first, task.ranks, distiller), distiller.team
     start, best = _begun(folder, task, distiller, judge)
-    if start < settings.verbose_steps:
+    if start < FIRST_STEPS:
         logger.info("%s", first_forward(settings, task))
 
     shown = ("train_loss", "ce", "kd", *(term.name for term in distiller.others))
@@ -288,7 +272,7 @@ def _train(
                 steps,
                 start=start,
                 written=writer(distiller, task.blocks, task.student.tokenizer),
-                on_step=partial(say_step, settings),
+                on_step=say_step,
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
@@ -296,7 +280,7 @@ def _train(
             )
             team.told_to_stop(signals, "after the last step")
         except TooFewHealthyParts as error:
-            raise TooFewHealthyParts(why(error, settings, distiller)) from error
+            raise TooFewHealthyParts(why(error, distiller)) from error
     return best
 
 

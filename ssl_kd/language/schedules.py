@@ -1,16 +1,13 @@
-"""Settings of the loss that move over a run: SCHEDULE. No torch here: checks and help read it."""
+"""SCHEDULE: how temperature and weights of the loss move over a run. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ssl_kd.settings import SettingsError, nearest
-
-if TYPE_CHECKING:
-    from ssl_kd.language.settings import LanguageSettings
 
 MOVE = ("temperature", "alpha_kd", "alpha_ce", "alpha_hidden", "alpha_attention")
 FORM = r"\s*\w+\s*:\s*[\d.eE+-]+\s*(:\s*(linear|cosine)\s*)?"
@@ -38,20 +35,24 @@ class Move:
         return (1 - done) * begin + done * self.end  # either end to the bit
 
 
-def moves_of(settings: LanguageSettings) -> list[Move]:
-    """What SCHEDULE says.
+def moves_of(schedule: str | None, parse: Callable[[str, str], float]) -> list[Move]:
+    """Read SCHEDULE.
+
+    Args:
+        schedule: its value.
+        parse: checks the value of a setting, by name.
 
     Raises:
         SettingsError: another form, a setting that does not move, one named twice, or an end that
             the setting may not have.
     """
-    if settings.schedule is None:
+    if schedule is None:
         return []
     moves = []
-    for part in settings.schedule.split(","):
+    for part in schedule.split(","):
         if re.fullmatch(FORM, part) is None:
             raise SettingsError(
-                f"SCHEDULE is {settings.schedule!r}, but must be NAME:END or NAME:END:cosine,"
+                f"SCHEDULE is {schedule!r}, but must be NAME:END or NAME:END:cosine,"
                 " separated by commas, as in 'temperature:1, alpha_hidden:0.1:cosine'."
             )
         word, end, *shape = (piece.strip() for piece in part.split(":"))
@@ -60,41 +61,8 @@ def moves_of(settings: LanguageSettings) -> list[Move]:
             raise SettingsError(
                 f"SCHEDULE names {word}, but only {', '.join(MOVE)} move.{nearest(name, MOVE)}"
             )
-        value = type(settings).parse(name, end)
+        value = parse(name, end)
         moves.append(Move(name, value, *(shape or ["linear"])))
     if len({move.name for move in moves}) < len(moves):
-        raise SettingsError(f"SCHEDULE is {settings.schedule!r}, which names a setting twice.")
+        raise SettingsError(f"SCHEDULE is {schedule!r}, which names a setting twice.")
     return moves
-
-
-def at_step(settings: LanguageSettings, step: int, steps: int) -> LanguageSettings:
-    """The settings as they are in a step, without SCHEDULE itself.
-
-    Args:
-        settings: of the run.
-        step: from 0.
-        steps: of the run.
-    """
-    moves = moves_of(settings)
-    values = {move.name: move.at(getattr(settings, move.name), step, steps) for move in moves}
-    return settings.replace(schedule=None, **values)
-
-
-def check_schedule(settings: LanguageSettings) -> None:
-    """Raise SettingsError where SCHEDULE is of no use, or ends where nothing can be learned."""
-    moves = moves_of(settings)
-    for move in moves:
-        if not getattr(settings, move.name):
-            raise SettingsError(
-                f"SCHEDULE moves {move.name.upper()}, which begins at 0, and then is no part of"
-                " the loss: begin it above 0, at 0.001 say, or leave it out."
-            )
-    if any(move.name == "temperature" for move in moves):
-        for unfit, why in (
-            (settings.teacher_cache, "TEACHER_CACHE holds answers at one temperature"),
-            (settings.router_joint, "ROUTER_JOINT learns at one temperature"),
-        ):
-            if unfit:
-                raise SettingsError(f"SCHEDULE moves TEMPERATURE, but {why}: leave one of them.")
-    if moves:
-        at_step(settings, 1, 2)

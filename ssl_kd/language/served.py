@@ -1,4 +1,4 @@
-"""A teacher behind an HTTP server as a source of answers: no weights of it are on this machine."""
+"""A teacher behind an HTTP server as a source of answers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,17 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.teacher_output import TopKTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store.given import LOWEST, as_cached
-from ssl_kd.teachers.answer_file import AnswerFile
 from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
-from ssl_kd.teachers.http_client import is_file
-from ssl_kd.teachers.server import CompletionServer, PromptAnswers, PromptTopK
+from ssl_kd.teachers.server import CompletionServer, PromptTopK
 
 IN_FLIGHT = 16  # prompts at once: the server makes batches of them
 ROUNDING = 1e-7  # of a sum of probabilities in float32
 
 
-def server_of(settings: LanguageSettings, tokenizer: Any) -> PromptAnswers:
-    """The server that TEACHER_URL names, or the file."""
-    assert settings.teacher_url is not None
-    if is_file(settings.teacher_url):
-        return AnswerFile(settings.teacher_url, tokenizer)
-    return CompletionServer(
-        settings.teacher_url,
-        settings.teacher_served_as or settings.teacher_model,
-        timeout=settings.teacher_timeout,
-        patience=settings.teacher_patience,
-    )
-
-
-def served_lm(settings: LanguageSettings) -> CausalLM:
+def served_lm(tokenizer_of: str, served_as: str | None) -> CausalLM:
     """A served teacher as a run knows it: a tokenizer and a name, and no model."""
-    name = settings.teacher_served_as or settings.teacher_model
-    tokenizer = load_tokenizer(settings.teacher_model)
-    return CausalLM(None, tokenizer, name, f"served {name}")
+    name = served_as or tokenizer_of
+    return CausalLM(None, load_tokenizer(tokenizer_of), name, f"served {name}")
 
 
 class ServedTeacher:
@@ -50,7 +34,7 @@ class ServedTeacher:
     A document is a prompt of its own, whatever row it shares. The tokens are those of the text.
 
     Args:
-        server: where it is, or the file of what it said.
+        server: where it is.
         k: likeliest tokens at each position; all others are one more outcome.
         vocabulary: ids that its tokenizer has.
         device: where answers go.
@@ -59,7 +43,7 @@ class ServedTeacher:
 
     def __init__(
         self,
-        server: PromptAnswers,
+        server: CompletionServer,
         k: int,
         vocabulary: int,
         *,
@@ -80,7 +64,9 @@ class ServedTeacher:
         Raises:
             ServerFailed: the server is not there, or has not this model.
         """
-        server = server_of(settings, tokenizer)
+        assert settings.teacher_url is not None
+        name = settings.teacher_served_as or settings.teacher_model
+        server = CompletionServer(settings.teacher_url, name)
         server.check(settings.block_size)
         return cls(server, settings.teacher_top_k, n_ids(tokenizer), device=device, **options)
 
@@ -97,14 +83,14 @@ class ServedTeacher:
         Raises:
             ServerFailed: see `CompletionServer.top_k`.
         """
-        found = self.said(batch, rows)
+        found = self.top_k_at(batch, rows)
         answer = _with_tail(found.tokens, found.log_probs, self.vocabulary)
         if self._rounded:
             answer = as_cached(answer)
         return TopKTeacher(*(x.to(rows.device) for x in vars(answer).values()))
 
-    def said(self, batch: Batch, rows: Tensor) -> PromptTopK:
-        """What the server says at some positions of a batch, `[n, k]`, on the CPU."""
+    def top_k_at(self, batch: Batch, rows: Tensor) -> PromptTopK:
+        """Return the server's answer at some positions of a batch, `[n, k]`, on the CPU."""
         answers = [
             (self._ahead.pop(tuple(prompt), None) or self._sent(prompt, row, first), wanted)
             for wanted, prompt, row, first in _prompts(batch, rows.cpu())
@@ -126,24 +112,18 @@ class ServedTeacher:
                 if tuple(prompt) not in self._ahead:
                     self._ahead[tuple(prompt)] = self._sent(prompt, row, first)
 
-    def expect(self, blocks: Blocks) -> None:
-        """Raise InputError where a file of answers lacks some that blocks will want."""
-        batches = (blocks.batch([i]) for i in range(len(blocks)))
-        wanted = ((b, next_token_targets(b.input_ids, b.counts)[0]) for b in batches)
-        self.server.expect((prompt for some in wanted for _, prompt, *_ in _prompts(*some)), self.k)
-
     def _sent(self, prompt: list[int], row: int, first: int) -> Future[PromptTopK]:
         where = f"row {row} of the text"
         return self._pool.submit(self.server.top_k, prompt, self.k, self.vocabulary, where, first)
 
     def scores(self, blocks: Blocks, batch_size: int) -> TokenScores:
-        """How well the teacher predicts the targets of blocks, as `judge_tokens` says of others."""
+        """Score how well the teacher predicts the targets of blocks, as `judge_tokens` does."""
         scores = TokenScores()
         for start in range(0, len(blocks), batch_size):
             places = range(start, min(start + batch_size, len(blocks)))
             batch = blocks.batch(places)
             rows, targets = next_token_targets(batch.input_ids, batch.counts)
-            found = self.said(batch, rows)
+            found = self.top_k_at(batch, rows)
             correct = (found.tokens[:, 0] == targets).double()
             values = TokenValues(-found.own, found.log_probs[:, 0].exp().clamp(max=1), correct)
             scores.add([values], places, batch.characters)

@@ -1,424 +1,287 @@
-"""The settings of the language mode and its presets: each a type, a range and a meaning."""
+"""The settings of the language mode: checked together, and moved over a run by SCHEDULE."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from ssl_kd.divergences import DIVERGENCES, JS_BETA
-from ssl_kd.language.checks import check_language
-from ssl_kd.language.loop_settings import LoopSettings
-from ssl_kd.language.names import ALIASES, FIRST, FREE_ON_RESUME, HEADING, INSTEAD, PER_PROCESS
-from ssl_kd.settings import setting
+from typing_extensions import Self
+
+from ssl_kd.errors import InputError
+from ssl_kd.imports import check_installed
+from ssl_kd.language.fields import LanguageFields
+from ssl_kd.language.names import GIVEN
+from ssl_kd.language.schedules import Move, moves_of
+from ssl_kd.settings import SettingsError
+
+KA_DRAWS = 2
+"""Draws of experts for each batch in ROUTER_MODE ka."""
 
 
 @dataclass(frozen=True)
-class LanguageSettings(LoopSettings):
+class LanguageSettings(LanguageFields):
     """Every setting of `scripts/distill.py`; `scripts/config.py` holds them in UPPER_CASE."""
 
-    free_on_resume: ClassVar[frozenset[str]] = FREE_ON_RESUME
-    extended_by: ClassVar[str | None] = "max_steps"
-    aliases: ClassVar[Mapping[str, str]] = ALIASES
-    per_process: ClassVar[frozenset[str]] = PER_PROCESS
-    instead: ClassVar[Mapping[str, str]] = INSTEAD
-    first: ClassVar[tuple[str, ...]] = FIRST
-    file_heading: ClassVar[str] = HEADING
+    @property
+    def moves(self) -> list[Move]:
+        """What SCHEDULE moves, and where to."""
+        return moves_of(self.schedule, self.parse)
 
-    teacher_model: str = setting(
-        "train",
-        "folder written by save_pretrained, or name on the Hugging Face Hub | train (a small one is"
-        " trained on the data first) | none (no teacher: cross-entropy alone)",
-        "Several with the same tokenizer, separated by commas: the mean of their divergences.",
-        section="Models",
-    )
-    teacher_weights: str | None = setting(
-        None,
-        'weights of several teachers in that mean, such as "0.7,0.3", made to sum to 1; None: all'
-        " alike",
-    )
-    student_model: str = setting(
-        "fresh:2x128",
-        "folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM"
-        " (new weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the"
-        " teacher is)",
-    )
-    teacher_cache: str | None = setting(
-        None,
-        "folder that scripts/cache_teacher.py wrote; None: the teacher runs live",
-        "With a cache, the teacher takes no memory in training.",
-    )
-    teacher_url: str | None = setting(
-        None,
-        "a server that answers for the teacher, such as http://host:8000/v1 of vLLM, or for"
-        " cache_teacher.py a file of its answers, as answers.jsonl; None: it runs here",
-        "TEACHER_MODEL is then where its tokenizer is. A key is taken from the environment variable"
-        " TEACHER_API_KEY.",
-    )
-    teacher_served_as: str | None = setting(
-        None, "name that the server knows the teacher by; None: TEACHER_MODEL"
-    )
-    teacher_top_k: int = setting(
-        20,
-        "likeliest tokens that a server is asked for at each position, and that a cache of its"
-        " answers keeps (as topk)",
-        "vLLM gives as many as its --max-logprobs, 20 if not told otherwise.",
-        low=1,
-        high=65_535,
-    )
-    teacher_timeout: float = setting(
-        120.0, "seconds without a whole answer after which a server is asked again", above=0
-    )
-    teacher_patience: float = setting(
-        300.0, "seconds for which a server that fails is asked again before the run stops", low=0
-    )
-    cache_method: str = setting(
-        "sample",
-        "what cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for"
-        " forward_kl) | topk (its likeliest tokens and the mass of the rest: for every divergence)"
-        " | hidden (what its output head gets, and the head once: exact, for every divergence and"
-        " temperature)",
-        choices=("sample", "topk", "hidden"),
-    )
-    cache_k: int = setting(
-        128,
-        "tokens kept at each position of a cache of CACHE_METHOD sample or topk",
-        "More: closer to the teacher, and a proportionally larger cache.",
-        low=1,
-        high=65_535,
-    )
-    model_dtype: str = setting(
-        "auto",
-        "precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16",
-        "Trainable weights and losses are always float32. A dtype that is slow on the device is"
-        " not used, and the log says so.",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
-    teacher_quantization: str | None = setting(
-        None,
-        "keep the linear layers of a frozen teacher in fewer bits, by bitsandbytes: nf4 (4 bits);"
-        " None: in MODEL_DTYPE",
-        "For a GPU's memory: on a CPU neither time nor memory is saved.",
-        choices=("nf4",),
-    )
-    trust_remote_code: bool = setting(
-        False, "run Python files that come with a model, where it needs them; read them first"
-    )
-    attn_implementation: str | None = setting(
-        None,
-        "attention of student and teacher, as transformers names it: eager | sdpa | flex_attention;"
-        " None: what transformers takes",
-        choices=("eager", "sdpa", "flex_attention"),
-    )
-    train_vision: bool = setting(
-        False, "train a student's vision tower, too, beside its projector and language part"
-    )
-    save_dtype: str = setting(
-        "float32",
-        "dtype of the saved student's weights: float32 | bfloat16 | float16",
-        "It is trained in float32 in any case.",
-        choices=("float32", "bfloat16", "float16"),
-    )
-    emulate_fp16: bool = setting(
-        False,
-        "with MODEL_DTYPE float16 on a CPU: emulate it, slowly, to see what a GPU would compute",
-    )
-    teacher_steps: int = setting(
-        800, "training steps of a teacher that is trained here (TEACHER_MODEL train)", low=1
-    )
-    teacher_size: str = setting(
-        "4x192", "LAYERSxDIM of a teacher that is trained here", forms=(("LAYERSxDIM", r"\d+x\d+"),)
-    )
-    teacher_experts: int = setting(
-        0,
-        "experts of a teacher that is trained here, two of them active; 0: a dense teacher",
-        low=0,
-    )
-    vocabulary: int = setting(
-        1024, "vocabulary size of a tokenizer that is trained here", low=260, high=262_144
-    )
-
-    data_path: str = setting(
-        "stdlib",
-        "text to learn from: .jsonl .json .csv .parquet (messages | conversations | prompt,"
-        " completion | question, answer | instruction, output | text) | .txt | a folder of them, or"
-        " by save_to_disk | hf:NAME | stdlib (the source of Python's standard library)",
-        section="Data",
-    )
-    eval_path: str | None = setting(
-        None,
-        "held-out text; None: the data's own test split, or a tenth of the data, left out of"
-        " training",
-    )
-    text_field: str | None = setting(
-        None,
-        "field of the records whose text is learned; None: the first form that a record has, as in"
-        " DATA_PATH",
-    )
-    max_megabytes: float | None = setting(
-        None, "read at most this many megabytes of a text; None: all of it", above=0
-    )
-    block_size: int = setting(
-        256, "tokens in a row", "Longer: more context, more memory.", low=8, high=1_048_576
-    )
-    packing: bool = setting(
-        True,
-        "several documents in a row, where the model keeps them apart; off: one document per row,"
-        " padded",
-    )
-
-    divergence: str = setting(
-        "auto",
-        f"divergence between teacher and student: {' | '.join(DIVERGENCES)} | js:BETA (GKD's, BETA"
-        " between 0 and 1) | distillm2 (with ON_POLICY: skew_kl on text, skew_reverse_kl on what"
-        " the student writes after the same prompts) | auto (forward_kl, or reverse_kl where"
-        " ROUTER_MODE is all, ka or sar, as in the paper)",
-        section="Loss",
-        choices=("auto", *DIVERGENCES, "distillm2"),
-        forms=(("js:BETA", JS_BETA),),
-    )
-    temperature: float = setting(
-        1.0,
-        "temperature of teacher and student in the divergence",
-        "Higher: more weight on unlikely tokens.",
-        low=0.05,
-        high=100,
-    )
-    alpha_kd: float = setting(
-        0.5, "weight of the divergence; it is multiplied by the temperature squared", low=0
-    )
-    alpha_ce: float = setting(0.5, "weight of the cross-entropy with the text", low=0)
-    loss_mean: str = setting(
-        "tokens",
-        "what cross-entropy and divergence are a mean over: tokens (those of a step count alike) |"
-        " sequences (of each row its own mean, one document a row: GKD's length-normalised form)",
-        choices=("tokens", "sequences"),
-    )
-    alpha_hidden: float = setting(
-        0.0,
-        "weight of the distance between hidden states of student and teacher, layer by layer; 0:"
-        " not compared",
-        "For a live teacher with the student's tokenizer.",
-        low=0,
-    )
-    alpha_attention: float = setting(
-        0.0,
-        "weight of the divergence between attention's relations (MiniLMv2: queries, keys and"
-        " values) of student and teacher; 0: not compared",
-        low=0,
-    )
-    layer_map: str = setting(
-        "last",
-        "which layers ALPHA_HIDDEN and ALPHA_ATTENTION compare: last | uniform (all of the"
-        " student's, at equal shares of the teacher's) | STUDENT:TEACHER,... (from 0, as in"
-        ' "0:1,1:3")',
-        choices=("last", "uniform"),
-        forms=(("STUDENT:TEACHER,...", r"\d+:\d+(,\d+:\d+)*"),),
-    )
-    schedule: str | None = setting(
-        None,
-        "what of TEMPERATURE and the ALPHAs moves over the run, each from its own value to"
-        ' NAME:END or NAME:END:cosine, as in "temperature:1, alpha_hidden:0.1:cosine"; None:'
-        " nothing",
-    )
-    legacy_clamp: str | None = setting(
-        None,
-        'the clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0"'
-        " (logits, and a window for the losses); None: no clamp",
-        "float32 arithmetic needs none.",
-    )
-
-    on_policy: float = setting(
-        0.0,
-        "share of the rows whose continuation the student writes itself, anew in each step, and the"
-        " teacher judges token by token; 0: none",
-        "With it, and with TEACHER_TEXT, a row holds one document.",
-        section="On-policy",
-        low=0,
-        high=1,
-    )
-    teacher_text: float = setting(
-        0.0,
-        "share of the rows whose continuation the teacher writes, once, in the place of the text"
-        " (sequence-level distillation); 0: none",
-        low=0,
-        high=1,
-    )
-    prompt_tokens: int = setting(
-        16,
-        "tokens of a plain text that are the prompt, its start token included; of other text the"
-        " prompt is what carries no loss",
-        low=1,
-    )
-    rollout_tokens: int = setting(
-        128, "maximum tokens of a continuation with its end; BLOCK_SIZE holds the prompt too", low=1
-    )
-    rollout_temperature: float = setting(
-        1.0, "temperature of a continuation; 0: the likeliest tokens", low=0, high=100
-    )
-    rollout_top_p: float = setting(
-        1.0,
-        "sample from the likeliest tokens alone that have this much probability; 1: from all",
-        above=0,
-        high=1,
-    )
-    rollout_engine: str = setting(
-        "transformers",
-        "what the student of ON_POLICY writes with: transformers | vllm (a second copy of it)",
-        choices=("transformers", "vllm"),
-    )
-    rollout_memory: float = setting(
-        0.3, "share of the memory that vLLM takes, with its copy of the student", above=0, high=1
-    )
-
-    align: str = setting(
-        "auto",
-        "how a teacher with another tokenizer is aligned: auto (the tokenizers are the same) |"
-        " hidden (states, at common boundaries) | uld (sorted probabilities) | chunks (of text)",
-        section="Experts, routers and other tokenizers",
-        choices=("auto", "hidden", "uld", "chunks"),
-    )
-    router_mode: str = setting(
-        "native",
-        "experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some"
-        " sampled) | sar (all, with a router that learns from the student) | auto (sar for"
-        " a mixture, native for a dense teacher; the presets use this)",
-        choices=("native", "all", "ka", "sar", "auto"),
-    )
-    router_renorm: str = setting(
-        "auto",
-        "what the chosen experts' weights sum to: selected (one) | native (as in the"
-        " unchanged model) | auto (selected where the model itself renormalises)",
-        choices=("auto", "selected", "native"),
-    )
-    router_lr: float = setting(1e-5, "learning rate of the router in sar", low=0, high=100)
-    router_beta: float = setting(0.01, "weight of the load balance in sar", low=0)
-    router_joint: bool = setting(
-        False,
-        "the older scripts' sar: router and student step together, the router held by an L2 anchor"
-        " (1e-4), load balance (1e-3) and an entropy bonus (1e-4)",
-    )
-    router_drift: float = setting(
-        0.5,
-        "KL from the original gate, in nats, at which the router stops learning",
-        "A router that drifts further may merely imitate the student.",
-        above=0,
-    )
-    router_weights: str | None = setting(
-        None,
-        "router file of an earlier run (router.safetensors), for the teacher; None: its own router",
-    )
-    ka_lambda: float = setting(
-        0.05, "probability that a token's experts are sampled in ka", low=0, high=1
-    )
-    ka_forwards: int = setting(2, "teacher forward passes per batch in ka", low=1)
-
-    max_steps: int = setting(
-        500,
-        "optimizer steps",
-        "A finished run goes on with RESUME, RUN_NAME and more of them; its learning rates are then"
-        " those of a run of so many steps.",
-        section="Optimisation",
-        low=1,
-    )
-    epochs: float | None = setting(
-        None, "passes over the data; None: MAX_STEPS decides", above=0, high=1_000_000
-    )
-    batch_size: int = setting(
-        8,
-        "rows per forward pass, of all processes together; a step has GRADIENT_ACCUMULATION_STEPS"
-        " times as many",
-        "torchrun's processes share them. If memory runs out, lower it and raise"
-        " GRADIENT_ACCUMULATION_STEPS.",
-        low=1,
-    )
-    gradient_accumulation_steps: int = setting(
-        1, "forward passes per step; the loss is the mean over all their tokens", low=1
-    )
-    learning_rate: float | None = setting(
-        None,
-        "peak learning rate of AdamW; None: 3e-3 for new weights, 5e-4 for what is cut from a"
-        " teacher, 2e-4 for adapters, 2e-5 for a pretrained model",
-        low=0,
-        high=100,
-    )
-    lr_schedule: str = setting(
-        "cosine",
-        "learning rate after the warm-up: cosine (to zero) | linear (to zero) |"
-        " constant_with_warmup | constant (without a warm-up)",
-        choices=("cosine", "linear", "constant_with_warmup", "constant"),
-    )
-    warmup_fraction: float = setting(
-        0.1, "fraction of the steps that warm up; LR_SCHEDULE follows", low=0, below=1
-    )
-    weight_decay: float = setting(0.01, "decoupled weight decay of AdamW", low=0, high=10)
-    clip_grad: float | None = setting(
-        1.0, "largest norm of the gradient; None: no clipping", above=0
-    )
-    lora_rank: int = setting(
-        0, "train low-rank adapters of this rank in place of all weights; 0: all weights", low=0
-    )
-    lora_alpha: float = setting(
-        16.0, "LoRA alpha; the adapters are scaled by LORA_ALPHA / LORA_RANK", above=0
-    )
-    lora_quantization: str | None = setting(
-        None,
-        "keep the linear layers of the adapters' frozen base in fewer bits, as QLoRA does, by"
-        " bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE",
-        choices=("nf4",),
-    )
-    lora_merge: bool = setting(False, "save adapters merged into their base, as one plain model")
+    def at_step(self, step: int, steps: int) -> Self:
+        """Return the settings as they are in a step of `steps`, from 0, without SCHEDULE itself."""
+        values = {m.name: m.at(getattr(self, m.name), step, steps) for m in self.moves}
+        return self.replace(schedule=None, **values)
 
     @property
-    def peak_lr(self) -> float:
-        """LEARNING_RATE, decided where it is None."""
-        return self.usual_lr if self.learning_rate is None else self.learning_rate
+    def is_routed(self) -> bool:
+        """Whether the teacher's experts or router differ from the unchanged model."""
+        return self.router_mode != "native" or self.router_weights is not None
 
     @property
-    def usual_lr(self) -> float:
-        """What LEARNING_RATE is where it is None: a rate that is sane for this kind of student."""
-        kind = "lora" if self.lora_rank else self.student_model.partition(":")[0]
-        rates = {"fresh": 3e-3, "llama": 3e-3, "layers": 5e-4, "lora": 2e-4}
-        return rates.get(kind, 2e-5)
+    def draws(self) -> int:
+        """How often a teacher is asked about a batch."""
+        return KA_DRAWS if self.router_mode == "ka" else 1
 
-    @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """Those of TEACHER_MODEL: a folder's own name may have commas in it."""
-        name = self.teacher_model
-        if self.teacher_url is not None or "," not in name or Path(name).expanduser().is_dir():
-            return (name,)
-        return tuple(part.strip() for part in name.split(","))
+    def n_steps(self, rows: int) -> int:
+        """Return the optimizer steps: EPOCHS over the rows if that is set, else MAX_STEPS."""
+        if self.epochs is None:
+            return self.max_steps
+        per_step = self.batch_size * self.gradient_accumulation_steps
+        return max(1, math.ceil(self.epochs * rows / per_step))
 
-    @property
-    def teacher_shares(self) -> tuple[float, ...] | None:
-        """TEACHER_WEIGHTS as numbers; None where they are all alike."""
-        given = self.teacher_weights
-        return None if given is None else tuple(map(float, given.split(",")))
+    def known(self) -> dict[str, Any]:
+        """Return name in lower case -> value, LEARNING_RATE decided: what advice may change."""
+        values = {name.lower(): value for name, value in self.to_dict().items()}
+        return values | {"learning_rate": self.peak_lr}
 
-    @property
-    def kind_of_divergence(self) -> Any:
-        """DIVERGENCE of text, decided where it is `auto`."""
-        if self.divergence != "auto":
-            return "skew_kl" if self.is_contrastive else self.divergence
-        return "forward_kl" if self.router_mode == "native" else "reverse_kl"
+    def of_cache(self) -> Self:
+        """Return the settings with ROUTER_MODE auto as native beside a cache: no router learns."""
+        if self.teacher_cache is None or self.router_mode != "auto":
+            return self
+        return self.replace(router_mode="native")
 
-    @property
-    def kind_on_policy(self) -> Any:
-        """DIVERGENCE of what the student writes."""
-        return "skew_reverse_kl" if self.is_contrastive else self.kind_of_divergence
-
-    @property
-    def is_contrastive(self) -> bool:
-        """Whether rows that the student continues are learned from as text, too, for a contrast."""
-        return self.divergence == "distillm2"
-
-    @property
-    def learns_text(self) -> bool:
-        """Whether there are rows that the student does not write."""
-        return self.on_policy < 1 or self.is_contrastive
+    def check_packages(self) -> None:
+        """Raise MissingPackage where what these settings need is not installed, before any work."""
+        texts = (self.data_path, self.eval_path or "")
+        needed = {
+            "transformers": True,
+            "peft": self.lora_rank > 0,
+            "datasets": any(text.startswith("hf:") for text in texts),
+            "aiohttp": self.teacher_url is not None,
+        }
+        check_installed([name for name, needs in needed.items() if needs], "llm")
 
     def check_together(self) -> None:
         """Raise SettingsError where settings that are fine alone do not fit together."""
         super().check_together()
-        check_language(self)
+        if self.alpha_kd == self.alpha_ce == 0:
+            raise SettingsError("ALPHA_KD and ALPHA_CE are both 0, so there is nothing to learn.")
+        if self.teacher_model == "none" and self.alpha_ce == 0:
+            raise SettingsError("TEACHER_MODEL is 'none', so ALPHA_CE must be above 0.")
+        if self.teacher_model == "none" and self.teacher_cache is not None:
+            raise SettingsError("TEACHER_CACHE needs the TEACHER_MODEL that it was made by.")
+        live = self.router_mode == "sar" or self.align != "auto"
+        if self.teacher_cache is not None and live:
+            way = "Set TEACHER_CACHE to None, or ROUTER_MODE to 'ka' and ALIGN to 'auto'"
+            raise SettingsError(
+                "TEACHER_CACHE holds the teacher's distributions alone: a router that learns "
+                f"(ROUTER_MODE 'sar') and ALIGN need the teacher itself. {way}."
+            )
+        if self.router_mode == "sar" and self.align != "auto":
+            raise SettingsError(
+                "ROUTER_MODE 'sar' compares teacher and student token by token, so ALIGN must be"
+                " 'auto' and the tokenizers the same; 'all' and 'ka' go with any ALIGN."
+            )
+        if self.align == "hidden" and self.alpha_ce == 0:
+            raise SettingsError(
+                "ALIGN 'hidden' matches hidden states alone, which leaves the output head"
+                " untrained: set ALPHA_CE above 0."
+            )
+        if self.shard and (self.baseline or self.teacher_offload):
+            raise SettingsError(
+                "SHARD keeps pieces of the models on each GPU: BASELINE (a second student) and"
+                " TEACHER_OFFLOAD do not go with it, so set them to False."
+            )
+        if self.shard and (self.router_mode != "native" or self.router_weights is not None):
+            raise SettingsError(
+                "SHARD takes a teacher with the experts and router that it came with: set"
+                " ROUTER_MODE to 'native' and ROUTER_WEIGHTS to None."
+            )
+        if self.teacher_url is not None:
+            self._check_served(self.teacher_url)
+        if len(self.teacher_names) > 1 or self.teacher_weights is not None:
+            self._check_several()
+        self._check_mean()
+        self._check_features()
+        self._check_quantization()
+        self._check_schedule()
+        self._check_on_policy()
+        if self.legacy_clamp is not None:
+            self._check_clamp(self.legacy_clamp)
+
+    def _check_served(self, url: str) -> None:
+        from ssl_kd.teachers.http_client import check_url  # --help does without torch
+
+        try:
+            check_url(url)
+        except InputError as error:
+            raise SettingsError(f"{error}.") from error
+        if self.teacher_model in ("train", "none"):
+            raise SettingsError(
+                "TEACHER_URL needs the tokenizer of the teacher that is served, and TEACHER_MODEL"
+                f" is {self.teacher_model!r}: name its folder, or its name on the Hub."
+            )
+        if self.temperature != 1:
+            raise SettingsError(
+                f"TEMPERATURE is {self.temperature:g}, and a server gives the likeliest tokens at"
+                " temperature 1, from which those of another one do not follow: set it to 1."
+            )
+        if self.student_model.startswith("layers:"):
+            raise SettingsError(
+                f"STUDENT_MODEL {self.student_model!r} is cut from the teacher, whose weights are"
+                " on a server (TEACHER_URL): name a folder, or new weights as llama:LAYERSxDIM."
+            )
+        native = self.router_mode in ("native", "auto") and self.router_weights is None
+        if self.align != "auto" or not native or self.legacy_clamp is not None:
+            raise SettingsError(
+                "TEACHER_URL gives a teacher's likeliest tokens alone: ALIGN must be 'auto',"
+                " ROUTER_MODE 'native', and ROUTER_WEIGHTS and LEGACY_CLAMP None."
+            )
+
+    def _check_several(self) -> None:
+        names, weights = self.teacher_names, self.teacher_weights
+        try:
+            shares = self.teacher_shares or (1.0,) * len(names)
+        except ValueError:
+            shares = ()
+        if len(shares) != len(names) or not all(0 < share < math.inf for share in shares):
+            raise SettingsError(
+                f"TEACHER_WEIGHTS is {weights!r}, and TEACHER_MODEL names {len(names)} teacher(s):"
+                " expected a number above 0 for each, such as '0.7,0.3'."
+            )
+        if len(names) == 1:
+            return
+        if not all(names) or {"train", "none"} & set(names):
+            raise SettingsError(
+                f"TEACHER_MODEL is {self.teacher_model!r}: expected folders, or names on the Hub,"
+                " separated by commas ('train' and 'none' stand alone)."
+            )
+        native = self.router_mode == "native" and self.router_weights is None
+        alone = self.teacher_cache is None and not self.shard
+        if self.align != "auto" or not native or not alone:
+            raise SettingsError(
+                "Several teachers are asked as they came, on the student's tokens: ALIGN must be"
+                " 'auto', ROUTER_MODE 'native', ROUTER_WEIGHTS and TEACHER_CACHE None, SHARD False."
+            )
+
+    def _check_features(self) -> None:
+        """What compares layers needs the teacher itself, at the student's tokens."""
+        weights = {"ALPHA_HIDDEN": self.alpha_hidden, "ALPHA_ATTENTION": self.alpha_attention}
+        asked = " and ".join(name for name, weight in weights.items() if weight)
+        if not asked:
+            return
+        none, routed = self.teacher_model == "none", self.router_mode not in ("native", "auto")
+        for unfit, why, way in (
+            (none, "TEACHER_MODEL is 'none'", "name a teacher"),
+            (self.teacher_url, "the teacher is on a server (TEACHER_URL)", "name its folder"),
+            (len(self.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
+            (self.teacher_cache, "TEACHER_CACHE holds distributions alone", "set it to None"),
+            (self.align != "auto", f"ALIGN is {self.align!r}", "set it to 'auto'"),
+            (routed, f"ROUTER_MODE is {self.router_mode!r}", "set it to 'native'"),
+            (self.router_weights, "ROUTER_WEIGHTS is another router's", "set it to None"),
+        ):
+            if unfit:
+                raise SettingsError(
+                    f"{asked} compares layers of the student with those of a live teacher that"
+                    f" reads the same tokens, unchanged, but {why}: {way}, or {asked} to 0."
+                )
+
+    def _check_mean(self) -> None:
+        packed = self.packing and not (self.on_policy or self.teacher_text)
+        unfit = packed or self.align != "auto" or self.legacy_clamp is not None
+        if self.loss_mean == "sequences" and unfit:
+            raise SettingsError(
+                "LOSS_MEAN 'sequences' takes a row for a sequence, and weighs its tokens in both"
+                " terms: set PACKING to False, ALIGN to 'auto' and LEGACY_CLAMP to None."
+            )
+
+    def _check_quantization(self) -> None:
+        """Weights in fewer bits are loaded for one device, and stay as they are."""
+        kind = self.student_model.partition(":")[0]
+        made = kind in ("fresh", "llama", "layers", GIVEN)
+        absent = self.teacher_url is not None or self.teacher_model in ("none", GIVEN)
+        rules = {
+            "TEACHER_QUANTIZATION": (
+                (absent, "name a TEACHER_MODEL that is loaded here"),
+                (kind == "layers", f"STUDENT_MODEL {kind!r} cuts whole weights"),
+                (self.teacher_offload, "set TEACHER_OFFLOAD to False"),
+                (self.shard, "set SHARD to False"),
+            ),
+            "LORA_QUANTIZATION": (
+                (not self.lora_rank, "set LORA_RANK above 0: it is of the base of adapters"),
+                (made, "name a STUDENT_MODEL that is loaded"),
+                (self.lora_merge, "set LORA_MERGE to False: who loads the adapters merges them"),
+                (self.shard, "set SHARD to False"),
+            ),
+        }
+        for name, rule in rules.items():
+            value = getattr(self, name.lower())
+            for unfit, way in rule:
+                if value is not None and unfit:
+                    raise SettingsError(f"{name} is {value!r}: {way}, or set it to None.")
+
+    def _check_on_policy(self) -> None:
+        if self.is_contrastive and not self.on_policy:
+            raise SettingsError(
+                "DIVERGENCE 'distillm2' contrasts text with what the student writes: set ON_POLICY"
+                " above 0, 1 for a pair of each row."
+            )
+        names = [name for name in ("on_policy", "teacher_text") if getattr(self, name)]
+        if not names:
+            return
+        who = " and ".join(map(str.upper, names))
+        if self.teacher_model == "none" or (self.on_policy and self.alpha_kd == 0):
+            raise SettingsError(
+                f"{who} needs a teacher (TEACHER_MODEL), and ON_POLICY an ALPHA_KD above 0: the"
+                " student learns from its own text by the teacher's judgement alone."
+            )
+        if self.teacher_cache is not None or self.align != "auto" or self.shard:
+            raise SettingsError(
+                f"{who} needs a teacher at work, with the student's tokenizer, and whole models:"
+                " set TEACHER_CACHE to None, ALIGN to 'auto' and SHARD to False."
+            )
+        if self.teacher_text and self.teacher_url is not None:
+            raise SettingsError(
+                "TEACHER_TEXT is written by a teacher that is here, and TEACHER_URL names a server:"
+                " set one of them to its default."
+            )
+
+    def _check_clamp(self, clamp: str) -> None:
+        from ssl_kd.losses.legacy_clamp import LegacyClamp  # --help does without torch
+
+        try:
+            LegacyClamp.parse(clamp)
+        except ValueError as error:
+            raise SettingsError(f"LEGACY_CLAMP: {error}.") from error
+        if self.align != "auto" or self.teacher_cache is not None:
+            raise SettingsError(
+                "LEGACY_CLAMP holds the logits of both, token by token, as older scripts did: ALIGN"
+                " must be 'auto' and TEACHER_CACHE None."
+            )
+
+    def _check_schedule(self) -> None:
+        """SCHEDULE must move what is part of the loss, to where something can be learned."""
+        for move in self.moves:
+            if not getattr(self, move.name):
+                raise SettingsError(
+                    f"SCHEDULE moves {move.name.upper()}, which begins at 0, and so is not in"
+                    " the loss: begin it above 0, for example at 0.001, or leave it out."
+                )
+        if self.teacher_cache and any(move.name == "temperature" for move in self.moves):
+            raise SettingsError(
+                "SCHEDULE moves TEMPERATURE, but TEACHER_CACHE holds answers at one temperature:"
+                " leave one of them."
+            )
+        if self.schedule is not None:
+            self.at_step(1, 2)

@@ -14,8 +14,8 @@ from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.memory import sent
+from ssl_kd.language.fault_explainer import rng_state, set_rng_state
 from ssl_kd.language.sources import named_rows
-from ssl_kd.language.witness import rng_state, set_rng_state
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.training.together import Team
 
@@ -83,14 +83,14 @@ class FirstPass(Generic[AnyBatch]):
         whole = [name for name, rows in self.out.items() if bool(rows.all())]
         sick = [name for name, term in before.items() if not bool(term.isfinite())]
         seen = named, whole, [name for name in sick if name not in named]
-        told = team.of_all(f"step {step}, rows left out", seen)
-        gone = {name for name in terms if all(name in whole for _, whole, _ in told)}
-        gone |= {name for _, _, vanished in told for name in vanished}
+        gathered = team.of_all(f"step {step}, rows left out", seen)
+        gone = {name for name in terms if all(name in whole for _, whole, _ in gathered)}
+        gone |= {name for _, _, vanished in gathered for name in vanished}
         events = []
         for name in (name for name in terms if name not in gone):
             where = [
                 some[name] + (f" on rank {rank} of {team.world}" if team.world > 1 else "")
-                for rank, (some, _, _) in enumerate(told)
+                for rank, (some, _, _) in enumerate(gathered)
                 if name in some
             ]
             if where:

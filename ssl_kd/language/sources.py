@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.teacher_output import TeacherOutput
 
 Answer = Callable[[Batch, Tensor], TeacherOutput]
@@ -37,7 +36,7 @@ class Plain:
 
     Args:
         answers: one, or the variants of a cache, or those of several teachers.
-        names: of several teachers, for whoever looks for a fault.
+        names: of several teachers, for messages about faults.
         weights: of several teachers; None: all alike.
 
     Attributes:
@@ -64,8 +63,3 @@ class Plain:
 def named_rows(rows: Tensor) -> str:
     """`rows 3, 17`: how a batch is named in an event."""
     return f"rows {', '.join(map(str, rows.tolist()))}"
-
-
-def draws_of(settings: LanguageSettings) -> int:
-    """How often a teacher is asked about a batch."""
-    return settings.ka_forwards if settings.router_mode == "ka" else 1

@@ -20,18 +20,16 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Thresholds
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.modules import without_pieces
-from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
-from ssl_kd.language.objective import Objective, student_side
-from ssl_kd.language.parallel import Trainee
+from ssl_kd.language.fault_explainer import FaultExplainer, examine, rng_state
+from ssl_kd.language.objective import Objective, Term, student_side
+from ssl_kd.language.parallel import DistributedStudent
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass
 from ssl_kd.language.sources import Source, named_rows
-from ssl_kd.language.terms import Term
-from ssl_kd.language.witness import Witness, examine, rng_state
 from ssl_kd.teachers.finite import in_words
 from ssl_kd.training.together import Team
 
@@ -49,14 +47,6 @@ def precision_of(settings: LanguageSettings) -> Precision:
     precision = Precision.for_device(settings.device, asked)
     if settings.model_dtype == "float32":
         precision = dataclasses.replace(precision, teacher=torch.float32)
-    if settings.emulate_fp16 and precision.device.type == "cpu":
-        return dataclasses.replace(
-            precision,
-            teacher=torch.float16,
-            student=torch.float16,
-            scale=True,
-            why="CPU: fp16 emulated, to see what a GPU without bf16 would",
-        )
     return precision
 
 
@@ -120,7 +110,7 @@ class Distiller(Objective):
         student: a causal LM; its trainable weights become float32.
         settings: weights of the terms, optimizer, guard.
         precision: of the forward pass.
-        source: what the teacher says of a batch; None for cross-entropy alone.
+        source: gives the teacher's answer to a batch; None for cross-entropy alone.
         aligned: a teacher with another tokenizer, in place of `source`; batches are `AlignedBatch`.
         events: a file to append the guard's decisions to, or an `EventLog`.
         recorder: keeps the first fault of each part.
@@ -148,7 +138,9 @@ class Distiller(Objective):
         super().__init__(student, settings, precision, source, aligned, others)
         beside = [*self.beside.values()]
         self.team = Team(precision.device)
-        self.trainee = Trainee(student, beside, precision.device, self.team, shard=settings.shard)
+        self.trainee = DistributedStudent(
+            student, beside, precision.device, self.team, shard=settings.shard
+        )
         trained = [
             p for module in (student, *beside) for p in module.parameters() if p.requires_grad
         ]
@@ -180,7 +172,7 @@ class Distiller(Objective):
         self.tokens = 0
         self.learned = dict.fromkeys(self.weights, 0)
         self.recent: list[StudentStep] = []
-        self.witness = Witness(self, recorder)
+        self.explainer = FaultExplainer(self, recorder)
 
     def step(self, batches: Sequence[Batch | AlignedBatch], learning_rate: float) -> StudentStep:
         """Learn from some batches as from one large one.
@@ -209,9 +201,11 @@ class Distiller(Objective):
         sent = torch.stack([*sums.values()]).to("cpu", non_blocking=True)
         try:
             self.guard.before_step()
-            self.witness.explain(batches, rng)  # of a term that is cut out, before the others move
+            self.explainer.explain(
+                batches, rng
+            )  # of a term that is cut out, before the others move
             self.guard.optimizer.step()
-            explain = partial(self.witness.explain, batches, rng)
+            explain = partial(self.explainer.explain, batches, rng)
             updated = bool(self.guard.after_step(on_fault=explain))
         finally:
             self.optimizer.zero_grad()
@@ -234,7 +228,8 @@ class Distiller(Objective):
             router=router,
         )
         self.learned = {name: n + done.learned(name) for name, n in self.learned.items()}
-        self._stop_without_a_term()
+        note = ", in whole or of some rows" if self._lost else ""
+        self.guard.stop_without(self.weights, note)
         return done
 
     def _learn_from(
@@ -275,23 +270,6 @@ class Distiller(Objective):
             of = text if name == "ce" else whole if by_row else sizes[name] * self.team.world
             found[name] *= of / (of - lost) if lost < of else math.nan
 
-    def _stop_without_a_term(self) -> None:
-        """Raise TooFewHealthyParts where a term was cut out for as long as a sick model may be."""
-        patience = self.settings.stop_after or 2 * self.settings.restore_after
-        terms = {name: term for name, term in self.guard.terms.items() if name in self.weights}
-        lost = [name for name, term in terms.items() if int(term.streak) >= patience]
-        if not lost:
-            return
-        for name in lost:  # a run that is resumed once the cause is found begins to count again
-            terms[name].streak.zero_()
-        left = [name for name in terms if name not in lost]
-        why = f"{' and '.join(lost)} was cut out of each of the last {patience} steps"
-        why += ", in whole or of some rows" if self._lost else ""
-        why += f", which learned from {' and '.join(left)} alone" if left else ""
-        step = self.guard.steps - 1
-        self.guard.events.extend([Event(step, "run", "escalation", why, "stopped")])
-        raise TooFewHealthyParts(f"step {step}: {why}")
-
     def _sizes(
         self, batches: Sequence[Batch | AlignedBatch]
     ) -> tuple[int, tuple[int, int], dict[str, float]]:
@@ -317,7 +295,7 @@ class Distiller(Objective):
         return self.source.moved_once(batches, self.answer, self.precision.autocast)
 
     def _router_events(self) -> dict[str, float | None]:
-        """Fetch what the teacher's router had to say."""
+        """Move the events of the teacher's router to the guard; return its numbers."""
         if not isinstance(self.source, Routed) or self.source.record is None:
             return {}
         events, self.source.events = self.source.events, []
@@ -345,7 +323,7 @@ class Distiller(Objective):
             "tokens": self.tokens,
             "learned": self.learned,
             "recent": [dataclasses.asdict(result) for result in self.recent],
-            "explained": sorted(self.witness.explained),
+            "explained": sorted(self.explainer.explained),
             "beside": {
                 name: self.trainee.gathered(module.state_dict())
                 for name, module in self.beside.items()
@@ -371,7 +349,7 @@ class Distiller(Objective):
         }
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
         self.guard.load_state_dict(self._for_all(state["guard"]))
-        self.tokens, self.witness.explained = state["tokens"], set(state["explained"])
+        self.tokens, self.explainer.explained = state["tokens"], set(state["explained"])
         self.learned |= state["learned"]
         self.recent = [StudentStep(**row) for row in state["recent"]]
         for name, module in self.beside.items():

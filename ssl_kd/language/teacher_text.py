@@ -56,9 +56,9 @@ def with_teacher_text(
     """
     rows = _rows(settings, len(blocks))
     decides = ("prompt_tokens", "rollout_tokens", "rollout_temperature", "rollout_top_p", "seed")
-    said = [blocks.digest, teacher.weights_id, str(frozen.model.dtype)]
-    said += [str(getattr(settings, name)) for name in (*decides, "teacher_text")]
-    folder = TEXTS / hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+    key = [blocks.digest, teacher.weights_id, str(frozen.model.dtype)]
+    key += [str(getattr(settings, name)) for name in (*decides, "teacher_text")]
+    folder = TEXTS / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
     work = partial(_write, settings, blocks, rows, teacher, frozen, folder, tell)
     ranks.from_first(work)
     logger.info("the teacher's text of %d rows is in %s", len(rows), folder)
@@ -106,7 +106,14 @@ def _write(
         some = rows[i * PART : (i + 1) * PART]
         with frozen.on_device():
             seeds = [seed_of(settings.seed, row) for row in some]
-            own, _ = continued(blocks, some, seeds, rollouts, settings)
+            own, _ = continued(
+                blocks,
+                some,
+                seeds,
+                rollouts,
+                prompt_tokens=settings.prompt_tokens,
+                rollout_tokens=settings.rollout_tokens,
+            )
         if rollouts.sick:
             raise InputError(
                 f"the teacher {teacher.name} gives logits that are not finite where it writes"

@@ -1,9 +1,8 @@
-"""The training of the language mode: what one step of the loop is for a student.
+"""The training loop of the language mode: rows, steps, log lines and checkpoints of a student.
 
-transformers' Trainer is not used: there a step is one loss and one clip before any callback can
-check it, so a sick term would only be seen once it is summed into the gradient of the weights that
-all terms share. If you use a Trainer, `ssl_kd.hf_trainer.DistillationTrainer` is one whose step is
-another.
+This is the full engine. transformers' Trainer owns data, step and checkpoint, so it cannot resume
+to the bit with the guard's state, replay a fault, or have rows written anew;
+`ssl_kd.hf_trainer.DistillationTrainer` is the loss and the guard alone, for those who stay with it.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def train(
         should_stop: asked before every step; true saves and returns.
 
     Returns:
-        The number of steps done; less than `steps` if it was told to stop.
+        The number of steps done; less than `steps` if it was stopped.
 
     Raises:
         TooFewHealthyParts: training cannot continue, or is over without a step that was learned
@@ -129,8 +128,6 @@ class _Student:
                     following = self._batches(step + 1) if step + 1 < self.steps else []
                     ask_ahead([*batches, *following])
                 result = distiller.step(batches, rate)
-        if settings.clear_cache_every_step and gpus:
-            torch.cuda.empty_cache()
         distiller.recent.append(result)
         self.pace.add(result.tokens)
         self.on_step(step, result)

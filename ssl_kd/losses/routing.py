@@ -8,8 +8,6 @@ the teacher whose router learns and q the student, held fixed, it is KL(p || q):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -62,7 +60,7 @@ def gate_entropy(logits: Tensor) -> Tensor:
         logits: `[token, expert]`.
 
     Returns:
-        `[token]`, float32 (float64 for float64), with gradient: its mean is the entropy bonus.
+        `[token]`, float32 (float64 for float64), with gradient: of its mean, too.
     """
     log_p = torch.log_softmax(saturated(logits, infinities=False), dim=-1)
     return -_times_log(log_p.exp(), log_p)
@@ -88,20 +86,3 @@ def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
 def _times_log(p: Tensor, log: Tensor) -> Tensor:
     """Sum of `p * log`, where an expert at -inf (p exactly 0) adds 0."""
     return (p * torch.where(p == 0, 0, log)).sum(-1)
-
-
-def gate_anchor(weights: Iterable[Tensor], initial: Iterable[Tensor]) -> Tensor:
-    """Squared L2 distance of router weights from their initial values, summed over all tensors.
-
-    Args:
-        weights: router tensors, with gradient.
-        initial: their values at the start, in the same order and shapes; no gradient, any device.
-
-    Returns:
-        A scalar, float32 (float64 for float64).
-    """
-    distances = []
-    for now, before in zip(weights, initial, strict=True):
-        now = now.to(compute_dtype(now))
-        distances.append((now - before.detach().to(now)).square().sum())
-    return torch.stack(distances).sum()

@@ -6,7 +6,6 @@ from statistics import fmean, median
 from typing import Any
 
 from ssl_kd.report.curves import ACTIONS, action_name, loss_curves, perplexity_curve, term_name
-from ssl_kd.report.figures import shares
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import (
     DASH,
@@ -58,7 +57,7 @@ def content(run: RunResults) -> dict[str, Any]:
         "columns": ("teacher", "student before", "student after", "reference"),
         "watched": bool(run.steps or run.events or metrics),
         "guard": _guard(run.events),
-        "memory": shares(config.get("memory") or {}, _size),
+        "memory_text": _memory_text(run),
         "cache": facts(metrics.get("cache") or {}),
         "alignment": facts(metrics.get("alignment") or {}),
         "models": _models(config),
@@ -245,8 +244,11 @@ def _guard(events: list[dict[str, Any]]) -> dict[str, Any]:
     return {"actions": actions, "rows": rows}
 
 
-def _size(mebibytes: float) -> str:
-    return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{number(mebibytes)} MiB"
+def _memory_text(run: RunResults) -> str:
+    used = [v for line in run.steps if finite(v := line.get("gpu_memory_gb")) and v > 0]
+    if not used:
+        return "metrics.jsonl holds no memory of a GPU."
+    return f"At most {number(max(used))} GiB of GPU memory were in use."
 
 
 def _models(config: dict[str, Any]) -> list[dict[str, str]]:

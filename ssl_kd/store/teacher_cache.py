@@ -167,10 +167,6 @@ class TeacherCache(ShardStore):
         chosen = {"method": self.fingerprint.method, **self.kept.facts}
         return chosen | {name: statistics[name] for name in _FACTS}
 
-    def on_device(self, tokens: int) -> int:
-        """Bytes that the answers to so many tokens take on the device of the training."""
-        return self.kept.on_device(tokens)
-
     def __repr__(self) -> str:
         return f"TeacherCache({str(self.folder)!r}, n={self.n}, {self.facts()})"
 

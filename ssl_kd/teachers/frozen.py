@@ -160,14 +160,17 @@ class FrozenTeacher:
         finally:
             self._leave()
 
+    def __call__(self, batch: Any, rows: Tensor) -> LinearTeacher | LogitsTeacher:
+        """As `answer`, for a `Batch` of token blocks on the teacher's device."""
+        return self.answer(batch.model_inputs(), rows)
+
     # Not inference_mode: what comes out of that cannot be saved for a student's backward pass.
     @torch.no_grad()
-    def __call__(self, batch: Any, rows: Tensor) -> LinearTeacher | LogitsTeacher:
+    def answer(self, inputs: Mapping[str, Any], rows: Tensor) -> LinearTeacher | LogitsTeacher:
         """The teacher's answer at some positions of a batch.
 
         Args:
-            batch: a `Batch` of token blocks on the teacher's device; `batch.model_inputs()` are
-                the model's keyword arguments.
+            inputs: the model's keyword arguments, `input_ids` `[batch, token]` and others.
             rows: int64 `[n]` into the flattened `[batch * token]` positions.
 
         Returns:
@@ -175,7 +178,6 @@ class FrozenTeacher:
             dtype, whatever autocast is around it.
         """
         self.model.eval()
-        inputs = batch.model_inputs()
         with self.on_device(), torch.autocast(self.device.type, enabled=False):
             if not self.linear:
                 logits = self.model(**inputs, use_cache=False).logits

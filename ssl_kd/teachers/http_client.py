@@ -102,7 +102,7 @@ async def _exchange(url: str, body: bytes | None, timeout: float, largest: int) 
                 content = b""  # the status says enough
             return Answer(response.status, response.reason or "", response.headers, content)
     except asyncio.TimeoutError:
-        raise NoAnswer(f"no whole answer came in {timeout:g} s, TEACHER_TIMEOUT") from None
+        raise NoAnswer(f"no whole answer came in {timeout:g} s") from None
     except (aiohttp.ClientError, OSError) as error:
         raise NoAnswer(_reason(error)) from None
 
@@ -187,15 +187,8 @@ def _reason(error: Exception) -> str:
     return short(getattr(error, "message", "") or str(cause) or type(error).__name__)
 
 
-def is_file(url: str | None) -> bool:
-    """Return whether TEACHER_URL is a file of answers."""
-    return url is not None and "://" not in url and url.endswith(".jsonl")
-
-
 def check_url(url: str) -> None:
-    """Raise InputError where this is neither a file nor an API's address, or holds a secret."""
-    if is_file(url):
-        return
+    """Raise InputError where this is not an API's address, or holds a secret."""
     if "@" in url:
         raise InputError(
             f"TEACHER_URL holds a name or password, which would stand in the run's files: put the "
@@ -214,5 +207,5 @@ def check_url(url: str) -> None:
     except ValueError:
         raise InputError(
             f"TEACHER_URL is {short([url])[1:-1]}, expected an address as "
-            "http://host:8000/v1 in ASCII, with a port up to 65535, or a file of answers.jsonl"
+            "http://host:8000/v1 in ASCII, with a port up to 65535"
         ) from None

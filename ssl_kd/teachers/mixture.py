@@ -27,7 +27,6 @@ from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.routing import gate_entropy, gate_kl
 
 Mode = Literal["native", "all", "ka", "sar"]
-Renorm = Literal["selected", "native"]
 
 ROUTERS: dict[str, bool | str] = {
     "MixtralTopKRouter": True,
@@ -141,21 +140,17 @@ class Mixture:
     """Steers the routers of a mixture-of-experts language model.
 
     The gate's softmax runs in float32, over the chosen experts. What the chosen weights sum to is
-    `renorm`: `selected`, to one, the paper's form; `native`, to what they sum to in the model as it
-    came, which is one where it renormalises the k largest and their probability where it does not
-    (`norm_topk_prob=False`). Those models were trained on that smaller sum, and more experts at
-    weight one scale up the output of every layer: a small OLMoE of 8 experts, 2 active, trained on
-    stories lost 0.094 and 0.047 nats per byte in mode `all` under `selected` (two seeds), 0.058 and
-    0.030 under `native`. So the default is `selected` for routers that renormalise (Mixtral;
-    Qwen2-MoE, Qwen3-MoE and OLMoE with `norm_topk_prob`), where the two are the same, and `native`
-    for those that do not.
+    what they sum to in the model as it came: one where it renormalises the k largest, and their
+    probability where it does not (`norm_topk_prob=False`). Those models learned with that smaller
+    sum, and more experts at weight one scale up the output of every layer: a small OLMoE of 8
+    experts, 2 active, trained on stories lost 0.094 and 0.047 nats per byte in mode `all` with
+    weights that sum to one (two seeds), 0.058 and 0.030 as here.
 
     Shared experts stay as they are. Gates by a sigmoid (DeepSeek-V3, GLM-4-MoE) are refused.
 
     Args:
         model: a Hugging Face causal language model with routers of `ROUTERS`. It is given hooks; a
             copy made of it from now on would hold them, too.
-        renorm: see above; None for the default of this model.
 
     Attributes:
         model: the model.
@@ -163,15 +158,12 @@ class Mixture:
         layers: how many there are.
         n_experts: N, without shared experts.
         k: how many are active as the model came.
-        renorm: what chosen weights sum to.
 
     Raises:
         ValueError: a dense model; routers of another kind; layers of different sizes.
     """
 
-    def __init__(self, model: nn.Module, renorm: Renorm | None = None) -> None:
-        if renorm not in (None, *get_args(Renorm)):
-            raise ValueError(f"renorm must be 'selected' or 'native', got {renorm!r}")
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.routers: dict[str, Any] = _find_routers(model)
         shapes = {(*r.weight.shape, r.top_k) for r in self.routers.values()}
@@ -186,7 +178,6 @@ class Mixture:
                 f"{type(model).__name__} has {self.n_experts} expert; expected at least 2"
             )
         self._renormalises = _renormalises(next(iter(self.routers.values())))
-        self.renorm: Renorm = renorm or default_renorm(model)
         self._original = {
             name: value.detach().to("cpu", copy=True)
             for name, value in self.router_parameters().items()
@@ -232,7 +223,7 @@ class Mixture:
             self._routing = before
 
     @contextmanager
-    def as_it_came(self) -> Iterator[None]:
+    def original_router(self) -> Iterator[None]:
         """The original routers for a while, for a judgement that does not move with them."""
         parameters = self.router_parameters()
         now = {name: parameter.data for name, parameter in parameters.items()}
@@ -270,10 +261,6 @@ class Mixture:
             for key, value in router.named_parameters(recurse=False)
         }
 
-    def original_parameters(self) -> dict[str, Tensor]:
-        """The same tensors as they were when the mixture was made, on the CPU."""
-        return self._original
-
     def _route(
         self, layer: int, name: str, router: Any, args: tuple[Tensor], output: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...] | None:
@@ -287,7 +274,7 @@ class Mixture:
         exact = logits.to(compute_dtype(logits))
         index = self._choose(exact.detach())
         weights = torch.softmax(exact.gather(1, index), dim=-1)
-        if self.renorm == "native" and not self._renormalises:
+        if not self._renormalises:
             weights = weights * exact.softmax(-1).topk(self.k, -1).values.sum(-1, keepdim=True)
         self._record(layer, name, hidden, logits, index)
         # The dtype of the model's own weights, but Mixtral's are float32 in float64, too.
@@ -406,16 +393,6 @@ class Mixture:
 def is_mixture(model: nn.Module) -> bool:
     """Whether a model has routers that `Mixture` can steer."""
     return any(type(module).__name__ in ROUTERS for module in model.modules())
-
-
-def default_renorm(model: nn.Module) -> Renorm:
-    """What the weights of the chosen experts sum to where nothing is said; see `Mixture`.
-
-    Raises:
-        ValueError: as by `Mixture`.
-    """
-    router = next(iter(_find_routers(model).values()))
-    return "selected" if _renormalises(router) else "native"
 
 
 def _find_routers(model: nn.Module) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.loop import Guard
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
-from ssl_kd.losses.routing import gate_anchor, load_balance
+from ssl_kd.losses.routing import load_balance
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 
 _PART = "router"
@@ -52,24 +52,20 @@ class RouterStep:
     """Trains the routers of a mixture, and nothing else, with an optimizer of their own.
 
     One step minimises KL(p || q), p the teacher with every expert active and q the student, which
-    stays fixed, plus `balance * (CV(m)^2 + CV(P)^2)` summed over layers, plus `anchor` times the
-    squared distance from the initial weights, minus `entropy` times the gates' mean entropy. The
-    gradient of every router runs through the layers above it, so this is a backward pass through
-    the frozen teacher.
+    stays fixed, plus `balance * (CV(m)^2 + CV(P)^2)` summed over layers. The gradient of every
+    router runs through the layers above it, so this is a backward pass through the frozen teacher.
 
     A router could win by imitating the student: KL(original gate || now) is measured at every step,
     and beyond `drift_limit` the router stays as it is for the rest of the run.
 
-    `step` is the whole of it. For one joint step with the student, run both and `backward` of their
-    loss plus `regularisation` inside `routed`, then `update`.
+    `step` is the whole of it, for a loss that is computed in one pass. For several batches run
+    `backward` of each loss, and of `regularisation`, inside `routed`, then `update`.
 
     Args:
         mixture: its model is frozen, except for the routers; those become float32.
         learning_rate: of AdamW, at least 0.
         weight_decay: of AdamW.
         balance: weight of the load balance, beta in the paper.
-        anchor: weight of the squared distance from the initial weights.
-        entropy: weight of the entropy bonus.
         max_norm: the norm of all router gradients is clipped to this.
         drift_limit: in nats, mean over layers and real tokens.
         gradient_checkpointing: layers are run again in the backward pass instead of kept in memory.
@@ -89,8 +85,6 @@ class RouterStep:
         learning_rate: float = 1e-5,
         weight_decay: float = 0.0,
         balance: float = 0.01,
-        anchor: float = 0.0,
-        entropy: float = 0.0,
         max_norm: float = 1.0,
         drift_limit: float = 0.5,
         gradient_checkpointing: bool = False,
@@ -100,8 +94,6 @@ class RouterStep:
             "learning_rate": learning_rate,
             "weight_decay": weight_decay,
             "balance": balance,
-            "anchor": anchor,
-            "entropy": entropy,
         }
         for name, value in at_least_0.items():
             if not 0 <= value < math.inf:
@@ -110,8 +102,7 @@ class RouterStep:
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         self.mixture = mixture
-        self.balance, self.anchor, self.entropy = balance, anchor, entropy
-        self.drift_limit = drift_limit
+        self.balance, self.drift_limit = balance, drift_limit
         model: Any = mixture.model
         model.requires_grad_(False)
         self._parameters = mixture.router_parameters()
@@ -149,14 +140,7 @@ class RouterStep:
 
     def regularisation(self, gates: Gates) -> Tensor:
         """What is added to the objective, a scalar with gradient to the routers."""
-        total = self.balance * load_balance(gates.mass(), gates.counts()).sum()
-        if self.anchor:
-            initial = self.mixture.original_parameters()
-            before = [initial[name] for name in self._parameters]
-            total = total + self.anchor * gate_anchor(self._parameters.values(), before)
-        if self.entropy:
-            total = total - self.entropy * gates.entropy().mean()
-        return total
+        return self.balance * load_balance(gates.mass(), gates.counts()).sum()
 
     def step(
         self, objective: Callable[[], Tensor], mask: Tensor | None = None, *, step: int = 0

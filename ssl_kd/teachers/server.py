@@ -8,8 +8,7 @@ import math
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
@@ -32,6 +31,7 @@ from ssl_kd.teachers.http_client import (
 
 logger = logging.getLogger(__name__)
 
+TIMEOUT, PATIENCE = 120.0, 300.0  # seconds, see `CompletionServer`
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds between two attempts
 TRY_AGAIN = (408, 409, 425, 429)  # of HTTP; and all from 500
 # One answer at a time is Python objects, many times its numbers: in a row they take no longer.
@@ -75,55 +75,7 @@ class _Wrong(Exception):
     token: int | None = None
 
 
-class PromptAnswers(ABC):
-    """Who gives vLLM's `prompt_logprobs` of prompts of token ids; every number is checked."""
-
-    @abstractmethod
-    def check(self, tokens: int) -> None:
-        """See whether prompts of so many tokens can be answered."""
-
-    @abstractmethod
-    def expect(self, prompts: Iterable[Sequence[int]], k: int) -> None:
-        """Be told what will be asked; who knows now that it has no answer to some says so."""
-
-    @abstractmethod
-    def _complete(self, prompt: Sequence[int], k: int) -> Callable[[], Any]:
-        """Ask; what reads the `prompt_logprobs` of the answer, unchecked."""
-
-    @abstractmethod
-    def _failed(self, words: str, prompt: Sequence[int] = ()) -> UserError:
-        """What is raised where an answer to a prompt cannot be."""
-
-    def top_k(
-        self, prompt: Sequence[int], k: int, vocabulary: int, where: str = "prompt", first: int = 0
-    ) -> PromptTopK:
-        """The k likeliest tokens after each token of a prompt.
-
-        Args:
-            prompt: ids of two tokens or more.
-            k: how many; a server of vLLM gives as many as its `--max-logprobs`, 20 if not told
-                otherwise.
-            vocabulary: ids that the teacher's tokenizer has; none beyond may be among them.
-            where: what the prompt is called in an error.
-            first: number of its first token there.
-
-        Raises:
-            ServerFailed: the server did not answer for as long as the patience; it refused; or its
-                answer cannot be: of another model, misaligned, of fewer tokens, with
-                log-probabilities that are NaN, above 0 or unsorted, with ids beyond the
-                vocabulary, or with more than all of the mass. Names server, prompt and token.
-            InputError: the same of a file; names its line.
-        """
-        try:
-            entries = self._complete(prompt, k)
-            with _READING:
-                return _read(entries(), prompt, k, vocabulary)
-        except _Wrong as fault:
-            place = "" if fault.token is None else f", token {first + fault.token}"
-            raise self._failed(f"{fault.words} ({where}{place})", prompt) from None
-
-
-class CompletionServer(PromptAnswers):
+class CompletionServer:
     """A server of OpenAI's completions that gives `prompt_logprobs`, as vLLM does.
 
     Prompts are token ids, so that nothing is tokenised on the other side. The log-probabilities
@@ -143,7 +95,7 @@ class CompletionServer(PromptAnswers):
     """
 
     def __init__(
-        self, url: str, model: str, *, timeout: float = 120.0, patience: float = 300.0
+        self, url: str, model: str, *, timeout: float = TIMEOUT, patience: float = PATIENCE
     ) -> None:
         check_url(url)
         api_key()
@@ -180,10 +132,53 @@ class CompletionServer(PromptAnswers):
                 f"{room - 1} or less, or start the server with a larger --max-model-len"
             )
 
-    def expect(self, prompts: Iterable[Sequence[int]], k: int) -> None:
-        """A server answers whatever comes."""
+    def top_k(
+        self, prompt: Sequence[int], k: int, vocabulary: int, where: str = "prompt", first: int = 0
+    ) -> PromptTopK:
+        """The k likeliest tokens after each token of a prompt.
+
+        Args:
+            prompt: ids of two tokens or more.
+            k: how many; a server of vLLM gives as many as its `--max-logprobs`, 20 if not told
+                otherwise.
+            vocabulary: ids that the teacher's tokenizer has; none beyond may be among them.
+            where: what the prompt is called in an error.
+            first: number of its first token there.
+
+        Raises:
+            ServerFailed: the server did not answer for as long as the patience; it refused; or its
+                answer cannot be: of another model, misaligned, of fewer tokens, with
+                log-probabilities that are NaN, above 0 or unsorted, with ids beyond the
+                vocabulary, or with more than all of the mass. Names server, prompt and token.
+        """
+        try:
+            entries = self._complete(prompt, k)
+            with _READING:
+                return _read(entries(), prompt, k, vocabulary)
+        except _Wrong as fault:
+            place = "" if fault.token is None else f", token {first + fault.token}"
+            raise self._failed(f"{fault.words} ({where}{place})") from None
+
+    def texts(self, prompt: Sequence[int], k: int) -> dict[int, str]:
+        """What the server's own tokenizer writes for the k likeliest tokens of a prompt, by id.
+
+        Empty where it does not say so.
+
+        Raises:
+            ServerFailed: as by `top_k`, of which `prompt` and `k` are.
+        """
+        try:
+            entries = [entry for entry in self._complete(prompt, k)() if entry]
+            pairs = [(i, one.get("decoded_token")) for entry in entries for i, one in entry.items()]
+            return {_token_id(i, 0): text for i, text in pairs if isinstance(text, str)}
+        except _Wrong as fault:
+            raise self._failed(fault.words) from None
+        except (TypeError, AttributeError) as fault:
+            words = f"gives no log-probabilities: {short(str(fault))}"
+            raise self._failed(words) from None
 
     def _complete(self, prompt: Sequence[int], k: int) -> Callable[[], Any]:
+        """Ask; return what reads the `prompt_logprobs` of the answer, unchecked."""
         asked = {
             "model": self.model,
             "prompt": list(prompt),
@@ -194,7 +189,7 @@ class CompletionServer(PromptAnswers):
         content = self._ask("completions", asked)
         return lambda: _entries(self._parsed(content), self.model)
 
-    def _failed(self, words: str, prompt: Sequence[int] = ()) -> ServerFailed:
+    def _failed(self, words: str) -> ServerFailed:
         return ServerFailed(printable(hidden(f"the teacher's server {self.url} {words}")))
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
@@ -207,8 +202,8 @@ class CompletionServer(PromptAnswers):
                 left = until - time.monotonic()
                 if left <= 0 or fault.after > left:
                     raise self._failed(
-                        f"{fault.words}; it was asked again for {self._patience:g} s "
-                        "(TEACHER_PATIENCE). Once it is back, start again (a run with --resume)"
+                        f"{fault.words}; it was asked again for {self._patience:g} s. Once it is "
+                        "back, start again (a run with --resume)"
                     ) from None
                 self._say(f"{fault.words}: it is asked again for {left:.0f} s")
                 time.sleep(max(fault.after, min(pause, left)))

@@ -513,7 +513,7 @@ ROWS = {
     ),
     112: Row(
         "a teacher's server is gone, dies in the middle of a run, or breaks off an answer",
-        "asked again for TEACHER_PATIENCE seconds, then one line; a resumed run ends with"
+        "asked again for five minutes, then one line; a resumed run ends with"
         " the same bits, a cache asks for the missing files alone",
     ),
     113: Row(
@@ -654,7 +654,7 @@ ROWS = {
     ),
     146: Row(
         "a teacher's server drips its answer, or sends one without end, or a compressed bomb",
-        "given up after TEACHER_TIMEOUT as a whole; no more is read than what was asked for",
+        "given up after two minutes as a whole; no more is read than what was asked for",
     ),
     147: Row(
         "TEACHER_URL cannot be an address, or holds a secret",

@@ -583,7 +583,7 @@ def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on():
 
 # --- float16 --------------------------------------------------------------------------------------
 
-HALF = {"model_dtype": "float16", "emulate_fp16": True}
+HALF = {"model_dtype": "float16"}  # with the fixture `float16_here`
 
 
 @row(59)
@@ -619,7 +619,7 @@ def test_a_head_that_overflows_under_autocast_has_a_finite_loss_and_gradient(lin
 
 @row(59)
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
-def test_no_step_is_lost_to_a_float16_teacher_whose_logits_overflow(kind):
+def test_no_step_is_lost_to_a_float16_teacher_whose_logits_overflow(kind, float16_here):
     """In a Llama the product with the head is the loss's own, in a Gemma 2 the model's."""
     half = precision_of(LanguageSettings(**{**FAST, **HALF}))
     assert half.student == half.teacher == torch.float16
@@ -955,6 +955,8 @@ def _log(path):
 def test_an_interrupted_run_ends_to_the_bit_as_one_that_was_not(world, kind, request):
     if kind == "from a cache":
         request.getfixturevalue("cached")
+    if kind == "float16":
+        request.getfixturevalue("float16_here")
     asked = _asked(world, RUNS[kind], max_steps=8, checkpoint_every=3)
     whole = run(asked.replace(run_name="whole"))
     with pytest.raises(Interrupted):

@@ -1,5 +1,6 @@
 """Rows 74 to 79: what is asked for and absent is never healthy."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ from ssl_kd.cli.failures import VISION_MEMORY  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
+from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.student import NotFinite, add_lora, save_student  # noqa: E402
 from ssl_kd.training.folder import RunFolder  # noqa: E402
@@ -100,8 +102,16 @@ def test_a_teacher_that_is_not_learned_from_may_be_sick(world):
 @row(75)
 @pytest.mark.parametrize("bf16", [True, False])
 def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, caplog, bf16):
-    halves = ((torch.bfloat16,) if bf16 else ()), ""
+    halves, half = ((torch.bfloat16,) if bf16 else (), ""), torch.float16
+
+    def emulated(settings):
+        precision = precision_of(settings)
+        if settings.model_dtype != "float16":
+            return precision
+        return dataclasses.replace(precision, teacher=half, student=half, scale=True)
+
     monkeypatch.setattr("ssl_kd.guard.precision.DeviceInfo.halves", lambda self: halves)
+    monkeypatch.setattr("ssl_kd.language.run.precision_of", emulated)
     folder = world.spoilt("teacher", overflow)
     path = run(world.settings(teacher_model=str(folder), **HALF))
     used = "bfloat16" if bf16 else "float32"
@@ -117,7 +127,11 @@ def test_a_teacher_that_overflows_in_float16_runs_wider(world, monkeypatch, capl
 
 
 @row(75)
-def test_a_teacher_that_is_nan_in_float16_and_beyond_is_refused(world, distill):  # noqa: F811
+def test_a_teacher_that_is_nan_in_float16_and_beyond_is_refused(
+    world,
+    distill,  # noqa: F811
+    float16_here,
+):
     folder = world.spoilt("teacher", poison)
     code, error = distill(world.settings(teacher_model=str(folder), **HALF))
     assert code == 2 and f"teacher weight {UP} came in not finite" in one_line(error)

@@ -153,7 +153,7 @@ def test_a_batch_without_a_row_for_each_rank_is_refused(settings, monkeypatch):
         run(settings(shard=True))
     monkeypatch.delattr("torch.cpu.Stream.record_event", raising=False)  # as before torch 2.7
     with pytest.raises(SettingsError, match="SHARD is True on the CPU"):
-        check_ranks(settings(shard=True), Ranks(0, 2, "cpu"))
+        check_ranks(Ranks(0, 2, "cpu"), 8, shard=True)
 
 
 @row(105)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ssl_kd.errors import InputError, MissingPackage
-from ssl_kd.language import task
+from ssl_kd.language import prepare as task
 from ssl_kd.language.caching import cache_teacher
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
@@ -134,14 +134,14 @@ def test_tied_weights_and_adapters_in_another_dtype(tiny, tmp_path):
 
 
 def test_attention_is_computed_as_it_is_asked_for(settings, monkeypatch):
-    from ssl_kd.language import task
+    from ssl_kd.language import prepare as task
 
     seen = []
     real = task.lay_out
 
-    def look(settings, texts, student, teacher, aligned, more):
+    def look(size, packing, texts, student, teacher, more, **options):
         seen.extend(lm.model.config._attn_implementation for lm in (student, teacher))
-        return real(settings, texts, student, teacher, aligned, more)
+        return real(size, packing, texts, student, teacher, more, **options)
 
     monkeypatch.setattr(task, "lay_out", look)
     run(settings(attn_implementation="eager", max_steps=1))

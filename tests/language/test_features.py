@@ -188,16 +188,16 @@ def test_a_nan_in_a_term_leaves_the_step_as_without_it_to_the_bit(tiny, distil, 
     sick, alone = distil(), distil(**{f"alpha_{name}": 0.0})
     layer = sick.source.model.model.layers[1]
     spoiled = layer if name == "hidden" else layer.self_attn.v_proj
-    # After the term has heard: the teacher itself goes on as it was.
+    # After the term has recorded it: the teacher itself goes on as it was.
     term = next(term for term in sick.others if term.name == name)
-    hear = term._hear
+    record = term._record
 
     def poisoned(which, module, inputs, out):
-        hear(which, module, inputs, out)
+        record(which, module, inputs, out)
         if module is spoiled:
-            term._heard[which] = term._heard[which] * math.nan
+            term._recorded[which] = term._recorded[which] * math.nan
 
-    term._hear = poisoned
+    term._record = poisoned
     for _ in range(2):
         got, expected = sick.step([batch], 1e-2), alone.step([batch], 1e-2)
         assert got.updated and math.isnan(got.terms[name]) and name not in expected.terms
@@ -212,7 +212,7 @@ def test_nothing_is_kept_or_hooked_between_steps(tiny, distil):
     distiller.step([tiny.blocks().batch(range(4))], 1e-2)
     for model in (distiller.student, distiller.source.model):
         assert not any(module._forward_hooks for module in model.modules())
-    assert all(not term._heard for term in distiller.others)
+    assert all(not term._recorded for term in distiller.others)
 
 
 # --- settings and runs ----------------------------------------------------------------------------

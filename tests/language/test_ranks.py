@@ -93,12 +93,6 @@ KINDS = {
         "schedule": "temperature:1, alpha_hidden:0.1:cosine",
     },
     "router": {"teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
-    "joint router": {
-        "teacher_model": "mixture",
-        "router_mode": "sar",
-        "router_joint": True,
-        "gradient_accumulation_steps": 2,
-    },
     "experts": {"teacher_model": "mixture", "router_mode": "all"},
     "draws": {"teacher_model": "mixture", "router_mode": "ka", "cache_method": "topk"},
     "adapters": {"student_model": "student", "lora_rank": 2},
@@ -138,7 +132,7 @@ def test_a_cached_teacher_teaches_two_ranks_as_one(settings, tmp_path, method):
 def test_ranks_train_a_teacher_together(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     change = {"teacher_model": "train", "teacher_steps": 3, "teacher_size": "1x16"}
-    change |= {"vocabulary": 300, "max_steps": 2}
+    change |= {"max_steps": 2}
     two = by(2, settings(**change, run_name="two"))
     assert metrics(two)["table"][0]["name"] == "teacher"
     assert_near(by(1, settings(**change, run_name="one")), two)  # finds it

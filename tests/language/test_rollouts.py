@@ -15,11 +15,11 @@ from ssl_kd.datasets.blocks import Blocks  # noqa: E402
 from ssl_kd.errors import InputError  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.language import rollouts as rollouts_module  # noqa: E402
+from ssl_kd.language.prepare import prepare  # noqa: E402
 from ssl_kd.language.replay import replay  # noqa: E402
 from ssl_kd.language.rollouts import Generated, prompt_length, writer  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.step import precision_of  # noqa: E402
-from ssl_kd.language.task import prepare  # noqa: E402
 from ssl_kd.language.train import train  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
@@ -463,10 +463,12 @@ def lines(path, name):
     {"divergence": "distillm2", "on_policy": 1.0, "teacher_text": 1.0, "baseline": True},
     {"on_policy": 1.0, "gradient_checkpointing": True, "rollout_top_p": 0.9},
     {"on_policy": 0.0, "teacher_text": 0.5, "rollout_temperature": 0.0},
-    {"model_dtype": "float16", "emulate_fp16": True},
+    {"model_dtype": "float16"},
     {"on_policy": 1.0, "teacher_model": "mixture", "router_mode": "sar", "router_lr": 1e-2},
 ], ids=lambda changes: " ".join(changes))  # fmt: skip
-def test_a_run_learns_from_what_was_written(settings, models, tmp_path, monkeypatch, changes):
+def test_a_run_learns_from_what_was_written(
+    settings, models, tmp_path, monkeypatch, float16_here, changes
+):
     monkeypatch.chdir(tmp_path)
     if "teacher_model" in changes:
         changes = changes | {"teacher_model": models(changes["teacher_model"])}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.language.run import run
-from ssl_kd.language.schedules import Move, at_step, moves_of
+from ssl_kd.language.schedules import Move
 from ssl_kd.language.train import train
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.frozen import FrozenTeacher
@@ -33,12 +33,12 @@ def test_a_setting_goes_from_its_own_value_to_the_end(shape, values):
 
 def test_a_schedule_is_read_in_either_case_and_with_spaces(tiny):
     settings = tiny.settings(schedule=" TEMPERATURE: 1, alpha_kd:0.1 : cosine,alpha_ce:1e-2")
-    assert moves_of(settings) == [
+    assert settings.moves == [
         Move("temperature", 1.0, "linear"),
         Move("alpha_kd", 0.1, "cosine"),
         Move("alpha_ce", 0.01, "linear"),
     ]
-    now = at_step(settings, 2, 5)
+    now = settings.at_step(2, 5)
     assert now.schedule is None
     values = now.temperature, now.alpha_kd, now.alpha_ce
     assert values == pytest.approx((1.5, 0.3, 0.255))

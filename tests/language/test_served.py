@@ -35,6 +35,7 @@ K = 8
 def server(tiny, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setitem(CompletionServer.__init__.__kwdefaults__, "patience", 0.2)
     with Server(tiny.model(spread=0.3)) as running:  # the model of `models("teacher")`
         yield running
 
@@ -54,7 +55,7 @@ def served(settings, server, tokenizer_alone):
 
     def change(**changes):
         own = {"teacher_url": server.url, "teacher_served_as": "teacher", "temperature": 1.0}
-        own |= {"teacher_model": tokenizer_alone, "teacher_top_k": K, "teacher_patience": 0.2}
+        own |= {"teacher_model": tokenizer_alone, "teacher_top_k": K}
         return settings(**{**own, "student_model": "llama:1x32", **changes})
 
     return change
@@ -301,7 +302,7 @@ def test_a_run_may_go_on_with_the_server_at_another_address(served, server, tiny
     with pytest.raises(ServerFailed):
         run(served())
     with Server(server.model) as other:
-        again = served(teacher_url=other.url, teacher_patience=1.0, resume=True)
+        again = served(teacher_url=other.url, resume=True)
         assert weights(run(again)) == weights(whole) and other.asked
 
 

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
+from ssl_kd.language.fault_explainer import trained
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.train import train
-from ssl_kd.language.witness import trained
 from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.bits import same
 

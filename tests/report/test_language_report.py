@@ -29,9 +29,8 @@ def run(tmp_path) -> Path:
         "student": {"name": "layers:2", "parameters": 901_120, "trained": 8192,
                     "vocabulary": 2048, "layers": 2},
         "data": {"name": "/home/me/stories.jsonl", "train_tokens": 1_234_567, "eval_tokens": 51_200,
-                 "documents": 4321, "left_out": ["stories.jsonl:17: empty", "stories.jsonl:90"]},
-        "memory": {"teacher": 13.0, "student": 3.44, "optimizer": 10.3, "activations": 2048.0,
-                   "loss": 64.0}})  # fmt: skip
+                 "documents": 4321,
+                 "left_out": ["stories.jsonl:17: empty", "stories.jsonl:90"]}})  # fmt: skip
     put(folder, "metrics.json", {
         "best_step": 150, "steps": 200, "tokens": 409_600, "success_rate": 0.99,
         "events": 3, "seconds": {"teacher": 3.0, "train": 80.2, "total": 110.4},
@@ -128,7 +127,7 @@ def test_all_numbers_of_the_run_are_there(run):
         *("40 questions, 22.1 to 50.5 % of them right (95 % interval)",),
         *("evaluation batches left out, not finite: 2", "steps200", "tokens409,600"),
         *("tokens per second5,095", "12.35 at step 150", "steps that went through, %99"),
-        *("top-k", "64", "260", "0.0132", "0.0071", "teacher", "13 MiB", "2.0 GiB", "3.0 s"),
+        *("top-k", "64", "260", "0.0132", "0.0071", "teacher", "3.0 s"),
         *(
             "80 s",
             "bytes per token",
@@ -212,7 +211,7 @@ def test_user_text_is_inert(run):
            generations=[{"prompt": evil[0], "teacher": evil[1], "before": evil[2],
                          "after": "</pre><script>x</script>", "reference": evil[3]}])  # fmt: skip
     change(run, "config.json", command=evil[2], settings={evil[0]: evil[2]}, precision=evil[0],
-           teacher={"name": evil[2]}, memory={evil[0]: 2.0},
+           teacher={"name": evil[2]},
            data={"name": evil[0], "left_out": [evil[2], evil[0]]})  # fmt: skip
     change_row(run, "CE alone", name=evil[0])
     write_lines(run / "events.jsonl", [{"step": 3, "part": evil[0], "action": evil[2]}])
@@ -248,7 +247,7 @@ def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
         *("It is not known what the student learned", "no metrics.json: the run has not ended"),
         *("no table of scores", "no loss curves", "no evaluation with a finite perplexity"),
         *("no generations", "No step was logged", "holds no times"),
-        *("no estimate of the memory", "describes no cache", "does not describe the models"),
+        *("no memory of a GPU", "describes no cache", "does not describe the models"),
         *("does not describe the data", "holds no settings", "does not hold the command"),
     ):
         assert what in page.text, what
@@ -263,7 +262,6 @@ def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
     seconds = {"train": None, "total": float("nan")}
     cache = {"method": "top-k", "k": None, "tail_mass": float("nan")}
     change(run, "metrics.json", success_rate=None, seconds=seconds, cache=cache, tokens=None)
-    change(run, "config.json", memory={"teacher": None, "student": float("nan")})
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 210, "ce": null, "kd": NaN, "success_rate": null}\n')
         file.write('{"step": 210, "eval": {"perplexity": null}}\n')
@@ -273,7 +271,7 @@ def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "No finite perplexity at step 210." in page.text
     assert "steps that went through, %97.5" in page.text  # the mean of the log
-    assert "no estimate of the memory" in page.text and "holds no times" in page.text
+    assert "no memory of a GPU" in page.text and "holds no times" in page.text
     row = source[source.index('<th scope="row">student<') :]
     cells = re.findall(r'<td class="n">(.*?)</td>', row[: row.index("</tr>")])
     assert cells == ["–", "0.99", "–", "–", "–", "35.0", "90.0"]

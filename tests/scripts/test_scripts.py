@@ -54,7 +54,7 @@ def test_sar_scripts_take_the_older_flags_and_do_what_they_are_called(
 ):
     words = "--model_dtype float32 --per_device_batch_size 1 --student_lr 1e-5 --router_lr 1e-3"
     words += " --temperature 2.0 --alpha_kd 0.1 --alpha_ce 0.9 --max_grad_norm 0.5 --save_steps 2"
-    words += " --gradient_accumulation_steps 2 --clear_cache_every_step --seed 3"
+    words += " --gradient_accumulation_steps 2 --seed 3"
     words += " --teacher_offload"
     models = ["--teacher_model", house / kind, "--student_model", "llama:1x32"]
     text = ["--data_path", house / "stories.jsonl"]

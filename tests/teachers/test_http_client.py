@@ -208,7 +208,7 @@ DRIPS = {
 @fault(146)
 def test_a_server_that_drips_is_given_up_after_the_timeout(local, act):
     local.act, start = act, time.monotonic()
-    with pytest.raises(ServerFailed, match=r"no whole answer came in 0\.3 s, TEACHER_TIMEOUT"):
+    with pytest.raises(ServerFailed, match=r"no whole answer came in 0\.3 s"):
         ask(local, timeout=0.3)
     assert time.monotonic() - start < 3
 
@@ -346,7 +346,7 @@ def test_a_name_that_is_not_known_is_one_line(local, monkeypatch):
 def test_a_name_that_is_looked_up_for_ever_ends_in_time(local, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(2))
     start = time.monotonic()
-    with pytest.raises(http_client.NoAnswer, match="TEACHER_TIMEOUT"):
+    with pytest.raises(http_client.NoAnswer, match="no whole answer came in"):
         exchange("http://teacher.invalid/v1", None, timeout=0.2, largest=9)
     assert time.monotonic() - start < 1.5
 
@@ -403,7 +403,7 @@ def test_a_secret_in_an_address_is_refused_unseen(url):
     "url",
     [
         *("http://localhost:8000/v1", "https://api.example.com/v1/", "http://[::1]:8000/v1"),
-        *("http://127.0.0.1", "http://node_12:65535/a/b~c%20d", "https://x.y.:1/v1", "a.jsonl"),
+        *("http://127.0.0.1", "http://node_12:65535/a/b~c%20d", "https://x.y.:1/v1"),
         *("http://xn--n3h.example/v1", "http://[::ffff:1.2.3.4]/v1", "http://my_vllm-0.ns.svc/v1"),
     ],
 )

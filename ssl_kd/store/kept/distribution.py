@@ -80,10 +80,6 @@ class KeptTokens(Kept):
             "entropy": (-0.01, most),
         }
 
-    def on_device(self, tokens: int) -> int:
-        """As `Kept.on_device`: int64 tokens with float32 weights, and a number more."""
-        return tokens * (12 * self.k + 4)
-
 
 def logits_of(answer: Whole, vocabulary: int | None) -> Callable[[int, int], Tensor]:
     """The first `vocabulary` logits of positions `start` to `stop`, a float32 copy."""

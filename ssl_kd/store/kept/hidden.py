@@ -115,11 +115,6 @@ class LastHidden(Kept):
         self._bias = None if self._bias is None else self._bias.to(hidden.device)
         return LinearTeacher(hidden.to(self._weight.dtype), self._weight, self._bias)
 
-    def on_device(self, tokens: int) -> int:
-        """As `Kept.on_device`."""
-        assert self._weight is not None, "load was not called"
-        return self._head_bytes() + tokens * self.dim * self._weight.itemsize
-
     def _head_bytes(self) -> int:
         return sum(x.nbytes for x in (self._weight, self._bias) if x is not None)
 

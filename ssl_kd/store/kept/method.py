@@ -93,10 +93,6 @@ class Kept(ABC):
     def answer(self, column: Callable[[str], Tensor]) -> TeacherOutput:
         """The answer at some positions, from what the columns hold there."""
 
-    @abstractmethod
-    def on_device(self, tokens: int) -> int:
-        """Bytes that answers at so many positions take on the device of the training."""
-
     def save(self, folder: Path, answer: Live) -> list[Path]:
         """Write what is kept once for all positions; the files, those already there included."""
         return []

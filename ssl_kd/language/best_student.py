@@ -1,4 +1,4 @@
-"""The best student of a run so far."""
+"""The weights of a run with the best held-out likelihood so far."""
 
 from __future__ import annotations
 

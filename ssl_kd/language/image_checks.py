@@ -1,4 +1,4 @@
-"""Whether a run's models and settings can learn from text with images in it."""
+"""Check that models and settings can learn from text with images."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_models(texts: TextDataset, student: CausalLM, teachers: Sequence[Causa
             )
 
 
-def check_ranks_see(settings: LanguageSettings, blocks: object, world: int) -> None:
+def check_ranks_see(blocks: object, world: int, *, train_vision: bool) -> None:
     """Refuse what several processes cannot do: they average the same gradients at each step.
 
     Raises:
@@ -77,8 +77,8 @@ def check_ranks_see(settings: LanguageSettings, blocks: object, world: int) -> N
     """
     if world == 1 or not isinstance(blocks, PictureBlocks) or not any(blocks.pictures):
         return
-    if settings.train_vision or not all(blocks.pictures):
-        why = "TRAIN_VISION is True" if settings.train_vision else "some rows hold no image"
+    if train_vision or not all(blocks.pictures):
+        why = "TRAIN_VISION is True" if train_vision else "some rows hold no image"
         raise SettingsError(
             f"{world} processes average the gradients of the same weights at each step, and {why}: "
             "start one process, or keep the vision tower frozen and give each record an image."

@@ -98,7 +98,7 @@ def test_a_padded_vocabulary_is_the_same_vocabulary(settings, tiny, tmp_path):
 
 def test_adapters_on_a_halved_base_learn_as_on_a_full_one(settings, folders, monkeypatch):
     """A run in bfloat16: the base is halved in memory, and the run is the same to the bit."""
-    from ssl_kd.language import task
+    from ssl_kd.language import prepare as task
 
     half = {"teacher_model": folders[0], "student_model": folders[1]}
     half |= {"lora_rank": 2, "model_dtype": "bfloat16"}

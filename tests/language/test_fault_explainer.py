@@ -1,4 +1,4 @@
-"""The witness of a student's step: what it names, when it looks, and what it records."""
+"""The explainer of a student's faults: what it names, when it looks, and what it records."""
 
 import math
 
@@ -11,20 +11,20 @@ from benchmarks import diagnosis, diagnosis_language  # noqa: E402
 from ssl_kd.guard import TooFewHealthyParts  # noqa: E402
 from ssl_kd.guard.diagnosis import Cause  # noqa: E402
 from ssl_kd.guard.recorder import FlightRecorder, load_bundle  # noqa: E402
-from ssl_kd.language.witness import Witness, examine, rng_state, set_rng_state  # noqa: E402
+from ssl_kd.language.fault_explainer import FaultExplainer, examine, rng_state, set_rng_state  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def witnessed(tiny, tmp_path):
+def explained_distiller(tiny, tmp_path):
     """A student whose faults are recorded; its batches are `blocks.batch`."""
 
     def make(teacher=None, **changes):
         answers = FrozenTeacher(tiny.model(spread=0.3) if teacher is None else teacher)
         distiller = tiny.distiller(answers, **changes)
-        distiller.witness = Witness(distiller, FlightRecorder(tmp_path))
+        distiller.explainer = FaultExplainer(distiller, FlightRecorder(tmp_path))
         return distiller
 
     return make
@@ -41,8 +41,10 @@ def root_at_zero(distiller):
 
 
 @pytest.mark.parametrize("changes", [{"stop_after": 1}, {"restore_after": 1}, {}])
-def test_a_gradient_is_explained_before_the_guard_goes_back(tiny, witnessed, tmp_path, changes):
-    distiller = witnessed(**changes)
+def test_a_gradient_is_explained_before_the_guard_goes_back(
+    tiny, explained_distiller, tmp_path, changes
+):
+    distiller = explained_distiller(**changes)
     blocks = tiny.blocks()
     distiller.step([blocks.batch(range(4))], 1e-2)
     distiller.guard.snapshot_every = 1
@@ -65,39 +67,41 @@ def test_a_gradient_is_explained_before_the_guard_goes_back(tiny, witnessed, tmp
 
 
 @pytest.mark.parametrize("value", [math.nan, -3e38])
-def test_a_weight_of_the_teacher_is_named_though_it_be_finite(tiny, witnessed, value):
+def test_a_weight_of_the_teacher_is_named_though_it_be_finite(tiny, explained_distiller, value):
     teacher = tiny.model(spread=0.3)
     name = "model.layers.0.mlp.up_proj.weight"
     teacher.get_parameter(name).data[5] = value
-    found = examine(witnessed(teacher), tiny.blocks().batch([7, 8]), "kd")
+    found = examine(explained_distiller(teacher), tiny.blocks().batch([7, 8]), "kd")
     assert found is not None and found[1].cause == Cause.POISONED_WEIGHT
     assert found[1].words.startswith(f"teacher weight {name} ")
 
 
-def test_a_healthy_part_is_not_examined_nor_another_batch_than_the_sick_one(tiny, witnessed):
-    distiller = witnessed()
+def test_a_healthy_part_is_not_examined_nor_another_batch_than_the_sick_one(
+    tiny, explained_distiller
+):
+    distiller = explained_distiller()
     blocks = tiny.blocks()
     assert examine(distiller, blocks.batch([7, 8])) is None
     distiller.step([blocks.batch(range(4))], 1e-2)
-    assert explained(distiller) == [] and list(distiller.witness.explained) == []
+    assert explained(distiller) == [] and list(distiller.explainer.explained) == []
 
 
-def test_a_part_is_explained_once_and_recorded_once(tiny, witnessed, tmp_path):
-    distiller = witnessed()
+def test_a_part_is_explained_once_and_recorded_once(tiny, explained_distiller, tmp_path):
+    distiller = explained_distiller()
     distiller.student.lm_head.weight.data[0, 0] = math.nan
     for rows in ([1, 2], [3, 4]):
         distiller.step([tiny.blocks().batch(rows)], 1e-2)
     assert [e.part for e in explained(distiller)] == ["ce", "kd", "model"]
-    assert distiller.witness.explained == {"ce", "kd", "model"}
+    assert distiller.explainer.explained == {"ce", "kd", "model"}
     assert len(list(tmp_path.glob("*-step0.pt"))) == len(list(tmp_path.glob("*.pt"))) == 3
 
 
-def test_without_memory_to_look_the_event_says_so(tiny, witnessed, monkeypatch):
+def test_without_memory_to_look_the_event_says_so(tiny, explained_distiller, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("ssl_kd.language.witness.examine", full)
-    distiller = witnessed()
+    monkeypatch.setattr("ssl_kd.language.fault_explainer.examine", full)
+    distiller = explained_distiller()
     distiller.student.lm_head.weight.data[0, 0] = math.nan
     distiller.step([tiny.blocks().batch([1, 2])], 1e-2)
     assert {e.action for e in explained(distiller)} == {"not found again"}

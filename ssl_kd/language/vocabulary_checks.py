@@ -1,4 +1,4 @@
-"""Whether teacher and student speak of the same tokens."""
+"""Check that teacher and student have compatible vocabularies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ssl_kd.datasets.blocks import Blocks
-from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, n_ids, positions, tokenizer_id, without_adapters
 
@@ -100,11 +99,11 @@ def check_rows(student: CausalLM, teacher: CausalLM) -> None:
         )
 
 
-def check_room(settings: LanguageSettings, lm: CausalLM) -> None:
+def check_room(lm: CausalLM, block_size: int) -> None:
     """Raise SettingsError where a row is longer than a model has positions."""
     room = positions(lm.model)
-    if room and settings.block_size > room:
+    if room and block_size > room:
         raise SettingsError(
-            f"BLOCK_SIZE is {settings.block_size}, but {lm.name} has {room} positions: set it "
+            f"BLOCK_SIZE is {block_size}, but {lm.name} has {room} positions: set it "
             f"to {room} or less"
         )

@@ -1,4 +1,4 @@
-"""Judging a run's models: before step 0, where what is sick is refused, and after the last."""
+"""Score a run's models before and after training; refuse those that are not finite before it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.names import GIVEN
+from ssl_kd.language.prepare import Task
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.task import Task
 from ssl_kd.language.teacher import at_work, load_teacher
-from ssl_kd.language.witness import known_settings
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
 from ssl_kd.teachers.frozen import FrozenTeacher
@@ -32,10 +31,12 @@ Row = dict[str, Any]
 LITTLE = 0.01
 """Nats a token that a teacher must know more than nothing."""
 
-AsItCame = Callable[[], AbstractContextManager[Any]]
+OriginalRouter = Callable[[], AbstractContextManager[Any]]
 
 
-def make_judge(settings: LanguageSettings, task: Task, as_it_came: AsItCame) -> LanguageJudge:
+def make_judge(
+    settings: LanguageSettings, task: Task, original_router: OriginalRouter
+) -> LanguageJudge:
     """Who looks at the run's models, all in the same way."""
     alike = not isinstance(task.blocks, AlignedBlocks)
     return LanguageJudge(
@@ -49,7 +50,7 @@ def make_judge(settings: LanguageSettings, task: Task, as_it_came: AsItCame) -> 
         generations=settings.generations,
         max_new_tokens=settings.max_new_tokens,
         autocast=task.precision.autocast,
-        as_it_came=as_it_came,
+        original_router=original_router,
     )
 
 
@@ -57,15 +58,15 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
     """The teacher's row of the table and what it writes, before anything learns from it.
 
     One that overflows in float16 answers in bfloat16 from here on, where the device has it, or in
-    float32: the task that is returned holds it, and says why.
+    float32: the returned task holds it, with the reason.
 
     Raises:
-        InputError: it is to be learned from, and what it says of held-out text is not finite.
+        InputError: the student learns from it, and its output on held-out text is not finite.
     """
     lm = task.teacher
     assert lm is not None
     if lm.model is None:
-        return task, _served_row(settings, task), [""] * settings.generations
+        return task, _served_row(task, settings.batch_size), [""] * settings.generations
     judge, teacher = make_judge(settings, task, nullcontext), task.frozen
     if teacher is None:  # its caches stand in, and are finite; it is judged, no more
         device, dtype = task.precision.device, task.precision.teacher
@@ -78,7 +79,7 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
     if not row["left_out"] or task.frozen is None or not settings.alpha_kd:
         _warn_of_a_guess(lm, row)
         return task, row, texts
-    why = _why_sick(settings, task, teacher)
+    why = _why_sick(settings.known(), task, teacher)
     if task.precision.teacher == torch.float16:
         return judged_teacher(settings, _wider(settings, task, teacher, why))
     raise InputError(
@@ -91,15 +92,16 @@ def judged_others(settings: LanguageSettings, task: Task) -> list[Row]:
     """The rows of the teachers beside the first.
 
     Raises:
-        InputError: what one says of held-out text is not finite; names it.
+        InputError: the output of one on held-out text is not finite; the message names it.
     """
     judge, rows = make_judge(settings, task, nullcontext), []
     for other in task.others:
         row, _ = judge.row(f"teacher {other.lm.name}", other.frozen)
         if row["left_out"] and settings.alpha_kd:
+            why = _why_sick(settings.known(), task, other.frozen)
             raise InputError(
                 f"the output of the teacher {other.lm.name} on held-out text is not finite, so "
-                f"nothing can be learned from it{_why_sick(settings, task, other.frozen)}; or "
+                f"nothing can be learned from it{why}; or "
                 "leave it out of TEACHER_MODEL"
                 + "; or compute in float32 (--model_dtype float32)"
                 * (task.precision.teacher == torch.float16)
@@ -108,19 +110,19 @@ def judged_others(settings: LanguageSettings, task: Task) -> list[Row]:
     return rows
 
 
-def _why_sick(settings: LanguageSettings, task: Task, teacher: FrozenTeacher) -> str:
+def _why_sick(known: dict[str, Any], task: Task, teacher: FrozenTeacher) -> str:
     """What first went wrong in a teacher on held-out text, with a colon before it."""
     with teacher.on_device():
         rows = _one_by_one(task.teacher_eval_blocks, task.precision.device)
-        found = first_fault(teacher.model, rows, "teacher", settings=known_settings(settings))
+        found = first_fault(teacher.model, rows, "teacher", settings=known)
     return "" if found is None else f": {in_words(*found)}"
 
 
-def _served_row(settings: LanguageSettings, task: Task) -> Row:
+def _served_row(task: Task, batch_size: int) -> Row:
     """The row of a teacher on a server, which gives no text."""
-    served, blocks, size = task.served, task.teacher_eval_blocks, settings.batch_size
+    served, blocks = task.served, task.teacher_eval_blocks
     assert served is not None
-    return task.ranks.from_first(lambda: served.scores(blocks, size).table_row("teacher"))
+    return task.ranks.from_first(lambda: served.scores(blocks, batch_size).table_row("teacher"))
 
 
 def _warn_of_a_guess(teacher: CausalLM, row: Row) -> None:
@@ -167,7 +169,7 @@ def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: 
 
 
 def judged_student(
-    settings: LanguageSettings, task: Task, judge: LanguageJudge
+    known: dict[str, Any], task: Task, judge: LanguageJudge
 ) -> tuple[Row, list[str]]:
     """The student's row of the table before step 0, and what it writes.
 
@@ -178,7 +180,7 @@ def judged_student(
     (row, texts), weight = judge.row("student before", student), not_finite(student)
     if row["nll"] is not None and weight is None:
         return row, texts
-    known, autocast = known_settings(settings), task.precision.autocast
+    autocast = task.precision.autocast
     rows = _one_by_one(task.eval_blocks, next(student.parameters()).device)
     found = first_fault(student, rows, "student", autocast=autocast, settings=known)
     why = in_words(*found) if found else f"its weight {weight} holds NaN or infinity"

@@ -1,9 +1,10 @@
-"""What a run works with: the text in rows, teacher, student, cache; and the distiller of them."""
+"""Prepare a run: open text and models, lay the text out in rows, and make the distiller."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,28 +19,33 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
-from ssl_kd.language.family import check_family, check_ids_are_known, check_room, check_rows
 from ssl_kd.language.features import feature_terms
+from ssl_kd.language.image_checks import check_ranks_see
 from ssl_kd.language.names import GIVEN
-from ssl_kd.language.pictures import check_ranks_see
+from ssl_kd.language.objective import Term
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.language.several import Beside, others_of
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
 from ssl_kd.language.teacher import (
     ALONE,
+    ExtraTeacher,
     absent_teacher,
     at_work,
-    is_routed,
+    load_extra_teachers,
     load_teacher,
     router_id,
-    trained_teacher,
 )
 from ssl_kd.language.teacher_text import with_teacher_text
-from ssl_kd.language.terms import Term
-from ssl_kd.language.texts import lay_out, texts_of
+from ssl_kd.language.text_rows import lay_out, texts_of
+from ssl_kd.language.trained_teacher import VOCABULARY, trained_teacher
+from ssl_kd.language.vocabulary_checks import (
+    check_family,
+    check_ids_are_known,
+    check_room,
+    check_rows,
+)
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
@@ -53,7 +59,6 @@ from ssl_kd.teachers.causal import (
 )
 from ssl_kd.teachers.dtypes import halve_products
 from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.teachers.http_client import is_file
 from ssl_kd.teachers.quantization import Quantization
 from ssl_kd.teachers.remembered import RememberedTeacher
 from ssl_kd.teachers.student import add_lora, build_student, check_rank
@@ -64,23 +69,23 @@ from ssl_kd.training.together import FollowedFolder
 
 logger = logging.getLogger(__name__)
 
-LEAST_HELD_OUT = 16  # rows: half of fewer would say too little
+LEAST_HELD_OUT = 16  # rows: half of fewer would be too few to score
 
 
 @dataclass(frozen=True)
-class Given:
+class InMemoryModels:
     """Models that are handed over in memory, where the settings name none (GIVEN).
 
     Attributes:
-        teacher: None: as TEACHER_MODEL says.
-        student: None: as STUDENT_MODEL says.
+        teacher: None where TEACHER_MODEL names one.
+        student: None where STUDENT_MODEL names one.
     """
 
     teacher: CausalLM | None = None
     student: CausalLM | None = None
 
 
-NOTHING = Given()
+NO_MODELS = InMemoryModels()
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Task:
         validation_blocks: the held-out rows by which the best student is chosen; see
             `test_and_validation`.
         ranks: which work together.
-        remembered: what a teacher that a cache stands in for says of some of the held-out rows.
+        remembered: answers to some held-out rows of a teacher that a cache replaces.
     """
 
     precision: Precision
@@ -122,7 +127,7 @@ class Task:
     ranks: Ranks
     served: ServedTeacher | None = None
     remembered: RememberedTeacher | None = None
-    others: tuple[Beside, ...] = ()
+    others: tuple[ExtraTeacher, ...] = ()
 
     @property
     def validated_apart(self) -> bool:
@@ -137,6 +142,15 @@ class Task:
         digests = [self.blocks.digest, self.eval_blocks.digest, *(c.digest for c in self.caches)]
         return "-".join([*(digest[:16] for digest in digests), *ids, self.router_id])
 
+    def plain(
+        self, frozen: FrozenTeacher, names: Sequence[str], shares: Sequence[float] | None
+    ) -> Plain:
+        """Return the unchanged teacher as a source, or several by name with their weights."""
+        if not self.others:
+            return Plain(frozen)
+        answers = [frozen, *(other.frozen for other in self.others)]
+        return Plain(*answers, names=names, weights=shares)
+
     def without_teacher(self) -> Task:
         """Let go of a teacher whose cache stands in: its memory is what the cache spares."""
         if self.teacher is None or not self.caches:
@@ -149,14 +163,13 @@ def prepare(
     precision: Precision,
     tell: Progress,
     ranks: Ranks = ALONE,
-    given: Given = NOTHING,
+    given: InMemoryModels = NO_MODELS,
 ) -> Task:
     """Open the text, load or train the teacher, make the student, and lay the text out in rows.
 
     Raises:
         SettingsError: teacher, student, cache and text do not fit.
     """
-    _check_answers(settings)
     tell("prepare", 0, 3, {})
     train_set, eval_set = texts_of(settings)
     tell("prepare", 1, 3, {"documents": len(train_set)})
@@ -166,10 +179,11 @@ def prepare(
     more = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
     _attend(settings.attn_implementation, precision.device, *more)
     prompted = settings.on_policy or settings.teacher_text
-    layout = settings.replace(packing=False) if prompted else settings  # a prompt a row
-    blocks = lay_out(layout, train_set, student, teacher, aligned, more)
-    eval_blocks = lay_out(settings, eval_set, student, teacher, aligned, more)
-    check_ranks_see(settings, blocks, ranks.world)
+    size, packing = settings.block_size, settings.packing
+    models = student, teacher, more
+    blocks = lay_out(size, packing and not prompted, train_set, *models, aligned=aligned)
+    eval_blocks = lay_out(size, packing, eval_set, *models, aligned=aligned)
+    check_ranks_see(blocks, ranks.world, train_vision=settings.train_vision)
     own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
     if teacher is not None and isinstance(eval_blocks, Blocks):
         check_ids_are_known(student, teacher, own, eval_blocks)
@@ -185,12 +199,12 @@ def prepare(
     served = None
     if teacher is not None and settings.teacher_url is not None and not caches:
         served = ServedTeacher.of(settings, teacher.tokenizer, precision.device)
-    others: tuple[Beside, ...] = ()
+    others: tuple[ExtraTeacher, ...] = ()
     if isinstance(eval_blocks, AlignedBlocks):
         sides = eval_blocks.student, eval_blocks.teacher
     else:
         sides = eval_blocks, eval_blocks
-        others = others_of(settings, precision, student, more, own, eval_blocks, ranks)
+        others = load_extra_teachers(settings, precision, student, more, own, eval_blocks, ranks)
     test, validation = test_and_validation(len(eval_blocks), settings.eval_rows)
     return Task(
         precision,
@@ -199,7 +213,7 @@ def prepare(
         student,
         teacher,
         frozen,
-        router_id(settings),
+        router_id(settings.router_weights),
         caches,
         blocks,
         *(side.part(test) for side in sides),
@@ -208,14 +222,6 @@ def prepare(
         served=served,
         others=others,
     )
-
-
-def _check_answers(settings: LanguageSettings) -> None:
-    if is_file(settings.teacher_url) and settings.teacher_cache is None:
-        raise SettingsError(
-            f"TEACHER_URL is {settings.teacher_url!r}, a file of answers to the text that is"
-            " learned from: keep them by cache_teacher.py, and name its TEACHER_CACHE."
-        )
 
 
 def test_and_validation(n: int, most: int) -> tuple[slice, slice]:
@@ -236,10 +242,10 @@ def _models(
     precision: Precision,
     tell: Progress,
     ranks: Ranks,
-    given: Given,
+    given: InMemoryModels,
 ) -> tuple[CausalLM, CausalLM | None]:
     """Student and teacher."""
-    _check_rank(settings)
+    check_width(settings.lora_rank, settings.student_model)
     for who, lm in vars(given).items():
         if lm is None and getattr(settings, f"{who}_model") == GIVEN:
             raise SettingsError(
@@ -250,7 +256,7 @@ def _models(
     here = teacher if teacher and teacher.model else None
     tokenizer = teacher and teacher.tokenizer
     if teacher is None and settings.student_model.startswith(("fresh:", "llama:")):
-        tokenizer = train_tokenizer(texts, settings.vocabulary)
+        tokenizer = train_tokenizer(texts, VOCABULARY)
     # A frozen base is rounded at each product anyway. (FSDP wants one dtype in all of a layer.)
     half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
     student = given.student or build_student(
@@ -268,7 +274,7 @@ def _models(
         teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
     for lm in (student, here):
         if lm is not None:
-            check_room(settings, lm)
+            check_room(lm, settings.block_size)
     _attend(settings.attn_implementation, precision.device, student, teacher)
     if teacher is not None and settings.align == "auto":
         check_family(student, teacher)
@@ -283,18 +289,18 @@ def _models(
     return student, teacher
 
 
-def _check_rank(settings: LanguageSettings) -> None:
+def check_width(rank: int, student: str) -> None:
     """Raise InputError where LORA_RANK is above a width that is known before a model is there."""
-    kind, _, size = settings.student_model.partition(":")
+    kind, _, size = student.partition(":")
     width = size.rpartition("x")[2]
     if kind in ("fresh", "llama") and width.isdecimal():
-        check_rank(settings.lora_rank, int(width))
-    elif settings.lora_rank and (folder := Path(settings.student_model).expanduser()).is_dir():
+        check_rank(rank, int(width))
+    elif rank and (folder := Path(student).expanduser()).is_dir():
         try:
             config = llm_module("transformers").AutoConfig.from_pretrained(folder)
         except (OSError, ValueError):  # what is wrong is found when the student is loaded
             return
-        check_rank(settings.lora_rank, config)
+        check_rank(rank, config)
 
 
 def _teacher(
@@ -307,7 +313,7 @@ def _teacher(
     """The teacher that the settings name; without a model where a server or its cache answers."""
     name = settings.teacher_names[0]
     if settings.teacher_url is not None:
-        return served_lm(settings)
+        return served_lm(settings.teacher_model, settings.teacher_served_as)
     if name == "none":
         return None
     if name == "train":  # found again or trained
@@ -345,7 +351,7 @@ def _answers(
         frozen = at_work(settings, precision, teacher, ranks)
     elif teacher is not None and settings.teacher_cache and isinstance(blocks, Blocks):
         wanted = cache_of(settings, teacher, texts, blocks)
-        folders = cache_folders(settings)
+        folders = cache_folders(settings.teacher_cache, settings.draws)
         if absent := [str(folder) for folder in folders if not folder.is_dir()]:
             raise SettingsError(
                 f"TEACHER_CACHE: there is no {', '.join(absent)}: run cache_teacher.py with the "
@@ -357,18 +363,10 @@ def _answers(
                 f"TEACHER_CACHE: {odd[0].folder} holds {odd[0].n} rows, and the text has"
                 f" {len(blocks)}: write it anew by cache_teacher.py --force_recompute"
             )
-        check_divergence(settings, caches[0].fingerprint.method)
+        check_divergence(settings.kind_of_divergence, caches[0].fingerprint.method)
         if teacher.model is not None:
             teacher.model.requires_grad_(False)
     return frozen, caches
-
-
-def _plain(settings: LanguageSettings, task: Task, frozen: FrozenTeacher) -> Plain:
-    """A teacher as it came, or several with their weights."""
-    if not task.others:
-        return Plain(frozen)
-    answers = [frozen, *(other.frozen for other in task.others)]
-    return Plain(*answers, names=settings.teacher_names, weights=settings.teacher_shares)
 
 
 def _say_rows(texts: TextDataset, own: Blocks, blocks: Blocks | AlignedBlocks) -> None:
@@ -403,8 +401,8 @@ def make_distiller(
         scale = task.precision.teacher == torch.float16
         source = (
             Routed(frozen, settings, scale_loss=scale)
-            if is_routed(settings)
-            else _plain(settings, task, frozen)
+            if settings.is_routed
+            else task.plain(frozen, settings.teacher_names, settings.teacher_shares)
         )
         if isinstance(task.blocks, AlignedBlocks):
             answer = source.answer if isinstance(source, Routed) else frozen
@@ -425,5 +423,5 @@ def make_distiller(
     distiller = Distiller(
         student, settings, task.precision, source, events, aligned, recorder, others
     )
-    distiller.witness.about = {"learns_from": task.digest}
+    distiller.explainer.about = {"learns_from": task.digest}
     return distiller

@@ -1,4 +1,4 @@
-"""A student that is done, judged as the field does: by held-out text and its writing."""
+"""Scores of a finished student on held-out text, on its own writing, and on public tasks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.evaluate.texts import distinct, rouge_l
 from ssl_kd.guard.precision import undisturbed
+from ssl_kd.language.prepare import test_and_validation
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
-from ssl_kd.language.task import test_and_validation
 from ssl_kd.language.teacher import load_teacher
-from ssl_kd.language.texts import lay_out, texts_of
+from ssl_kd.language.text_rows import lay_out, texts_of
 from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress, untold
@@ -103,7 +103,7 @@ def _readings(
         words = "BLOCK_SIZE is %d, and there are %d positions: rows have %d tokens"
         logger.warning(words, settings.block_size, size, size)
     if teacher is None or alike:
-        blocks = lay_out(settings.replace(block_size=size), texts, student, teacher, False)
+        blocks = lay_out(size, settings.packing, texts, student, teacher)
         assert isinstance(blocks, Blocks)
         sides: Sequence[Blocks] = [blocks] * len(lms)
     else:

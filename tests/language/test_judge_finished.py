@@ -6,7 +6,7 @@ import pytest
 
 from ssl_kd import cli
 from ssl_kd.errors import BAD_INPUT, OK
-from ssl_kd.language.judge import judge
+from ssl_kd.language.judge_finished import judge
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.teachers.causal import load_causal_lm
