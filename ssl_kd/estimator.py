@@ -252,12 +252,10 @@ class MultiHeadClusterer(
         refuse_ranks()
         settings = self._settings()
         x = self._embeddings(X, reset=True)
-        n = len(x)
-        auto = settings.n_clusters == AUTO
-        n_clusters = 2 if auto else int(settings.n_clusters or 1)
-        if n < n_clusters:
+        n_clusters = 2 if settings.n_clusters == AUTO else int(settings.n_clusters or 1)
+        if len(x) < n_clusters:
             raise ValueError(
-                f"n_samples={n} is less than n_clusters={n_clusters}: give more samples or ask for "
+                f"n_samples={len(x)} is less than n_clusters={n_clusters}: give more samples or ask for "
                 "fewer clusters"
             )
         if odd := odd_rows([x], n_clusters):

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10; tomli comes with pytest there
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11 brought it")
 
 ROOT = Path(__file__).parents[2]
 PROJECT = """[tool.lines]
