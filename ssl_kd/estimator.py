@@ -255,8 +255,8 @@ class MultiHeadClusterer(
         n_clusters = 2 if settings.n_clusters == AUTO else int(settings.n_clusters or 1)
         if len(x) < n_clusters:
             raise ValueError(
-                f"n_samples={len(x)} is less than n_clusters={n_clusters}: give more samples or ask for "
-                "fewer clusters"
+                f"n_samples={len(x)} is less than n_clusters={n_clusters}: give more samples or "
+                "ask for fewer clusters"
             )
         if odd := odd_rows([x], n_clusters):
             logger.warning("embeddings: %s", odd)

@@ -88,9 +88,6 @@ def judge(
         held: dict[str, Any] = {} if test is None else {"test_x": test.x}
         found = (evaluate.kmeans, evaluate.spectral)
         baselines = [method(train.x, n_clusters, settings.seed, **held) for method in found]
-    learnt = []
-    if answer is not None and len(answer.clusters) == train.store.n:
-        learnt = [_as_baseline(answer, train.rows)]
     progress(stages - 1, stages, {"split": "baselines"})
 
     scores = {
@@ -100,9 +97,7 @@ def judge(
     table = [
         row
         for name, split in splits.items()
-        for row in _table(
-            name, split, scores[name], chosen, [*(learnt if name == "train" else []), *baselines]
-        )
+        for row in _table(name, split, scores[name], chosen, baselines)
     ]
     accuracies = [score["acc"] for score in scores["train"]]
     metrics = {
@@ -175,11 +170,6 @@ def _heads(
         }
         for i in range(len(loss))
     ]
-
-
-def _as_baseline(answer: GraphAnswer, rows: Tensor) -> Baseline:
-    """The partition itself, as it was before the heads learnt it."""
-    return Baseline("graph partition", answer.clusters[rows].numpy(), note="consensus")
 
 
 def _graph(answer: GraphAnswer) -> dict[str, Any]:
