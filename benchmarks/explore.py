@@ -32,7 +32,7 @@ from PIL import Image
 from pyarrow import csv, parquet
 
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
-from ssl_kd.vision.assigned import CSV_ROWS
+from ssl_kd.vision.assignments import CSV_ROWS
 from tests.workbench.explore.chromium import launch, until
 
 FRAMES = """(seconds) => new Promise((done) => { let frames = 0; const start = performance.now();

@@ -26,7 +26,7 @@ from ssl_kd.report.write import reported
 from ssl_kd.settings import SettingsError, nearest
 from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
-from ssl_kd.training.clock import Progress, untold
+from ssl_kd.training.clock import Progress, no_progress
 
 TEXTS = Path("data") / "texts"
 # Settings that are arguments of `Distillation` under other names.
@@ -112,7 +112,7 @@ class Distillation:
         made._naming = contextlib.nullcontext
         return made
 
-    def run(self, *, progress: Progress = untold) -> DistilledRun:
+    def run(self, *, progress: Progress = no_progress) -> DistilledRun:
         """Train the student, judge it beside its teacher, and leave a run folder with a report.
 
         Processes that torchrun started each call this, and train one student.
@@ -136,7 +136,7 @@ class Distillation:
 
             return DistilledRun(reported(start, lambda path: None, progress))
 
-    def resume(self, *, progress: Progress = untold) -> DistilledRun:
+    def resume(self, *, progress: Progress = no_progress) -> DistilledRun:
         """Go on with the last run that was interrupted, as `run` does."""
         again = Distillation.of(self.settings.replace(resume=True))
         again._given, again._naming = self._given, self._naming

@@ -26,7 +26,7 @@ from ssl_kd.datasets.in_memory import as_array
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write_json, sha256_file
 from ssl_kd.guard.events import EventLog
-from ssl_kd.guard.precision import Precision, undisturbed
+from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.imports import path_of_file
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings.arguments import named_as_arguments
@@ -41,8 +41,8 @@ from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.partition import partition_of
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import AUTO, VisionSettings
-from ssl_kd.vision.source import training_rows
 from ssl_kd.vision.train import train
+from ssl_kd.vision.training_rows import training_rows
 
 logger = logging.getLogger(__name__)
 
@@ -197,12 +197,12 @@ class MultiHeadClusterer(
         self.device = device
         self.random_state = random_state
 
-    @undisturbed()
+    @default_torch_state()
     def partial_fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Fit, or, where it is fitted, add samples: they join their clusters, or new ones.
 
         Clusters keep their numbers, and nothing is trained: samples that lie where none lay before,
-        by more than chance and in a group (`ssl_kd.vision.offers.find_offers`), become clusters
+        by more than chance and in a group (`ssl_kd.vision.new_clusters`), become clusters
         `n_clusters_`, `n_clusters_ + 1`, ..., which `predict` knows from then on. `labels_` are
         those of this batch. A batch tells of new clusters only by itself: give hundreds at once.
 
@@ -231,7 +231,7 @@ class MultiHeadClusterer(
         check_is_fitted(self)
         return np.arange(self.model_.options["n_clusters"], self.n_clusters_)
 
-    @undisturbed()
+    @default_torch_state()
     @named_as_arguments(VisionSettings, seed="random_state")
     def fit(self, X: ArrayLike | Tensor, y: object = None) -> Self:
         """Train the heads and form their answer.
@@ -308,7 +308,7 @@ class MultiHeadClusterer(
         self.settings_ = settings
         self._answer(x)
 
-    @undisturbed()
+    @default_torch_state()
     def predict(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
         """The cluster of each sample, `[n]` int64: the likeliest of `predict_proba`.
 
@@ -343,7 +343,7 @@ class MultiHeadClusterer(
             clusters = without_outliers(clusters, self.model_.outlier_scores(x), threshold)
         return clusters.numpy()
 
-    @undisturbed()
+    @default_torch_state()
     def outlier_scores(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
         """The share of the training samples that lie less far out, `[n]` float32 in [0, 1].
 
@@ -357,7 +357,7 @@ class MultiHeadClusterer(
         check_is_fitted(self)
         return self.model_.outlier_scores(self._embeddings(X, reset=False)).numpy()
 
-    @undisturbed()
+    @default_torch_state()
     def predict_proba(self, X: ArrayLike | Tensor) -> NDArray[np.float32]:
         """The heads' mean vote, `[n, n_clusters]` float32, each row a distribution.
 
@@ -372,7 +372,7 @@ class MultiHeadClusterer(
         """The same `[n, n_clusters]` float32 as `predict_proba`, as features for a next step."""
         return self.predict_proba(X)
 
-    @undisturbed()
+    @default_torch_state()
     def predict_levels(self, X: ArrayLike | Tensor) -> NDArray[np.int64]:
         """The cluster of each sample at every level of the tree, `[n, level]` int64.
 
@@ -421,7 +421,7 @@ class MultiHeadClusterer(
         return push_saved(self.save_pretrained, *sizes, repo_id, private=private, token=token)
 
     @classmethod
-    @undisturbed()
+    @default_torch_state()
     def from_pretrained(
         cls, folder: str | Path, *, head: str | None = None, loss: str | None = None
     ) -> Self:

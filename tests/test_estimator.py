@@ -661,7 +661,7 @@ def test_many_rows_are_clustered_by_the_graph_of_a_part_of_them(monkeypatch, met
     centres = 5 * np.eye(6)
     y = np.random.default_rng(0).integers(6, size=700)
     x = centres[y] + np.random.default_rng(1).normal(size=(700, 6))
-    monkeypatch.setattr("ssl_kd.vision.source.GRAPH_ROWS", 200)
+    monkeypatch.setattr("ssl_kd.vision.training_rows.GRAPH_ROWS", 200)
     seen = []
     neighbours = ssl_kd.estimator.nearest_neighbours
     monkeypatch.setattr(

@@ -400,7 +400,7 @@ def _train(settings: VisionSettings) -> int:
     from ssl_kd.ranks import follows
     from ssl_kd.report import reported, run_images
     from ssl_kd.report.tables import extension_text, next_commands, number_text, results_table
-    from ssl_kd.vision.assigned import assignments_of
+    from ssl_kd.vision.assignments import assignments_of
 
     if settings.extend is None:
         from ssl_kd.vision.run import run as work

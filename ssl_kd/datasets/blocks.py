@@ -20,7 +20,7 @@ from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.spill import SpilledSequence, filled_array
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
-from ssl_kd.guard.memory import sent
+from ssl_kd.guard.memory import to_device_async
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -143,10 +143,10 @@ class Blocks:
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
         first = torch.where(begins, column, 0).cummax(1).values
         return Batch(
-            input_ids=sent(self.ids[rows, :width], device),
-            position_ids=sent(column - first, device),
+            input_ids=to_device_async(self.ids[rows, :width], device),
+            position_ids=to_device_async(column - first, device),
             counts=self.counts[rows, :width],
-            documents=sent(documents, device),
+            documents=to_device_async(documents, device),
             rows=rows,
             characters=int(self.row_characters[rows].sum()),
             packed=bool((documents > 1).any()),

@@ -31,7 +31,7 @@ from ssl_kd.datasets.render import check_located, render, show_chat
 from ssl_kd.datasets.segmentation import check_fast
 from ssl_kd.datasets.text import TextDataset, first_few
 from ssl_kd.errors import InputError
-from ssl_kd.guard.memory import sent
+from ssl_kd.guard.memory import to_device_async
 
 _OF_QWEN = ("<|vision_start|>", "<|vision_end|>")  # what its templates put around an image
 
@@ -75,7 +75,7 @@ class PictureBlocks(Blocks):
         if _tells_kinds(self.processor):
             ids = torch.tensor(image_tokens(self.processor), device=batch.input_ids.device)
             inputs["mm_token_type_ids"] = torch.isin(batch.input_ids, ids).long()
-        inputs = {name: sent(value, device) for name, value in inputs.items()}
+        inputs = {name: to_device_async(value, device) for name, value in inputs.items()}
         return replace(batch, pictures=Pictures(inputs, of))
 
 

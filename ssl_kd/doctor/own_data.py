@@ -180,8 +180,8 @@ def _train_a_little(
     from ssl_kd.vision.consensus import sample_rows
     from ssl_kd.vision.fit import make_plan, make_trainer
     from ssl_kd.vision.projection import Projection
-    from ssl_kd.vision.source import PROJECTION_ROWS
     from ssl_kd.vision.train import train
+    from ssl_kd.vision.training_rows import PROJECTION_ROWS
 
     k = min(settings.neighbours, store.n - 1)
     rows, neighbours, search = torch.arange(store.n), None, settings.neighbours_search

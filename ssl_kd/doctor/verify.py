@@ -24,7 +24,7 @@ from ssl_kd.store.kept import LastHidden
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
-from ssl_kd.training.clock import Progress, untold
+from ssl_kd.training.clock import Progress, no_progress
 
 ROWS = 4  # of the text: whole logits of both models must fit in memory
 CHUNK_TOKENS = 7  # a prime: the last chunk is an incomplete one
@@ -70,7 +70,7 @@ class Agreement:
         return max(self.ce_off, self.kd_off) <= value and self.gradient_off <= gradient
 
 
-def verify(settings: LanguageSettings, *, progress: Progress = untold) -> list[Agreement]:
+def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> list[Agreement]:
     """Compute the loss of a few rows in every way that a run may, and compare.
 
     The plain way takes the models' own whole logits, `token_kd` and PyTorch's cross-entropy. The

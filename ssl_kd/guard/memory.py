@@ -18,7 +18,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
-def sent(x: Tensor, device: torch.device | str | None) -> Tensor:
+def to_device_async(x: Tensor, device: torch.device | str | None) -> Tensor:
     """A tensor on a device, or itself for None; nothing waits for it.
 
     From the CPU to a GPU it goes by way of pinned memory, which the copy need not stop for.

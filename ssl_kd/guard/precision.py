@@ -17,7 +17,7 @@ _BUILT_CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def default_torch_state() -> Iterator[None]:
     """Compute as in a fresh process, whatever mode of torch the caller is in; also a decorator.
 
     Inside there is no autocast, `no_grad` or `inference_mode` of the caller's, new tensors are

@@ -25,8 +25,8 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.store.kept import Kept, LastHidden, Sampled, TopK
 from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import CausalLM, n_ids
-from ssl_kd.training.clock import Progress, untold
-from ssl_kd.training.together import Team
+from ssl_kd.training.clock import Progress, no_progress
+from ssl_kd.training.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ SHARDS_APART = timedelta(days=1)  # that ranks may be, at the end of a cache
 SERVED_TOKENS = 2**18  # in a file: what is asked for again at most where a server is lost
 
 
-def cache_teacher(settings: LanguageSettings, *, progress: Progress = untold) -> list[TeacherCache]:
+def cache_teacher(
+    settings: LanguageSettings, *, progress: Progress = no_progress
+) -> list[TeacherCache]:
     """Run the teacher over the whole text once, and write its answers to TEACHER_CACHE.
 
     Runs with the same settings then learn from it, without the teacher in memory. Processes that
@@ -115,7 +117,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
                 shard_rows=rows,
                 force=settings.force_recompute,
                 rebuild=settings.rebuild_damaged,
-                team=Team(precision.device),
+                team=ProcessGroup(precision.device),
                 in_step=settings.shard,
                 progress=lambda done, total: tell("cache", done, total, {}),
             )

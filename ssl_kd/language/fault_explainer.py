@@ -25,7 +25,7 @@ from ssl_kd.language.routed import Routed, fixed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import named_rows
 from ssl_kd.teachers.finite import in_words, of_a_file, suspect_weights
-from ssl_kd.training.together import Team
+from ssl_kd.training.process_group import ProcessGroup
 
 
 class Examined(Protocol):
@@ -35,7 +35,7 @@ class Examined(Protocol):
     settings: LanguageSettings
     precision: Precision
     guard: Guard
-    team: Team
+    team: ProcessGroup
     trainee: DistributedStudent
     source: Any
     aligned: Any

@@ -13,7 +13,7 @@ from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.evaluate.texts import distinct, rouge_l
-from ssl_kd.guard.precision import undisturbed
+from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.prepare import test_and_validation
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
@@ -21,16 +21,16 @@ from ssl_kd.language.teacher import load_teacher
 from ssl_kd.language.text_rows import lay_out, texts_of
 from ssl_kd.teachers.causal import CausalLM, positions, tokenizer_id
 from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.training.clock import Progress, untold
+from ssl_kd.training.clock import Progress, no_progress
 
 logger = logging.getLogger(__name__)
 
 
-@undisturbed()
+@default_torch_state()
 def judge(
     settings: LanguageSettings,
     *,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Judge a finished student, beside its teacher where there is one.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
-from ssl_kd.guard.memory import sent
+from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.precision import Precision, promote_to_fp32
 from ssl_kd.language.aligned import Aligned, unfit_for_hidden
 from ssl_kd.language.settings import LanguageSettings
@@ -233,7 +233,9 @@ class Objective:
     ) -> tuple[tuple[Tensor, Tensor], list[TeacherOutput]]:
         """Positions and targets of `some`; what was answered there, of answers to all of `text`."""
         here = some.counts[:, 1:][text.counts[:, 1:]].nonzero().flatten()
-        theirs = [chosen(answer, sent(here, text.input_ids.device)) for answer in answers]
+        theirs = [
+            chosen(answer, to_device_async(here, text.input_ids.device)) for answer in answers
+        ]
         return next_token_targets(some.input_ids, some.counts), theirs
 
     def _terms_of(
@@ -328,7 +330,7 @@ class Objective:
             return [(None, True, kind)] if of_text == n else whole[0 if of_text else 1 :]
         is_text, device = torch.arange(n) < of_text, self.precision.device
         return [
-            (sent(which.nonzero().flatten(), device), has_target, divergence)
+            (to_device_async(which.nonzero().flatten(), device), has_target, divergence)
             for which, has_target, divergence in (
                 (judged & is_text, True, kind),
                 (~judged & is_text, True, None),
@@ -342,7 +344,7 @@ class Objective:
             return None
         lengths = text.counts.sum(1)
         of_row = self.tokens_per_sequence / lengths.clamp(min=1)
-        return sent(of_row.repeat_interleave(lengths), self.precision.device)
+        return to_device_async(of_row.repeat_interleave(lengths), self.precision.device)
 
     def _forward(self, batch: Batch) -> _Outputs:
         """The student's outputs at every position."""

@@ -15,7 +15,7 @@ from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher
-from ssl_kd.training.together import Team
+from ssl_kd.training.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +67,7 @@ class DistributedStudent:
         student: nn.Module,
         beside: list[nn.Module],
         device: torch.device,
-        team: Team,
+        team: ProcessGroup,
         *,
         shard: bool,
     ) -> None:

@@ -65,7 +65,7 @@ from ssl_kd.teachers.student import add_lora, build_student, check_rank
 from ssl_kd.teachers.tower import freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder
-from ssl_kd.training.together import FollowedFolder
+from ssl_kd.training.process_group import ReadOnlyRunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -417,7 +417,7 @@ def make_distiller(
         source = Plain(*task.caches)
     if folder is None:
         return Distiller(student, settings, task.precision, source, aligned=aligned, others=others)
-    writes = not isinstance(folder, FollowedFolder) and not settings.shard
+    writes = not isinstance(folder, ReadOnlyRunFolder) and not settings.shard
     recorder = FlightRecorder(folder.path / "faults") if writes else None
     events = folder.events
     distiller = Distiller(

@@ -21,7 +21,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import named_rows
 from ssl_kd.language.step import Distiller
 from ssl_kd.settings import SettingsError
-from ssl_kd.training.clock import untold
+from ssl_kd.training.clock import no_progress
 
 _REPLAY = {"mode": str, "student": str, "teacher": str, "scale": bool, "device": str, "exact": bool}
 _REPLAY |= {"explained": str, "learns_from": str}
@@ -52,7 +52,7 @@ def replay(path: str | Path) -> Replay:
         scale=how["scale"],
         why="a replay",
     )
-    task = prepare(settings, precision, untold)
+    task = prepare(settings, precision, no_progress)
     if task.digest != how["learns_from"]:
         raise InputError(
             f"{path} cannot be run again: the data or the teacher are not those of the run. Put "

@@ -22,7 +22,7 @@ from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 from ssl_kd.teachers.router import RouterRecord, RouterStep
-from ssl_kd.training.together import Team
+from ssl_kd.training.process_group import ProcessGroup
 
 
 class Routed:
@@ -62,7 +62,7 @@ class Routed:
         self.events: list[Event] = []
         self.router: RouterStep | None = None
         self.learns = True
-        self.team = Team(frozen.device)
+        self.team = ProcessGroup(frozen.device)
         if settings.router_mode == "sar":
             assert frozen.linear, "no mixture with a softmax gate caps or scales its logits"
             self.router = RouterStep(
@@ -246,7 +246,7 @@ class _GatesOfAll(Gates):
     Gradients are those of this rank's tokens.
     """
 
-    team: Team | None = None
+    team: ProcessGroup | None = None
 
     def mass(self) -> Tensor:
         return self._summed("mass", super().mass())
@@ -266,7 +266,7 @@ class _GatesOfAll(Gates):
         return x + (here.new_tensor(numbers).view_as(here) - here)
 
 
-def _joined(parts: Sequence[Gates], team: Team) -> Gates:
+def _joined(parts: Sequence[Gates], team: ProcessGroup) -> Gates:
     """The gates of several forward passes as of one, on all ranks."""
 
     def every(name: str) -> dict[int, Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import undisturbed
+from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.best_student import Best
 from ssl_kd.language.judge_in_run import judged_others, judged_student, judged_teacher, make_judge
 from ssl_kd.language.parallel import check_ranks
@@ -40,10 +40,10 @@ from ssl_kd.ranks import Ranks, joined
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board, check_boards
-from ssl_kd.training.clock import Clock, Progress, untold
+from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFolder
+from ssl_kd.training.process_group import load_checkpoint, run_folder
 from ssl_kd.training.stop import Signals
-from ssl_kd.training.together import load_checkpoint, run_folder
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,12 @@ DRY_STEPS = 5
 T = TypeVar("T")
 
 
-@undisturbed()
+@default_torch_state()
 def run(
-    settings: LanguageSettings, *, progress: Progress = untold, given: InMemoryModels = NO_MODELS
+    settings: LanguageSettings,
+    *,
+    progress: Progress = no_progress,
+    given: InMemoryModels = NO_MODELS,
 ) -> Path:
     """Train, score and save a student by the settings; return the run folder.
 
@@ -74,7 +77,7 @@ def run(
         RankLost: another rank does not answer.
     """
     with joined(settings.device) as ranks:
-        return _run(settings, ranks, progress if ranks.rank == 0 else untold, given)
+        return _run(settings, ranks, progress if ranks.rank == 0 else no_progress, given)
 
 
 def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemoryModels) -> Path:

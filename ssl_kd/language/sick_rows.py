@@ -13,11 +13,11 @@ from torch import Tensor
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
-from ssl_kd.guard.memory import sent
+from ssl_kd.guard.memory import to_device_async
 from ssl_kd.language.fault_explainer import rng_state, set_rng_state
 from ssl_kd.language.sources import named_rows
 from ssl_kd.losses.teacher_output import TeacherOutput
-from ssl_kd.training.together import Team
+from ssl_kd.training.process_group import ProcessGroup
 
 AnyBatch = TypeVar("AnyBatch", Batch, AlignedBatch)
 Out = Mapping[str, Tensor]
@@ -57,7 +57,7 @@ class FirstPass(Generic[AnyBatch]):
 
     def again(
         self,
-        team: Team,
+        team: ProcessGroup,
         step: int,
         before: Mapping[str, Tensor],
         terms: Mapping[str, Tensor],
@@ -127,6 +127,6 @@ def overwritten(batch: AnyBatch, rows: Tensor) -> AnyBatch:
     if bool(rows.all()):
         return replace(without(batch, rows), input_ids=torch.zeros_like(batch.input_ids))
     source = torch.where(rows, (~rows).int().argmax(), torch.arange(len(rows)))
-    source = sent(source, batch.input_ids.device)
+    source = to_device_async(source, batch.input_ids.device)
     columns = {n: getattr(batch, n)[source] for n in ("input_ids", "position_ids", "documents")}
     return replace(without(batch, rows), **columns)

@@ -31,7 +31,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass
 from ssl_kd.language.sources import Source, named_rows
 from ssl_kd.teachers.finite import in_words
-from ssl_kd.training.together import Team
+from ssl_kd.training.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Distiller(Objective):
     ) -> None:
         super().__init__(student, settings, precision, source, aligned, others)
         beside = [*self.beside.values()]
-        self.team = Team(precision.device)
+        self.team = ProcessGroup(precision.device)
         self.trainee = DistributedStudent(
             student, beside, precision.device, self.team, shard=settings.shard
         )

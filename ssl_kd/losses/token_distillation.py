@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.divergences import divergence_named
-from ssl_kd.guard.memory import sent
+from ssl_kd.guard.memory import to_device_async
 from ssl_kd.losses.linear_distillation import logits_distillation
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import outside_of, row_divergences, saturated
@@ -175,5 +175,5 @@ def next_token_targets(input_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tenso
             "expected [batch, token] twice"
         )
     batch, position = counts[:, 1:].bool().nonzero(as_tuple=True)
-    rows = sent(batch * input_ids.shape[1] + position, input_ids.device)
+    rows = to_device_async(batch * input_ids.shape[1] + position, input_ids.device)
     return rows, input_ids.flatten()[rows + 1].long()

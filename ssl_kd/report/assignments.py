@@ -14,7 +14,7 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from pyarrow import compute
 
-from ssl_kd.vision.assigned import assignments_of
+from ssl_kd.vision.assignments import assignments_of
 from ssl_kd.workbench.finished.samples import read_table
 
 NUMBERS = ("confidence", "outlier")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
-from ssl_kd.guard.memory import sent
+from ssl_kd.guard.memory import to_device_async
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import ShardStore, ShardWriter
@@ -25,7 +25,7 @@ from ssl_kd.store.kept.distribution import widened
 from ssl_kd.store.shards import Columns, Content, Manifest
 from ssl_kd.store.teacher_fingerprint import METHODS, TeacherFingerprint, identity
 from ssl_kd.teachers.finite import first_fault, in_words
-from ssl_kd.training.together import Team
+from ssl_kd.training.process_group import ProcessGroup
 
 __all__ = ["METHODS", "LiveTeacher", "TeacherCache", "TeacherFingerprint", "identity", "write"]
 
@@ -185,7 +185,7 @@ class TeacherCache(ShardStore):
 
         def column(name: str) -> Tensor:
             taken = self.take(name, batch.rows)[:, :width].flatten(0, 1)
-            return sent(taken, rows.device)[rows]
+            return to_device_async(taken, rows.device)[rows]
 
         return self.kept.answer(column)
 
@@ -202,7 +202,7 @@ def write(
     force: bool = False,
     rebuild: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    team: Team | None = None,
+    team: ProcessGroup | None = None,
     in_step: bool = False,
 ) -> TeacherCache:
     """Store the teacher's answer at every real position.

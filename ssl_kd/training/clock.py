@@ -30,5 +30,5 @@ class Clock:
         return self.stages | {"total": round(time.perf_counter() - self.began, 2)}
 
 
-def untold(stage: str, done: int, total: int, info: dict[str, Any]) -> None:
+def no_progress(stage: str, done: int, total: int, info: dict[str, Any]) -> None:
     """The `Progress` of a run that nobody asked about."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from ssl_kd.guard.parts import TooFewHealthyParts
-from ssl_kd.guard.precision import undisturbed
+from ssl_kd.guard.precision import default_torch_state
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class _Checkpoints:
             logger.warning("the last checkpoint, of step %d, could not be written: %s", done, error)
 
 
-@undisturbed()
+@default_torch_state()
 def run_loop(
     learner: Learner[R_co],
     *,

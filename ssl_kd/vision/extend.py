@@ -20,19 +20,19 @@ import numpy as np
 from ssl_kd import evaluate
 from ssl_kd.early import check_run_name, run_to_extend
 from ssl_kd.files.lock import Lock
-from ssl_kd.guard.precision import Precision, undisturbed
+from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.heads import OWN_HEADS
 from ssl_kd.imports import path_of_file
 from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
-from ssl_kd.training.clock import Clock, untold
+from ssl_kd.training.clock import Clock, no_progress
 from ssl_kd.training.folder import RunFolder, RunFolderError, check_version, named_by_time
-from ssl_kd.vision.assigned import Assigned, append_assignments, assignments_of, read_finished
+from ssl_kd.vision.assignments import Assignments, append_assignments, assignments_of, read_finished
 from ssl_kd.vision.extract import fingerprint
-from ssl_kd.vision.learn import save_model
 from ssl_kd.vision.model import ClusterModel, has_pictures
+from ssl_kd.vision.pipeline import save_model
 from ssl_kd.vision.results import write_arrays
 from ssl_kd.vision.run import (
     Dataset,
@@ -132,7 +132,7 @@ def inherited(settings: VisionSettings, given: Mapping[str, Any]) -> VisionSetti
     return run.replace(**{name: getattr(settings, name) for name in own})
 
 
-@undisturbed()
+@default_torch_state()
 def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
     """Add the samples of DATASET to the run that EXTEND names, in a run folder of their own.
 
@@ -146,7 +146,7 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
         SettingsError: the embeddings have another width than the run's.
     """
     refuse_ranks()
-    tell = progress or untold
+    tell = progress or no_progress
     parent, runs = _Parent.of(settings), Path(settings.runs_dir)
     if settings.run_name is not None:
         check_run_name(runs / settings.run_name, resume=False)
@@ -165,7 +165,7 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
                 tell("offer", 0, 2, {})
                 grown = model.extended(store.gather, store.n)
                 tell("offer", 1, 2, {"new": grown.n_clusters - model.n_clusters})
-                found = Assigned(store, settings, grown)
+                found = Assignments(store, settings, grown)
                 tell("offer", 2, 2, {})
             split = f"extend{len(parent.extensions) + 1}"
             _write_config(folder, settings, parent, store, precision)
@@ -256,7 +256,7 @@ def _write_config(
 
 
 def _judge(
-    found: Assigned, old: ClusterModel, new: ClusterModel, split: str, typical: np.ndarray
+    found: Assignments, old: ClusterModel, new: ClusterModel, split: str, typical: np.ndarray
 ) -> dict[str, Any]:
     """What `metrics.json` says of the new samples; their labels are read here for the first time.
 

@@ -18,12 +18,12 @@ from ssl_kd.datasets import FeatureDataset, ImageDataset, UnreadableImage
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.guard.precision import Precision, undisturbed
+from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.store import EmbeddingStore, EmbeddingWriter, Fingerprint
 from ssl_kd.store.shards import Manifest
 from ssl_kd.teachers import Features, Pixels, Teacher
+from ssl_kd.vision.decode_pace import Clocked, Pace, keeping_up
 from ssl_kd.vision.loading import Batch, ExtractionFailed, load, threads_ahead
-from ssl_kd.vision.pace import Clocked, Pace, keeping_up
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def fingerprint(
     )
 
 
-@undisturbed()
+@default_torch_state()
 def extract(
     dataset: ImageDataset | FeatureDataset,
     teacher: Teacher,
@@ -152,7 +152,7 @@ def extract(
     return _labelled(store, dataset)
 
 
-@undisturbed()
+@default_torch_state()
 def extract_share(  # noqa: D417, the others are those of `extract`
     dataset: ImageDataset | FeatureDataset,
     teacher: Teacher,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ssl_kd.guard.precision import Precision
 from ssl_kd.store.shards import Manifest
-from ssl_kd.training.clock import Progress, untold
+from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.extract import ExtractProgress, Share, extract_share
 from ssl_kd.vision.run import Dataset, cache_folder, embedded, open_data
 from ssl_kd.vision.settings import VisionSettings
@@ -102,7 +102,7 @@ def fill(
             work.folder,
             split,
             work.precision,
-            progress or untold,
+            progress or no_progress,
             shard_rows,
         )
         path = work.folder / f"{store.name}.json"

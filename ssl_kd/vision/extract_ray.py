@@ -19,7 +19,7 @@ from typing import Any
 
 from ssl_kd.datasets.text import first_few
 from ssl_kd.errors import BAD_INPUT, FAILED, InputError, MissingPackage, UserError
-from ssl_kd.training.clock import Progress, untold
+from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.vision.extract_many import Filled, Splits, in_words
 from ssl_kd.vision.loading import ExtractionFailed
 from ssl_kd.vision.settings import VisionSettings
@@ -140,7 +140,7 @@ def fill_by_ray(
     if began:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
     try:
-        return _fill(ray, settings, shard_rows, progress or untold)
+        return _fill(ray, settings, shard_rows, progress or no_progress)
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ExtractionFailed(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ssl_kd.guard.memory import is_out_of_memory, sent
+from ssl_kd.guard.memory import is_out_of_memory, to_device_async
 from ssl_kd.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ class Graphed:
             SettingsError: the step cannot be recorded.
         """
         device = self._trainer.precision.device
-        inputs = [sent(x, device) for x in (views, learning_rate, given) if x is not None]
+        inputs = [
+            to_device_async(x, device) for x in (views, learning_rate, given) if x is not None
+        ]
         shape = tuple((x.shape, x.dtype) for x in inputs)
         if shape not in self._recordings:
             self._seen[shape] += 1

@@ -17,13 +17,13 @@ from typing_extensions import Self
 
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import CorruptFileError, sha256_file
-from ssl_kd.guard.precision import undisturbed
+from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
 from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
 from ssl_kd.vision.confidence import tempered
+from ssl_kd.vision.new_clusters import NewClusters, comparable, find_new_clusters
 from ssl_kd.vision.novelty import Novelty, is_dead
-from ssl_kd.vision.offers import Offers, comparable, find_offers
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.splits import Splits
 from ssl_kd.vision.tree import Tree
@@ -110,7 +110,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         self.projection = Projection(in_dim, head_dim)
         self.novelty = Novelty(head_dim, n_reference) if n_reference else None
         self.tree = Tree(head_dim, levels, n_clusters) if levels else None
-        self.offers = Offers(head_dim + 1, n_new_rows) if n_new else None
+        self.offers = NewClusters(head_dim + 1, n_new_rows) if n_new else None
         self.splits = Splits(head_dim, n_splits) if n_splits else None
 
     @classmethod
@@ -220,19 +220,19 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         swapped[:, 1] = torch.where(last == likeliest, swapped[:, 1], more)
         return old.scatter(1, pair, swapped)
 
-    @undisturbed()
+    @default_torch_state()
     @torch.inference_mode()
     def predict_proba(self, x: Tensor) -> Tensor:
         """`forward` in blocks, without gradients, on the model's device; the result on the CPU."""
         return self._in_blocks(self, x)
 
-    @undisturbed()
+    @default_torch_state()
     @torch.inference_mode()
     def predict(self, x: Tensor) -> Tensor:
         """Embeddings `[n, in_dim]` -> clusters `[n]` int64; a mapped file is read in blocks."""
         return self._in_blocks(lambda block: self(block).argmax(-1), x)
 
-    @undisturbed()
+    @default_torch_state()
     @torch.inference_mode()
     def likeliest(self, x: Tensor, most: int) -> tuple[Tensor, Tensor]:
         """The likeliest clusters of each row, sorted on the model's device, never all of them kept.
@@ -253,7 +253,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
             probabilities.append(found.values[:, :most].clone().cpu())
         return torch.cat(clusters), torch.cat(probabilities)
 
-    @undisturbed()
+    @default_torch_state()
     @torch.no_grad()
     def extended(self, read: Callable[[Tensor], Tensor], n: int) -> ClusterModel:
         """This model with the clusters that new samples offer; itself where they offer none.
@@ -280,7 +280,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         joined = torch.cat(blocks)
         rows = comparable(old.cpu(), joined)
         new = torch.cat([polar(read(part)) for part in rows.split(ROWS_PER_BLOCK)])
-        groups = find_offers(reference.cpu(), old.cpu(), new.cpu(), joined[rows])
+        groups = find_new_clusters(reference.cpu(), old.cpu(), new.cpu(), joined[rows])
         if not (groups >= 0).any():
             return self
 
@@ -294,7 +294,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         model.load_state_dict(tensors)
         return model.to(self.weights.device)
 
-    @undisturbed()
+    @default_torch_state()
     @torch.inference_mode()
     def predict_levels(self, x: Tensor, clusters: Tensor | None = None) -> Tensor:
         """Embeddings `[n, in_dim]` -> clusters of each level of `options["levels"]`, `[n, level]`.
@@ -320,7 +320,7 @@ class ClusterModel(nn.Module, PyTorchModelHubMixin):
         ]
         return torch.cat(found)
 
-    @undisturbed()
+    @default_torch_state()
     @torch.inference_mode()
     def outlier_scores(self, x: Tensor) -> Tensor:
         """Embeddings `[n, in_dim]` -> the share of training samples less far out, `[n]` in [0, 1].

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ssl_kd.guard.precision import undisturbed
+from ssl_kd.guard.precision import default_torch_state
 
 # Training samples that are kept to compare with; a random part of more loses next to nothing.
 REFERENCE_ROWS = 5_000
@@ -69,7 +69,7 @@ class Novelty(nn.Module):
         self.register_buffer("origin", torch.zeros(dim))
 
     @classmethod
-    @undisturbed()
+    @default_torch_state()
     @torch.no_grad()
     def fit(cls, x: Tensor, origin: Tensor | None = None) -> Novelty:
         """Compare with these rows from now on.

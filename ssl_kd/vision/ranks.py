@@ -43,7 +43,7 @@ _Key = tuple[int, int, int, int]
 """Where an event of one process would stand: look, turn in it, step, batch before heads."""
 
 
-class Together:
+class HeadRanks:
     """The ranks of a training, of which each has some heads.
 
     Args:
@@ -230,10 +230,10 @@ class _Listener(logging.Handler):
         self._said.append((record.name, record.levelno, record.getMessage()))
 
 
-class HeadsTogether(Heads):
+class RankHeads(Heads):
     """A rank's heads as the loop's learner; it tells the others and logs for all."""
 
-    def __init__(self, together: Together, log_every: int, *args: Any) -> None:
+    def __init__(self, together: HeadRanks, log_every: int, *args: Any) -> None:
         super().__init__(*args)
         self.together, self._log_every = together, log_every
         self._write, self.on_events = self.on_events, self._keep
@@ -328,7 +328,7 @@ class HeadsTogether(Heads):
 
 
 def train_together(
-    together: Together,
+    together: HeadRanks,
     trainer: HeadTrainer,
     sampler: PairSampler,
     gather: Gather,
@@ -352,7 +352,7 @@ def train_together(
         sampler: as there, the same on every rank.
         gather: as there.
         steps: as there.
-        until: as there; it judges all heads, by `Together.of_all`.
+        until: as there; it judges all heads, by `HeadRanks.of_all`.
         clusters: as there.
         start: as there.
         log_every: as there; the ranks meet that often.
@@ -374,7 +374,7 @@ def train_together(
             " than that of another number of processes, and no worse"
         )
     together.done = start
-    learner = HeadsTogether(
+    learner = RankHeads(
         together, log_every, trainer, sampler, gather, steps, on_events, on_fault, clusters, until
     )
     ahead = itertools.count(start)

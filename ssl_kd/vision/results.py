@@ -16,7 +16,7 @@ from ssl_kd.files import atomic_write
 from ssl_kd.graph import agreement
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.training.folder import RunFolder
-from ssl_kd.vision.assigned import Assigned, write_assignments
+from ssl_kd.vision.assignments import Assignments, write_assignments
 from ssl_kd.vision.fit import head_clusters
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.partition import GraphAnswer
@@ -183,7 +183,7 @@ def _graph(answer: GraphAnswer) -> dict[str, Any]:
     }
 
 
-def _levels(split: Assigned, n_clusters: int) -> list[dict[str, Any]]:
+def _levels(split: Assignments, n_clusters: int) -> list[dict[str, Any]]:
     """The tree, coarsest level first, the answer among them: sizes, and what each is part of."""
     levels = {
         f"level_{size}": (size, of) for size, of in zip(split.sizes, split.levels.T, strict=True)
@@ -232,7 +232,7 @@ def _embedding_scores(
     return found
 
 
-class Answered(Assigned):
+class Answered(Assignments):
     """One split, judged: the answer for every row, and each head's on the rows that are scored."""
 
     def __init__(
@@ -251,7 +251,7 @@ class Answered(Assigned):
 
 
 def write_arrays(
-    folder: RunFolder, split: Assigned, n_clusters: int, seed: int
+    folder: RunFolder, split: Assignments, n_clusters: int, seed: int
 ) -> NDArray[np.int64]:
     """`arrays.npz`: the map of the embeddings, typical samples of each cluster, the confusion.
 

@@ -25,24 +25,24 @@ from ssl_kd.errors import printable
 from ssl_kd.files import sha256_file
 from ssl_kd.graph.levels import check_enough
 from ssl_kd.guard.memory import give_back_memory
-from ssl_kd.guard.precision import Precision, undisturbed
+from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.heads import import_head
 from ssl_kd.ranks import joined
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
-from ssl_kd.training.clock import Clock, Progress, untold
+from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFinished, RunFolder
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.extract import ExtractProgress, extract, fingerprint
-from ssl_kd.vision.learn import learn
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.objectives import objective_class
-from ssl_kd.vision.ranks import Together
-from ssl_kd.vision.recorded import follow
+from ssl_kd.vision.pipeline import learn
+from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.results import answered, judge
 from ssl_kd.vision.settings import AUTO, VisionSettings
+from ssl_kd.vision.train_run import follow
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Run:
     images: Images | None
 
 
-@undisturbed()
+@default_torch_state()
 def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
     """Do the main job as the settings say.
 
@@ -86,7 +86,7 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
     with joined(settings.device) as ranks:
         if ranks.world == 1:
             return _lead(settings, ranks.device, None, progress)
-        together = Together(ranks, settings.n_heads)
+        together = HeadRanks(ranks, settings.n_heads)
         if not together.leads:
             return Run(follow(settings, together), None)
         try:
@@ -100,9 +100,9 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
 
 
 def _lead(
-    settings: VisionSettings, device: str, together: Together | None, progress: Progress | None
+    settings: VisionSettings, device: str, together: HeadRanks | None, progress: Progress | None
 ) -> Run:
-    tell = progress or untold
+    tell = progress or no_progress
     clock = Clock()
     precision = Precision.for_device(device, settings.use_fp16)
     logger.info("%s", precision)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ssl_kd import losses
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health, is_healthy
-from ssl_kd.guard.memory import sent
+from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recovery import Recovery
@@ -255,8 +255,8 @@ class HeadTrainer:
         if kept is not None:
             views = views[:, kept]
             given = None if given is None else given[:, kept.to(given.device)]
-        views = sent(views, self.precision.device)
-        given = None if given is None else sent(given, self.precision.device)
+        views = to_device_async(views, self.precision.device)
+        given = None if given is None else to_device_async(given, self.precision.device)
         smoothed = self.objective.smoothed(self.state.marginal)
         remembered = {f"health.{name}": t for name, t in self.state.health.tensors().items()}
         before = {n: t.clone() for n, t in (remembered | {"scale": self.state.scale}).items()}

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import SKIPPED, Stage, is_healthy
-from ssl_kd.guard.memory import sent
+from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.seeds import seed_of
 from ssl_kd.training.loop import Pace, run_loop
@@ -158,7 +158,7 @@ class Heads:
     ) -> None:
         self.trainer, self.sampler, self.gather, self._most = trainer, sampler, gather, steps
         device = trainer.precision.device
-        self.clusters = None if clusters is None else sent(clusters, device)
+        self.clusters = None if clusters is None else to_device_async(clusters, device)
         self.until = until
         self.on_events, self.on_fault = on_events, on_fault
         self.pace = Pace()
@@ -189,7 +189,7 @@ class Heads:
         views = self.gather(samples.flatten()).unflatten(0, samples.shape)
         given = None
         if self.clusters is not None:
-            here = sent(samples, self.clusters.device)
+            here = to_device_async(samples, self.clusters.device)
             given = functional.one_hot(self.clusters[here], trainer.n_clusters).float()
         first = trainer.bank.first
         key = (step, first) if first else (step,)  # no two heads draw alike
@@ -294,7 +294,7 @@ class Heads:
         return HeadFault(head, event, seen.samples, views, seen.learning_rate, before, exact, given)
 
 
-class Held:
+class DeviceEmbeddings:
     """Embeddings on a device, where rows are gathered as well.
 
     Args:
@@ -306,7 +306,7 @@ class Held:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As `Gather`, on the device."""
-        return self._embeddings[sent(rows, self._embeddings.device)]
+        return self._embeddings[to_device_async(rows, self._embeddings.device)]
 
 
 def _on_cpu(steps: list[_Step]) -> list[_Step]:

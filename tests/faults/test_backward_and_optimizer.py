@@ -17,7 +17,7 @@ from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
-from ssl_kd.vision import learn
+from ssl_kd.vision import pipeline
 from ssl_kd.vision.run import run
 from tests.bits import same
 from tests.faults.inject import (
@@ -188,7 +188,7 @@ def test_a_head_that_is_always_bad_is_reinitialised_once_then_retired():
 @pytest.fixture
 def strike_runs(monkeypatch):
     """Every run's trainer gets a fault in its students' forward pass from some step on."""
-    make = learn.make_trainer
+    make = pipeline.make_trainer
 
     def use(change, start=0, learning=None):
         def struck(*arguments):
@@ -202,7 +202,7 @@ def strike_runs(monkeypatch):
             monkeypatch.setattr(trainer, "step", with_fault)
             return trainer
 
-        monkeypatch.setattr(learn, "make_trainer", struck if change is not None else make)
+        monkeypatch.setattr(pipeline, "make_trainer", struck if change is not None else make)
 
     return use
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ssl_kd import losses
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
-from ssl_kd.vision import learn
+from ssl_kd.vision import pipeline
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import train
@@ -292,7 +292,7 @@ def test_an_empty_cluster_in_training_is_finite_and_said_once(caplog):
 
 @row(21)
 def test_collapse_of_one_head_is_flagged_for_that_head(settings, monkeypatch):
-    make = learn.make_trainer
+    make = pipeline.make_trainer
 
     def collapsed_trainer(*arguments):
         """Head 2 answers cluster 0 to whatever comes, from the start, and cannot learn."""
@@ -306,7 +306,7 @@ def test_collapse_of_one_head_is_flagged_for_that_head(settings, monkeypatch):
             named["prototypes"][2, 0] = 1.0
         return trainer
 
-    monkeypatch.setattr(learn, "make_trainer", collapsed_trainer)
+    monkeypatch.setattr(pipeline, "make_trainer", collapsed_trainer)
     path = run(settings(learning_rate=1e-9, max_steps=5)).path
     heads = metrics(path)["heads"]
     assert heads[2]["collapsed"] and heads[2]["clusters_used"] == 1

@@ -9,9 +9,9 @@ from ssl_kd.guard.precision import (
     DeviceInfo,
     Precision,
     UnsupportedDevice,
+    default_torch_state,
     precision_table,
     promote_to_fp32,
-    undisturbed,
 )
 from tests.modes import MODES
 
@@ -303,9 +303,9 @@ def test_inside_torch_is_as_in_a_fresh_process_and_outside_as_it_was(mode):
     with MODES[mode]():
         before = state()
         assert before != fresh
-        with undisturbed():
+        with default_torch_state():
             assert state() == fresh
-        with pytest.raises(KeyError), undisturbed():
+        with pytest.raises(KeyError), default_torch_state():
             raise KeyError
         assert state() == before
     assert state() == fresh

@@ -17,7 +17,7 @@ from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision.extend import DECIDED, extend, inherited
 from ssl_kd.vision.model import ClusterModel
-from ssl_kd.vision.offers import comparable, find_offers
+from ssl_kd.vision.new_clusters import comparable, find_new_clusters
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.workbench.export import Content
@@ -398,7 +398,7 @@ def test_false_alarms_are_as_rare_as_the_test_says():
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(400, 5, generator=g)
         clusters = (x[:, 0] > 0).long()
-        groups = find_offers(x[:300], clusters[:300], x[300:], clusters[300:])
+        groups = find_new_clusters(x[:300], clusters[:300], x[300:], clusters[300:])
         alarms += bool((groups >= 0).any())
     assert alarms <= 1  # expected: less than one
 
@@ -408,7 +408,7 @@ def test_the_more_numerous_group_comes_first_and_small_ones_are_not_offered():
     old = torch.randn(400, 5, generator=g)
     far = [30 * torch.eye(5)[i] + torch.randn(n, 5, generator=g) for i, n in enumerate([30, 60, 4])]
     new = torch.cat([torch.randn(100, 5, generator=g), *far])
-    groups = find_offers(old, torch.zeros(400).long(), new, torch.zeros(194).long())
+    groups = find_new_clusters(old, torch.zeros(400).long(), new, torch.zeros(194).long())
     assert (groups[:100] == -1).all() and (groups[190:] == -1).all()
     assert (groups[100:130] == 1).all() and (groups[130:190] == 0).all()
 

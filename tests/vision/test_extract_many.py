@@ -23,10 +23,10 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import load_teacher
 from ssl_kd.vision import extract_ray
+from ssl_kd.vision.decode_pace import keeping_up
 from ssl_kd.vision.extract import extract, extract_share
 from ssl_kd.vision.extract_ray import workers_for
 from ssl_kd.vision.loading import ExtractionFailed
-from ssl_kd.vision.pace import keeping_up
 from ssl_kd.vision.settings import VisionSettings
 from tests.processes import ROOT
 from tests.vision.counting import SHARD, Counting

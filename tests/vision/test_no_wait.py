@@ -9,9 +9,9 @@ from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.teachers.network import Transform
 from ssl_kd.vision import extract, loading
-from ssl_kd.vision import source as origin
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
+from ssl_kd.vision import training_rows as origin
 from ssl_kd.vision.objectives import OBJECTIVES
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
@@ -112,7 +112,7 @@ def test_what_is_read_at_once_is_read_to_the_bit():
 def test_a_look_at_ten_steps_waits_once_and_so_does_a_record(held):
     bank = Bank(lambda: TEMIHead(DIM, CLUSTERS), HEADS)
     with pretended_cuda() as device:
-        gather = training.Held(torch.zeros(40, DIM, device="cuda"))
+        gather = training.DeviceEmbeddings(torch.zeros(40, DIM, device="cuda"))
         learner = training.Heads(
             _trainer(bank),
             lambda step: torch.zeros(2, BATCH, dtype=torch.int64).unbind(),

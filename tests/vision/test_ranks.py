@@ -23,7 +23,7 @@ from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
 from ssl_kd.ranks import Ranks
 from ssl_kd.vision import step as guarded
-from ssl_kd.vision.ranks import Together
+from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
@@ -350,6 +350,6 @@ def test_heads_with_dropout_are_said_to_draw_otherwise(settings):
 
 @pytest.mark.parametrize(("n", "world"), [(5, 2), (50, 8), (3, 3)])
 def test_each_head_belongs_to_one_rank(n, world):
-    parts = [Together(Ranks(rank, world, "cpu"), n).heads for rank in range(world)]
+    parts = [HeadRanks(Ranks(rank, world, "cpu"), n).heads for rank in range(world)]
     assert [head for part in parts for head in part] == list(range(n))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -28,7 +28,6 @@ from ssl_kd.run import Run as OpenRun
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from ssl_kd.training.stop import Interrupted
-from ssl_kd.vision import assigned
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
@@ -656,7 +655,7 @@ def test_embeddings_damaged_on_disk_are_never_used_silently(settings, tmp_path):
 
 
 def test_samples_are_scored_on_a_sample_where_there_are_very_many(settings, monkeypatch):
-    monkeypatch.setattr(assigned, "JUDGED_ROWS", 40)
+    monkeypatch.setattr("ssl_kd.vision.assignments.JUDGED_ROWS", 40)
     path = run(settings(baselines=True)).path
     arrays = np.load(path / "arrays.npz")
     lines = [line for line in assignments(path) if line["split"] == "train"]

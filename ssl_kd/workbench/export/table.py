@@ -9,7 +9,7 @@ import pyarrow as arrow
 from pyarrow import parquet
 
 from ssl_kd.files import atomic_write
-from ssl_kd.vision.assigned import ROWS_PER_GROUP
+from ssl_kd.vision.assignments import ROWS_PER_GROUP
 from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.export.registry import refuse_existing
 

@@ -21,7 +21,7 @@ from ssl_kd.errors import InputError, RunFolderError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.files.cells import from_cells
 from ssl_kd.store import EmbeddingStore, find_neighbours
-from ssl_kd.vision.assigned import assignments_of, read_finished
+from ssl_kd.vision.assignments import assignments_of, read_finished
 from ssl_kd.vision.model import has_pictures
 
 NEEDED = ("file", "cluster", "confidence", "split")

@@ -15,7 +15,7 @@ from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.projection import Projection
 from ssl_kd.vision.settings import AUTO, VisionSettings
-from ssl_kd.vision.train import Gather, Held
+from ssl_kd.vision.train import DeviceEmbeddings, Gather
 
 PROJECTION_ROWS = 10_000
 # Samples whose graph is searched: enough for any number of clusters that can be told apart, few
@@ -134,4 +134,4 @@ class Source:
         held = self._held
         if held is None or device.type != "cuda" or 2 * held.nbytes > free_memory(device):
             return self
-        return Held(held.to(device))
+        return DeviceEmbeddings(held.to(device))

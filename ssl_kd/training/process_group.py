@@ -22,7 +22,7 @@ from ssl_kd.training.stop import Signals
 T = TypeVar("T")
 
 
-class Team:
+class ProcessGroup:
     """The ranks of `torch.distributed` where it is initialised; else this process, one of one.
 
     All of them make it and call it at the same points.
@@ -103,7 +103,7 @@ class Team:
             p.grad = gradient.view_as(p)
 
 
-class FollowedFolder(RunFolder):
+class ReadOnlyRunFolder(RunFolder):
     """The run folder as every rank but the first sees it: for reading.
 
     Args:
@@ -116,7 +116,7 @@ class FollowedFolder(RunFolder):
         self.path, self.events = path, EventLog()
         self._checkpoints = path / "checkpoint"
 
-    def __enter__(self) -> FollowedFolder:
+    def __enter__(self) -> ReadOnlyRunFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -145,7 +145,7 @@ def run_folder(settings: RunSettings, ranks: Ranks) -> Iterator[RunFolder]:
             return own[0].path
 
         path = ranks.from_first(opened)
-        yield own[0] if own else FollowedFolder(path)
+        yield own[0] if own else ReadOnlyRunFolder(path)
 
 
 def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any]]:
@@ -157,6 +157,6 @@ def load_checkpoint(folder: RunFolder, ranks: Ranks) -> tuple[int, dict[str, Any
         return found[0][0]
 
     start = ranks.from_first(load)
-    if isinstance(folder, FollowedFolder):
+    if isinstance(folder, ReadOnlyRunFolder):
         return start, folder.checkpoint(start)
     return found[0]

@@ -33,7 +33,7 @@ ROWS_PER_GROUP = 131_072  # of a Parquet file
 PLACES = ("second", "third", *(f"{place}th" for place in range(4, 11)))
 
 
-class Assigned:
+class Assignments:
     """The samples of a store, where the model sees them, and those of them that are scored.
 
     What is kept of a row is 16 bytes, 8 for each of TOP_K and 4 for each level of the tree.
@@ -181,7 +181,7 @@ def read_finished(path: Path, *needed: str) -> tuple[dict[str, Any], dict[str, A
     return config, metrics
 
 
-def write_assignments(folder: Path, splits: Mapping[str, Assigned]) -> None:
+def write_assignments(folder: Path, splits: Mapping[str, Assignments]) -> None:
     """`assignments.csv`: file, cluster, confidence, split, and the label where any is known.
 
     Then `outlier`, the next likely clusters with their probabilities, TOP_K clusters in all, and
@@ -208,7 +208,7 @@ def write_assignments(folder: Path, splits: Mapping[str, Assigned]) -> None:
         atomic_write(folder / "assignments.parquet", write_parquet)
 
 
-def append_assignments(folder: Path, before: Path, found: Assigned, split: str) -> None:
+def append_assignments(folder: Path, before: Path, found: Assignments, split: str) -> None:
     """A file as it is, a CSV to the byte, then new samples in the same columns and format."""
 
     def write(file: BinaryIO) -> None:

@@ -20,17 +20,17 @@ from ssl_kd.training.stop import Signals
 from ssl_kd.vision.fit import Plan, form_answer, make_plan, make_trainer
 from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.partition import GraphAnswer, partition_of
-from ssl_kd.vision.ranks import Together
-from ssl_kd.vision.recorded import Found, train_recorded
+from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.source import Source
 from ssl_kd.vision.step import HeadTrainer
+from ssl_kd.vision.train_run import LeaderResult, train_recorded
+from ssl_kd.vision.training_rows import Source
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Learnt:
+class TrainedHeads:
     """What training leaves for the answer.
 
     Attributes:
@@ -59,8 +59,8 @@ def learn(
     clock: Clock,
     signals: Signals,
     tell: Progress,
-    together: Together | None,
-) -> Learnt:
+    together: HeadRanks | None,
+) -> TrainedHeads:
     """From embeddings to the model. Neighbours, pairs and projected embeddings end with it."""
     source = Source.fit(store, settings, n_clusters)
     neighbours, searched, found = _graph(
@@ -93,7 +93,7 @@ def learn(
         "success_rate": 1 - float(trainer.state.health.skipped.float().mean()) / max(steps, 1),
         "neighbours": searched,
     }
-    return Learnt(trainer, model, chosen, information, found, about)
+    return TrainedHeads(trainer, model, chosen, information, found, about)
 
 
 def _consensus(
@@ -121,7 +121,7 @@ def _prepared(
     neighbours: Tensor,
     clusters: Tensor | None,
     precision: Precision,
-    together: Together | None,
+    together: HeadRanks | None,
 ) -> tuple[HeadTrainer, Plan]:
     """The heads that this process trains and from what; the other ranks learn what it found."""
     if together is None:
@@ -129,7 +129,7 @@ def _prepared(
         return trainer, make_plan(settings, trainer, neighbours, source)
     store = source.store
     mapped = source.whole and by_index(store, settings.neighbours_search)
-    found = Found(
+    found = LeaderResult(
         folder.path.resolve(),
         settings.to_dict(),
         store.folder.resolve(),

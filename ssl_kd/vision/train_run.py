@@ -22,17 +22,17 @@ from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder, RunFolderError
+from ssl_kd.training.process_group import ReadOnlyRunFolder, load_checkpoint
 from ssl_kd.training.stop import Signals
-from ssl_kd.training.together import FollowedFolder, load_checkpoint
 from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.fit import Plan, make_plan, make_trainer
 from ssl_kd.vision.projection import Projection
-from ssl_kd.vision.ranks import Together, train_together
+from ssl_kd.vision.ranks import HeadRanks, train_together
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.vision.source import Source
 from ssl_kd.vision.step import HeadTrainer
 from ssl_kd.vision.train import Gather, HeadFault, LogRecord, train
+from ssl_kd.vision.training_rows import Source
 
 # What TensorBoard shows of a log record.
 DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
@@ -47,7 +47,7 @@ def train_recorded(
     clusters: Tensor | None,
     signals: Signals,
     tell: Progress,
-    together: Together | None,
+    together: HeadRanks | None,
 ) -> int:
     """Train all heads, from the last checkpoint if there is one; the number of steps done.
 
@@ -133,7 +133,7 @@ def _recording(
 
 
 def _loaded(
-    folder: RunFolder, trainer: HeadTrainer, until: Convergence | None, together: Together | None
+    folder: RunFolder, trainer: HeadTrainer, until: Convergence | None, together: HeadRanks | None
 ) -> int:
     """The step of the last checkpoint, which these have taken over; 0 where there is none."""
     if together is None:
@@ -154,7 +154,7 @@ def _loaded(
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class LeaderResult:
     """What rank 0 found before the training, for the others.
 
     Attributes:
@@ -181,13 +181,13 @@ class Found:
     clusters: Tensor | None
 
 
-class _Led:
+class _LeaderRun:
     """A run that is rank 0's to speak of."""
 
     path, trained = Path(), False
 
 
-def follow(settings: VisionSettings, together: Together) -> Path:
+def follow(settings: VisionSettings, together: HeadRanks) -> Path:
     """Train some of the heads of the run that rank 0 leads, until that has ended.
 
     Args:
@@ -204,8 +204,8 @@ def follow(settings: VisionSettings, together: Together) -> Path:
     """
     ranks = together.ranks
     precision = Precision.for_device(ranks.device, settings.use_fp16)
-    with following(), Signals(_Led()) as signals:
-        found: Found | Path = ranks.from_first(_nothing)
+    with following(), Signals(_LeaderRun()) as signals:
+        found: LeaderResult | Path = ranks.from_first(_nothing)
         if isinstance(found, Path):  # of a run that is finished
             return found
         with signals.between_steps():
@@ -215,9 +215,9 @@ def follow(settings: VisionSettings, together: Together) -> Path:
 
 def _follow(
     settings: VisionSettings,
-    together: Together,
+    together: HeadRanks,
     precision: Precision,
-    found: Found,
+    found: LeaderResult,
     signals: Signals,
 ) -> None:
     ranks = together.ranks
@@ -235,7 +235,7 @@ def _follow(
     plan = make_plan(
         settings, trainer, _neighbours(settings, store, found), gather, together.of_all
     )
-    start = _loaded(FollowedFolder(found.path), trainer, plan.until, together)
+    start = _loaded(ReadOnlyRunFolder(found.path), trainer, plan.until, together)
     with together.overheard():
         train_together(
             together,
@@ -258,7 +258,7 @@ def _follow(
     ranks.from_first(_nothing)  # its answer, its scores, its files
 
 
-def _neighbours(settings: VisionSettings, store: EmbeddingStore, found: Found) -> Tensor:
+def _neighbours(settings: VisionSettings, store: EmbeddingStore, found: LeaderResult) -> Tensor:
     """Those that rank 0 sent, or has just checked and left beside the embeddings.
 
     Raises:

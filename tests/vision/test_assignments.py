@@ -8,9 +8,9 @@ import pytest
 import torch
 from pyarrow import parquet
 
+import ssl_kd.vision.assignments as written
 from ssl_kd.report import write_report
 from ssl_kd.report.assignments import read_assignments
-from ssl_kd.vision import assigned
 from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.run import run
@@ -45,8 +45,8 @@ def both(tmp_path_factory, blobs):
     )
     small = run(settings).path
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assigned, "CSV_ROWS", 259)
-        patch.setattr(assigned, "ROWS_PER_GROUP", 50)
+        patch.setattr(written, "CSV_ROWS", 259)
+        patch.setattr(written, "ROWS_PER_GROUP", 50)
         large = run(settings.replace(run_name="parquet")).path
     return small, large
 
@@ -66,8 +66,8 @@ def test_from_a_million_rows_on_it_is_parquet_with_the_same_content(both):
     small, large = both
     assert not (small / "assignments.parquet").exists()
     assert not (large / "assignments.csv").exists()
-    assert assigned.assignments_of(small).name == "assignments.csv"
-    path = assigned.assignments_of(large)
+    assert written.assignments_of(small).name == "assignments.csv"
+    path = written.assignments_of(large)
     assert read(path) == assignments(small)
     file = parquet.ParquetFile(path)
     assert file.num_row_groups == 4 + 2  # of 200 and of 60
@@ -114,7 +114,7 @@ def test_an_extension_keeps_the_format_and_every_row(both, blobs, tmp_path):
             "embeddings_dir": str(tmp_path / "embeddings"),
         }
         done = extend(inherited(VisionSettings(**given), given)).path
-        before, after = assigned.assignments_of(parent), assigned.assignments_of(done)
+        before, after = written.assignments_of(parent), written.assignments_of(done)
         assert before.name == after.name
         if after.suffix == ".csv":
             assert after.read_bytes().startswith(before.read_bytes())

@@ -31,7 +31,7 @@ ROUNDS = 10  # of growing; it ends by itself in two to six
 QUERIES = 1024
 
 
-class Offers(nn.Module):
+class NewClusters(nn.Module):
     """Clusters that came later, by the samples that they were found in.
 
     A sample is of one where its nearest row, among these and the training samples that a model
@@ -80,7 +80,7 @@ def _nearest(z: Tensor, pool: Tensor) -> Tensor:
     return columns.gather(1, order)[:, :VOTERS]
 
 
-def find_offers(
+def find_new_clusters(
     reference: Tensor, old: Tensor, new: Tensor, joined: Tensor, device: str | torch.device = "cpu"
 ) -> Tensor:
     """Groups of new samples that lie where old ones do not, by more than chance.
