@@ -133,8 +133,8 @@ CONSENSUS_HEADS = None
 
 # Clusters named for each sample in assignments.csv, the likeliest first, 1 to 10.
 TOP_K = 3
-# Outlier score above which a sample is noise, cluster -1, above 0 to 1; None: nobody is. 0.99 marks
-# one in a hundred of samples like those of the training.
+# Outlier score above which a sample is noise, cluster -1, above 0 to 1; None: no sample is. 0.99
+# marks one in a hundred of samples like those of the training.
 NOISE_THRESHOLD = None
 
 # --- Guard ----------------------------------------------------------------------------------------

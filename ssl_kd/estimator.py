@@ -96,7 +96,7 @@ class MultiHeadClusterer(
             reached ends it.
         consensus_heads: heads that vote, the best ones; None: the better half.
         noise_threshold: outlier score in (0, 1] above which a sample is noise, cluster -1; None:
-            nobody is.
+            no sample is.
         use_fp16: run the students in half precision where the device gains by it.
         device: where to train, `auto`, `cpu`, `cuda`, `cuda:1` ...; predictions run on the CPU.
         random_state: an integer makes the result repeatable, a `RandomState` is drawn from once,
@@ -434,7 +434,8 @@ class MultiHeadClusterer(
             folder: where it is; a name as `user/name`, where no such folder is, is the hub's.
             head: import path of the head's class. Only this library's own head is imported because
                 the folder names it; any other has to be named here, for an import runs code.
-            loss: import path of the objective's class, likewise: another `fit` would import it.
+            loss: import path of the objective's class, which another `fit` would import; named here
+                for the same reason.
 
         Raises:
             FileNotFoundError: the folder is not there or holds no trained model.

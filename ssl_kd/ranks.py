@@ -115,7 +115,7 @@ class Ranks:
     world: int
     device: str
     _stop: Store | None = None  # outlives any rank, under torchrun
-    _first: Store | None = None  # lives in rank 0, so that whoever asks learns of its end
+    _first: Store | None = None  # lives in rank 0: the others notice when it ends
 
     def from_first(self, work: Callable[[], T]) -> T:
         """What rank 0's `work()` returns, on every rank; the others wait for as long as it takes.
@@ -171,7 +171,7 @@ class Ranks:
                 left = self._stop.add("left", 0)
 
     def _said(self) -> dict[str, Any] | None:
-        """Who stopped first, why, and with which exit code; None while nobody did."""
+        """Who stopped first, why, and with which exit code; None while no rank has stopped."""
         assert self._stop is not None
         try:
             if self._stop.add("stops", 0):
@@ -250,7 +250,7 @@ def joined(device: str, timeout: timedelta = timedelta(minutes=10)) -> Iterator[
             lost = ranks._lost(error)
             traceback.clear_frames(error.__traceback__)  # they would keep the group alive
             other = ranks._ended_by(lost or error) or lost
-            _part()  # whoever waits for this rank in a collective learns of it
+            _part()  # ends collectives in which other ranks wait for this one
             outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             ranks._leave(0.0 if outlives else _LINGER)
         if other is not None:

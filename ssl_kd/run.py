@@ -43,7 +43,7 @@ class Cluster:
 
     Attributes:
         number: its number.
-        name: what it is called; empty where nobody named it.
+        name: its name; empty if it has none.
         rows: its samples `[size]`, numbers within the run.
         confidence: mean confidence of these.
     """

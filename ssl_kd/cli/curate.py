@@ -174,7 +174,7 @@ class _Work:
                 self.test = EmbeddingStore.open(folder, "test")
 
     def tables(self) -> dict[str, tuple[str, arrow.Table]]:
-        """Name -> what is said of it, and the table."""
+        """Name -> its summary, and the table."""
         from ssl_kd.workbench.curate import (
             label_next,
             leaks,

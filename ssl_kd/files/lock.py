@@ -45,7 +45,7 @@ class Lock:
         except Timeout as error:
             try:
                 holder = self.path.read_text(encoding="ascii", errors="replace").strip()
-            except OSError:  # Windows lets nobody else read a locked file
+            except OSError:  # on Windows no other process can read a locked file
                 holder = ""
             raise LockHeld(
                 f"process {holder or 'unknown'} holds {self.path}: one writer at a time. "

@@ -1,4 +1,4 @@
-"""How many clusters a graph has, where nobody says, and the tree of its levels.
+"""How many clusters a graph has where the number is not given, and the tree of its levels.
 
 A level of K clusters is worth `Q(K) A(K)^(1/3)`: Q is the modularity of a partition into K, and A
 how far two random halves of the samples agree on theirs (prediction strength, as adjusted Rand

@@ -35,7 +35,7 @@ class Parts(Protocol):
 
     @property
     def note(self) -> str:
-        """Is added to what is said of a part that was restored."""
+        """A text that the event of a restored part ends with."""
         ...
 
     def finite(self) -> Sequence[bool]:

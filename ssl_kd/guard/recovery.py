@@ -175,7 +175,7 @@ class Recovery:
 
         Args:
             steps: how many were done.
-            events: the last ones; what was done to a part is said, too.
+            events: the last ones, whose actions are named.
         """
         done = {event.part: event.action for event in events}
         lines = []

@@ -46,11 +46,14 @@ class TEMIHead(nn.Module):
 
     @staticmethod
     def stacked(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        """`forward` of many heads: parameters `[head, ...]`, `x` as there -> `[head, batch, K]`.
+        """`forward` of many heads: parameters `[head, ...]`, rows `[batch, in_dim]`.
 
         The bank would get the same from `vmap`; written out as batched products it is a third
         faster. In between samples come last, `[head, feature, batch]`: biases and norms run along
         long rows, gradients come as the weights lie. So do logits of few clusters, for the softmax.
+
+        Returns:
+            Logits `[head, batch, K]`.
         """
         p = parameters
         x = x.mT.expand(len(p["prototypes"]), *x.mT.shape)

@@ -94,8 +94,8 @@ class Distiller(Objective):
     """A student's objective with its optimizer and guard.
 
     Its terms are means over the real tokens of the whole step (`kd` of a teacher with another
-    tokenizer over its groups), however many batches it is made of; `ce`, too, where some of these
-    the student wrote itself, so that each token has its weight whoever wrote the others. Each term
+    tokenizer over its groups), however many batches it is made of; `ce`, too, where the student
+    wrote some of these itself, so that a token's weight does not depend on the others. Each term
     fails alone, row by row: rows in which it is not finite are left out of it, by an event that
     names them, and the others count what they counted (what a mean divides by stays; the log has
     the mean of the others). A term without a row left leaves the others training on that step;

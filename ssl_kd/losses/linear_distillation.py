@@ -124,7 +124,7 @@ class _Distillation(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         # A term that is not there has no gradient, whatever comes in for it.
         there = ctx.objective.targets is not None, bool(ctx.objective.teachers)
-        # Handed over, not kept: a gradient that nobody else holds becomes .grad without a copy.
+        # Handed over, not kept: a gradient without another reference becomes .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.trusted:
             kept = [g if real else None for g, real in zip(given, there, strict=True)]
@@ -361,7 +361,8 @@ def logits_distillation(
 ) -> Tensor:
     """`linear_distillation` for a head that is not linear: from its logits `[n, vocab]`.
 
-    An entry that is -inf in every row is outside the vocabulary. Everything else as there.
+    An entry that is -inf in every row is outside the vocabulary. The other arguments and
+    the result are those of `linear_distillation`.
     """
     if student_logits.ndim != 2:
         raise ValueError(f"student_logits {tuple(student_logits.shape)}, expected [n, vocab]")

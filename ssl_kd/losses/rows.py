@@ -49,7 +49,7 @@ class _Final(torch.autograd.Function):
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the `backward` of a function: whoever differentiates its result is told that it is wrong.
+    """For the `backward` of a function: differentiating its result raises an error.
 
     `once_differentiable` says so only where the incoming gradient requires one itself; under
     `create_graph=True` it lets a gradient through that looks constant.

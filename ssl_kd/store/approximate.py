@@ -113,12 +113,12 @@ def by_index(store: EmbeddingStore, search: str) -> bool:
 def kept_neighbours(
     store: EmbeddingStore, k: int, *, search: str = "auto", verify: bool = True
 ) -> Tensor | None:
-    """What `find_neighbours` would find kept, as it returns it; None where it would search.
+    """The neighbours that are kept beside the store; None where `find_neighbours` would search.
 
     Args:
         store: the embeddings.
         k: how many.
-        search: as there.
+        search: `exact`, `ivf` or `auto`.
         verify: read a mapped file once, for its checksum.
     """
     if not by_index(store, search):
@@ -193,7 +193,7 @@ def indexed_neighbours(
 
 
 def _paths(store: EmbeddingStore) -> tuple[Path, Path]:
-    """The neighbours, and what is said of them."""
+    """The neighbours, and the record of how they were found."""
     stem = store.folder / f"neighbours_{store.split}"
     return stem.with_suffix(".npy"), stem.with_suffix(".json")
 

@@ -1,4 +1,4 @@
-"""A teacher's likeliest tokens as a cache keeps them, where nobody has its whole distribution."""
+"""A teacher's likeliest tokens as a cache keeps them, where its whole distribution is not known."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class Ledger:
         return entries.get(shard, entry)
 
     def publish(self) -> Manifest | None:
-        """Make the cache visible if all its shards are stored, whoever wrote them.
+        """Make the cache visible if all its shards are stored, by any writer.
 
         Returns:
             Its manifest; None if a shard is missing.

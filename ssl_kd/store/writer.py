@@ -36,8 +36,8 @@ class ShardWriter(Generic[S]):
 
     A writer of all shards is alone: a lock is held from construction until `close` or the end of
     the `with` block. Any number of writers, on any machines that see the folder, may write `only`
-    some shards each, beside it or without it. A shard belongs to who is first to enter it into the
-    manifest, whoever else computes it; that, and `publish`, happens under a lock of milliseconds.
+    some shards each, beside it or without it. The first writer to enter a shard into the manifest
+    owns it; entering and `publish` take a lock for milliseconds.
 
     Args:
         kind: the store that reads it, which says what its columns are and what a bad row is.
@@ -241,7 +241,7 @@ class ShardWriter(Generic[S]):
             self._write_complete()
 
     def publish(self) -> Manifest | None:
-        """Make the cache visible if all its shards are stored, whoever wrote them.
+        """Make the cache visible if all its shards are stored, by any writer.
 
         Returns:
             Its manifest; None if a shard of another writer is missing.

@@ -26,7 +26,7 @@ def model_card(
         base: what the student's weights began as, a folder or a name on the Hub; empty: new ones.
         adapters: whether it is adapters alone.
         images: whether it reads images.
-        made: how it came to be, by what is said.
+        made: how it was made, in words.
     """
     hub = llm_module("huggingface_hub")
     matter = hub.ModelCardData(

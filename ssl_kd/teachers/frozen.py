@@ -100,8 +100,8 @@ def linear_head(model: Any) -> LinearHead | None:
 class FrozenTeacher:
     """A causal language model that only answers: frozen, no dropout, no KV cache, no gradients.
 
-    The model itself is frozen and moved, in place. It is put back into evaluation mode at each
-    call, whoever has called `.train()` on it.
+    The model itself is frozen and moved, in place. Each call puts it back into evaluation
+    mode, in case `.train()` was called on it.
 
     Args:
         model: a causal language model of transformers.

@@ -307,7 +307,7 @@ def _timm(
     config = _timm_config(model_name)
     if config is not None and config.fixed_input_size:
         native = config.input_size[-1]
-        # DINOv2's config says 518, which nobody wants by default: 5 times the work of 224.
+        # DINOv2's config says 518, a costly default: 5 times the work of 224.
         image_size = image_size or (224 if "patch14" in model_name and native == 518 else native)
         if image_size != native:
             kwargs["img_size"] = image_size

@@ -214,7 +214,7 @@ def save_student(
         folder: where to.
         card: Markdown, or the rows of the run's table: one mapping of columns each.
         merge: write adapters and base as one plain model. Always so where the base was made in
-            memory, for nobody could load the adapters. The model itself keeps its adapters.
+            memory: adapters alone could not be loaded then. The model itself keeps its adapters.
         dtype: of the written weights; the model itself keeps its own.
         processor: of a model of images and text, for `AutoProcessor`.
         base: the model that one made in memory was cut from.

@@ -44,7 +44,7 @@ class Board:
         config: settings, for those that keep them.
 
     Raises:
-        BoardUnavailable: a tracker cannot be reached, or nobody is logged in.
+        BoardUnavailable: a tracker cannot be reached, or its credentials are missing.
     """
 
     def __init__(

@@ -31,4 +31,4 @@ class Clock:
 
 
 def no_progress(stage: str, done: int, total: int, info: dict[str, Any]) -> None:
-    """The `Progress` of a run that nobody asked about."""
+    """A `Progress` that shows nothing."""

@@ -14,7 +14,7 @@ from ssl_kd.errors import Interrupted
 
 
 class Resumable(Protocol):
-    """What is said of a run that was told to stop.
+    """A run that can be stopped and resumed.
 
     Attributes:
         path: its folder.

@@ -1,6 +1,6 @@
 """When training ends: once the heads tell hardly more of neighbours than half as many steps ago.
 
-The learning rate is constant until then, since nobody knows how long that will be, and falls to 0
+The learning rate is constant until then, since the number of steps is not known, and falls to 0
 in a last part of fixed share: warm-up, stable, decay (Zhai et al., Scaling Vision Transformers,
 2022, section 3.4; Hu et al., MiniCPM, 2024, section 4).
 """
@@ -41,7 +41,7 @@ class Convergence:
         first: number of the first look.
 
     Attributes:
-        information: `[look]` float64, the median over the heads; NaN where nobody looked yet.
+        information: `[look]` float64, the median over the heads; NaN where it was not measured.
     """
 
     def __init__(

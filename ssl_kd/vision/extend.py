@@ -53,7 +53,7 @@ DECIDED = ("curation.jsonl", "names.json")
 # What an extension may be told; all else is the run's.
 OWN = {"dataset", "device", "download", "extend", "extract_batch_size", "force_recompute"}
 OWN |= {"rebuild_damaged", "resume", "run_name", "runs_dir", "workers"}
-# These too, but the run's where nothing is said.
+# These too, but those of the run where they are not given.
 OWN_IF_GIVEN = {"data_dir", "embeddings_dir", "labels"}
 
 

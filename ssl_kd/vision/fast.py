@@ -91,7 +91,7 @@ class Graphed:
 
     @classmethod
     def of(cls, trainer: HeadTrainer) -> Graphed | None:
-        """For a trainer on a GPU; None on another device, which is said.
+        """For a trainer on a GPU; None on another device, with a line in the log.
 
         Raises:
             SettingsError: its heads draw random numbers, which a recording would repeat.

@@ -1,6 +1,6 @@
 """Heads over several processes: each trains some, and they meet only to tell what they saw.
 
-Heads share no weight, so that between two looks nobody waits for anybody; only INSTANCE_WEIGHT
+Heads share no weight, so ranks do not wait for each other between two looks; only INSTANCE_WEIGHT
 `mean` takes one all-reduce a step. What the heads of one process would have decided together is
 decided here from what all told: when to stop, whether enough heads are left, what is logged.
 """
@@ -125,7 +125,7 @@ class HeadRanks:
             self._meet(here, None)
         return self.stopping
 
-    # -- what is said -----------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def overheard(self) -> Iterator[None]:
@@ -344,26 +344,26 @@ def train_together(
     on_fault: Callable[[HeadFault], object],
     on_checkpoint: Callable[[int], object],
 ) -> int:
-    """As `ssl_kd.vision.train.train`, on every rank with its own heads.
+    """`ssl_kd.vision.train.train` on every rank with its own heads; returns the steps done.
 
     Args:
         together: the ranks; `caught` tells them to stop.
-        trainer: as there, of this rank's heads.
-        sampler: as there, the same on every rank.
-        gather: as there.
-        steps: as there.
-        until: as there; it judges all heads, by `HeadRanks.of_all`.
-        clusters: as there.
-        start: as there.
-        log_every: as there; the ranks meet that often.
-        checkpoint_every: as there.
-        on_log: as there, of all heads; called on every rank.
-        on_events: likewise.
-        on_fault: of this rank's heads.
+        trainer: of this rank's heads; changed in place.
+        sampler: the pairs of each step, the same on every rank.
+        gather: reads embeddings.
+        steps: last step, exclusive, where nothing ends it before.
+        until: ends it when all heads have converged, judged by `HeadRanks.of_all`.
+        clusters: `[n]` int64 that all heads learn; None: each head learns from its EMA teacher.
+        start: number of steps already done.
+        log_every: steps between two records, at which the ranks exchange what they found.
+        checkpoint_every: steps between two checkpoints.
+        on_log: gets each record, of all heads, on every rank.
+        on_events: gets the guard's events, on every rank.
+        on_fault: gets the faults of this rank's heads.
         on_checkpoint: called on every rank, to gather what rank 0 saves.
 
     Raises:
-        TooFewHealthyParts: as there, counted over all ranks, at the next step that is logged.
+        TooFewHealthyParts: too few heads of all ranks are healthy, at the next step that is logged.
         RankLost: another rank does not answer.
     """
     if trainer.settings.instance_weight == "mean" and clusters is None:

@@ -73,7 +73,7 @@ def replay(path: str | Path, *, head: str | None = None, loss: str | None = None
         path: the bundle.
         head: import path of the head's class. Only this library's own head is imported because the
             bundle names it; any other has to be named here, for an import runs code.
-        loss: import path of the objective's class, likewise.
+        loss: import path of the objective's class, named here for the same reason.
 
     Raises:
         FileNotFoundError: there is no such file.

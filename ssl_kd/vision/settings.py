@@ -332,7 +332,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     )
     noise_threshold: float | None = setting(
         None,
-        "outlier score above which a sample is noise, cluster -1; None: nobody is",
+        "outlier score above which a sample is noise, cluster -1; None: no sample is",
         "0.99 marks one in a hundred of samples like those of the training.",
         above=0,
         high=1,

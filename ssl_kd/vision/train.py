@@ -132,7 +132,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose result nobody has looked at yet."""
+    """A step whose result has not been read yet."""
 
     step: int
     samples: Tensor

@@ -1,7 +1,7 @@
 """The page `explore.html` with its data: a folder that any web server serves.
 
-`explore.html` names the folder of all its other files, and a new page gets a new one: whoever has
-the file has a whole page, whenever a writer is killed. The manifest keeps what is ours.
+`explore.html` names the folder of all its other files, and a new page gets a new one: a page
+is whole even if its writer was killed. The manifest keeps what is ours.
 """
 
 from __future__ import annotations

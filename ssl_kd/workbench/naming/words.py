@@ -1,4 +1,4 @@
-"""Names by contrastive words: what is said of a cluster and not of the ones beside it."""
+"""Names by contrastive words: frequent in a cluster and rare in the ones beside it."""
 
 from __future__ import annotations
 

@@ -536,6 +536,6 @@ start().catch((error) => {
   throw error;
 });
 
-// For tests and benchmarks, and for whoever opens the console.
+// For tests, benchmarks and the browser's console.
 window.explore = { search, get plot() { return plot; }, get decisions() { return decisions; },
   get chosen() { return chosen; }, get meta() { return meta; } };
