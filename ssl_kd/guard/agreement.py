@@ -119,15 +119,20 @@ class Agreement:
         return table[:, 1 : 1 + len(numbers)]
 
     def _difference(self, what: str) -> str:
-        points: list[str] = [""] * self.world
-        with self.waiting("what each rank is at", always=True):
-            dist.all_gather_object(points, what, group=self.group)
+        points = self.share("what each rank is at", what)
         at = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
         return (
             f"the ranks are not at the same point. {at}. Make the same Guard on every rank, call"
             " its backward and step equally often there, and with losses of the same names: a term"
             " that finds nothing in a rank's batch is a constant 0"
         )
+
+    def share(self, what: str, words: str) -> list[str]:
+        """Gather a few words of each rank, in their order; `what` they are, as `exchange`."""
+        gathered: list[str] = [""] * self.world
+        with self.waiting(what, always=True):
+            dist.all_gather_object(gathered, words, group=self.group)
+        return gathered
 
     @contextlib.contextmanager
     def waiting(self, what: str, *, always: bool = False) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, SupportsIndex
@@ -30,6 +30,7 @@ from ssl_kd.guard.recovery import Recovery
 from ssl_kd.guard.terms import LossTerms, by_name
 from ssl_kd.guard.update import rescale_
 from ssl_kd.guard.verdicts import Verdicts, check_late
+from ssl_kd.guard.watch import Locator
 
 _GUARDS: weakref.WeakSet[Guard] = weakref.WeakSet()
 """All of this process: a bad batch may have run through the model of another one."""
@@ -82,9 +83,13 @@ class Guard:
         events: a file to append the guard's decisions to, one line of JSON each, by the first of
             several ranks; or an `EventLog`.
         in_run: advice names the settings of this project's runs, not the arguments of a loop.
+        locate: where a part's loss or gradient is not finite, name the operation that made it so:
+            the model's forward and backward pass of that step are run once more, see
+            `ssl_kd.guard.watch.Watch`. At most eight times, not in each step of a bad series.
         group: the ranks that train this model; None for all, False for this process alone.
 
     Attributes:
+        locator: its `findings` are step -> the operation that was named; empty without `locate`.
         grad_norm: gradient norm of each part in the last step, before clipping, `[part]` float32 on
             the CPU; NaN for a part that was cut out.
 
@@ -108,6 +113,7 @@ class Guard:
         reinitialise: Callable[[str], object] | None = None,
         events: str | Path | EventLog | None = None,
         in_run: bool = False,
+        locate: bool = False,
         group: dist.ProcessGroup | Literal[False] | None = None,
     ) -> None:
         if clip_grad is not None and not clip_grad > 0:
@@ -149,11 +155,10 @@ class Guard:
         if not isinstance(events, EventLog):
             events = EventLog(events if self._ranks is None or self._ranks.first else None)
         self.events = events
+        self.locator = Locator(model if locate else None)
         self._forget()
         self._report_nan_buffers()
         _GUARDS.add(self)
-
-    # -- the step ---------------------------------------------------------------------------------
 
     def backward(
         self,
@@ -250,6 +255,7 @@ class Guard:
         healthy = is_healthy(stage)
         absent = absent & healthy
         self._judged = loss, norm, stage, absent
+        self.locator.judge(self.steps, stage, self.health.streak, self._ranks)
         self._take_back(healthy, absent, spoiled)
         trained = (healthy & ~absent).tolist()
         if self.snapshot_every:
@@ -293,7 +299,8 @@ class Guard:
         self.updates += updated
         step, self.steps = self.steps, self.steps + 1
         where = None if self._ranks is None else self._ranks.where
-        self.events.extend(self.recovery.report(step, stage, loss, norm, where))
+        events = self.recovery.report(step, stage, loss, norm, where)
+        self.events.extend([*self.locator.events(step), *events])
         self._forget()
         self.recovery.watch(self.steps)
         if not healthy.all():
@@ -302,8 +309,7 @@ class Guard:
             events, hopeless = self.recovery.escalate(step)
             self.events.extend(events)
             if hopeless:
-                seen = self.recovery.diagnosis(self.steps, events)
-                raise TooFewHealthyParts(f"step {step}: {hopeless}.\n{seen}")
+                raise TooFewHealthyParts(f"step {step}: {hopeless}.\n{self.diagnosis(events)}")
         return {self._parts.names[i] for i in updated.nonzero().flatten().tolist()}
 
     def stop_without(self, terms: Iterable[str], note: str = "") -> None:
@@ -317,8 +323,6 @@ class Guard:
     def terms(self) -> Mapping[str, Health]:
         """Loss term -> what is remembered of it, `[1]` each."""
         return self._terms.health
-
-    # -- losses -----------------------------------------------------------------------------------
 
     def _backward_parts(self, losses: dict[str, Tensor], through: Any) -> None:
         """Cut out the sick parts where weights are shared; elsewhere they hurt only themselves."""
@@ -381,6 +385,7 @@ class Guard:
         self._terms.forget()
         self._cut: set[int] = set()
         self._ran = False  # whether there was a backward pass, which leaves gradients
+        self.locator.forget()
         if self._ranks is not None:
             self._ranks.forget()
 
@@ -407,8 +412,6 @@ class Guard:
             for i, words in healed:
                 self._tell_buffers(i, words)
         return loss, norm.masked_fill(self._mask(self._cut), torch.nan), absent, spoiled
-
-    # -- buffers ----------------------------------------------------------------------------------
 
     def _take_back(self, healthy: Tensor, absent: Tensor, spoiled: list[list[int]]) -> None:
         """After the step no buffer holds what a batch left there that was not healthy."""
@@ -446,11 +449,9 @@ class Guard:
         how = None, "left as it is"
         self.events.extend([Stage.BUFFER.event(self.steps, n, *how, f": {nan}") for n, nan in left])
 
-    # -- what a user asks for ---------------------------------------------------------------------
-
-    def diagnosis(self) -> str:
+    def diagnosis(self, events: Collection[Event] = ()) -> str:
         """What was seen, how often, and what to change: a line per part that was ever sick."""
-        return self.recovery.diagnosis(self.steps)
+        return "\n".join([self.recovery.diagnosis(self.steps, events), *self.locator.lines()])
 
     def summary(self) -> str:
         """One line: the share of updates that were done, and who is sick or retired."""

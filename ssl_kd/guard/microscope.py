@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
 _SPARSE |= {torch.sparse_bsr, torch.sparse_bsc}
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PASSED_OVER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 
 # What overwrites its first argument without reading it, and what hands out memory as it finds it.
 _OVERWRITES = {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential"}
@@ -48,6 +48,7 @@ class TensorFacts:
         rms: root mean square of the finite entries.
         outliers: entries above 1e3 and above 1e4 times the median size of those that are not 0
             (0 where they are one in eight or fewer); they were not learned.
+        bad_rows: the first eight indices in the first dimension at which some entry is not finite.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +61,7 @@ class TensorFacts:
     first_bad: tuple[int, ...] | None
     rms: float
     outliers: int
+    bad_rows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, x: Tensor) -> TensorFacts:
@@ -87,6 +89,7 @@ class TensorFacts:
             first_bad=tuple(bad[0].tolist()) if len(bad) else None,
             rms=float(good.square().mean().sqrt()) if len(good) else 0.0,
             outliers=outliers,
+            bad_rows=tuple(bad[:, 0].unique()[:8].tolist()) if x.ndim else (),
         )
 
     @property
@@ -146,6 +149,9 @@ class Fault:
         outputs: what it wrote.
         poisoned: name of the input that was not finite before the scope began.
         masked: whether the infinity was put there on purpose, as masks do.
+        made: how the output came to be.
+        named: what was known beforehand of the tensors that were given by name.
+        module: what `within` called the place; None without it.
     """
 
     op: str
@@ -158,6 +164,7 @@ class Fault:
     masked: bool
     made: Made
     named: dict[str, TensorFacts]
+    module: str | None = None
 
 
 class Microscope(TorchDispatchMode):
@@ -170,6 +177,7 @@ class Microscope(TorchDispatchMode):
     Args:
         named: name -> tensor that exists beforehand. A name that begins with `input` is data, one
             with `weight` in it a weight, any other a piece of state.
+        within: names the module whose operations run now.
 
     >>> with Microscope() as scope:
     ...     loss = torch.tensor([1.0, 0.0]).log().sum()
@@ -177,9 +185,13 @@ class Microscope(TorchDispatchMode):
     'aten.log'
     """
 
-    def __init__(self, named: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, Tensor] | None = None,
+        within: Callable[[], str] | None = None,
+    ) -> None:
         super().__init__()
-        self._named = dict(named or {})
+        self._named, self._within = dict(named or {}), within
         self._facts: dict[str, TensorFacts] = {}
         self._origins: list[Fault] = []
         # Per storage, since views share what is in them. The weak references keep an address from
@@ -299,6 +311,7 @@ class Microscope(TorchDispatchMode):
             masked=masked,
             made=made,
             named=self._facts,
+            module=None if self._within is None else self._within(),
         )
         self._origins.append(fault)
         return len(self._origins) - 1
@@ -376,7 +389,7 @@ def _key(x: Tensor) -> int:
 
 
 def _place(node: Any) -> Place | None:
-    """The innermost line outside torch; for a node of autograd, of the forward pass."""
+    """The innermost line outside torch and the guard; of an autograd node, of its forward pass."""
     if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
         entries = re.findall(
             r'File "(.+)", line (\d+)', "".join(node.metadata.get("traceback_", []))
@@ -391,7 +404,7 @@ def _place(node: Any) -> Place | None:
 
 
 def _is_outside(file: str) -> bool:
-    return file != __file__ and not file.startswith(_TORCH)
+    return not file.startswith(_PASSED_OVER)
 
 
 def _line(file: str, number: int) -> Place:

@@ -277,6 +277,10 @@ class Verdicts:
                 healed.append((i, buffers.words(some) + where))
         return agreed.loss, agreed.norm, ~agreed.present, now, healed
 
+    def share(self, step: int, words: str) -> list[str]:
+        """Gather what each rank found in a step, in the order of the ranks."""
+        return self._ranks.share(f"step {step}: what was located", words)
+
     def where(self, part: int) -> str:
         """Name the ranks that saw the fault of a part in this step, the earliest in it first."""
         return self._ranks.name_ranks(*(table[:, part] for table in self._evidence))

@@ -51,6 +51,7 @@ class GuardCallback(TrainerCallback):
         snapshot_every: steps between snapshots, which need the memory of weights and optimizer
             state once more, on the CPU; 0 takes none.
         events: a file to append the events to, one line of JSON each.
+        locate: name the operation that made a loss or gradient not finite, as `Guard` does.
 
     Attributes:
         guard: the `Guard` of the latest run, from its beginning on.
@@ -64,11 +65,13 @@ class GuardCallback(TrainerCallback):
         thresholds: Thresholds | None = None,
         snapshot_every: int = SNAPSHOT_EVERY,
         events: str | Path | None = None,
+        locate: bool = True,
     ) -> None:
         self.options: dict[str, Any] = {
             "thresholds": thresholds,
             "snapshot_every": snapshot_every,
             "events": events,
+            "locate": locate,
         }
 
     def on_train_begin(

@@ -1,0 +1,241 @@
+"""Runs a training script unchanged, and names the operation that first made a value not finite.
+
+    python -m ssl_kd.guard train.py --lr 3
+    python -m ssl_kd.guard --on-bad skip -m my_project.train --lr 3
+
+Each model that the script calls gets a `Watch`; each `optimizer.step()` first asks whether the loss
+and all gradients are finite, which waits for the device once. Neither the numbers of a healthy run
+nor its random numbers change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ssl_kd.errors import BAD_INPUT, FAILED, GUARD_STOPPED, OK
+from ssl_kd.guard.microscope import Microscope
+from ssl_kd.guard.norms import narrow, norm_of
+from ssl_kd.guard.watch import Finding, Watch, finding_of
+
+logger = logging.getLogger(__name__)
+
+_OVERFLOWS = 5  # in a row: at the start a loss scale is too large by some powers of two
+
+
+class ScriptWatch:
+    """Watches every model, loss and optimizer of this process, while it is entered.
+
+    Args:
+        on_bad: what becomes of a step that is not finite: `stop` ends the script, `skip` leaves the
+            optimizer without gradients, `go-on` changes nothing.
+        record: as `Watch`.
+        every_op: look at every operation, also those outside of models; a step takes about three
+            times as long.
+        tell: gets each report.
+
+    Attributes:
+        steps: of optimizers, from 0.
+        bad: how many were not finite.
+        findings: step -> what was found.
+    """
+
+    def __init__(
+        self,
+        on_bad: str = "stop",
+        *,
+        record: bool = False,
+        every_op: bool = False,
+        tell: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self.on_bad, self.record, self.every_op, self.tell = on_bad, record, every_op, tell
+        self.steps, self.bad, self.findings = 0, 0, dict[int, Finding]()
+        self._watches: dict[int, Watch] = {}  # in the order of the first calls
+        self._losses: list[Tensor] = []
+        self._overflows = 0
+        self._inside = threading.local()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs in here."""
+        with contextlib.ExitStack() as stack:
+            call, backward = nn.Module.__call__, torch.autograd.backward
+            update = torch.amp.GradScaler.update
+
+            def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if getattr(self._inside, "a_model", False) or not torch.is_grad_enabled():
+                    return call(module, *args, **kwargs)
+                if id(module) not in self._watches:
+                    self._watches[id(module)] = Watch(module, record=self.record)
+                self._inside.a_model = True
+                try:
+                    return call(module, *args, **kwargs)
+                finally:
+                    self._inside.a_model = False
+
+            def with_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
+                losses = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+                self._losses += [x.detach() for x in losses]
+                backward(tensors, *args, **kwargs)
+
+            def after_update(scaler: torch.amp.GradScaler, *args: Any) -> None:
+                before = scaler.get_scale()
+                update(scaler, *args)
+                self._judge_overflow(before, scaler.get_scale())
+
+            for owner, name, ours in (
+                (nn.Module, "__call__", watched),
+                (torch.autograd, "backward", with_loss),
+                (torch.amp.GradScaler, "update", after_update),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, ours))
+            hook = register_optimizer_step_pre_hook(lambda opt, *_: self._judge(opt))
+            stack.callback(hook.remove)
+            stack.callback(self._close)
+            self._scope = Microscope() if self.every_op else None
+            if self._scope is not None:
+                self._scope.__enter__()
+            yield
+
+    def summary(self) -> str:
+        """One line: how many steps there were, and how many of them were bad."""
+        if not self.steps:
+            return "no optimizer took a step"
+        if not self.bad:
+            return f"{self.steps} optimizer steps, every loss and gradient finite"
+        return f"{self.steps} optimizer steps, not finite: {self.bad}"
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        weights = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in weights if p.grad is not None]
+        numbers = [norm_of(gradients)] if gradients else []
+        bad = not _are_finite(numbers + self._losses)
+        if bad:
+            self._report(f"step {self.steps}", [*self._losses, *gradients])
+        self._overflows = 0
+        self._forget()
+        self.steps += 1
+        if bad and self.on_bad == "stop":
+            raise SystemExit(GUARD_STOPPED)
+        if bad and self.on_bad == "skip":
+            for p in weights:
+                p.grad = None
+
+    def _judge_overflow(self, before: float, after: float) -> None:
+        """A step that a GradScaler left out does not reach its optimizer."""
+        if after >= before:
+            return
+        self._overflows += 1
+        never = any(bool(loss.isnan().any()) for loss in self._losses)
+        if never or self._overflows == _OVERFLOWS or after <= 1:
+            self._report(f"step {self.steps}, skipped at a loss scale of {before:g}", self._losses)
+            if self.on_bad == "stop":
+                raise SystemExit(GUARD_STOPPED)
+        self._forget()
+
+    def _report(self, step: str, bad: list[Tensor]) -> None:
+        self.bad += 1
+        found = self._found(bad)
+        self.findings[self.steps] = found
+        self.tell(f"{step}:\n{found}")
+
+    def _found(self, bad: list[Tensor]) -> Finding:
+        if self._scope is not None and (fault := self._scope.fault(*bad)) is not None:
+            return finding_of(fault, None)
+        self._inside.a_model = True  # what is run again is not watched
+        try:
+            found = [x for watch in self._watches.values() if (x := watch.explain()) is not None]
+        finally:
+            self._inside.a_model = False
+        forward = [x for x in found if x.fault is not None and not x.fault.backward]
+        named = [x for x in found if x.fault is not None]
+        # Forward passes come in the order of their calls, backward passes in the reverse.
+        best = [*forward, *named[::-1], *found]
+        first = best[0] if best else Finding(None, note="the models' own numbers are finite")
+        if first.fault is not None or self._scope is not None:
+            return first
+        return replace(first, note=f"{first.note}; --every-op names the operation, but is slow")
+
+    def _forget(self) -> None:
+        self._losses.clear()
+        for watch in self._watches.values():
+            watch.forget()
+        if self._scope is not None:  # what made a tensor is only of use within its step
+            self._scope.__exit__(None, None, None)
+            self._scope = Microscope()
+            self._scope.__enter__()
+
+    def _close(self) -> None:
+        if self._scope is not None:
+            self._scope.__exit__(None, None, None)
+        for watch in self._watches.values():
+            watch.close()
+        self._watches.clear()
+
+
+def _are_finite(numbers: list[Tensor]) -> bool:
+    if not numbers:
+        return True
+    device = numbers[0].device
+    looks = [torch.isfinite(narrow(x)).all().to(device) for x in numbers]
+    return bool(torch.stack(looks).all())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a script, and say what was found.
+
+    Returns:
+        0, or what the script ends with; 3 where a step was not finite and `--on-bad` is `stop`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m ssl_kd.guard",
+        description="Run a PyTorch training script unchanged; at the first step whose loss or "
+        "gradient is not finite, name the operation that made it so, its inputs and the cause.",
+    )
+    add = parser.add_argument
+    add(
+        "--on-bad",
+        choices=("stop", "skip", "go-on"),
+        default="stop",
+        help="end the script with exit code 3, leave the step out, or only report (default: stop)",
+    )
+    add("--record", action="store_true", help="keep each module's ranges, for steps that differ")
+    add("--every-op", action="store_true", help="also find operations outside of models; slow")
+    add("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    add("script", help="the script to run")
+    add("rest", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    asked = parser.parse_args(arguments)
+    if not asked.module and not Path(asked.script).is_file():
+        print(f"{asked.script} is not a file; expected a Python script", file=sys.stderr)
+        return BAD_INPUT
+    tell = lambda words: print(f"\n{words}\n", file=sys.stderr, flush=True)  # noqa: E731
+    watch = ScriptWatch(asked.on_bad, record=asked.record, every_op=asked.every_op, tell=tell)
+    sys.argv = [asked.script, *asked.rest]
+    sys.path[0] = "" if asked.module else str(Path(asked.script).resolve().parent)
+    code: object = OK
+    with watch.watching():
+        try:
+            if asked.module:
+                runpy.run_module(asked.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(asked.script, run_name="__main__")
+        except SystemExit as stop:
+            code = OK if stop.code is None else stop.code
+    print(f"guard: {watch.summary()}", file=sys.stderr)
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+    return code if isinstance(code, int) else FAILED

@@ -1,0 +1,453 @@
+"""Names the operation that first made a value that is not finite, in any training loop.
+
+A `Watch` keeps what each forward pass of a model began with: its arguments, the state of the random
+number generators, and the gradients that came back at its outputs. Where a step turns out bad, the
+model is run once more from there, forward and backward, with every operation watched by a
+`Microscope`; so neither the loop nor the loss has to be known. With `record=True` each module's
+ranges are kept as well, which locate a step that does not repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ssl_kd.guard.diagnosis import Diagnosis, diagnose
+from ssl_kd.guard.events import Event
+from ssl_kd.guard.faults import Stage
+from ssl_kd.guard.microscope import Fault, Microscope, TensorFacts
+from ssl_kd.guard.norms import is_sharded
+from ssl_kd.guard.ranges import ModuleRanges, floating
+
+if TYPE_CHECKING:
+    from ssl_kd.guard.verdicts import Verdicts
+
+_DEVICES = ("cpu", "cuda")
+_FINDINGS = 8  # a step is run again so often, at most: a run that stays sick should go on
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where the first value that is not finite was made; as a string, what a person reads.
+
+    Attributes:
+        module: name of the module, as `named_modules` gives it, after the class of the model:
+            `Net.layers.0`; None where the value was made outside of the model.
+        fault: the operation, its line and the ranges of its inputs; None where the step could not
+            be repeated, or the operation is outside of the model.
+        diagnosis: the likely cause and what to change; None without `fault`.
+        rows: which rows of the batch, from 0, the first eight; empty where all are, and where that
+            cannot be told.
+        note: what is known besides, or why there is no operation.
+        rank: of this process in `torch.distributed`; None without.
+    """
+
+    module: str | None
+    fault: Fault | None = None
+    diagnosis: Diagnosis | None = None
+    rows: tuple[int, ...] = ()
+    note: str = ""
+    rank: int | None = None
+
+    @property
+    def headline(self) -> str:
+        """One line: `aten.log, forward, in Net.act (model.py:12: return x.log()), row 3`."""
+        words = "outside of the model" if self.module is None else f"in {self.module}"
+        if self.fault is not None:
+            direction = "backward" if self.fault.backward else "forward"
+            line = f" ({self.fault.place})" if self.fault.place else ""
+            words = f"{self.fault.op}, {direction}, {words}{line}"
+        if self.rows:
+            some = ", ".join(map(str, self.rows))
+            words += f", row{'s' * (len(self.rows) > 1)} {some}"
+        return words if self.rank is None else f"{words}, rank {self.rank}"
+
+    @property
+    def why(self) -> str:
+        """What it comes from, in a sentence; the note where that is not known."""
+        return self.note if self.diagnosis is None else self.diagnosis.words
+
+    def __str__(self) -> str:
+        """A few lines: where, the operation's inputs and outputs, the cause, what to change."""
+        rows = [("first bad", self.headline)]
+        if self.fault is not None:
+            rows += [("input", str(facts)) for facts in self.fault.inputs]
+            rows += [("output", str(facts)) for facts in self.fault.outputs]
+        if self.diagnosis is not None:
+            rows.append(("cause", f"{self.diagnosis.cause.value}: {self.diagnosis.words}"))
+            rows.append(("change", self.diagnosis.remedy))
+        rows += [("note", self.note)] if self.note else []
+        return "\n".join(f"{name:<11}{value}" for name, value in rows)
+
+
+def finding_of(fault: Fault, module: str | None, rows: tuple[int, ...] = ()) -> Finding:
+    """A fault with its likely cause, on this rank; module and rows as `Finding`."""
+    return Finding(module, fault, diagnose(fault), rows, rank=_rank())
+
+
+@dataclass
+class _Call:
+    """One forward pass: what it takes to run it again."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    training: bool
+    versions: list[int]
+    random: dict[str, Tensor]
+    autocast: dict[str, torch.dtype]
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # by the output's number
+    is_done: bool = False
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [x for x in tree_leaves((self.args, dict(self.kwargs))) if isinstance(x, Tensor)]
+
+
+class Watch:
+    """Finds the first operation of a model whose result is not finite.
+
+    Ask after the backward pass and before the optimizer changes the weights:
+
+        watch = Watch(model)
+        ...
+        loss.backward()
+        if not loss.isfinite() or not gradients_are_finite(model):
+            print(watch.explain())
+        optimizer.step()
+        watch.forget()
+
+    `Guard(model, optimizer, locate=True)` does this by itself, and for a script that is not changed
+    at all `python -m ssl_kd.guard train.py`.
+
+    A step is repeated from the arguments of the model, so what they refer to must not have been
+    written since; dropout draws the same numbers again. Hooks on modules run once more. A model in
+    which other ranks take part (FSDP2's sharded weights, SyncBatchNorm) is not run again: there
+    `record` names the module.
+
+    Until `forget` the arguments and the gradients at the outputs stay in memory. Of a model that
+    returns its own loss, only the loss's gradient is kept, not those of the logits beside it.
+
+    Args:
+        model: is called as a whole by the loop; DistributedDataParallel and a compiled model are
+            looked into.
+        record: keep each module's ranges over the last steps, too.
+        calls: forward passes of one step that are kept, the last ones.
+
+    Raises:
+        ValueError: `calls` is below 1.
+    """
+
+    def __init__(self, model: nn.Module, *, record: bool = False, calls: int = 8) -> None:
+        if calls < 1:
+            raise ValueError(f"calls is {calls}; expected a whole number from 1")
+        self.model, self.ranges = model, ModuleRanges(_inner(model)) if record else None
+        self._calls: deque[_Call] = deque(maxlen=calls)
+        self._replaying = False
+        watch: weakref.ref[Watch] = weakref.ref(self)
+        self._hooks = [
+            model.register_forward_pre_hook(partial(_before, watch), with_kwargs=True),
+            model.register_forward_hook(partial(_after, watch), with_kwargs=True),
+        ]
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove)
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.ranges is not None:
+            self.ranges.close()
+        self._calls.clear()
+
+    def forget(self) -> None:
+        """End a step: its forward passes need not be repeated any more."""
+        self._calls.clear()
+        if self.ranges is not None:
+            self.ranges.end_step()
+
+    def explain(self) -> Finding | None:
+        """Find the first value of this step that is not finite.
+
+        Returns:
+            None where no forward pass of the step made one, and no gradient of it either.
+        """
+        notes = []
+        for call in self._calls:
+            found = self._explain(call)
+            if isinstance(found, Finding):
+                return found
+            notes += [found] if found else []
+        origin = None if self.ranges is None else self.ranges.origin()
+        if origin is not None:
+            note = "; ".join([str(origin), *notes[:1]])
+            return Finding(origin.module, rows=origin.rows, note=note, rank=_rank())
+        return Finding(None, note=notes[0], rank=_rank()) if notes else None
+
+    def _explain(self, call: _Call) -> Finding | str | None:
+        """What a forward pass shows when it is repeated, or why it cannot be; None: it is well."""
+        model = _inner(self.model)
+        if any(is_sharded(p) for p in model.parameters()):
+            return "not repeated: the weights are sharded over ranks"
+        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            return "not repeated: SyncBatchNorm would wait for the other ranks"
+        if _versions(call.inputs) != call.versions:
+            return "not repeated: the model's inputs were written since"
+        top = type(model).__name__
+        stack = _Stack(top, {id(m): f"{top}.{name}" for name, m in model.named_modules() if name})
+        scope = Microscope(_named(model, call), within=stack)
+        self._replaying = True
+        try:
+            with _as_before(model, call), stack, scope:
+                outputs, gradients = _repeat(model, call)
+        except Exception as error:  # whatever the model raises must not end the training
+            return (
+                f"not repeated: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            )
+        finally:
+            self._replaying = False
+        fault = scope.fault(*outputs)
+        outside = [g for g in call.gradients.values() if not bool(torch.isfinite(g).all())]
+        if fault is None and outside:
+            ranges = "; ".join(str(TensorFacts.of(x)) for x in outputs)
+            note = (
+                f"the model returned finite values ({ranges}), and a gradient that is not came back"
+            )
+            return Finding(None, rows=TensorFacts.of(outside[0]).bad_rows, note=note, rank=_rank())
+        fault = fault or scope.fault(*gradients)
+        if fault is None:
+            return None
+        return finding_of(fault, fault.module or top, _rows(fault, call))
+
+
+class Locator:
+    """Asks a `Watch` in the first of several bad steps, at most eight times in a run.
+
+    Args:
+        model: as `Watch`; None: nothing is looked for.
+
+    Attributes:
+        findings: step -> what was found on this rank.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._watch = None if model is None else Watch(model)
+        self.findings: dict[int, Finding] = {}
+        self._asked = 0
+        self._seen: list[str] = []  # in this step, on all ranks
+
+    def forget(self) -> None:
+        """End a step."""
+        self._seen = []
+        if self._watch is not None:
+            self._watch.forget()
+
+    def judge(self, step: int, stage: Tensor, streak: Tensor, ranks: Verdicts | None) -> None:
+        """Look where a part's numbers are not finite, if they were in the step before.
+
+        Args:
+            step: its number.
+            stage: `[part]`, what is wrong with each, of `Stage`.
+            streak: `[part]`, bad steps in a row before this one.
+            ranks: of which each looks for itself; None for a single process.
+        """
+        new = [Stage(number).kind for number in stage[streak == 0].tolist()]
+        if self._watch is None or not any(kind.not_finite for kind in new):
+            return
+        if self._asked == _FINDINGS:
+            return
+        self._asked += 1
+        found = self._watch.explain()
+        if found is not None:
+            self.findings[step] = found
+        words = "" if found is None else f"{found.headline}: {found.why}"
+        self._seen = [x for x in ([words] if ranks is None else ranks.share(step, words)) if x]
+
+    def events(self, step: int) -> list[Event]:
+        """What was found in this step on any rank, for the log."""
+        return [Event(step, "model", "origin", words, "located") for words in self._seen]
+
+    def lines(self) -> list[str]:
+        """Each finding, for a person."""
+        return [f"Step {step}:\n{found}" for step, found in self.findings.items()]
+
+
+def _before(watch: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict) -> None:
+    mine = watch()
+    if mine is None or mine._replaying or torch.compiler.is_compiling() or _is_recomputing():
+        return
+    if torch.is_grad_enabled():
+        call = _Call(args, kwargs, module.training, [], _random_states(), _autocast())
+        call.versions += _versions(call.inputs)
+        mine._calls.append(call)
+
+
+def _after(
+    watch: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict, output: Any
+) -> None:
+    mine = watch()
+    if mine is None or mine._replaying or torch.compiler.is_compiling() or _is_recomputing():
+        return
+    if not mine._calls or mine._calls[-1].is_done:
+        return
+    mine._calls[-1].is_done = True
+    kept = weakref.ref(mine._calls[-1])
+    outputs = [(i, x) for i, x in enumerate(floating(output)) if x.requires_grad]
+    losses = [(i, x) for i, x in outputs if x.ndim == 0]  # those beside are on the way to it
+    for i, x in losses or outputs:
+        x.register_hook(partial(_keep_gradient, kept, i))
+
+
+def _keep_gradient(call: weakref.ref[_Call], number: int, gradient: Tensor) -> None:
+    if (mine := call()) is not None:
+        mine.gradients[number] = gradient.detach()
+
+
+def _repeat(model: nn.Module, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
+    """Run the model again; its outputs, and the gradients of what it was computed from."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    output = torch.func.functional_call(model, buffers, call.args, dict(call.kwargs))
+    outputs = floating(output)
+    ends = [i for i in call.gradients if i < len(outputs) and outputs[i].requires_grad]
+    sources = [p for p in model.parameters() if p.requires_grad]
+    sources += [x for x in call.inputs if x.requires_grad]
+    if not ends or not sources:
+        return outputs, []
+    gradients = torch.autograd.grad(
+        [outputs[i] for i in ends],
+        sources,
+        [call.gradients[i] for i in ends],
+        allow_unused=True,
+    )
+    return outputs, [g for g in gradients if g is not None]
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module, call: _Call) -> Iterator[None]:
+    """The random numbers, precision and mode that a forward pass began with."""
+    devices = [int(name) for name in call.random if name != "cpu"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        torch.set_rng_state(call.random["cpu"])
+        for device in devices:
+            torch.cuda.set_rng_state(call.random[str(device)], device)
+        for device in _DEVICES:
+            kind = call.autocast.get(device)
+            if kind is not None or torch.is_autocast_enabled(device):
+                enabled = kind is not None
+                stack.enter_context(torch.autocast(device, dtype=kind, enabled=enabled))
+        modes = [(module, module.training) for module in model.modules()]
+        if model.training != call.training:
+            model.train(call.training)
+            stack.callback(lambda: [setattr(module, "training", was) for module, was in modes])
+        yield
+
+
+class _Stack:
+    """The module whose operations run now: a name for each operation that a `Microscope` sees.
+
+    In the backward pass it is the module at whose output the gradient last was.
+
+    Args:
+        top: name of the model.
+        names: of the modules in it, by `id`.
+    """
+
+    def __init__(self, top: str, names: Mapping[int, str]) -> None:
+        self._names, self._open = names, [top]
+        self._backward: str | None = None
+
+    def __call__(self) -> str:
+        return self._open[-1] if self._backward is None else self._backward
+
+    def __enter__(self) -> None:
+        self._hooks = [
+            nn.modules.module.register_module_forward_pre_hook(self._enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, _: object) -> None:
+        self._open.append(self._names.get(id(module), self._open[-1]))
+
+    def _leave(self, module: nn.Module, _: object, output: object) -> None:
+        name = self._open.pop()
+        for x in floating(output):
+            if x.requires_grad and x.grad_fn is not None:
+                x.register_hook(partial(self._reach, name))
+
+    def _reach(self, name: str, _: Tensor) -> None:
+        self._backward = name
+
+
+def _named(model: nn.Module, call: _Call) -> dict[str, Tensor]:
+    inputs = [x for x in call.inputs if x.is_floating_point() or x.is_complex()]
+    named = {f"input {i}": x for i, x in enumerate(inputs)}
+    named |= {f"weight {name}": p for name, p in model.named_parameters()}
+    named |= {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
+    return named | {f"gradient at output {i}": g for i, g in call.gradients.items()}
+
+
+def _rows(fault: Fault, call: _Call) -> tuple[int, ...]:
+    """Rows of the batch in which the operation's result is not finite; empty where all are."""
+    sizes = {len(x) for x in call.inputs if x.ndim}
+    facts = fault.outputs[0]
+    known = (
+        len(facts.shape) > 1 and len(facts.bad_rows) < facts.shape[0] and facts.shape[0] in sizes
+    )
+    return facts.bad_rows if known else ()
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile's wrapper."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each was written in place; those of inference mode do not count it."""
+    return [-1 if x.is_inference() else x._version for x in tensors]
+
+
+def _is_recomputing() -> bool:
+    """Whether this forward pass is part of a backward pass: activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+        states[str(device)] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _autocast() -> dict[str, torch.dtype]:
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
+    }
+
+
+def _rank() -> int | None:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if there else None

@@ -1,0 +1,270 @@
+"""The first operation whose result is not finite is named, in loops that know nothing of it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ssl_kd.guard import Guard
+from ssl_kd.guard.watch import Watch
+from tests.ranks import run_ranks
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return (x * (x > 0)).sqrt()
+
+
+class Divide(nn.Module):
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return x.masked_fill(x < torch.inf, -torch.inf).softmax(-1)
+
+
+class Overflow(nn.Module):
+    def forward(self, x):
+        return (x.half() * 60000).float()
+
+
+class Bypass(nn.Module):
+    """An operation of a module's own, whose result only another one sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return {"out": [self.inner(torch.log(x.abs() - x.abs()[:1]))], "n": 3}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class WithLoss(nn.Module):
+    """Returns its own loss with what the loss was computed from, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x, labels):
+        logits = self.head(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def network(*middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.2), *middle)
+
+
+def explain(model, x, loss=lambda out: out.square().mean(), **options):
+    watch = Watch(model, **options)
+    loss(model(x)).backward()
+    return watch.explain()
+
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+LAST = X.clone()
+LAST[4] = 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "op", "cause"),
+    [
+        (Log(), "aten.log", "outside its domain"),
+        (Overflow(), "aten.mul", "overflow in fp16"),
+        (Masked(), "aten._softmax", "everything masked"),
+    ],
+)
+def test_an_operation_of_the_forward_pass_is_named_with_its_module_line_and_cause(layer, op, cause):
+    found = explain(network(layer, nn.Linear(6, 2)), X * 3)
+    assert found.module == "Sequential.2" and found.fault.op == op and not found.fault.backward
+    assert found.diagnosis.cause.value == cause
+    assert "test_watch.py" in found.headline and "in Sequential.2" in found.headline
+    assert found.rank is None and str(found).startswith("first bad")
+
+
+def test_the_rows_at_fault_are_named():
+    found = explain(nn.Sequential(nn.Linear(4, 6, bias=False), Divide(), nn.Linear(6, 2)), LAST)
+    assert found.module == "Sequential.1" and found.rows == (4,) and "row 4" in found.headline
+
+
+def test_an_operation_of_the_backward_pass_is_named_where_the_loss_is_finite():
+    model = network(Root(), nn.Linear(6, 2))
+    watch = Watch(model)
+    loss = model(X).square().mean()
+    loss.backward()
+    found = watch.explain()
+    assert loss.isfinite() and found.fault.backward and found.module == "Sequential.2"
+    assert "sqrt" in found.headline
+
+
+def test_what_lies_between_modules_belongs_to_the_one_around_it():
+    found = explain(network(Bypass()), X, lambda out: out["out"][0].mean())
+    assert found.module == "Sequential.2" and found.fault.op == "aten.log"
+
+
+def test_a_checkpointed_module_is_named_as_it_is_without():
+    found = explain(Checkpointed(network(Log())), X)
+    assert found.module == "Checkpointed.inner.2" and found.fault.op == "aten.log"
+
+
+def test_a_compiled_model_is_repeated_without_compilation():
+    model = torch.compile(network(Log(), nn.Linear(6, 2)), backend="aot_eager")
+    assert explain(model, X).module == "Sequential.2"
+
+
+def test_a_loss_outside_of_the_model_is_told_from_one_inside():
+    found = explain(network(nn.Linear(6, 2)), X, lambda out: (out * 0).log().sum())
+    assert found.module is None and found.fault is None and "finite values" in found.note
+    assert "outside of the model" in found.headline
+
+
+def test_a_model_that_returns_its_loss_with_the_logits_is_repeated_once():
+    model = WithLoss()
+    watch = Watch(model)
+    out = model(X, labels=torch.full((5,), -100))
+    out["loss"].backward()
+    found = watch.explain()
+    assert found.fault.op == "aten.nll_loss_forward" and "every label" in found.why
+
+
+def test_a_poisoned_weight_and_a_poisoned_row_are_told_apart():
+    model = network(nn.Linear(6, 2))
+    bad = X.clone()
+    bad[2, 1] = math.nan
+    assert explain(model, bad).diagnosis.cause.value == "poisoned input row"
+    with torch.no_grad():
+        model[2].weight[0, 0] = math.inf
+    found = explain(model, X)
+    assert found.diagnosis.cause.value == "poisoned weight" and "2.weight" in found.why
+
+
+def test_a_healthy_step_has_nothing_to_explain_and_keeps_its_bits():
+    def train(watched):
+        torch.manual_seed(0)
+        model = network(nn.BatchNorm1d(6), nn.Linear(6, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        watch = Watch(model, record=True) if watched else None
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            if watch is not None:
+                assert watch.explain() is None
+                watch.forget()
+            optimizer.step()
+        return [*model.state_dict().values(), torch.get_rng_state()]
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+def test_dropout_draws_the_same_numbers_again():
+    class Dropped(nn.Module):
+        def forward(self, x):
+            return F.dropout(x * 0 + 1, 0.5).log()
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 6), Dropped())
+        watch = Watch(model)
+        out = model(X)
+        out.sum().backward()
+        found = watch.explain()
+        bad = (~out.isfinite()).any(1).nonzero().flatten().tolist()
+        assert list(found.rows) == (bad if len(bad) < 5 else [])
+
+
+def test_inputs_that_were_written_since_are_not_repeated_and_ranges_name_the_module():
+    def late(record):
+        model, x = network(Log(), nn.Linear(6, 2)), X.clone()
+        watch = Watch(model, record=record)
+        model(x).sum().backward()
+        x.zero_()
+        return watch.explain()
+
+    assert late(False).module is None and "written since" in late(False).note
+    assert late(True).module == "Sequential.2" and "first not to be finite" in late(True).note
+
+
+def test_a_model_that_cannot_run_again_does_not_end_the_training():
+    class Once(nn.Module):
+        ran = False
+
+        def forward(self, x):
+            if self.ran:
+                raise OSError("the stream is used up")
+            self.ran = True
+            return x.log()
+
+    found = explain(nn.Sequential(nn.Linear(4, 6), Once()), X)
+    assert "not repeated: OSError: the stream is used up" in found.note
+
+
+def test_a_closed_or_deleted_watch_leaves_no_hook():
+    model = network(nn.Linear(6, 2))
+    Watch(model, record=True).close()
+    watch = Watch(model, record=True)
+    del watch
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("calls", [0, -1])
+def test_calls_out_of_range_are_refused(calls):
+    with pytest.raises(ValueError, match=f"calls is {calls}; expected a whole number from 1"):
+        Watch(nn.Linear(1, 1), calls=calls)
+
+
+def guarded(batches, locate=True):
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), Divide(), nn.Linear(6, 2))
+    torch.manual_seed(0)
+    model[0].reset_parameters()
+    model[2].reset_parameters()
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), locate=locate)
+    for x in batches:
+        guard.optimizer.zero_grad()
+        guard.backward(model(x).square().mean())
+        guard.step()
+    return guard
+
+
+def test_the_guard_names_the_operation_of_the_first_bad_step_of_a_series():
+    guard = guarded([X, LAST, LAST, X, LAST])
+    assert sorted(guard.locator.findings) == [1, 4]
+    located = [e for e in guard.events.events if e.stage == "origin"]
+    assert [e.step for e in located] == [1, 4] and "aten.div" in located[0].reason
+    assert "row 4" in located[0].reason and "zero norm" in guard.diagnosis()
+
+
+def test_the_guard_trains_the_same_bits_with_it_and_without():
+    with_it, without = guarded([X, LAST, X]), guarded([X, LAST, X], locate=False)
+    pairs = zip(with_it.model.parameters(), without.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not without.locator.findings and not without.locator.events(1)
+
+
+def locate_on(rank):
+    guard = guarded([X, LAST if rank else X])
+    return [e.reason for e in guard.events.events if e.stage == "origin"]
+
+
+def test_every_rank_is_told_what_one_found():
+    told = run_ranks(locate_on, 2)
+    assert told[0] == told[1] and len(told[0]) == 1 and "rank 1" in told[0][0]
