@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
         )
         settings.check_packages()
         from ssl_kd.language.step import precision_of  # --help and a wrong flag do without torch
-        from ssl_kd.ranks import follows
+        from ssl_kd.training.ranks import follows
 
         precision = precision_of(settings)
         if given.fp16 and precision.device.type == "cuda":

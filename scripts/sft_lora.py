@@ -12,9 +12,9 @@ from typing import Literal
 
 from ssl_kd.cli import LANGUAGE_MEMORY, distill_as, guarded, program
 from ssl_kd.cli.flags import FlagParser, read_settings
-from ssl_kd.imports import check_installed
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.settings import SettingsError
+from ssl_kd.settings.import_paths import check_installed
 
 CONFIG = Path(__file__).with_name("config.py")
 SFT = {
@@ -96,9 +96,9 @@ def test(given: argparse.Namespace) -> int:
     from ssl_kd.datasets.text import open_text
     from ssl_kd.evaluate.language import judge_answers
     from ssl_kd.guard.precision import Precision
-    from ssl_kd.ranks import refuse_ranks
     from ssl_kd.teachers.causal import load_causal_lm
     from ssl_kd.teachers.frozen import FrozenTeacher
+    from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()
     device = Precision.for_device(given.device).device

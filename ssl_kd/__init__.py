@@ -12,8 +12,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from ssl_kd.distillation import Distillation
-    from ssl_kd.estimator import MultiHeadClusterer
-    from ssl_kd.run import Run
+    from ssl_kd.vision.estimator import MultiHeadClusterer
+    from ssl_kd.workbench.run import Run
 
 __all__ = ["Distillation", "MultiHeadClusterer", "Run", "__version__"]
 __version__ = "0.1.0"
@@ -23,8 +23,8 @@ def __getattr__(name: str) -> object:
     # Late, so that `ssl_kd --help` need not wait seconds for torch and scikit-learn.
     homes = {
         "Distillation": "ssl_kd.distillation",
-        "MultiHeadClusterer": "ssl_kd.estimator",
-        "Run": "ssl_kd.run",
+        "MultiHeadClusterer": "ssl_kd.vision.estimator",
+        "Run": "ssl_kd.workbench.run",
     }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)

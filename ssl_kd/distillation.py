@@ -19,7 +19,6 @@ from ssl_kd.language.prepare import InMemoryModels
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.ranks import following, follows
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.tables import language_table
 from ssl_kd.report.write import reported
@@ -27,6 +26,7 @@ from ssl_kd.settings import SettingsError, nearest
 from ssl_kd.settings.arguments import named_as_arguments
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm
 from ssl_kd.training.clock import Progress, no_progress
+from ssl_kd.training.ranks import following, follows
 
 TEXTS = Path("data") / "texts"
 # Settings that are arguments of `Distillation` under other names.

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ssl_kd import __version__
 from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, say
 from ssl_kd.cli.flags import FlagParser, read_settings
-from ssl_kd.early import check_dataset, check_run_name, run_to_extend
 from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError
 from ssl_kd.settings import nearest
+from ssl_kd.settings.early import check_dataset, check_run_name, run_to_extend
 
 if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
@@ -129,7 +129,7 @@ def cache_teacher(
 
         screen = open_screen()
         from ssl_kd.language.caching import cache_teacher
-        from ssl_kd.ranks import following, follows
+        from ssl_kd.training.ranks import following, follows
 
         if follows():
             with following():
@@ -211,7 +211,7 @@ def _verify(argv: Sequence[str]) -> int:
         from ssl_kd.doctor.finding import table
         from ssl_kd.doctor.verify import agreement_table, verify
         from ssl_kd.doctor.verify_served import compare_served
-        from ssl_kd.ranks import refuse_ranks
+        from ssl_kd.training.ranks import refuse_ranks
 
         refuse_ranks()
 
@@ -397,9 +397,9 @@ def _train(settings: VisionSettings) -> int:
     from ssl_kd.cli.screen import ProgressBars, open_screen
 
     screen = open_screen()
-    from ssl_kd.ranks import follows
     from ssl_kd.report import reported, run_images
     from ssl_kd.report.tables import extension_text, next_commands, number_text, results_table
+    from ssl_kd.training.ranks import follows
     from ssl_kd.vision.assignments import assignments_of
 
     if settings.extend is None:
@@ -441,8 +441,8 @@ def _distill(settings: LanguageSettings) -> int:
 
     screen = open_screen()
     from ssl_kd.distillation import Distillation
-    from ssl_kd.ranks import follows
     from ssl_kd.report.tables import language_table
+    from ssl_kd.training.ranks import follows
 
     with ProgressBars(screen) as progress:
         done = Distillation.of(settings).run(progress=progress)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd.cli.flags import check_first, flags_after, listed
-from ssl_kd.early import home_resolved
 from ssl_kd.errors import OK, InputError
+from ssl_kd.settings.early import home_resolved
 
 if TYPE_CHECKING:
     import pyarrow as arrow
@@ -116,7 +116,7 @@ def _curate(folder: Path, given: Any, out: Path) -> int:
     from rich.table import Table
 
     from ssl_kd.cli.screen import ProgressBars, open_screen
-    from ssl_kd.ranks import refuse_ranks
+    from ssl_kd.training.ranks import refuse_ranks
 
     screen = open_screen()
     refuse_ranks()
@@ -145,8 +145,8 @@ class _Work:
     """What is asked of one folder: the stores, and what a run knows beside them."""
 
     def __init__(self, folder: Path, given: Any, progress: Callable[..., None]) -> None:
-        from ssl_kd.run import Run
         from ssl_kd.store import EmbeddingStore
+        from ssl_kd.workbench.run import Run
 
         self.given, self.progress, self.split = given, progress, given.split or "train"
         self.run: Run | None = None

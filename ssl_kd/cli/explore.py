@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_kd.cli.flags import FlagParser, check_first
-from ssl_kd.early import run_folder
 from ssl_kd.errors import OK, InputError
+from ssl_kd.settings.early import run_folder
 
 PORT = 8090
 _HELP = f"""RUN is the folder of a finished clustering run, as runs/latest.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.cli.flags import flags_after, listed
-from ssl_kd.early import home_resolved, run_folder
 from ssl_kd.errors import OK, InputError
+from ssl_kd.settings.early import home_resolved, run_folder
 
 _HELP = {
     "to": "the format; see below",

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssl_kd.cli.flags import FlagParser, read_settings
-from ssl_kd.early import check_dataset, launched_as
 from ssl_kd.errors import OK, InputError
+from ssl_kd.settings.early import check_dataset, launched_as
 
 if TYPE_CHECKING:
     from ssl_kd.vision.extract_many import Filled

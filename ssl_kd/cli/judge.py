@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd.cli.flags import flags_after, listed, read_settings
-from ssl_kd.early import home_resolved
 from ssl_kd.errors import OK, InputError
+from ssl_kd.settings.early import home_resolved
 
 if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
@@ -59,8 +59,8 @@ def _judge(settings: LanguageSettings, out: Path) -> int:
     screen = open_screen()
     from ssl_kd.files import atomic_write_json
     from ssl_kd.language.judge_finished import judge
-    from ssl_kd.ranks import refuse_ranks
     from ssl_kd.report.tables import language_table
+    from ssl_kd.training.ranks import refuse_ranks
 
     refuse_ranks()
     with ProgressBars(screen) as progress:

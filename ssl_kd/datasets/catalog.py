@@ -12,9 +12,9 @@ import numpy as np
 
 from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset, find_images
-from ssl_kd.early import DATASETS, dataset_path
 from ssl_kd.errors import DatasetUnavailable, InputError, UserError
 from ssl_kd.files import atomic_write_bytes
+from ssl_kd.settings.early import DATASETS, dataset_path
 
 Split = Literal["train", "test"]
 Labels = Literal["auto", "folders"]

@@ -16,9 +16,9 @@ from ssl_kd.datasets.text import first_few, open_text
 from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
+from ssl_kd.guard.seeds import seeded
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, precision_of
-from ssl_kd.seeds import seeded
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, positions, without_adapters
 from ssl_kd.teachers.layers import stack_of

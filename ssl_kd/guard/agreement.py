@@ -8,6 +8,7 @@ before anything is decided, by every rank at the same points, whatever it found.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import zlib
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssl_kd.ranks import LOST, RankLost
+from ssl_kd.errors import UserError
 
+LOST = re.compile("gloo|NCCL|[Cc]onnection|[Ss]ocket|timed? ?out", re.IGNORECASE)
+"""What the message of a process group's error contains where a rank is gone."""
 _WIDTH = 64  # numbers that fit into one message at least
 _NAMED = 8  # ranks that an event names; more are counted
 _WAY_OUT = (
@@ -26,6 +29,10 @@ _WAY_OUT = (
     " own log. Start all ranks again from the last checkpoint; for steps that may be that slow pass"
     " timeout= to init_process_group"
 )
+
+
+class RankLost(UserError, RuntimeError):
+    """Other ranks did not answer; the message says what was waited for, and how long."""
 
 
 class Agreement:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssl_kd.guard.buffers import Buffers
 from ssl_kd.guard.norms import local
-from ssl_kd.seeds import seeded
+from ssl_kd.guard.seeds import seeded
 
 WHOLE, SHARED = "model", "shared"
 """The part without `parts=`; the part of the weights that no given part owns."""

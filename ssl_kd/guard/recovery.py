@@ -17,7 +17,7 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage, Thresholds
 from ssl_kd.guard.health import Health, Tally
 from ssl_kd.guard.parts import Parts, TooFewHealthyParts
-from ssl_kd.seeds import seed_of
+from ssl_kd.guard.seeds import seed_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
-from ssl_kd.imports import import_class, said
-from ssl_kd.seeds import drawing, seeded
+from ssl_kd.guard.seeds import drawing, seeded
+from ssl_kd.settings.import_paths import import_class, said
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.aligned import AlignedBatch
+from ssl_kd.guard.seeds import seeded
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Answer
 from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
 from ssl_kd.losses.teacher_output import logits_of
-from ssl_kd.seeds import seeded
 from ssl_kd.settings import SettingsError
 
 

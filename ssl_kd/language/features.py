@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.guard.seeds import seeded
 from ssl_kd.language.aligned import HiddenProjection
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.features import relation_divergence, state_distance
 from ssl_kd.losses.rows import saturated
-from ssl_kd.seeds import seeded
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.layers import attention_projections, decoder_layers

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ssl_kd.guard.norms import is_sharded, local
-from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.process_group import ProcessGroup
+from ssl_kd.training.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -47,7 +47,6 @@ from ssl_kd.language.vocabulary_checks import (
     check_rows,
 )
 from ssl_kd.losses.legacy_clamp import LegacyClamp
-from ssl_kd.ranks import Ranks
 from ssl_kd.settings import SettingsError
 from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import (
@@ -66,6 +65,7 @@ from ssl_kd.teachers.tower import freeze_tower
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.process_group import ReadOnlyRunFolder
+from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
+from ssl_kd.guard.seeds import seed_of
 from ssl_kd.language.objective import Objective
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.seeds import seed_of
 from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
 
 _CHOICE, _DRAW = 0, 1  # what the random numbers of a row are for

@@ -36,13 +36,13 @@ from ssl_kd.language.run_record import (
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep, precision_of
 from ssl_kd.language.train import Row, train
-from ssl_kd.ranks import Ranks, joined
 from ssl_kd.teachers.mixture import is_mixture
 from ssl_kd.teachers.student import save_student
 from ssl_kd.training.board import Board, check_boards
 from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.training.process_group import load_checkpoint, run_folder
+from ssl_kd.training.ranks import Ranks, joined
 from ssl_kd.training.stop import Signals
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from typing import Any
 from typing_extensions import Self
 
 from ssl_kd.errors import InputError
-from ssl_kd.imports import check_installed
 from ssl_kd.language.fields import LanguageFields
 from ssl_kd.language.names import GIVEN
 from ssl_kd.language.schedules import Move, moves_of
 from ssl_kd.settings import SettingsError
+from ssl_kd.settings.import_paths import check_installed
 
 KA_DRAWS = 2
 """Draws of experts for each batch in ROUTER_MODE ka."""

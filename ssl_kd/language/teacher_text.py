@@ -20,14 +20,14 @@ import torch
 from ssl_kd.datasets.blocks import Blocks, digest_of
 from ssl_kd.errors import InputError
 from ssl_kd.files import load_tensors, save_tensors
+from ssl_kd.guard.seeds import seed_of
 from ssl_kd.language.rollouts import continued, sampler
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.train import rows_of_step
-from ssl_kd.ranks import Ranks
-from ssl_kd.seeds import seed_of
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.training.clock import Progress
+from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from ssl_kd.datasets.aligned import AlignedBlocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.guard.parts import TooFewHealthyParts
+from ssl_kd.guard.seeds import seed_of, seeded
 from ssl_kd.language.rollouts import Written, seen_of
 from ssl_kd.language.step import Distiller, StudentStep
-from ssl_kd.seeds import seed_of, seeded
 from ssl_kd.training.loop import Pace, run_loop
 from ssl_kd.training.schedule import learning_rate_at
 

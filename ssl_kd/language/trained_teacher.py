@@ -17,9 +17,9 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, StudentStep
 from ssl_kd.language.teacher import ALONE
 from ssl_kd.language.train import train
-from ssl_kd.ranks import Ranks
 from ssl_kd.teachers.student import build_student, save_student
 from ssl_kd.training.clock import Progress
+from ssl_kd.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pyarrow import compute
 
 from ssl_kd.vision.assignments import assignments_of
-from ssl_kd.workbench.finished.samples import read_table
+from ssl_kd.vision.samples import read_table
 
 NUMBERS = ("confidence", "outlier")
 Rows = Callable[[Sequence[int]], list[dict[str, str]]]

@@ -15,7 +15,7 @@ from ssl_kd.datasets.decode import decoded
 from ssl_kd.report.assignments import Assignments
 from ssl_kd.report.results import RunResults
 from ssl_kd.vision.model import has_pictures
-from ssl_kd.workbench.finished import Samples
+from ssl_kd.vision.samples import Samples
 
 logger = logging.getLogger(__name__)
 

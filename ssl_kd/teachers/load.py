@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ssl_kd.errors import InputError
-from ssl_kd.imports import IMPORT_PATH, import_class
+from ssl_kd.settings.import_paths import IMPORT_PATH, import_class
 from ssl_kd.teachers.base import Features, Pixels, Teacher, TeacherUnavailable
 from ssl_kd.teachers.network import Network, Transform
 from ssl_kd.teachers.weights import (

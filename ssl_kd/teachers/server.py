@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ssl_kd.errors import UserError, printable
-from ssl_kd.imports import check_installed
+from ssl_kd.settings.import_paths import check_installed
 from ssl_kd.teachers.http_client import (
     KEY,
     Answer,

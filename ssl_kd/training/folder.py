@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ssl_kd import __version__
-from ssl_kd.early import check_run_name
 from ssl_kd.errors import BAD_INPUT, RunFolderError, code_of
 from ssl_kd.files import (
     CorruptFileError,
@@ -36,6 +35,7 @@ from ssl_kd.files.lock import Lock, LockHeld
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.memory import free_memory
 from ssl_kd.settings import RunSettings, SettingsError
+from ssl_kd.settings.early import check_run_name
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from torch import nn
 from ssl_kd.files import load_tensors
 from ssl_kd.guard.agreement import Agreement
 from ssl_kd.guard.events import EventLog
-from ssl_kd.ranks import Ranks
 from ssl_kd.settings import RunSettings
 from ssl_kd.training.folder import RunFolder
+from ssl_kd.training.ranks import Ranks
 from ssl_kd.training.stop import Signals
 
 T = TypeVar("T")

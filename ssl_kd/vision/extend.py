@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 
 from ssl_kd import evaluate
-from ssl_kd.early import check_run_name, run_to_extend
 from ssl_kd.files.lock import Lock
 from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.heads import OWN_HEADS
-from ssl_kd.imports import path_of_file
-from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings import SettingsError
+from ssl_kd.settings.early import check_run_name, run_to_extend
+from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.teachers import Teacher
 from ssl_kd.training.clock import Clock, no_progress
 from ssl_kd.training.folder import RunFolder, RunFolderError, check_version, named_by_time
+from ssl_kd.training.ranks import refuse_ranks
 from ssl_kd.vision.assignments import Assignments, append_assignments, assignments_of, read_finished
 from ssl_kd.vision.extract import fingerprint
 from ssl_kd.vision.model import ClusterModel, has_pictures

@@ -19,8 +19,8 @@ from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.heads import OWN_HEADS, HeadBank, TEMIHead, head_maker
-from ssl_kd.imports import path_of_file
 from ssl_kd.losses import log_probabilities
+from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.vision.confidence import tempered
 from ssl_kd.vision.new_clusters import NewClusters, comparable, find_new_clusters
 from ssl_kd.vision.novelty import Novelty, is_dead

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ssl_kd.errors import InputError
-from ssl_kd.imports import import_class
 from ssl_kd.settings import SettingsError
+from ssl_kd.settings.import_paths import import_class
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,8 +25,8 @@ from ssl_kd.errors import InputError
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.health import Health, Tally
-from ssl_kd.ranks import Ranks
 from ssl_kd.training.loop import run_loop
+from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.step import HeadsState, HeadTrainer

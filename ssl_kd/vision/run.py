@@ -27,13 +27,13 @@ from ssl_kd.graph.levels import check_enough
 from ssl_kd.guard.memory import give_back_memory
 from ssl_kd.guard.precision import Precision, default_torch_state
 from ssl_kd.heads import import_head
-from ssl_kd.ranks import joined
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFinished, RunFolder
+from ssl_kd.training.ranks import joined
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.extract import ExtractProgress, extract, fingerprint
 from ssl_kd.vision.model import ROWS_PER_BLOCK

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ssl_kd.imports import IMPORT_PATH
 from ssl_kd.settings import RunSettings, SettingsError, setting
 from ssl_kd.settings.foreign_names import by_name
+from ssl_kd.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 
 __all__ = ["SettingsError", "VisionSettings"]

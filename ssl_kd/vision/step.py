@@ -16,9 +16,9 @@ from ssl_kd.guard.memory import to_device_async
 from ssl_kd.guard.parts import SNAPSHOT_EVERY, RowParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recovery import Recovery
+from ssl_kd.guard.seeds import seed_of
 from ssl_kd.guard.update import AdamWState, adamw_, clip_factors, only_healthy, part_norms, rescale_
 from ssl_kd.heads.bank import HeadBank
-from ssl_kd.seeds import seed_of
 from ssl_kd.vision.fast import Graphed, compiled
 from ssl_kd.vision.objectives import make_objective
 from ssl_kd.vision.settings import VisionSettings

@@ -15,7 +15,6 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
-from ssl_kd.ranks import following
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, kept_neighbours
 from ssl_kd.store.fingerprint import Fingerprint
@@ -23,6 +22,7 @@ from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder, RunFolderError
 from ssl_kd.training.process_group import ReadOnlyRunFolder, load_checkpoint
+from ssl_kd.training.ranks import following
 from ssl_kd.training.stop import Signals
 from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.fit import Plan, make_plan, make_trainer

@@ -14,7 +14,7 @@ from ssl_kd import MultiHeadClusterer, cli
 from ssl_kd.errors import InputError
 from ssl_kd.guard import Guard, Thresholds
 from ssl_kd.language.settings import LanguageSettings
-from ssl_kd.ranks import refuse_ranks
+from ssl_kd.training.ranks import refuse_ranks
 from ssl_kd.vision.run import run
 from tests.faults.inject import no_run, one_line, stopped, weights
 from tests.faults.matrix import row

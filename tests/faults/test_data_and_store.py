@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ssl_kd.datasets import FeatureDataset
-from ssl_kd.estimator import MultiHeadClusterer
 from ssl_kd.files import CorruptFileError, sha256_file
 from ssl_kd.files.lock import LockHeld
 from ssl_kd.guard import Precision
@@ -29,6 +28,7 @@ from ssl_kd.store import EmbeddingStore, FingerprintMismatch, NonFiniteRow, cach
 from ssl_kd.store.shards import read_manifest, write_manifest
 from ssl_kd.teachers import Features
 from ssl_kd.training.folder import RunFolder
+from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.extract import extract
 from ssl_kd.vision.run import run
 from tests.damage import Payload

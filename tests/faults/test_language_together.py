@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 from ssl_kd.language import step as steps  # noqa: E402
 from ssl_kd.language.parallel import check_ranks  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
-from ssl_kd.ranks import Ranks  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
+from ssl_kd.training.ranks import Ranks  # noqa: E402
 from tests.faults.matrix import row  # noqa: E402
 from tests.language import conftest as given  # noqa: E402
 from tests.language import test_ranks as language  # noqa: E402

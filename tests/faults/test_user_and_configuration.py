@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from ssl_kd.estimator import MultiHeadClusterer
 from ssl_kd.guard import DeviceInfo, Precision, UnsupportedDevice
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolderError
 from ssl_kd.vision import fit
+from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from tests.faults.inject import assignments, content, no_run, one_line, opened, stopped

@@ -11,17 +11,18 @@ import torch
 
 from ssl_kd.cli import train
 from ssl_kd.errors import InputError
-from ssl_kd.estimator import MultiHeadClusterer
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.training.folder import RunFolderError
+from ssl_kd.vision.estimator import MultiHeadClusterer
 from ssl_kd.vision.extend import DECIDED, extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.new_clusters import comparable, find_new_clusters
 from ssl_kd.vision.run import run
+from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.workbench.export import Content
-from ssl_kd.workbench.finished import Curation, Samples, curation
+from ssl_kd.workbench.finished import Curation, curation
 from ssl_kd.workbench.naming import names
 from tests.faults.matrix import row as fault
 from tests.kills import kill_again_and_again

@@ -21,7 +21,7 @@ from ssl_kd.errors import BAD_INPUT
 from ssl_kd.files import sha256_file
 from ssl_kd.guard import Precision
 from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.ranks import Ranks
+from ssl_kd.training.ranks import Ranks
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run

@@ -24,7 +24,6 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.report import run_images, write_report
 from ssl_kd.report.assignments import read_assignments
 from ssl_kd.report.tables import results_table
-from ssl_kd.run import Run as OpenRun
 from ssl_kd.settings import SettingsError
 from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from ssl_kd.training.stop import Interrupted
@@ -32,9 +31,10 @@ from ssl_kd.vision.extend import extend, inherited
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.replay import replay
 from ssl_kd.vision.run import run, teacher_of
+from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.workbench.export import Content, export, model_card
-from ssl_kd.workbench.finished import Samples
+from ssl_kd.workbench.run import Run as OpenRun
 from tests.faults.matrix import row as fault
 
 ROOT = Path(__file__).parents[2]

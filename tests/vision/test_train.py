@@ -9,8 +9,8 @@ import torch
 
 from ssl_kd.guard import Precision, TooFewHealthyParts
 from ssl_kd.guard.faults import Stage, Thresholds
+from ssl_kd.guard.seeds import seed_of
 from ssl_kd.heads import HeadBank, TEMIHead
-from ssl_kd.seeds import seed_of
 from ssl_kd.training.schedule import learning_rate_at
 from ssl_kd.vision import pairs
 from ssl_kd.vision import step as guarded

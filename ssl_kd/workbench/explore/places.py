@@ -18,7 +18,7 @@ from ssl_kd.files import CorruptFileError, load_tensors, remove_orphans, save_te
 from ssl_kd.guard.finite import safe_normalize
 from ssl_kd.store.neighbours import search_on
 from ssl_kd.training.clock import Progress
-from ssl_kd.workbench.finished import Samples
+from ssl_kd.vision.samples import Samples
 
 logger = logging.getLogger(__name__)
 

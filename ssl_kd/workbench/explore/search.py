@@ -17,8 +17,8 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.store.neighbours import nearest_among, search_on
 from ssl_kd.teachers import Teacher
 from ssl_kd.vision.run import teacher_of
+from ssl_kd.vision.samples import Samples
 from ssl_kd.vision.settings import VisionSettings
-from ssl_kd.workbench.finished import Samples
 
 BLOCK = 65_536
 

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, unquote
 from ssl_kd.errors import InputError, UserError, printable
 from ssl_kd.files import strict_json
 from ssl_kd.training.clock import Progress
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore.search import Search
 from ssl_kd.workbench.explore.site import (
     DATA,
@@ -37,7 +38,7 @@ from ssl_kd.workbench.explore.site import (
     page_file,
     page_files,
 )
-from ssl_kd.workbench.finished import Curation, Samples
+from ssl_kd.workbench.finished import Curation
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,9 @@ from ssl_kd.files import (
 )
 from ssl_kd.files.lock import Lock
 from ssl_kd.training.clock import Progress
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore.places import map_of
-from ssl_kd.workbench.finished import Curation, Samples
+from ssl_kd.workbench.finished import Curation
 from ssl_kd.workbench.naming import Names
 
 logger = logging.getLogger(__name__)

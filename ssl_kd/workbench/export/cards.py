@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCard, DatasetCardData, ModelCard, ModelCardData
+from huggingface_hub import DatasetCard, DatasetCardData, ModelCard
 
 from ssl_kd import __version__
-from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_json
+from ssl_kd.vision.hub import MODEL, card_of_model, push_folder, usage
 from ssl_kd.vision.model import DIGEST, ClusterModel
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export.content import Content
 from ssl_kd.workbench.export.place import new_folder
 from ssl_kd.workbench.export.table import write_parquet
-from ssl_kd.workbench.finished import Samples
 
-MODEL = ("config.json", "model.safetensors")
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
 _NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # the others may be paths
 ANSWER = "consensus"  # the row of the run's table that is its answer
@@ -62,45 +62,32 @@ def model_card(samples: Samples, repo_id: str = "USER/NAME") -> ModelCard:
     """
     title, facts = samples.path.resolve().name, _facts(samples)
     of = f"{facts['clusters']} clusters of {facts['samples']} training samples"
-    use = _use(repo_id, facts["width"], facts["teacher"])
-    return _model_card(title, of, [_scores(samples), use, _about(facts)])
+    use = usage(repo_id, facts["width"], facts["teacher"])
+    return card_of_model(title, of, [_scores(samples), use, _about(facts)])
 
 
-def plain_card(repo_id: str, clusters: int, width: int) -> ModelCard:
-    """Return the card of a clusterer that no run trained, so that no scores are known.
+def push_run(
+    samples: Samples, repo_id: str, *, private: bool | None = None, token: str | None = None
+) -> str:
+    """Put a run's model on the hub, with its card; return where it is.
+
+    `MultiHeadClusterer.from_pretrained(repo_id)` and `ClusterModel.from_pretrained(repo_id)` load
+    it again.
 
     Args:
-        repo_id: where it will lie.
-        clusters: how many it tells apart.
-        width: of the embeddings that it takes.
+        samples: the run.
+        repo_id: `user/name`; made where it is not there.
+        private: whether others may not see it; None: as the account says.
+        token: of the hub; None: the one that `hf auth login` kept.
+
+    Raises:
+        InputError: no such name can be; HubRefused: the hub took nothing.
     """
-    parts = [_use(repo_id, width, "the model whose embeddings it was fitted on")]
-    return _model_card(repo_id.rpartition("/")[2], f"{clusters} clusters", parts)
-
-
-def _model_card(title: str, of: str, parts: list[str]) -> ModelCard:
-    tags = ["clustering", "self-distillation", "image-feature-extraction"]
-    data = ModelCardData(library_name="ssl_kd", tags=tags, model_name=title)
-    what = (
-        f"# {title}\n\nHeads that cluster the embeddings of a frozen teacher, by ssl_kd "
-        f"{__version__}: {of}."
-    )
-    body = "\n\n".join([what, *parts])
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
-
-
-def _use(repo_id: str, width: Any, teacher: str) -> str:
-    return f"""## Use
-
-```python
-from ssl_kd import MultiHeadClusterer
-
-clusterer = MultiHeadClusterer.from_pretrained("{repo_id}")
-clusters = clusterer.predict(X)  # [n, {width}], embeddings of {teacher}
-```
-
-It takes embeddings, not images. Clusters are what the data shows; that they are what a person would
-call a class is not promised."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_model(Content.of(samples), Path(place) / "model")
+        card = str(model_card(samples, repo_id))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        return push_folder(folder, repo_id, private=private, token=token)
 
 
 def dataset_card(content: Content) -> DatasetCard:
@@ -172,15 +159,3 @@ def _scores(samples: Samples) -> str:
     ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"Scored against labels that it never saw:\n\n{table}"
-
-
-def refuse_name(repo_id: str) -> None:
-    """Raise InputError where `repo_id` cannot be a name on the hub."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise InputError(
-            f"{repo_id!r} cannot be a name on the Hugging Face hub: expected one as user/name"
-        ) from error

@@ -15,7 +15,8 @@ from typing_extensions import Self
 
 from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
-from ssl_kd.workbench.finished import Curation, Samples
+from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.finished import Curation
 from ssl_kd.workbench.naming import Names
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write_bytes, remove_orphans
 from ssl_kd.files.lock import Lock
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.finished.decided import Clusters, made_by
 from ssl_kd.workbench.finished.lines import ABOUT, at, checked, parsed, read_lines
-from ssl_kd.workbench.finished.samples import Samples
 
 FILE, LOCK, WAIT = "curation.jsonl", ".curation.lock", 10.0
 MADE_FROM = 1000

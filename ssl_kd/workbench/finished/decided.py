@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from ssl_kd.errors import InputError
-from ssl_kd.workbench.finished.samples import Samples
+from ssl_kd.vision.samples import Samples
 
 LAST_NUMBER = 10**7  # of a cluster: the page counts them in an array
 MOST_KEPT = 1 << 24  # values that were overwritten; beyond, an undo starts from the run

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ssl_kd.workbench.finished.samples import Samples
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.naming import (
     Names,
     file_words,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssl_kd.errors import InputError, printable
-from ssl_kd.imports import said
+from ssl_kd.settings.import_paths import said
 from ssl_kd.workbench.naming.names import Name, Names
 from ssl_kd.workbench.naming.words import TOKEN, names_from_texts
 

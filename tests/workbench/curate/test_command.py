@@ -10,8 +10,9 @@ from pyarrow import csv, parquet
 
 from ssl_kd.cli import main
 from ssl_kd.files.cells import from_cell
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.curate import outliers
-from ssl_kd.workbench.finished import Curation, Samples
+from ssl_kd.workbench.finished import Curation
 from tests.faults.matrix import row as fault
 from tests.workbench.curate.stores import distinct, write
 

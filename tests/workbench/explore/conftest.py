@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore import map_of
 from ssl_kd.workbench.explore.server import ExploreServer
-from ssl_kd.workbench.finished import Samples
 
 
 @pytest.fixture(scope="session")

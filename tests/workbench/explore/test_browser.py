@@ -9,8 +9,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore import write_site
-from ssl_kd.workbench.finished import Curation, Samples
+from ssl_kd.workbench.finished import Curation
 from tests.workbench.explore.chromium import chromium, launch, until
 from tests.workbench.explore.conftest import answering
 

@@ -6,8 +6,8 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.manifold import trustworthiness
 
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore import map_of, places
-from ssl_kd.workbench.finished import Samples
 from tests.faults.matrix import row as fault
 
 

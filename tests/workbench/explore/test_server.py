@@ -15,9 +15,10 @@ import pytest
 from PIL import Image
 
 from ssl_kd.errors import InputError
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore import server as module
 from ssl_kd.workbench.explore.server import ExploreServer, serve
-from ssl_kd.workbench.finished import Curation, Samples
+from ssl_kd.workbench.finished import Curation
 from tests.faults.matrix import row as fault
 
 

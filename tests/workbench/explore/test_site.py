@@ -17,8 +17,9 @@ from ssl_kd.cli import main
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.files.lock import Lock, LockHeld
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore import site, write_site
-from ssl_kd.workbench.finished import Curation, Samples, name_samples
+from ssl_kd.workbench.finished import Curation, name_samples
 from tests.faults.matrix import row as fault
 
 

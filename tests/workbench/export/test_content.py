@@ -10,8 +10,9 @@ import pytest
 from pyarrow import parquet
 
 from ssl_kd.errors import InputError
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export import Content, export
-from ssl_kd.workbench.finished import Curation, Samples
+from ssl_kd.workbench.finished import Curation
 from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 

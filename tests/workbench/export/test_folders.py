@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ssl_kd.errors import InputError
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export import Content, export, folders
-from ssl_kd.workbench.finished import Samples
 from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 

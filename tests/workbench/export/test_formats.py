@@ -15,9 +15,9 @@ from PIL import Image
 from pyarrow import parquet
 
 from ssl_kd.errors import InputError
-from ssl_kd.estimator import MultiHeadClusterer
+from ssl_kd.vision.estimator import MultiHeadClusterer
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export import Content, export
-from ssl_kd.workbench.finished import Samples
 from ssl_kd.workbench.naming import Name, Names
 from tests.faults.matrix import row as fault
 

@@ -15,7 +15,8 @@ from ssl_kd import files
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.files.lock import Lock, LockHeld
-from ssl_kd.workbench.finished import Curation, Samples, decided
+from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.finished import Curation, decided
 from ssl_kd.workbench.finished import curation as module
 from ssl_kd.workbench.finished.decided import Clusters
 from tests.faults.matrix import row as fault

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from ssl_kd.workbench.finished import Samples, name_samples
+from ssl_kd.vision.samples import Samples
+from ssl_kd.workbench.finished import name_samples
 from ssl_kd.workbench.naming import Names
 
 SAYS = {"digit 0": "a ring", "digit 1": "one stroke", "digit 4": "an open fork"}

@@ -27,8 +27,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-import ssl_kd.estimator
 import ssl_kd.graph.crowd
+import ssl_kd.vision.estimator
 from ssl_kd import MultiHeadClusterer
 from ssl_kd.files import CorruptFileError
 from ssl_kd.guard.parts import TooFewHealthyParts
@@ -87,7 +87,7 @@ def test_parameters_are_the_settings_with_their_defaults():
 
 
 def test_the_examples_in_the_docstring_run():
-    assert doctest.testmod(ssl_kd.estimator).failed == 0
+    assert doctest.testmod(ssl_kd.vision.estimator).failed == 0
 
 
 def test_finds_clusters_and_predicts_held_out_samples(blobs):
@@ -454,7 +454,7 @@ def test_partial_fit_adds_samples_and_the_clusters_that_they_offer(blobs, tmp_pa
 def test_a_mapped_file_is_predicted_in_blocks(fitted, blobs, tmp_path, monkeypatch):
     np.save(tmp_path / "x.npy", blobs[0])
     mapped, sizes = np.load(tmp_path / "x.npy", mmap_mode="r"), []
-    monkeypatch.setattr("ssl_kd.estimator.ROWS_PER_BLOCK", 40)
+    monkeypatch.setattr("ssl_kd.vision.estimator.ROWS_PER_BLOCK", 40)
     predict = type(fitted.model_).predict
     monkeypatch.setattr(
         type(fitted.model_), "predict", lambda model, x: sizes.append(len(x)) or predict(model, x)
@@ -649,7 +649,7 @@ def test_a_second_interruption_of_a_fit_ends_it_at_once(blobs, monkeypatch):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(ssl_kd.estimator, "train", train)
+    monkeypatch.setattr(ssl_kd.vision.estimator, "train", train)
     clusterer = MultiHeadClusterer(4, n_heads=4, random_state=0)
     with pytest.raises(KeyboardInterrupt):
         clusterer.fit(blobs[0])
@@ -663,9 +663,9 @@ def test_many_rows_are_clustered_by_the_graph_of_a_part_of_them(monkeypatch, met
     x = centres[y] + np.random.default_rng(1).normal(size=(700, 6))
     monkeypatch.setattr("ssl_kd.vision.training_rows.GRAPH_ROWS", 200)
     seen = []
-    neighbours = ssl_kd.estimator.nearest_neighbours
+    neighbours = ssl_kd.vision.estimator.nearest_neighbours
     monkeypatch.setattr(
-        ssl_kd.estimator,
+        ssl_kd.vision.estimator,
         "nearest_neighbours",
         lambda x, k, **how: seen.append(len(x)) or neighbours(x, k, **how),
     )

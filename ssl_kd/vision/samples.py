@@ -16,10 +16,10 @@ from pyarrow import csv, parquet
 from torch import Tensor
 
 from ssl_kd.datasets import FeatureDataset, ImageDataset, open_dataset
-from ssl_kd.early import run_folder
 from ssl_kd.errors import InputError, RunFolderError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.files.cells import from_cells
+from ssl_kd.settings.early import run_folder
 from ssl_kd.store import EmbeddingStore, find_neighbours
 from ssl_kd.vision.assignments import assignments_of, read_finished
 from ssl_kd.vision.model import has_pictures

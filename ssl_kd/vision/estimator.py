@@ -27,11 +27,11 @@ from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, atomic_write_json, sha256_file
 from ssl_kd.guard.events import EventLog
 from ssl_kd.guard.precision import Precision, default_torch_state
-from ssl_kd.imports import path_of_file
-from ssl_kd.ranks import refuse_ranks
 from ssl_kd.settings.arguments import named_as_arguments
+from ssl_kd.settings.import_paths import path_of_file
 from ssl_kd.store import nearest_neighbours
 from ssl_kd.store.embeddings import odd_rows
+from ssl_kd.training.ranks import refuse_ranks
 from ssl_kd.training.stop import FinishEarly
 from ssl_kd.vision.convergence import LOOKS
 from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
@@ -415,7 +415,7 @@ class MultiHeadClusterer(
             InputError: no such name can be; HubRefused: the hub took nothing.
         """
         check_is_fitted(self)
-        from ssl_kd.workbench.export.hub import push_saved
+        from ssl_kd.vision.hub import push_saved
 
         sizes = self.n_clusters_, self.n_features_in_
         return push_saved(self.save_pretrained, *sizes, repo_id, private=private, token=token)
@@ -442,7 +442,7 @@ class MultiHeadClusterer(
             CorruptFileError: one of its files is damaged, or a tensor is not finite; it is named.
             ValueError: it names a head or loss that is not this library's and was not named here.
         """
-        from ssl_kd.workbench.export.hub import folder_of
+        from ssl_kd.vision.hub import folder_of
 
         folder = folder_of(folder)
         for name in ("config.json", "model.safetensors"):

@@ -8,41 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from ssl_kd.errors import UserError
-from ssl_kd.workbench.export.cards import MODEL, model_card, plain_card, refuse_name, write_model
-from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.finished import Samples
+from ssl_kd import __version__
+from ssl_kd.errors import InputError, UserError
+
+MODEL = ("config.json", "model.safetensors")
 
 
 class HubRefused(UserError, RuntimeError):
     """The hub took nothing: no token, no right to write, or it cannot be reached."""
-
-
-def push_run(
-    samples: Samples, repo_id: str, *, private: bool | None = None, token: str | None = None
-) -> str:
-    """Put a run's model on the hub, with its card; return where it is.
-
-    `MultiHeadClusterer.from_pretrained(repo_id)` and `ClusterModel.from_pretrained(repo_id)` load
-    it again.
-
-    Args:
-        samples: the run.
-        repo_id: `user/name`; made where it is not there.
-        private: whether others may not see it; None: as the account says.
-        token: of the hub; None: the one that `hf auth login` kept.
-
-    Raises:
-        InputError: no such name can be; HubRefused: the hub took nothing.
-    """
-    with tempfile.TemporaryDirectory() as place:
-        folder = write_model(Content.of(samples), Path(place) / "model")
-        card = str(model_card(samples, repo_id))
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        return push_folder(folder, repo_id, private=private, token=token)
 
 
 def push_saved(
@@ -105,3 +82,52 @@ def push_folder(
             "token that may write"
         ) from error
     return str(url)
+
+
+def plain_card(repo_id: str, clusters: int, width: int) -> ModelCard:
+    """Return the card of a clusterer that no run trained, so that no scores are known.
+
+    Args:
+        repo_id: where it will lie.
+        clusters: how many it tells apart.
+        width: of the embeddings that it takes.
+    """
+    parts = [usage(repo_id, width, "the model whose embeddings it was fitted on")]
+    return card_of_model(repo_id.rpartition("/")[2], f"{clusters} clusters", parts)
+
+
+def card_of_model(title: str, of: str, parts: list[str]) -> ModelCard:
+    """Return a model card: its tags, a title, how many clusters `of` what, and more sections."""
+    tags = ["clustering", "self-distillation", "image-feature-extraction"]
+    data = ModelCardData(library_name="ssl_kd", tags=tags, model_name=title)
+    what = (
+        f"# {title}\n\nHeads that cluster the embeddings of a frozen teacher, by ssl_kd "
+        f"{__version__}: {of}."
+    )
+    body = "\n\n".join([what, *parts])
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
+
+
+def usage(repo_id: str, width: Any, teacher: str) -> str:
+    """Return the section of a card that shows how the model is used."""
+    return f"""## Use
+
+```python
+from ssl_kd import MultiHeadClusterer
+
+clusterer = MultiHeadClusterer.from_pretrained("{repo_id}")
+clusters = clusterer.predict(X)  # [n, {width}], embeddings of {teacher}
+```
+
+It takes embeddings, not images. Clusters are what the data shows; that they are what a person would
+call a class is not promised."""
+
+
+def refuse_name(repo_id: str) -> None:
+    """Raise InputError where `repo_id` cannot be a name on the hub."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(
+            f"{repo_id!r} cannot be a name on the Hugging Face hub: expected one as user/name"
+        ) from error

@@ -16,6 +16,7 @@ from PIL import Image
 
 from ssl_kd.errors import InputError, MissingPackage
 from ssl_kd.report.gallery import thumbnail
+from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.curate import (
     Duplicates,
     Leaks,
@@ -28,7 +29,7 @@ from ssl_kd.workbench.curate import (
 from ssl_kd.workbench.curate.pictures import Pictures, look_at
 from ssl_kd.workbench.explore import serve, write_site
 from ssl_kd.workbench.export import Content, export, push_run
-from ssl_kd.workbench.finished import Curation, Samples, name_samples
+from ssl_kd.workbench.finished import Curation, name_samples
 from ssl_kd.workbench.naming import Names
 
 TYPICAL = 8  # samples that stand for a cluster

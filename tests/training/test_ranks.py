@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ssl_kd.errors import BAD_INPUT, InputError
-from ssl_kd.ranks import RankLost, RankStopped, joined
+from ssl_kd.training.ranks import RankLost, RankStopped, joined
 from tests.ranks import run_joined
 
 # -- joining --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError
 from ssl_kd.store import EmbeddingStore, nearest_neighbours
 from ssl_kd.training.folder import RunFolderError
-from ssl_kd.workbench.finished import Samples
+from ssl_kd.vision.samples import Samples
 from tests.faults.matrix import row as fault
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import threading
 import time
@@ -20,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
 
-from ssl_kd.early import LAUNCHERS
 from ssl_kd.errors import FAILED, InputError, Interrupted, UserError
+from ssl_kd.guard.agreement import LOST, RankLost
+from ssl_kd.settings.early import LAUNCHERS
 
 if TYPE_CHECKING:  # a torch that was built for one process alone has none of them
     from torch.distributed import (  # public, but not so marked
@@ -33,18 +33,12 @@ _JOINED_BY = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchr
 _POLL = 0.05  # seconds between two looks at what rank 0 does
 _LAST_WORDS = 1.0  # seconds that another rank's reason to stop is waited for
 _LINGER = 5.0  # and that rank 0 waits for the others to leave
-LOST = re.compile("gloo|NCCL|[Cc]onnection|[Ss]ocket|timed? ?out", re.IGNORECASE)
-"""What a process group says of a rank that is gone."""
 _WAY_OUT = (
     "A rank died or hangs: the first error is in its own log. Start all ranks again; --resume goes"
     " on from the last checkpoint"
 )
 
 T = TypeVar("T")
-
-
-class RankLost(UserError, RuntimeError):
-    """Other ranks did not answer; the message says what was waited for, and how long."""
 
 
 class RankStopped(RankLost):
