@@ -25,9 +25,9 @@ from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
 from ssl_kd.heads import TEMIHead
+from ssl_kd.language.teacher_cache import TeacherCache
 from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
-from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers import Pixels
 from ssl_kd.teachers.causal import files_id
 from ssl_kd.vision.fit import make_trainer
