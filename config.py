@@ -4,7 +4,7 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
 `python train.py --help-all` says what each may be; a name or value that cannot be is refused.
 """
 
-# --- Data and folders -----------------------------------------------------------------------------
+# --- Data -----------------------------------------------------------------------------------------
 
 # What to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of a folder
 # of images, at any depth | path of features (.npy .npz .pt .safetensors .parquet).
@@ -18,31 +18,18 @@ LABELS = "auto"
 # Column (or array) of a file of features that holds them, DATASET_TEST's too; None: the only list
 # column, or one called features, embeddings, x or data.
 COLUMN = None
-# Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
-# None: train. Teacher and clusters are the run's; what is new is offered as new clusters.
-EXTEND = None
 # Where data sets are, and where DOWNLOAD puts them.
 DATA_DIR = "data"
-# Where the teacher's embeddings are cached; auto: data/embeddings for digits by pixels, else
-# data/embeddings/DATASET-TEACHER-DIGEST, a folder for each data set and teacher. The digest is of
-# all samples, the teacher's weights and its dtype: where one of them changes, another folder is
-# taken.
-EMBEDDINGS_DIR = "auto"
 # Download the data set (torchvision's sets) where it is missing. Off: no data set is downloaded.
 DOWNLOAD = False
 
-# --- Teacher and extraction -----------------------------------------------------------------------
+# --- Teacher and embeddings -----------------------------------------------------------------------
 
-# Frozen model that embeds the images: pixels | dinov2 | efficientnet_lite0 | timm:NAME |
-# torchvision:NAME | package.module.Class (your own) | features (they are embeddings already). For
-# photographs use dinov2; pixels only suits small aligned images such as digits.
+# Frozen model that embeds the images: pixels | dinov2 (dinov2_vits14; or dinov2_vitb14, vitl14,
+# vitg14, each also with _reg) | efficientnet_lite0 | timm:NAME | torchvision:NAME |
+# package.module.Class (your own) | features (they are embeddings already). For photographs use
+# dinov2; pixels only suits small aligned images such as digits.
 TEACHER = "pixels"
-# Which DINOv2, when TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also with
-# _reg (registers). Larger: better, slower.
-DINOV2_MODEL = "dinov2_vits14"
-# Where DINOv2 comes from: auto (torch.hub, then timm) | hub | timm | local (only what is already on
-# this machine).
-TEACHER_SOURCE = "auto"
 # Local file of the teacher's weights, for machines without a network; None: the published ones.
 TEACHER_WEIGHTS = None
 # Side of the teacher's input in pixels, 1 to 4096; None: the model's own (DINOv2: 224).
@@ -50,13 +37,20 @@ IMAGE_SIZE = None
 # Which output of a vision transformer is the embedding: class (token) | patch (mean of the patch
 # tokens) | both (concatenated).
 TOKEN = "class"
-# Images per forward pass of the teacher, from 1; halved automatically when memory runs out.
-EXTRACT_BATCH_SIZE = 64
 # Threads that decode images, 0 to 256; 0: chosen by the device. They decode ahead of a GPU's
 # teacher, and between the batches of a CPU's. Raise it if the progress bar waits for the disk.
 WORKERS = 0
+# Where the teacher's embeddings are cached; auto: data/embeddings for digits by pixels, else
+# data/embeddings/DATASET-TEACHER-DIGEST, a folder for each data set and teacher. The digest is of
+# all samples, the teacher's weights and its dtype: where one of them changes, another folder is
+# taken.
+EMBEDDINGS_DIR = "auto"
+# Embed everything anew, whatever is cached; the old cache stays until the new one is whole.
+FORCE_RECOMPUTE = False
+# Embed again what is damaged in the cache; verified shards are kept.
+REBUILD_DAMAGED = False
 
-# --- Neighbours and heads -------------------------------------------------------------------------
+# --- Neighbours and clusters ----------------------------------------------------------------------
 
 # Wider embeddings are reduced to this many principal components by PCA, from 1; None: never. The
 # heads then reach the same accuracy in a fraction of the time.
@@ -64,13 +58,11 @@ PCA_DIM = 256
 # Nearest neighbours that a sample may be paired with, from 1. Fewer for small or many classes:
 # clearly below the number of samples per class.
 NEIGHBOURS = 20
-# How neighbours are found: exact (all pairs) | ivf (among the nearest cells of an inverted file;
-# recall measured and told in metrics.json) | auto (exact up to 100,000 samples).
-NEIGHBOURS_SEARCH = "auto"
-# Pair only samples that are each other's neighbours: fewer wrong pairs. Turn off for sparse data.
-MUTUAL_NEIGHBOURS = True
 # Number of clusters, from 2; None: as many as the data set declares classes; auto: found.
 N_CLUSTERS = None
+
+# --- Heads and their training ---------------------------------------------------------------------
+
 # Where the clusters come from: graph (the best partition of the graph of neighbours; the heads
 # learn it) | heads (the heads find them, by LOSS); None: graph, unless a setting of LOSS is
 # changed.
@@ -80,13 +72,9 @@ METHOD = None
 N_HEADS = 8
 # Import path of the head's class, package.module.Class. Your own head goes here, see heads/.
 HEAD = "ssl_kd.heads.TEMIHead"
-# Width of a head's hidden layer, from 1. Wider for high-dimensional embeddings and many classes.
+# Width of a head's hidden layer, from 1; its bottleneck is half as wide. Wider for high-dimensional
+# embeddings and many classes.
 HIDDEN_DIM = 96
-# Width of a head's bottleneck, before its last layer, from 1.
-BOTTLENECK_DIM = 48
-
-# --- Loss -----------------------------------------------------------------------------------------
-
 # What the heads minimise with METHOD heads: temi (pairwise mutual information) | sharpened
 # (self-distillation towards a sharper teacher) | package.module.Class (your own).
 LOSS = "temi"
@@ -100,21 +88,8 @@ TEACHER_TEMP = 0.1
 # Weight of a pair in the loss: none | own (agreement of the head itself) | mean (of all heads, as
 # in the paper; couples the heads).
 INSTANCE_WEIGHT = "none"
-# Momentum of the running marginal of the clusters, 0 up to, not including, 1. Higher for batches
-# smaller than a few times the number of clusters.
-MARGINAL_MOMENTUM = 0.9
-# Momentum of the EMA teachers' weights, 0 up to, not including, 1. Higher for longer training.
-EMA_MOMENTUM = 0.9
-
-# --- Training -------------------------------------------------------------------------------------
-
 # Peak learning rate of AdamW, above 0 to 100. Lower it if the loss curves are jagged.
 LEARNING_RATE = 0.004
-# Fraction of the steps that warm up, 0 up to, not including, 1. A cosine to zero follows, at once
-# where the number of steps is given, else once the heads have converged.
-WARMUP_FRACTION = 0.1
-# Decoupled weight decay of AdamW, 0 to 10.
-WEIGHT_DECAY = 0.0001
 # Largest gradient norm of each head, above 0; None: no clipping.
 CLIP_GRAD = 1.0
 # Pairs per step, from 1. Several times the number of clusters.
@@ -125,56 +100,25 @@ EPOCHS = None
 # Optimizer steps, from 1; None: as EPOCHS says. Where both are given the first to be reached ends
 # the training.
 MAX_STEPS = None
-# Heads that vote on the answer, best first by a criterion without labels, from 1; None: half of
-# them.
-CONSENSUS_HEADS = None
+# Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
+# products). Weights and losses stay float32 in any case.
+USE_FP16 = False
 
-# --- Answer ---------------------------------------------------------------------------------------
+# --- Answer and run -------------------------------------------------------------------------------
 
-# Clusters named for each sample in assignments.csv, the likeliest first, 1 to 10.
-TOP_K = 3
+# Finished run that the samples of DATASET are added to: its folder, or its name under RUNS_DIR;
+# None: train. Teacher and clusters are the run's; what is new is offered as new clusters.
+EXTEND = None
 # Outlier score above which a sample is noise, cluster -1, above 0 to 1; None: no sample is. 0.99
 # marks one in a hundred of samples like those of the training.
 NOISE_THRESHOLD = None
-
-# --- Guard ----------------------------------------------------------------------------------------
-
-# Leave a head out of a step in which its gradient norm is this many times its running median, above
-# 1.
-SPIKE_FACTOR = 100.0
-# Bad steps in a row before a head goes back to its last good state, from 1; as many again before it
-# is re-initialised, and again before it is retired.
-RESTORE_AFTER = 10
-# Stop the run when fewer heads than this are left, from 1; None: a quarter of N_HEADS.
-MIN_HEADS = None
-
-# --- Run ------------------------------------------------------------------------------------------
-
+# Run k-means and, where the size allows, spectral clustering on the same embeddings, and a linear
+# probe where there are labels (which are never used for training).
+BASELINES = True
 # Steps between two lines of metrics.jsonl, from 1.
 LOG_EVERY = 20
 # Steps between two checkpoints, from 1. An interruption loses at most this many steps.
 CHECKPOINT_EVERY = 200
-# Embeddings up to this many GiB are kept in memory, from 0; larger ones stay on disk.
-KEEP_IN_MEMORY_GIB = 2.0
-# Run the students in half precision where the device is faster with it (GPUs; CPUs with bf16
-# products). Weights and losses stay float32 in any case.
-USE_FP16 = False
-# Compile the training step with torch.compile: half a minute or more before the first step. For
-# long trainings; the last digits differ from those without it, but not between runs.
-COMPILE = False
-# On GPUs, record the training step once and replay it: one launch instead of hundreds. A recording
-# that does not give the same to the bit is not used, and a warning says so.
-CUDA_GRAPH = False
-# Embed everything anew, whatever is cached; the old cache stays until the new one is whole.
-FORCE_RECOMPUTE = False
-# Embed again what is damaged in the cache; verified shards are kept.
-REBUILD_DAMAGED = False
-# Write TensorBoard files into the run folder, beside metrics.jsonl.
-TENSORBOARD = True
-# Evaluate the embeddings by a linear probe (needs labels; they are never used for training).
-PROBE = True
-# Run k-means and, where the size allows, spectral clustering on the same embeddings.
-BASELINES = True
 # Where to compute: auto (a GPU if there is one) | cpu | cuda | cuda:N | mps.
 DEVICE = "auto"
 # Seed of all random numbers, 0 to 4294967295. On the CPU the same seed gives the same run.

@@ -24,7 +24,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,13 +95,6 @@ TINY = Size((32, 16, 5, 4), (16, 8, 3, 2), 2, 2, 12, 32, ("1x64", "1x64", 500, 2
 # Seconds; times that of the official step; of bare forward passes.
 TARGETS = {"large": 3e-3, "default": 0.5e-3, "official": 50.0, "extraction": 0.95, "language": 1.0}
 
-WAYS: tuple[dict[str, Any], ...] = (
-    {},
-    {"compile": True},
-    {"cuda_graph": True},
-    {"compile": True, "cuda_graph": True},
-)
-
 
 def waited(device: torch.device) -> None:
     """Wait for the device."""
@@ -111,7 +103,7 @@ def waited(device: torch.device) -> None:
 
 
 def seconds(step: Callable[[], object], size: Size, device: torch.device) -> float:
-    """Of one step, the median of rounds; the first round warms up and compiles."""
+    """Of one step, the median of rounds; the first round warms up."""
     taken = []
     for _ in range(size.rounds + 1):
         waited(device)
@@ -128,31 +120,26 @@ def heads_of(
     widths: tuple[int, int],
     device: torch.device,
     products: str,
-    how: dict[str, Any],
 ) -> tuple[HeadTrainer, Tensor]:
     """Heads with the paper's instance weights, and views for a guarded step."""
     batch, dim, clusters, heads = shape
     bank = HeadBank(lambda: TEMIHead(dim, clusters, *widths), heads)
-    settings = VisionSettings(batch_size=batch, instance_weight="mean", **how)
+    settings = VisionSettings(batch_size=batch, instance_weight="mean")
     precision = Precision.for_device(device, products == "half")
     trainer = HeadTrainer(bank, settings, precision, clusters)
     return trainer, torch.randn(2, batch, dim).to(device)
 
 
 def vision_rows(size: Size, device: torch.device, official: Path | None) -> Iterator[Row]:
-    """The step of the heads, plain and compiled, in each kind of products; beside the official."""
+    """The step of the heads, in each kind of products; beside the official."""
     for name, shape, widths in (("large", size.large, FULL), ("default", size.default, DEFAULT)):
         target, best, views = TARGETS[name], float("inf"), torch.empty(0)
         for products in ("fp32", "half"):
-            for how in WAYS:
-                torch.compiler.reset()
-                trainer, views = heads_of(shape, widths, device, products, how)
-                taken = seconds(lambda: trainer.step(views, 1e-4), size, device)  # noqa: B023
-                best = min(best, taken)
-                what = f"vision step {shape}, {products}, {' and '.join(how) or 'plain'}"
-                if "cuda_graph" in how and not (trainer.graphed and trainer.graphed.replays):
-                    what += " (not replayed)"
-                yield Row(what, f"{1e3 * taken:.3f} ms", f"{1e3 * target:g} ms", taken <= target)
+            trainer, views = heads_of(shape, widths, device, products)
+            taken = seconds(lambda: trainer.step(views, 1e-4), size, device)  # noqa: B023
+            best = min(best, taken)
+            what = f"vision step {shape}, {products}"
+            yield Row(what, f"{1e3 * taken:.3f} ms", f"{1e3 * target:g} ms", taken <= target)
         if official is None:
             continue
         batch, dim, clusters, heads = shape
@@ -173,7 +160,7 @@ def waits_rows(size: Size, device: torch.device) -> Iterator[Row]:
     """Whether a step really waits for no device, as its own driver says."""
     if device.type != "cuda":
         return
-    trainer, views = heads_of(size.large, FULL, device, "fp32", {})
+    trainer, views = heads_of(size.large, FULL, device, "fp32")
     trainer.step(views, 1e-4)
     torch.cuda.set_sync_debug_mode("error")
     try:

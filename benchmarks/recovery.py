@@ -154,7 +154,7 @@ class Digits:
         """Train; the trainer, and the accuracy of every head after some steps."""
         settings = VisionSettings(
             n_clusters=10, n_heads=HEADS, max_steps=steps, epochs=steps, seed=seed,
-            instance_weight=weight, min_heads=1,
+            instance_weight=weight,
         )  # fmt: skip
         trainer = make_trainer(settings, self.dim, 10, Precision.for_device("cpu"))
         bank = StruckBank(trainer.bank.make_head, HEADS)

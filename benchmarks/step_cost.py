@@ -32,7 +32,7 @@ from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 
 FULL = (512, 256)  # hidden and bottleneck
-DEFAULT = (VisionSettings.hidden_dim, VisionSettings.bottleneck_dim)
+DEFAULT = (VisionSettings().hidden_dim, VisionSettings().bottleneck_dim)
 SHAPES = [(512, 384, 10, 50), (512, 384, 1000, 50), (1024, 768, 1000, 50)]  # batch, dim, K, heads
 
 

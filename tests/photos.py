@@ -15,12 +15,9 @@ from ssl_kd.vision.settings import VisionSettings
 QUICK = {
     "n_heads": 4,
     "hidden_dim": 16,
-    "bottleneck_dim": 8,
     "batch_size": 32,
     "neighbours": 8,
     "max_steps": 60,
-    "tensorboard": False,
-    "probe": False,
     "baselines": False,
 }
 

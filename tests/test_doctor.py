@@ -20,6 +20,7 @@ from ssl_kd.store import (
     EmbeddingStore,
     EmbeddingWriter,
     Fingerprint,
+    approximate,
     cached_neighbours,
     find_neighbours,
 )
@@ -247,7 +248,7 @@ def test_few_rows_are_enough_where_neighbours_are_not_kept(cache, config, capsys
     assert "paired among 20 of 40 rows" in ask(config, capsys)[1]
     find_neighbours(EmbeddingStore.open(folder, "train"), 3, search="ivf")
     assert "paired among 20 of 40 rows" in ask(config, capsys)[1]  # training would not look there
-    config.write_text(config.read_text() + "NEIGHBOURS_SEARCH = 'ivf'\n")
+    monkeypatch.setattr(approximate, "EXACT_ROWS", 10)
     assert "paired among" not in ask(config, capsys)[1]
 
 

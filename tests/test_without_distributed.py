@@ -43,7 +43,7 @@ from ssl_kd.vision.settings import VisionSettings
 
 settings = {"dataset": "digits", "method": "heads", "n_heads": 2, "max_steps": 3, "device": "cpu"}
 folders = {"runs_dir": sys.argv[1] + "/runs", "embeddings_dir": sys.argv[1] + "/embeddings"}
-print(run(VisionSettings(**settings, **folders, run_name="a", tensorboard=False)).path)
+print(run(VisionSettings(**settings, **folders, run_name="a")).path)
 """
 
 JOINS = """

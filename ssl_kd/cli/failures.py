@@ -22,7 +22,7 @@ from ssl_kd.errors import (
 )
 
 MOST_LINES = 12  # of the guard's report
-VISION_MEMORY = "lower BATCH_SIZE, N_HEADS or EXTRACT_BATCH_SIZE"
+VISION_MEMORY = "lower BATCH_SIZE or N_HEADS"
 LANGUAGE_MEMORY = (
     "lower BATCH_SIZE (and raise GRADIENT_ACCUMULATION_STEPS) or BLOCK_SIZE, set "
     "GRADIENT_CHECKPOINTING or LORA_RANK, cache the teacher (TEACHER_CACHE)"

@@ -184,9 +184,9 @@ def _train_a_little(
     from ssl_kd.vision.training_rows import PROJECTION_ROWS
 
     k = min(settings.neighbours, store.n - 1)
-    rows, neighbours, search = torch.arange(store.n), None, settings.neighbours_search
+    rows, neighbours = torch.arange(store.n), None
     if store.n <= _MANY_ROWS:  # the mutual ones of more take minutes
-        neighbours = kept_neighbours(store, k, search=search)
+        neighbours = kept_neighbours(store, k)
     if neighbours is None:
         rows = sample_rows(store.n, settings.seed, _PAIRED_ROWS)
         neighbours = nearest_neighbours(store.gather(rows), min(k, len(rows) - 1))

@@ -13,15 +13,15 @@ from rich.table import Table
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
+from ssl_kd.language.kept import LastHidden
 from ssl_kd.language.prepare import Task, prepare
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller, precision_of
+from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.token_distillation import next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
-from ssl_kd.store.kept import LastHidden
-from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
 from ssl_kd.training.clock import Progress, no_progress

@@ -227,7 +227,7 @@ class Stage(IntEnum):
             value="norm",
             advice="lower the learning rate or set clip_grad; if such jumps are normal, raise "
             "Thresholds.spike_factor",
-            remedy="lower LEARNING_RATE; where such jumps are normal, raise SPIKE_FACTOR",
+            remedy="lower LEARNING_RATE",
         ),
     )
     GRADIENT = (

@@ -102,16 +102,15 @@ class HeadBank:
             )
         return row
 
-    def draws_seeded(self, seed: int, compiled: bool = False) -> AbstractContextManager[Any]:
+    def draws_seeded(self, seed: int) -> AbstractContextManager[Any]:
         """Let heads that have dropout draw by `seed` inside, and nothing change outside.
 
-        On a GPU, or where the step is `compiled`, other threads must not draw meanwhile.
+        On a GPU other threads must not draw meanwhile.
         """
         if not self.draws:
             return contextlib.nullcontext()
-        if compiled or torch.cuda.is_initialized():
-            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-            return seeded(seed, devices)
+        if torch.cuda.is_initialized():
+            return seeded(seed, [torch.cuda.current_device()])
         return drawing(seed)
 
     def flatten(self, head: nn.Module) -> Tensor:

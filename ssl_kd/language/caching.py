@@ -13,16 +13,16 @@ import torch
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.divergences import DIVERGENCES
+from ssl_kd.language.kept import Kept, LastHidden, Sampled, TopK
 from ssl_kd.language.routed import Routed, RoutedDraw
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher import at_work, load_teacher, router_id
+from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.language.text_rows import lay_out, texts_of
 from ssl_kd.language.trained_teacher import trained_teacher
 from ssl_kd.settings import SettingsError
-from ssl_kd.store.kept import Kept, LastHidden, Sampled, TopK
-from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
 from ssl_kd.teachers.causal import CausalLM, n_ids
 from ssl_kd.training.clock import Progress, no_progress
 from ssl_kd.training.process_group import ProcessGroup

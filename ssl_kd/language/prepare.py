@@ -37,6 +37,7 @@ from ssl_kd.language.teacher import (
     load_teacher,
     router_id,
 )
+from ssl_kd.language.teacher_cache import TeacherCache
 from ssl_kd.language.teacher_text import with_teacher_text
 from ssl_kd.language.text_rows import lay_out, texts_of
 from ssl_kd.language.trained_teacher import VOCABULARY, trained_teacher
@@ -48,7 +49,6 @@ from ssl_kd.language.vocabulary_checks import (
 )
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.settings import SettingsError
-from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import (
     CausalLM,
     CausalLMUnavailable,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues
+from ssl_kd.language.kept.given import LOWEST, as_cached
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.losses.teacher_output import TopKTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
-from ssl_kd.store.given import LOWEST, as_cached
 from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
 from ssl_kd.teachers.server import CompletionServer, PromptTopK
 

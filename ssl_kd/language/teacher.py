@@ -13,9 +13,9 @@ from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.parallel import shard_teacher
 from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.teacher_cache import TeacherCache
 from ssl_kd.language.vocabulary_checks import check_family, check_ids_are_known, check_room
 from ssl_kd.settings import SettingsError
-from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, load_tokenizer
 from ssl_kd.teachers.frozen import FrozenTeacher
 from ssl_kd.teachers.quantization import Quantization

@@ -11,6 +11,7 @@ import codecs
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import math
 import os
@@ -93,12 +94,11 @@ def _fields(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
     """Of each setting, in the file's order: plain type, whether it may be None, and its rule."""
     hints = typing.get_type_hints(cls)
     found = {}
-    base = cls.__bases__[0]
-    inherited = _fields(base) if dataclasses.is_dataclass(base) else {}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     # A dataclass puts first what it inherits; here it comes last, as the section of every run.
-    places = {name: place for place, name in enumerate(inherited)}
-    for field in sorted(dataclasses.fields(cls), key=lambda field: places.get(field.name, -1)):
-        hint = hints[field.name]
+    in_order = (name for base in cls.__mro__ for name in inspect.get_annotations(base))
+    for name in filter(fields.get, in_order):
+        field, hint = fields[name], hints[name]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
         members = typing.get_args(hint) if union else (hint,)
         words = [m for m in members if typing.get_origin(m) is typing.Literal]

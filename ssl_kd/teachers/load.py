@@ -41,6 +41,7 @@ DINOV2_MODELS = {
     for reg in ("", "_reg")
 }
 """The hub's name of each DINOv2 model, and timm's."""
+DEFAULT_DINOV2 = "dinov2_vits14"
 _DINOV2_WIDTHS = {384: "s", 768: "b", 1024: "l", 1536: "g"}
 _DINOV2_REPOSITORY = "facebookresearch/dinov2"
 _PIXELS_OF_FOLDERS = 32
@@ -50,7 +51,6 @@ _KINDS = {int: "a whole number", str: "text"}
 def load_teacher(
     name: str,
     *,
-    dinov2_model: str = "dinov2_vits14",
     source: str = "auto",
     weights: str | os.PathLike[str] | None = None,
     image_size: int | None = None,
@@ -62,10 +62,9 @@ def load_teacher(
     """Load a frozen teacher.
 
     Args:
-        name: `pixels`, `features`, `dinov2`, `efficientnet_lite0`, `timm:<model>`,
-            `torchvision:<model>`, or the import path of a class of your own, which `Teacher`
-            describes.
-        dinov2_model: which DINOv2, one of `DINOV2_MODELS`.
+        name: `pixels`, `features`, `dinov2` (dinov2_vits14) or one of `DINOV2_MODELS`,
+            `efficientnet_lite0`, `timm:<model>`, `torchvision:<model>`, or the import path of a
+            class of your own, which `Teacher` describes.
         source: where DINOv2 comes from: `timm`, `hub` (torch.hub, runs the repository's code),
             `local` (a checkout of that repository: `hub_dir`, or what torch.hub once fetched; its
             path in place of `local` does as well), or `auto`: the hub, then timm; timm at once
@@ -97,8 +96,9 @@ def load_teacher(
     if re.fullmatch(IMPORT_PATH[1], name):
         return _imported(name, weights, image_size, token).to(device)
     state = None if weights is None else read_weights(weights)
-    if name == "dinov2":
-        teacher = _dinov2(dinov2_model, source, state, image_size or 224, token, hub_dir)
+    if name == "dinov2" or name in DINOV2_MODELS:
+        model = DEFAULT_DINOV2 if name == "dinov2" else name
+        teacher = _dinov2(model, source, state, image_size or 224, token, hub_dir)
     elif name == "efficientnet_lite0":
         teacher = _efficientnet_lite0(state, image_size, token)
     elif kind == "timm" and model:
@@ -179,8 +179,6 @@ def _dinov2(
     token: str,
     hub_dir: str | os.PathLike[str] | None,
 ) -> Teacher:
-    if name not in DINOV2_MODELS:
-        raise InputError(f"dinov2_model must be one of {', '.join(DINOV2_MODELS)}, got {name!r}")
     if image_size % 14:
         near = max(14, 14 * round(image_size / 14))
         raise InputError(
@@ -224,8 +222,7 @@ def _check_dinov2(asked: str, state: State) -> None:
     held = f"dinov2_vit{_DINOV2_WIDTHS[token.shape[-1]]}14{registers}"
     if held != asked:
         raise InputError(
-            f"these weights are {held}, not {asked}: set --dinov2_model {held}, or take another "
-            "file"
+            f"these weights are {held}, not {asked}: set --teacher {held}, or take another file"
         )
 
 

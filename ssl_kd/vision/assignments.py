@@ -27,10 +27,11 @@ from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_
 from ssl_kd.vision.novelty import without_outliers
 from ssl_kd.vision.settings import VisionSettings
 
+TOP_K = 3  # clusters named for each sample, the likeliest first
 JUDGED_ROWS = 100_000
 CSV_ROWS = 1_000_000  # more are written as Parquet
 ROWS_PER_GROUP = 131_072  # of a Parquet file
-PLACES = ("second", "third", *(f"{place}th" for place in range(4, 11)))
+PLACES = ("second", "third")
 
 
 class Assignments:
@@ -57,7 +58,7 @@ class Assignments:
     ) -> None:
         self.store, n = store, store.n
         self.sizes = model.options["levels"] or []
-        most = min(settings.top_k, model.n_clusters)
+        most = min(TOP_K, model.n_clusters)
         clusters = torch.empty(n, most, dtype=torch.int32)
         probabilities, outlier = torch.empty(n, most), torch.empty(n)
         tree = torch.empty(n, len(self.sizes), dtype=torch.int32)

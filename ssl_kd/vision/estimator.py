@@ -70,31 +70,24 @@ class MultiHeadClusterer(
             64 samples at least.
         pca_dim: wider embeddings are rotated to this many principal components; None: never.
         neighbours: nearest neighbours that a sample may be paired with; at most n - 1 are used.
-        mutual_neighbours: pair only samples that are each other's neighbours.
         method: `graph`, the best partition of the graph of neighbours, which the heads learn, or
-            `heads`, which find the clusters themselves; None: graph, unless `loss`, `beta`,
-            `instance_weight` or `marginal_momentum` is changed.
+            `heads`, which find the clusters themselves; None: graph, unless `loss`, `beta` or
+            `instance_weight` is changed.
         n_heads: heads trained side by side.
         head: import path of the head's class.
-        hidden_dim: width of a head's hidden layer.
-        bottleneck_dim: width of a head's bottleneck, before its last layer.
+        hidden_dim: width of a head's hidden layer; its bottleneck is half as wide.
         loss: of `method` heads: `temi`, `sharpened` or the import path of an objective's class.
         beta: exponent of the pairwise mutual information, in (0, 1].
         student_temp: temperature of the students' softmax, at least 0.05.
         teacher_temp: temperature of the EMA teachers' softmax, at least 0.04.
         instance_weight: `none`, `own` or `mean`, the weight of a pair.
-        marginal_momentum: of the running marginal, in [0, 1).
-        ema_momentum: of the EMA teachers' weights, in [0, 1).
         learning_rate: peak of AdamW's.
-        warmup_fraction: share of the steps that warm up, in [0, 1).
-        weight_decay: decoupled, of AdamW.
         clip_grad: largest gradient norm of a head; None: no clipping.
         batch_size: pairs per step; at most n are used.
         epochs: passes over the data; None: until the heads have converged, by what they tell of
             neighbours, or 200.
         max_steps: optimizer steps; None: as `epochs` says. If both are given, the first to be
             reached ends it.
-        consensus_heads: heads that vote, the best ones; None: the better half.
         noise_threshold: outlier score in (0, 1] above which a sample is noise, cluster -1; None:
             no sample is.
         use_fp16: run the students in half precision where the device gains by it.
@@ -142,27 +135,20 @@ class MultiHeadClusterer(
         *,
         pca_dim: int | None = VisionSettings.pca_dim,
         neighbours: int = VisionSettings.neighbours,
-        mutual_neighbours: bool = VisionSettings.mutual_neighbours,
         method: str | None = VisionSettings.method,
         n_heads: int = VisionSettings.n_heads,
         head: str = VisionSettings.head,
         hidden_dim: int = VisionSettings.hidden_dim,
-        bottleneck_dim: int = VisionSettings.bottleneck_dim,
         loss: str = VisionSettings.loss,
         beta: float = VisionSettings.beta,
         student_temp: float = VisionSettings.student_temp,
         teacher_temp: float = VisionSettings.teacher_temp,
         instance_weight: str = VisionSettings.instance_weight,
-        marginal_momentum: float = VisionSettings.marginal_momentum,
-        ema_momentum: float = VisionSettings.ema_momentum,
         learning_rate: float = VisionSettings.learning_rate,
-        warmup_fraction: float = VisionSettings.warmup_fraction,
-        weight_decay: float = VisionSettings.weight_decay,
         clip_grad: float | None = VisionSettings.clip_grad,
         batch_size: int = VisionSettings.batch_size,
         epochs: int | None = VisionSettings.epochs,
         max_steps: int | None = VisionSettings.max_steps,
-        consensus_heads: int | None = VisionSettings.consensus_heads,
         noise_threshold: float | None = VisionSettings.noise_threshold,
         use_fp16: bool = VisionSettings.use_fp16,
         device: str = VisionSettings.device,
@@ -171,27 +157,20 @@ class MultiHeadClusterer(
         self.n_clusters = n_clusters
         self.pca_dim = pca_dim
         self.neighbours = neighbours
-        self.mutual_neighbours = mutual_neighbours
         self.method = method
         self.n_heads = n_heads
         self.head = head
         self.hidden_dim = hidden_dim
-        self.bottleneck_dim = bottleneck_dim
         self.loss = loss
         self.beta = beta
         self.student_temp = student_temp
         self.teacher_temp = teacher_temp
         self.instance_weight = instance_weight
-        self.marginal_momentum = marginal_momentum
-        self.ema_momentum = ema_momentum
         self.learning_rate = learning_rate
-        self.warmup_fraction = warmup_fraction
-        self.weight_decay = weight_decay
         self.clip_grad = clip_grad
         self.batch_size = batch_size
         self.epochs = epochs
         self.max_steps = max_steps
-        self.consensus_heads = consensus_heads
         self.noise_threshold = noise_threshold
         self.use_fp16 = use_fp16
         self.device = device
@@ -463,7 +442,7 @@ class MultiHeadClusterer(
         saved |= {
             "N_CLUSTERS": model.options["n_clusters"],
             "TEACHER_TEMP": model.temperature,
-            **{name.upper(): model.options[name] for name in ("head", *_WIDTHS)},
+            **{name.upper(): model.options[name] for name in ("head", "hidden_dim")},
         }
         names = cls().get_params()
         loaded = cls(**{name: saved[_setting(name)] for name in names if _setting(name) in saved})
@@ -512,9 +491,6 @@ class MultiHeadClusterer(
         tags = super().__sklearn_tags__()
         tags.transformer_tags.preserves_dtype = ["float32"]
         return tags
-
-
-_WIDTHS = ("hidden_dim", "bottleneck_dim")
 
 
 def _setting(parameter: str) -> str:

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 # What people decided and called the clusters: it holds in the extended run, too.
 DECIDED = ("curation.jsonl", "names.json")
 # What an extension may be told; all else is the run's.
-OWN = {"dataset", "device", "download", "extend", "extract_batch_size", "force_recompute"}
+OWN = {"dataset", "device", "download", "extend", "force_recompute"}
 OWN |= {"rebuild_damaged", "resume", "run_name", "runs_dir", "workers"}
 # These too, but those of the run where they are not given.
 OWN_IF_GIVEN = {"data_dir", "embeddings_dir", "labels"}

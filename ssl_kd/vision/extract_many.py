@@ -70,7 +70,6 @@ class Splits:
             only,
             split=split,
             precision=self.precision,
-            batch_size=self.settings.extract_batch_size,
             workers=self.settings.workers,
             force=self.settings.force_recompute,
             rebuild=self.settings.rebuild_damaged,

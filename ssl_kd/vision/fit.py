@@ -71,11 +71,7 @@ def make_trainer(
         hidden_dim=settings.hidden_dim,
         bottleneck_dim=settings.bottleneck_dim,
     )
-    thresholds = Thresholds(
-        spike_factor=settings.spike_factor,
-        restore_after=settings.restore_after,
-        min_parts=min(settings.min_heads or -(-settings.n_heads // 4), settings.n_heads),
-    )
+    thresholds = Thresholds(min_parts=-(-settings.n_heads // 4))  # a quarter
     heads = range(settings.n_heads) if heads is None else heads
     _check_memory(settings, len(heads), parameters_of(make), precision.device)
     bank = HeadBank(make, len(heads), heads.start)
@@ -98,8 +94,8 @@ def _check_memory(
         raise SettingsError(
             f"{n_heads} heads of {n_parameters:,} weights need {needed / 2**30:,.1f} GiB "
             f"with moments, EMA teacher and last good state, and {device} has "
-            f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {settings.hidden_dim}), "
-            f"BOTTLENECK_DIM ({settings.bottleneck_dim}) or N_HEADS ({settings.n_heads})"
+            f"{free / 2**30:,.1f} GiB free: lower HIDDEN_DIM (now {settings.hidden_dim}) or "
+            f"N_HEADS ({settings.n_heads})"
         )
 
 
@@ -134,10 +130,7 @@ def make_plan(
         gather: reads embeddings, projected.
         of_all: from numbers `[head]` of the trainer's heads to those of all heads there are.
     """
-    if settings.mutual_neighbours:
-        allowed = mutual_neighbours(neighbours)
-    else:
-        allowed = torch.ones_like(neighbours, dtype=torch.bool)
+    allowed = mutual_neighbours(neighbours)
     sampler = PairSampler(neighbours, allowed, settings.batch_size, settings.seed)
     given = [] if settings.max_steps is None else [settings.max_steps]
     if settings.epochs is not None:
@@ -189,7 +182,7 @@ def form_answer(
     The partition that they learnt names the clusters, or else the best head; no label is read.
 
     Args:
-        settings: `consensus_heads`, `seed` and the heads' shape.
+        settings: `seed` and the heads' shape.
         trainer: after training.
         neighbours: `[n, k]` integer, nearest first.
         gather: reads embeddings as the heads see them, projected.
@@ -212,7 +205,7 @@ def form_answer(
     if not len(order):
         raise TooFewHealthyParts("no head is healthy, so there is no answer to form")
 
-    chosen = order[: settings.consensus_heads or -(-len(order) // 2)]
+    chosen = order[: -(-len(order) // 2)]  # the better half
     reference = gather(sample_rows(len(neighbours), settings.seed, REFERENCE_ROWS))
     novelty = Novelty.fit(reference, projection(torch.zeros(1, projection.in_dim))[0])
     model = ClusterModel(

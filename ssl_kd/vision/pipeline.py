@@ -81,7 +81,6 @@ def learn(
             steps = train_recorded(
                 settings, folder, trainer, plan, gather, clusters, signals, tell, together
             )
-        trainer.graphed = None  # with the memory of its recordings
         trainer = trainer if together is None else together.whole(trainer)
     with clock("consensus"):
         model, chosen, information = _consensus(
@@ -128,7 +127,7 @@ def _prepared(
         trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
         return trainer, make_plan(settings, trainer, neighbours, source)
     store = source.store
-    mapped = source.whole and by_index(store, settings.neighbours_search)
+    mapped = source.whole and by_index(store)
     found = LeaderResult(
         folder.path.resolve(),
         settings.to_dict(),
@@ -173,12 +172,9 @@ def _neighbours(
 
     k = min(settings.neighbours, source.n - 1)
     if source.whole:
-        search = settings.neighbours_search
-        return find_neighbours(source.store, k, search=search, device=device, progress=draw)
+        return find_neighbours(source.store, k, device=device, progress=draw)
     if source.n < source.store.n:
         logger.info("the graph is that of %d of %d samples", source.n, source.store.n)
-    if settings.neighbours_search == "ivf":
-        logger.warning("NEIGHBOURS_SEARCH ivf is for METHOD heads: these are few enough to compare")
     embeddings = source.embeddings(torch.arange(source.n))
     found = nearest_neighbours(embeddings, k, device=device, progress=draw)
     return found, {"index": "exact", "recall": 1.0, "rows": source.n}

@@ -203,11 +203,6 @@ class HeadRanks:
         """
         self._wanted = torch.zeros((), device=trainer.precision.device)
         trainer.weigh = self._weigh
-        if trainer.graphed is not None:
-            trainer.graphed = None
-            logger.info(
-                "CUDA_GRAPH: steps with an all-reduce (INSTANCE_WEIGHT mean) run as they are"
-            )
 
     def _weigh(self, agreements: Tensor) -> Tensor | None:
         healthy = torch.isfinite(agreements).all(-1, keepdim=True)

@@ -160,8 +160,7 @@ def _trainer(path: str | Path, bundle: Bundle, head: str | None, loss: str | Non
         names = ", ".join(sorted(map(str, odd)))
         raise damaged(path, f"its settings are not those of this version: {names}")
     try:
-        # Not compiled: the microscope looks at each operation.
-        run = VisionSettings(**settings).replace(n_heads=1, compile=False, cuda_graph=False)
+        run = VisionSettings(**settings).replace(n_heads=1)
     except SettingsError as error:
         raise damaged(path, str(error)) from error
     own = {"head": (head, OWN_HEADS), "loss": (loss, OBJECTIVES)}

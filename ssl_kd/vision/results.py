@@ -226,7 +226,7 @@ def _embedding_scores(
     if train.labels is not None:
         held_out: Any = () if test is None or test.labels is None else (test.x, test.labels)
         found["knn_accuracy"] = evaluate.knn_accuracy(train.x, train.labels, *held_out)
-        if settings.probe:
+        if settings.baselines:
             probe = evaluate.linear_probe(train.x, train.labels, *held_out, seed=settings.seed)
             found["linear_probe"] = probe
     return found

@@ -281,7 +281,6 @@ def embedded(
         folder,
         split=split,
         precision=precision,
-        batch_size=settings.extract_batch_size,
         workers=settings.workers,
         force=settings.force_recompute,
         rebuild=settings.rebuild_damaged,
@@ -304,8 +303,6 @@ def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision)
         )
     return load_teacher(
         name,
-        dinov2_model=settings.dinov2_model,
-        source=settings.teacher_source,
         weights=settings.teacher_weights,
         image_size=settings.image_size,
         token=settings.token,

@@ -1,4 +1,4 @@
-"""The settings of the vision mode: each field's type, range and meaning, in this one place."""
+"""The settings of the vision mode: groups that check themselves, and `VisionSettings`, all."""
 
 from __future__ import annotations
 
@@ -6,88 +6,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ssl_kd.settings import RunSettings, SettingsError, setting
+from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 from ssl_kd.settings.foreign_names import by_name
 from ssl_kd.settings.import_paths import IMPORT_PATH
 from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 
-__all__ = ["SettingsError", "VisionSettings"]
+__all__ = [
+    "AnswerSettings",
+    "DataSettings",
+    "GraphSettings",
+    "HeadSettings",
+    "SettingsError",
+    "TeacherSettings",
+    "VisionSettings",
+]
 
 # N_CLUSTERS that is to be found.
 AUTO = "auto"
 # Where EMBEDDINGS_DIR auto keeps embeddings.
 EMBEDDINGS = "data/embeddings"
-# What only heads that find the clusters themselves make use of.
-OF_LOSS = ("loss", "beta", "instance_weight", "marginal_momentum")
+# What only heads that find the clusters themselves use.
+OF_LOSS = ("loss", "beta", "instance_weight")
 
 _OBJECTIVES = " | ".join(f"{name} ({kind.summary})" for name, kind in OBJECTIVES.items())
 
 
 @dataclass(frozen=True)
-class VisionSettings(RunSettings):
-    """Every setting of `train.py`; `config.py` holds the same names in UPPER_CASE."""
-
-    free_on_resume: ClassVar[frozenset[str]] = RunSettings.free_on_resume | {
-        "checkpoint_every",
-        "data_dir",
-        "download",
-        "embeddings_dir",
-        "extract_batch_size",
-        "force_recompute",
-        "log_every",
-        "rebuild_damaged",
-        "tensorboard",
-        "workers",
-    }
-
-    # Each process trains some heads on whole batches: BATCH_SIZE is that of a device already.
-    aliases: ClassVar[Mapping[str, str]] = {
-        **RunSettings.aliases,
-        "dataloader_num_workers": "workers",
-        "torch_compile": "compile",
-    }
-    instead: ClassVar[Mapping[str, str]] = dict(RunSettings.instead) | by_name(
-        {
-            "Did you mean --dataset? It takes a folder, too.": "dataset_path",
-            "Did you mean --n_heads?": "heads",
-            "Use --use_fp16: half precision of the kind that suits the device.": """
-                bf16 bf16_full_eval fp16 fp16_full_eval tf32""",
-            "Use --compile, which has no mode.": "torch_compile_backend torch_compile_mode",
-            "Use --tensorboard.": "report_to",
-            "The schedule is a cosine after a warm-up, see --warmup_fraction.": "lr_*",
-            "Use --workers for the number of threads; their order never matters.": """
-                dataloader_* dataloader_in_order dataloader_persistent_workers""",
-            "A step is one batch: raise --batch_size.": "gradient_accumulation_steps",
-            "Where memory runs out, lower --batch_size or --n_heads.": """
-                activation_* gradient_checkpointing gradient_checkpointing_kwargs
-                torch_empty_cache_steps""",
-            "Use --extract_batch_size for the teacher's batches.": "per_device_eval_batch_size",
-            "A run evaluates once, after its last step; --log_every is for the losses.": """
-                eval_* greater_is_better load_best_model_at_end metric_for_best_model""",
-            "There is none: small heads are trained on embeddings of --dataset.": """
-                length_column_name liger_kernel_config remove_unused_columns use_cache
-                use_liger_kernel""",
-        }
-    )
-
-    first: ClassVar[tuple[str, ...]] = tuple(
-        "dataset teacher n_clusters n_heads epochs batch_size embeddings_dir force_recompute device"
-        " runs_dir run_name resume".split()
-    )
-
-    file_heading: ClassVar[str] = """\
-The settings of `python train.py`: plain literals, read and never executed.
-
-A flag of the same name beats the value here: `python train.py --n_heads 16` or `--n-heads 16`.
-`python train.py --help-all` says what each may be; a name or value that cannot be is refused.
-"""
+class DataSettings(Settings):
+    """Which samples are clustered, and where data sets lie."""
 
     dataset: str = setting(
         "digits",
         "what to cluster: digits | cifar10 | cifar100 | stl10 | fashion_mnist | imagenet | path of"
         " a folder of images, at any depth | path of features (.npy .npz"
         " .pt .safetensors .parquet)",
-        section="Data and folders",
+        section="Data",
     )
     dataset_test: str | None = setting(
         None,
@@ -106,48 +59,33 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "column (or array) of a file of features that holds them, DATASET_TEST's too; None: the"
         " only list column, or one called features, embeddings, x or data",
     )
-    extend: str | None = setting(
-        None,
-        "finished run that the samples of DATASET are added to: its folder, or its name under"
-        " RUNS_DIR; None: train",
-        "Teacher and clusters are the run's; what is new is offered as new clusters.",
-    )
     data_dir: str = setting("data", "where data sets are, and where DOWNLOAD puts them")
-    embeddings_dir: str = setting(
-        AUTO,
-        "where the teacher's embeddings are cached; auto: data/embeddings for digits by pixels,"
-        " else data/embeddings/DATASET-TEACHER-DIGEST, a folder for each data set and teacher",
-        "The digest is of all samples, the teacher's weights and its dtype: where one of them"
-        " changes, another folder is taken.",
-    )
     download: bool = setting(
         False,
         "download the data set (torchvision's sets) where it is missing",
         "Off: no data set is downloaded.",
     )
 
+
+@dataclass(frozen=True)
+class TeacherSettings(Settings):
+    """The frozen model that embeds the samples, and the cache of what it gives."""
+
     teacher: str = setting(
         "pixels",
-        "frozen model that embeds the images: pixels | dinov2 | efficientnet_lite0 | timm:NAME |"
+        "frozen model that embeds the images: pixels | dinov2 (dinov2_vits14; or dinov2_vitb14,"
+        " vitl14, vitg14, each also with _reg) | efficientnet_lite0 | timm:NAME |"
         " torchvision:NAME | package.module.Class (your own) | features (they are embeddings"
         " already)",
         "For photographs use dinov2; pixels only suits small aligned images such as digits.",
-        section="Teacher and extraction",
         choices=("pixels", "features", "dinov2", "efficientnet_lite0"),
-        forms=(IMPORT_PATH, ("timm:NAME", "timm:.+"), ("torchvision:NAME", "torchvision:.+")),
-    )
-    dinov2_model: str = setting(
-        "dinov2_vits14",
-        "which DINOv2, when TEACHER is dinov2: dinov2_vits14 | vitb14 | vitl14 | vitg14, each also"
-        " with _reg (registers)",
-        "Larger: better, slower.",
-        choices=tuple(f"dinov2_vit{size}14{reg}" for reg in ("", "_reg") for size in "sblg"),
-    )
-    teacher_source: str = setting(
-        "auto",
-        "where DINOv2 comes from: auto (torch.hub, then timm) | hub | timm | local (only what is"
-        " already on this machine)",
-        choices=("auto", "hub", "timm", "local"),
+        forms=(
+            IMPORT_PATH,
+            ("timm:NAME", "timm:.+"),
+            ("torchvision:NAME", "torchvision:.+"),
+            ("dinov2_vitX14", "dinov2_vit[sblg]14(_reg)?"),
+        ),
+        section="Teacher and embeddings",
     )
     teacher_weights: str | None = setting(
         None,
@@ -166,11 +104,6 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         " patch tokens) | both (concatenated)",
         choices=("class", "patch", "both"),
     )
-    extract_batch_size: int = setting(
-        64,
-        "images per forward pass of the teacher; halved automatically when memory runs out",
-        low=1,
-    )
     workers: int = setting(
         0,
         "threads that decode images; 0: chosen by the device",
@@ -179,13 +112,37 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         low=0,
         high=256,
     )
+    embeddings_dir: str = setting(
+        AUTO,
+        "where the teacher's embeddings are cached; auto: data/embeddings for digits by pixels,"
+        " else data/embeddings/DATASET-TEACHER-DIGEST, a folder for each data set and teacher",
+        "The digest is of all samples, the teacher's weights and its dtype: where one of them"
+        " changes, another folder is taken.",
+    )
+    force_recompute: bool = setting(
+        False,
+        "embed everything anew, whatever is cached; the old cache stays until the new one is whole",
+    )
+    rebuild_damaged: bool = setting(
+        False, "embed again what is damaged in the cache; verified shards are kept"
+    )
+
+    @property
+    def embeddings_root(self) -> str:
+        """EMBEDDINGS_DIR, or the folder that those chosen automatically are in."""
+        return EMBEDDINGS if self.embeddings_dir == AUTO else self.embeddings_dir
+
+
+@dataclass(frozen=True)
+class GraphSettings(Settings):
+    """The graph of neighbours, and how many clusters it has."""
 
     pca_dim: int | None = setting(
         256,
         "wider embeddings are reduced to this many principal components by PCA; None: never",
         "The heads then reach the same accuracy in a fraction of the time.",
-        section="Neighbours and heads",
         low=1,
+        section="Neighbours and clusters",
     )
     neighbours: int = setting(
         20,
@@ -193,28 +150,24 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "Fewer for small or many classes: clearly below the number of samples per class.",
         low=1,
     )
-    neighbours_search: str = setting(
-        "auto",
-        "how neighbours are found: exact (all pairs) | ivf (among the nearest cells of an inverted"
-        " file; recall measured and told in metrics.json) | auto (exact up to 100,000 samples)",
-        choices=("auto", "exact", "ivf"),
-    )
-    mutual_neighbours: bool = setting(
-        True,
-        "pair only samples that are each other's neighbours: fewer wrong pairs",
-        "Turn off for sparse data.",
-    )
     n_clusters: int | Literal["auto"] | None = setting(
         None,
         "number of clusters; None: as many as the data set declares classes; auto: found",
         low=2,
     )
+
+
+@dataclass(frozen=True)
+class HeadSettings(RunSettings):
+    """The heads and how they are trained; the seed is that of the run."""
+
     method: str | None = setting(
         None,
         "where the clusters come from: graph (the best partition of the graph of neighbours; the"
         " heads learn it) | heads (the heads find them, by LOSS); None: graph, unless a setting of"
         " LOSS is changed",
         choices=("graph", "heads"),
+        section="Heads and their training",
     )
     n_heads: int = setting(
         8,
@@ -231,17 +184,14 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
     )
     hidden_dim: int = setting(
         96,
-        "width of a head's hidden layer",
+        "width of a head's hidden layer; its bottleneck is half as wide",
         "Wider for high-dimensional embeddings and many classes.",
         low=1,
     )
-    bottleneck_dim: int = setting(48, "width of a head's bottleneck, before its last layer", low=1)
-
     loss: str = setting(
         "temi",
         f"what the heads minimise with METHOD heads: {_OBJECTIVES} | package.module.Class (your"
         " own)",
-        section="Loss",
         choices=tuple(OBJECTIVES),
         forms=(IMPORT_PATH,),
     )
@@ -272,34 +222,13 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         " heads, as in the paper; couples the heads)",
         choices=("none", "own", "mean"),
     )
-    marginal_momentum: float = setting(
-        0.9,
-        "momentum of the running marginal of the clusters",
-        "Higher for batches smaller than a few times the number of clusters.",
-        low=0,
-        below=1,
-    )
-    ema_momentum: float = setting(
-        0.9, "momentum of the EMA teachers' weights", "Higher for longer training.", low=0, below=1
-    )
-
     learning_rate: float = setting(
         4e-3,
         "peak learning rate of AdamW",
         "Lower it if the loss curves are jagged.",
-        section="Training",
         above=0,
         high=100,
     )
-    warmup_fraction: float = setting(
-        0.1,
-        "fraction of the steps that warm up",
-        "A cosine to zero follows, at once where the number of steps is given, else once the heads"
-        " have converged.",
-        low=0,
-        below=1,
-    )
-    weight_decay: float = setting(1e-4, "decoupled weight decay of AdamW", low=0, high=10)
     clip_grad: float | None = setting(
         1.0, "largest gradient norm of each head; None: no clipping", above=0
     )
@@ -316,94 +245,17 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
         "Where both are given the first to be reached ends the training.",
         low=1,
     )
-    consensus_heads: int | None = setting(
-        None,
-        "heads that vote on the answer, best first by a criterion without labels; None: half of"
-        " them",
-        low=1,
-    )
-
-    top_k: int = setting(
-        3,
-        "clusters named for each sample in assignments.csv, the likeliest first",
-        section="Answer",
-        low=1,
-        high=10,
-    )
-    noise_threshold: float | None = setting(
-        None,
-        "outlier score above which a sample is noise, cluster -1; None: no sample is",
-        "0.99 marks one in a hundred of samples like those of the training.",
-        above=0,
-        high=1,
-    )
-
-    spike_factor: float = setting(
-        100.0,
-        "leave a head out of a step in which its gradient norm is this many times its running"
-        " median",
-        section="Guard",
-        above=1,
-    )
-    restore_after: int = setting(
-        10,
-        "bad steps in a row before a head goes back to its last good state; as many again before it"
-        " is re-initialised, and again before it is retired",
-        low=1,
-    )
-    min_heads: int | None = setting(
-        None, "stop the run when fewer heads than this are left; None: a quarter of N_HEADS", low=1
-    )
-
-    log_every: int = setting(20, "steps between two lines of metrics.jsonl", section="Run", low=1)
-    checkpoint_every: int = setting(
-        200,
-        "steps between two checkpoints",
-        "An interruption loses at most this many steps.",
-        low=1,
-    )
-    keep_in_memory_gib: float = setting(
-        2.0, "embeddings up to this many GiB are kept in memory; larger ones stay on disk", low=0
-    )
     use_fp16: bool = setting(
         False,
         "run the students in half precision where the device is faster with it (GPUs; CPUs with"
         " bf16 products)",
         "Weights and losses stay float32 in any case.",
     )
-    compile: bool = setting(
-        False,
-        "compile the training step with torch.compile: half a minute or more before the first step",
-        "For long trainings; the last digits differ from those without it, but not between runs.",
-    )
-    cuda_graph: bool = setting(
-        False,
-        "on GPUs, record the training step once and replay it: one launch instead of hundreds",
-        "A recording that does not give the same to the bit is not used, and a warning says so.",
-    )
-    force_recompute: bool = setting(
-        False,
-        "embed everything anew, whatever is cached; the old cache stays until the new one is whole",
-    )
-    rebuild_damaged: bool = setting(
-        False, "embed again what is damaged in the cache; verified shards are kept"
-    )
-    tensorboard: bool = setting(
-        True, "write TensorBoard files into the run folder, beside metrics.jsonl"
-    )
-    probe: bool = setting(
-        True,
-        "evaluate the embeddings by a linear probe (needs labels; they are never used for"
-        " training)",
-    )
-    baselines: bool = setting(
-        True, "run k-means and, where the size allows, spectral clustering on the same embeddings"
-    )
 
     @property
-    def embeddings_root(self) -> str:
-        """EMBEDDINGS_DIR, or the folder that those chosen automatically are in."""
-        return EMBEDDINGS if self.embeddings_dir == AUTO else self.embeddings_dir
+    def bottleneck_dim(self) -> int:
+        """Width of a head's bottleneck, before its last layer: half of HIDDEN_DIM."""
+        return max(1, self.hidden_dim // 2)
 
     @property
     def by_graph(self) -> bool:
@@ -425,3 +277,111 @@ A flag of the same name beats the value here: `python train.py --n_heads 16` or 
             )
         if self.loss in OBJECTIVES:  # one of a user's own is imported, and asked, by the run
             make_objective(self.loss, vars(self))
+
+
+@dataclass(frozen=True)
+class AnswerSettings(RunSettings):
+    """What becomes of the answer, and what the run writes."""
+
+    extend: str | None = setting(
+        None,
+        "finished run that the samples of DATASET are added to: its folder, or its name under"
+        " RUNS_DIR; None: train",
+        "Teacher and clusters are the run's; what is new is offered as new clusters.",
+        section="Answer and run",
+    )
+    noise_threshold: float | None = setting(
+        None,
+        "outlier score above which a sample is noise, cluster -1; None: no sample is",
+        "0.99 marks one in a hundred of samples like those of the training.",
+        above=0,
+        high=1,
+    )
+    baselines: bool = setting(
+        True,
+        "run k-means and, where the size allows, spectral clustering on the same embeddings, and"
+        " a linear probe where there are labels (which are never used for training)",
+    )
+    log_every: int = setting(20, "steps between two lines of metrics.jsonl", low=1)
+    checkpoint_every: int = setting(
+        200,
+        "steps between two checkpoints",
+        "An interruption loses at most this many steps.",
+        low=1,
+    )
+
+
+@dataclass(frozen=True)
+class VisionSettings(DataSettings, TeacherSettings, GraphSettings, HeadSettings, AnswerSettings):
+    """Every setting of `train.py`; `config.py` holds the same names in UPPER_CASE."""
+
+    free_on_resume: ClassVar[frozenset[str]] = RunSettings.free_on_resume | {
+        "checkpoint_every",
+        "data_dir",
+        "download",
+        "embeddings_dir",
+        "force_recompute",
+        "log_every",
+        "rebuild_damaged",
+        "workers",
+    }
+
+    # Each process trains some heads on whole batches: BATCH_SIZE is that of a device already.
+    aliases: ClassVar[Mapping[str, str]] = {
+        **{name: field for name, field in RunSettings.aliases.items() if name != "warmup_ratio"},
+        "dataloader_num_workers": "workers",
+    }
+    instead: ClassVar[Mapping[str, str]] = dict(RunSettings.instead) | by_name(
+        {
+            "Did you mean --dataset? It takes a folder, too.": "dataset_path",
+            "Did you mean --n_heads?": "heads",
+            "Use --use_fp16: half precision of the kind that suits the device.": """
+                bf16 bf16_full_eval fp16 fp16_full_eval tf32""",
+            "Steps run as they are.": "compile cuda_graph torch_compile torch_compile_*",
+            "TensorBoard's files are always written, into tensorboard/ of the run's folder.": """
+                logging_dir project report_to tensorboard trackio_*""",
+            "A tenth of the steps warms up, a cosine to zero follows.": """
+                lr_* warmup_fraction warmup_ratio warmup_steps""",
+            "It is 0.9.": "ema_momentum marginal_momentum",
+            "It is 1e-4.": "weight_decay",
+            "The optimizer is AdamW; --learning_rate sets its rate.": "adam_* optim optim_*",
+            "The better half of the heads votes.": "consensus_heads",
+            "It is half of --hidden_dim.": "bottleneck_dim",
+            "Pairs are always of each other's neighbours.": "mutual_neighbours",
+            "All pairs are compared up to 100,000 samples, then an index is used.": """
+                neighbours_search""",
+            "assignments.csv names three clusters for each sample.": "top_k",
+            "The guard's thresholds are constants, see docs/guard.md.": """
+                min_heads restore_after spike_factor""",
+            "Embeddings of up to 2 GiB are kept in memory.": "keep_in_memory_gib",
+            "--baselines fits the linear probe, too.": "probe",
+            "Name the model by --teacher, such as dinov2_vitb14_reg.": "dinov2_model",
+            "dinov2 comes from torch.hub, else from timm; --teacher timm:NAME is timm's alone.": """
+                teacher_source""",
+            "Use --workers for the number of threads; their order never matters.": """
+                dataloader_* dataloader_in_order dataloader_persistent_workers""",
+            "A step is one batch: raise --batch_size.": "gradient_accumulation_steps",
+            "Where memory runs out, lower --batch_size or --n_heads.": """
+                activation_* gradient_checkpointing gradient_checkpointing_kwargs
+                torch_empty_cache_steps""",
+            "The teacher embeds 64 images at a time, fewer where memory runs out.": """
+                extract_batch_size per_device_eval_batch_size""",
+            "A run evaluates once, after its last step; --log_every is for the losses.": """
+                eval_* greater_is_better load_best_model_at_end metric_for_best_model""",
+            "There is none: small heads are trained on embeddings of --dataset.": """
+                length_column_name liger_kernel_config remove_unused_columns use_cache
+                use_liger_kernel""",
+        }
+    )
+
+    first: ClassVar[tuple[str, ...]] = tuple(
+        "dataset teacher n_clusters n_heads epochs batch_size embeddings_dir force_recompute device"
+        " runs_dir run_name resume".split()
+    )
+
+    file_heading: ClassVar[str] = """\
+The settings of `python train.py`: plain literals, read and never executed.
+
+A flag of the same name beats the value here: `python train.py --n_heads 16` or `--n-heads 16`.
+`python train.py --help-all` says what each may be; a name or value that cannot be is refused.
+"""

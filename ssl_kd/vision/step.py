@@ -19,9 +19,12 @@ from ssl_kd.guard.recovery import Recovery
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.guard.update import AdamWState, adamw_, clip_factors, only_healthy, part_norms, rescale_
 from ssl_kd.heads.bank import HeadBank
-from ssl_kd.vision.fast import Graphed, compiled
 from ssl_kd.vision.objectives import make_objective
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.settings import HeadSettings
+
+WEIGHT_DECAY = 1e-4  # of AdamW, of matrices
+EMA_MOMENTUM = 0.9  # of the teachers
+MARGINAL_MOMENTUM = 0.9  # of the running marginal of the clusters
 
 
 @dataclass
@@ -130,12 +133,6 @@ class HeadsStep:
     smoothed: Tensor
     before: dict[str, Tensor]
 
-    def clone(self) -> HeadsStep:
-        """The same in memory of its own."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        before = {name: tensor.clone() for name, tensor in named.pop("before").items()}
-        return HeadsStep(**{n: t.clone() for n, t in named.items()}, before=before)
-
 
 class HeadTrainer:
     """The guarded step over a bank of heads.
@@ -153,13 +150,12 @@ class HeadTrainer:
         state: everything the heads own.
         objective: what they are trained for.
         recovery: reports sick heads and brings them back.
-        graphed: replays steps, with CUDA_GRAPH; else None.
     """
 
     def __init__(
         self,
         bank: HeadBank,
-        settings: VisionSettings,
+        settings: HeadSettings,
         precision: Precision,
         n_clusters: int,
         thresholds: Thresholds | None = None,
@@ -170,11 +166,7 @@ class HeadTrainer:
         self.n_clusters, self.thresholds = n_clusters, thresholds or Thresholds()
         self.objective = make_objective(settings.loss, vars(settings))
         keep_freed_memory()
-        as_set = compiled if settings.compile else lambda function: function
-        self._answer_of, self._loss_of = as_set(self._answer), as_set(self._loss)
-        self._judged, self._updated = as_set(self._judge), as_set(self._update)
-        self.graphed = Graphed.of(self) if settings.cuda_graph else None
-        self.decay = bank.decay_mask().to(precision.device) * settings.weight_decay
+        self.decay = bank.decay_mask().to(precision.device) * WEIGHT_DECAY
         self.state = self._fresh(bank.initial_weights(settings.seed))
         names = [f"head {bank.first + i}" for i in range(bank.n_heads)]
         self._rows = RowParts(names, self.state.owned(), self._new_row)
@@ -231,27 +223,11 @@ class HeadTrainer:
             given: `[view, batch, cluster]` probabilities that all heads learn by cross-entropy,
                 each from another view; None: from their EMA teachers, by their objective.
         """
-        rate: float | Tensor = learning_rate
-        if self.settings.compile or self.graphed:  # a number would be compiled in, or recorded
-            rate = torch.full((), learning_rate, device=self.precision.device)
         if step is not None and step % SNAPSHOT_EVERY:
             step = None  # the state before it is not kept
-        if self.graphed is not None and isinstance(rate, Tensor) and step is None:
-            return self.graphed(views, rate, given)
-        return self.plain_step(views, rate, step, given)
-
-    def plain_step(
-        self,
-        views: Tensor,
-        learning_rate: float | Tensor,
-        step: int | None = None,
-        given: Tensor | None = None,
-    ) -> HeadsStep:
-        """As `step`, kernel by kernel; with a number of the step, the state before it is kept."""
         # A sample that is not finite is taken out of every view before any product sees it.
         bad = bad_samples(views)
-        in_place = self.settings.compile or self.precision.device.type == "cuda"
-        kept = good_samples(bad, in_place=in_place)
+        kept = good_samples(bad, in_place=self.precision.device.type == "cuda")
         if kept is not None:
             views = views[:, kept]
             given = None if given is None else given[:, kept.to(given.device)]
@@ -264,7 +240,7 @@ class HeadTrainer:
         n_views, batch, _ = views.shape
         floats = n_views * batch * self.bank.width + self.bank.n_parameters
         chunks = head_chunks(self.bank.n_heads, 4 * floats, views.device)
-        teachers: Iterator | list = (self._teach(rows, views, given) for rows in chunks)
+        teachers: Iterator | list = (self._targets(rows, views, given) for rows in chunks)
         shared = None
         weighting = self.settings.instance_weight if given is None else "none"
         if weighting == "mean":  # needs every teacher before any student
@@ -273,16 +249,24 @@ class HeadTrainer:
             agreements.masked_fill_(self.state.health.retired.unsqueeze(1), torch.nan)
             shared = self.weigh(agreements)
 
+        compare = self.objective.loss if given is None else self._cross_entropy
         results = []
         for rows, (targets, marginal, agreements) in zip(chunks, teachers, strict=True):
             weights = shared
             if weighting == "own":
                 weights = losses.instance_weights(agreements, "own")
-            compare = self.objective.loss if given is None else self._cross_entropy
-            learn = self._learn(
-                rows, views, compare, targets, marginal, weights, learning_rate, step
+            state = self.state.rows(rows)
+            parameters = {
+                name: value.detach().requires_grad_()
+                for name, value in self.bank.unflatten(state.student).items()
+            }
+            loss = compare(self._logits(parameters, views, True), targets, marginal, weights)
+            gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
+                (loss * state.scale).sum(), list(parameters.values()), materialize_grads=True
             )
-            results.append(learn)
+            gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
+            loss = loss.detach()
+            results.append(self._update(rows, gradient, loss, marginal, learning_rate, step))
         loss, norm, stage = (torch.cat(column) for column in zip(*results, strict=True))
         self.state.health.record_(stage, norm, self.thresholds)
         return HeadsStep(loss, norm, stage, bad, smoothed, before)
@@ -293,25 +277,19 @@ class HeadTrainer:
         return logits.unflatten(1, views.shape[:2])
 
     @torch.no_grad()
-    def _teach(
+    def _targets(
         self, rows: slice, views: Tensor, given: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Targets `[head or 1, view, batch, cluster]`, new marginal, agreement `[head, batch]`."""
-        if given is not None:
-            return given.unsqueeze(0), self.state.marginal[rows], given.new_empty(0)
-        state = self.state.rows(rows)
-        return self._answer_of(state.teacher, state.marginal, views)
-
-    def _answer(
-        self, teacher: Tensor, marginal: Tensor, views: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = self._logits(self.bank.unflatten(teacher), views, training=False)
-        targets, latest = self.objective.targets(logits, marginal)
-        marginal = torch.lerp(marginal, latest, 1 - self.settings.marginal_momentum)
+        marginal = self.state.marginal[rows]
         agreements = marginal.new_empty(0)
+        if given is not None:
+            return given.unsqueeze(0), marginal, agreements
+        logits = self._logits(self.bank.unflatten(self.state.teacher[rows]), views, False)
+        targets, latest = self.objective.targets(logits, marginal)
         if self.settings.instance_weight != "none":
             agreements = losses.agreement(self.objective.log_probabilities(targets))
-        return targets, marginal, agreements
+        return targets, torch.lerp(marginal, latest, 1 - MARGINAL_MOMENTUM), agreements
 
     def _cross_entropy(
         self, logits: Tensor, targets: Tensor, marginal: Tensor, weights: Tensor | None
@@ -321,72 +299,31 @@ class HeadTrainer:
             logits, targets, weights, student_temperature=self.settings.student_temp
         )
 
-    def _learn(
+    @torch.no_grad()
+    def _update(
         self,
         rows: slice,
-        views: Tensor,
-        compare: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
-        targets: Tensor,
+        gradient: Tensor,
+        loss: Tensor,
         marginal: Tensor,
-        weights: Tensor | None,
-        learning_rate: float | Tensor,
+        learning_rate: float,
         step: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The students' half of the step for some heads: loss, norm and stage, `[head]` each."""
+        """Judge some heads' gradients `[head, parameter]`, clip, and move what is healthy.
+
+        Returns:
+            Loss, gradient norm and stage, `[head]` each.
+        """
         state = self.state.rows(rows)
-        parameters = {
-            name: value.detach().requires_grad_()
-            for name, value in self.bank.unflatten(state.student).items()
-        }
-        loss = self._loss_of(parameters, views, compare, targets, marginal, weights)
-        gradients = torch.autograd.grad(  # zeros for a parameter that the head does not use
-            (loss * state.scale).sum(), list(parameters.values()), materialize_grads=True
-        )
-        loss = loss.detach()
-        with torch.no_grad():
-            gradient, norm, stage, healthy = self._judged(state, gradients, loss, marginal)
-            if step is not None:
-                self._rows.snapshot(rows, healthy, step)
-            self._updated(state, gradient, norm, stage, healthy, loss, marginal, learning_rate)
-        return loss, norm, stage
-
-    def _loss(
-        self,
-        parameters: dict[str, Tensor],
-        views: Tensor,
-        compare: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
-        targets: Tensor,
-        marginal: Tensor,
-        weights: Tensor | None,
-    ) -> Tensor:
-        logits = self._logits(parameters, views, training=True)
-        return compare(logits, targets, marginal, weights)
-
-    def _judge(
-        self, state: HeadsState, gradients: tuple[Tensor, ...], loss: Tensor, marginal: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradient `[head, parameter]`, its norm, the stage, and who is healthy, `[head]` each."""
-        gradient = torch.cat([g.flatten(1) for g in gradients], dim=1)
         norm = part_norms(gradient) / state.scale
         sound = torch.isfinite(marginal).all(1)
         scale = state.scale if self.precision.scale else None
         stage = state.health.judge(loss, norm, self.thresholds, sound, scale)
-        return gradient, norm, stage, is_healthy(stage)
-
-    def _update(
-        self,
-        state: HeadsState,
-        gradient: Tensor,
-        norm: Tensor,
-        stage: Tensor,
-        healthy: Tensor,
-        loss: Tensor,
-        marginal: Tensor,
-        learning_rate: float | Tensor,
-    ) -> None:
-        """Clip, then move everything that a healthy head owns."""
-        settings = self.settings
-        gradient.mul_((clip_factors(norm, settings.clip_grad) / state.scale).unsqueeze(1))
+        healthy = is_healthy(stage)
+        if step is not None:
+            self._rows.snapshot(rows, healthy, step)
+        factors = clip_factors(norm, self.settings.clip_grad) / state.scale
+        gradient.mul_(factors.unsqueeze(1))
         owned = state.owned()
         del owned["scale"]  # the one thing of its own that a fault changes
         with only_healthy(healthy, *owned.values()):
@@ -397,12 +334,13 @@ class HeadTrainer:
                 learning_rate=learning_rate,
                 weight_decay=self.decay,
             )
-            state.teacher.lerp_(state.student, 1 - settings.ema_momentum)
+            state.teacher.lerp_(state.student, 1 - EMA_MOMENTUM)
             state.marginal.copy_(marginal)
             memory = torch.where(state.updates > 1, 0.98, 0.0)
             state.loss.copy_(torch.lerp(loss, state.loss, memory))
         if self.precision.scale:
             rescale_(state.scale, healthy, stage == int(Stage.OVERFLOW), state.updates)
+        return loss, norm, stage
 
 
 def bad_samples(views: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 Gather = Callable[[Tensor], Tensor]
 """Row numbers `[batch]` -> embeddings `[batch, dim]` float32."""
 
+WARMUP = 0.1  # share of the steps
+
 # Steps between two looks at what the guard found. On a CPU looking is free; elsewhere it waits for
 # the device.
 LOOK_EVERY = {True: 1, False: 10}
@@ -176,10 +178,10 @@ class Heads:
 
     def _rate_at(self, step: int) -> float:
         settings = self.trainer.settings
-        peak, warmup = settings.learning_rate, settings.warmup_fraction
+        peak = settings.learning_rate
         if self.until is not None:
-            return self.until.learning_rate_at(step, peak, warmup)
-        return learning_rate_at(step, self._most, peak, warmup)
+            return self.until.learning_rate_at(step, peak, WARMUP)
+        return learning_rate_at(step, self._most, peak, WARMUP)
 
     def learn(self, step: int) -> None:
         """One guarded step on a batch of pairs."""
@@ -193,7 +195,7 @@ class Heads:
             given = functional.one_hot(self.clusters[here], trainer.n_clusters).float()
         first = trainer.bank.first
         key = (step, first) if first else (step,)  # no two heads draw alike
-        with trainer.bank.draws_seeded(seed_of(settings.seed, *key), settings.compile):
+        with trainer.bank.draws_seeded(seed_of(settings.seed, *key)):
             result = trainer.step(views, rate, step, given)
         self._results.append(result)
         self._unread.append(_Step(step, samples, views, given, rate, result))

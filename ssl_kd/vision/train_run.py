@@ -81,7 +81,7 @@ def train_recorded(
     if together is not None:
         together.caught, more = signals.caught, {"together": together}
     recorder = FlightRecorder(folder.path / "faults")
-    with Board(folder.path, ["tensorboard"] if settings.tensorboard else []) as board:
+    with Board(folder.path, ["tensorboard"]) as board:
         try:
             return (train if together is None else train_together)(
                 trainer=trainer,
@@ -227,7 +227,7 @@ def _follow(
             "rank with the same flags and the same config.py"
         )
     store = EmbeddingStore.open(found.store, "train", expect=found.fingerprint, verify=False)
-    source = Source(store, found.projection, found.rows, settings.keep_in_memory_gib)
+    source = Source(store, found.projection, found.rows)
     gather = source.on(precision.device)
     together.caught = signals.caught
     dim = found.projection.dim
@@ -266,8 +266,7 @@ def _neighbours(settings: VisionSettings, store: EmbeddingStore, found: LeaderRe
     """
     if found.neighbours is not None:
         return found.neighbours
-    k, search = min(settings.neighbours, store.n - 1), settings.neighbours_search
-    kept = kept_neighbours(store, k, search=search, verify=False)
+    kept = kept_neighbours(store, min(settings.neighbours, store.n - 1), verify=False)
     if kept is None:
         raise InputError(
             f"{store.folder} lacks the neighbours that rank 0 found there: EMBEDDINGS_DIR has to"

@@ -21,8 +21,7 @@ PROJECTION_ROWS = 10_000
 # Samples whose graph is searched: enough for any number of clusters that can be told apart, few
 # enough to compare all pairs.
 GRAPH_ROWS = 10_000
-
-
+KEPT_IN_MEMORY = 2 * 2**30  # bytes of projected embeddings; more are read from the disk
 COPY = 1e-5  # of the mean distance from the mean: what is nearer to a row is a copy of it
 LEAST_DISTINCT = 64  # rows; with fewer no copy is left out
 
@@ -78,19 +77,11 @@ class Source:
         store: the embeddings.
         projection: how the heads see them.
         rows: those that training sees, in this order; None: all.
-        keep_in_memory_gib: how much of them may be kept in memory.
     """
 
-    def __init__(
-        self,
-        store: EmbeddingStore,
-        projection: Projection,
-        rows: Tensor | None,
-        keep_in_memory_gib: float,
-    ) -> None:
+    def __init__(self, store: EmbeddingStore, projection: Projection, rows: Tensor | None) -> None:
         self.store, self.projection, self.rows = store, projection, rows
         self.n = store.n if rows is None else len(rows)
-        self._most_bytes = keep_in_memory_gib * 2**30
 
     @classmethod
     def fit(cls, store: EmbeddingStore, settings: VisionSettings, n_clusters: int | None) -> Source:
@@ -98,12 +89,12 @@ class Source:
         rows = training_rows(store.n, store.gather, settings, n_clusters)
         sample = sample_rows(store.n, settings.seed, PROJECTION_ROWS) if rows is None else rows
         projection = Projection.fit(store.gather(sample), settings.pca_dim)
-        return cls(store, projection, rows, settings.keep_in_memory_gib)
+        return cls(store, projection, rows)
 
     @cached_property
     def _held(self) -> Tensor | None:
         """All of them, if they fit: not before the first is read, neighbours need memory, too."""
-        if self.n * self.projection.dim * 4 > self._most_bytes:
+        if self.n * self.projection.dim * 4 > KEPT_IN_MEMORY:
             return None
         held = torch.empty(self.n, self.projection.dim)
         for rows in torch.arange(self.n).split(ROWS_PER_BLOCK):

@@ -31,7 +31,6 @@ ROOT = Path(__file__).parents[2]
 FAST = {
     "n_heads": 4,
     "hidden_dim": 16,
-    "bottleneck_dim": 8,
     "batch_size": 32,
     "neighbours": 5,
     "epochs": 10_000,
@@ -39,8 +38,6 @@ FAST = {
     "log_every": 5,
     "checkpoint_every": 10,
     "device": "cpu",
-    "tensorboard": False,
-    "probe": False,
     "baselines": False,
 }
 

@@ -18,6 +18,7 @@ from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.heads import TEMIHead
 from ssl_kd.report import write_report
 from ssl_kd.vision import pipeline
+from ssl_kd.vision import step as guarded
 from ssl_kd.vision.run import run
 from tests.bits import same
 from tests.faults.inject import (
@@ -86,7 +87,7 @@ def test_a_gradient_whose_square_overflows_is_seen(value):
 
 @row(30)
 @pytest.mark.parametrize("before", [None, math.nan, math.inf, 1e30])
-def test_a_spike_is_skipped_and_does_not_move_the_running_norm(before):
+def test_a_spike_is_skipped_and_does_not_move_the_running_norm(before, monkeypatch):
     """Also after what has ruined running means elsewhere: a NaN, an infinity, a huge number."""
 
     def strike(trainer, step):
@@ -95,8 +96,9 @@ def test_a_spike_is_skipped_and_does_not_move_the_running_norm(before):
         if step != 30:
             in_forward(scale_gradient(1000.0), {40, 50})(trainer, step)
 
-    slow = {"ema_momentum": 0.99}  # a teacher that hardly moves: norms depend on two steps little
-    clean, sick = trained(steps=60, **slow), trained(strike, steps=60, **slow)
+    # A teacher that hardly moves: norms depend on two steps little.
+    monkeypatch.setattr(guarded, "EMA_MOMENTUM", 0.99)
+    clean, sick = trained(steps=60), trained(strike, steps=60)
     spikes = [(40, "spike", "skipped"), (50, "spike", "skipped")]
     first = [] if before is None else [(30, "gradient", "skipped")]
     assert sick.of(HEAD) == first + spikes and healthy_alike(sick, clean)
@@ -122,8 +124,10 @@ def test_a_head_without_gradient_is_reported_as_dead_once():
     [set_logit(math.nan), set_gradient(math.nan), set_gradient(1e30)],
     ids=["NaN logit", "NaN gradient", "huge gradient"],
 )
-def test_a_skipped_head_keeps_every_bit_under_momentum_and_decay(fault):
-    options = {"weight_decay": 5.0, "learning_rate": 0.1, "ema_momentum": 0.5}
+def test_a_skipped_head_keeps_every_bit_under_momentum_and_decay(fault, monkeypatch):
+    monkeypatch.setattr(guarded, "WEIGHT_DECAY", 5.0)
+    monkeypatch.setattr(guarded, "EMA_MOMENTUM", 0.5)
+    options = {"learning_rate": 0.1}
     sick = trained(in_forward(fault, {3}), **options)
     before, after = sick.owned(SICK, 3), sick.owned(SICK, 4)
     assert same(before, after) and before["exp_avg"].any() and before["exp_avg_sq"].any()

@@ -247,7 +247,7 @@ def test_force_recompute_embeds_everything_each_time_and_says_so(settings, train
 
 def plain(tmp_path, **changes):
     common = {"device": "cpu", "runs_dir": str(tmp_path / "runs"), "n_clusters": 3, "max_steps": 2}
-    quick = {"n_heads": 2, "tensorboard": False, "probe": False, "baselines": False}
+    quick = {"n_heads": 2, "baselines": False}
     return VisionSettings(**common, **quick, **changes)
 
 

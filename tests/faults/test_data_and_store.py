@@ -104,7 +104,7 @@ def test_a_zero_embedding_is_counted_and_harms_nothing(settings, tmp_path, digit
     x = digits[0][:64].reshape(64, -1).astype(np.float32)
     x[9] = 0
     np.savez(tmp_path / "zero.npz", features=x, labels=digits[1][:64])
-    path = run(settings(dataset=str(tmp_path / "zero.npz"), baselines=True, probe=True)).path
+    path = run(settings(dataset=str(tmp_path / "zero.npz"), baselines=True)).path
     assert opened(settings()).manifest["statistics"]["zero_rows"] == 1
     assert all_finite(path) and len(assignments(path)) == 64
 
@@ -367,7 +367,7 @@ def _features(tmp_path, digits, n, **more):
 )
 def test_few_samples_work(settings, tmp_path, digits, n, changes):
     data = _features(tmp_path, digits, n, labels=digits[1][:n])
-    path = run(settings(dataset=data, probe=True, baselines=True, **changes)).path
+    path = run(settings(dataset=data, baselines=True, **changes)).path
     assert len(assignments(path)) == n and all_finite(path)
 
 
@@ -407,7 +407,7 @@ def test_labels_of_any_kind_train_the_same_heads(settings, tmp_path, digits):
     found = {}
     for kind, some in kinds.items():
         data = _features(tmp_path, digits, 64, **({} if some is None else {"labels": some}))
-        free = {"embeddings_dir": str(tmp_path / kind), "n_clusters": 10, "probe": True}
+        free = {"embeddings_dir": str(tmp_path / kind), "n_clusters": 10, "baselines": True}
         path = run(settings(dataset=data, run_name=kind, **free)).path
         found[kind] = weights(path), metrics(path)
     assert len({tensors for tensors, _ in found.values()}) == 1
@@ -517,7 +517,7 @@ def test_duplicates_are_neighbours_and_the_sample_itself_is_not(settings, tmp_pa
     x = digits[0][:64].reshape(64, -1).astype(np.float32)
     x[:30] = x[0] if form == "a digit" else 0
     np.savez(tmp_path / "copies.npz", features=x, labels=digits[1][:64])
-    copies = settings(dataset=str(tmp_path / "copies.npz"), baselines=True, probe=True)
+    copies = settings(dataset=str(tmp_path / "copies.npz"), baselines=True)
     path = run(copies).path
     neighbours = cached_neighbours(opened(copies), 5)
     assert not (neighbours == torch.arange(64).unsqueeze(1)).any()

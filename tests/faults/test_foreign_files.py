@@ -25,9 +25,9 @@ from ssl_kd.files import CorruptFileError
 from ssl_kd.guard import Event, Precision
 from ssl_kd.guard.recorder import save_bundle
 from ssl_kd.heads import TEMIHead
+from ssl_kd.language.teacher_cache import TeacherCache
 from ssl_kd.report import write_report
 from ssl_kd.store.shards import read_manifest, write_manifest
-from ssl_kd.store.teacher_cache import TeacherCache
 from ssl_kd.teachers import Pixels
 from ssl_kd.teachers.causal import files_id
 from ssl_kd.vision.fit import make_trainer
@@ -109,7 +109,7 @@ def test_a_loss_that_a_folder_names_is_not_taken_over(tmp_path):
 
 def bundle_file(path, **changes):
     """A bundle of a healthy step, with changed settings."""
-    settings = VisionSettings(n_heads=2, hidden_dim=6, bottleneck_dim=4, batch_size=8)
+    settings = VisionSettings(n_heads=2, hidden_dim=8, batch_size=8)
     trainer = make_trainer(settings, DIM, CLUSTERS, Precision.for_device("cpu"))
     before = {name: tensor[:1].clone() for name, tensor in trainer.state.tensors().items()}
     event = Event(0, "head 0", "loss", "the loss is not finite", "skipped")
@@ -523,7 +523,7 @@ def test_zeros_that_were_trained_on_are_never_typical():
 def test_clusters_that_a_vote_leaves_empty_are_filled_or_counted(distinct, wanted, caplog):
     rows = np.random.default_rng(0).normal(size=(distinct, 5))
     x = np.repeat(rows, 2, axis=0)
-    options: Any = {"n_heads": 2, "max_steps": 2, "hidden_dim": 4, "bottleneck_dim": 2}
+    options: Any = {"n_heads": 2, "max_steps": 2, "hidden_dim": 4}
     clusterer = MultiHeadClusterer(wanted, method="heads", device="cpu", **options).fit(x)
     kept = min(distinct, wanted)
     assert len(set(clusterer.labels_)) == kept

@@ -13,6 +13,7 @@ from ssl_kd import losses
 from ssl_kd.report import write_report
 from ssl_kd.settings import SettingsError
 from ssl_kd.vision import pipeline
+from ssl_kd.vision import step as guarded
 from ssl_kd.vision.run import run
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import train
@@ -276,13 +277,13 @@ def test_a_marginal_of_exactly_zero_is_finite(dtype, clusters, empty, scale):
 
 
 @row(20)
-def test_an_empty_cluster_in_training_is_finite_and_said_once(caplog):
+def test_an_empty_cluster_in_training_is_finite_and_said_once(caplog, monkeypatch):
     def strike(trainer, step):
         if step in (3, 5):
             trainer.state.marginal[SICK] = torch.tensor([0.5, 0.5, 0.0, 0.0])
 
-    options = {"marginal_momentum": 0.99}
-    clean, empty = trained(**options), trained(strike, **options)
+    monkeypatch.setattr(guarded, "MARGINAL_MOMENTUM", 0.99)
+    clean, empty = trained(), trained(strike)
     assert all(torch.isfinite(tensor).all() for tensor in empty.owned(SICK).values())
     assert healthy_alike(empty, clean) and not empty.health.skipped.any()
     said = [e.reason for e in empty.events]

@@ -24,6 +24,7 @@ from tests.vision.test_ranks import (
     command,
     folder_of,
     left,
+    restoring_after,
     same,
     spoil,
     strike,
@@ -135,8 +136,8 @@ def test_torchrun_that_is_told_to_stop_ends_soon_with_a_checkpoint(settings, num
 
 @row(103)
 def test_a_sick_head_of_another_rank_is_told_as_by_one_process(settings):
-    changes = {"restore_after": 4, "n_heads": 6}
-    faults = (spoil, (1, 4, 5), (7, 16)), (spoil, (5,), range(20, 30))
+    changes = {"n_heads": 6}
+    faults = (spoil, (1, 4, 5), (7, 16)), (spoil, (5,), range(20, 30)), (restoring_after, 4)
     one = trained(1, settings("one", **changes), *faults)
     two = trained(2, settings("two", **changes), *faults)
     same(one, two)
@@ -147,18 +148,18 @@ def test_a_sick_head_of_another_rank_is_told_as_by_one_process(settings):
 
 @row(104)
 def test_too_few_healthy_heads_stop_all_ranks(settings):
-    changes = {"restore_after": 2, "n_heads": 4, "min_heads": 2}
-    sick = spoil, (1, 2, 3), range(5, 30)
-    told = run_joined(work, 2, settings("a", **changes), sick)
+    changes = {"n_heads": 8}
+    sick = spoil, range(1, 8), range(5, 30)
+    told = run_joined(work, 2, settings("a", **changes), sick, (restoring_after, 2))
     assert [one[2] for one in told] == [GUARD_STOPPED] * 2, told
-    assert told[0][0] == "TooFewHealthyParts" and "of 4 parts are left" in told[0][1]
+    assert told[0][0] == "TooFewHealthyParts" and "of 8 parts are left" in told[0][1]
     assert "ssl_kd replay" in told[0][1]
     path = folder_of(settings("a"))
     events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
     assert [e["part"] for e in events].count("run") == 1 and events[-1]["action"] == "stopped"
     last = max((path / "checkpoint").glob("*.pt"))
     tensors = load_tensors(last)["tensors"]
-    assert torch.isfinite(tensors["student"]).all() and len(tensors["student"]) == 4
+    assert torch.isfinite(tensors["student"]).all() and len(tensors["student"]) == 8
     told = run_joined(work, 1, settings("a", resume=True, **changes))
     assert told[0][0] == "done", told  # the cause is gone
 

@@ -150,7 +150,7 @@ def test_weights_out_of_reach_are_one_line_with_the_ways_on(
     code, error = train_py(unreachable)
     line = one_line(error)
     assert code == 1 and teacher.partition(":")[2] in line
-    for way in ("--teacher_source", "--teacher_weights FILE", "--teacher pixels"):
+    for way in ("--teacher timm:NAME", "--teacher_weights FILE", "--teacher pixels"):
         assert way in line
     assert no_run(unreachable) and not list(tmp_path.glob("embeddings/*.pt"))
     downloads = [p for d in ("hf", "torch") for p in (tmp_path / d).rglob("*") if p.is_file()]

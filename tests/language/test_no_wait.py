@@ -8,9 +8,9 @@ import torch
 from ssl_kd.guard.precision import DeviceInfo, Precision
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
+from ssl_kd.language.teacher_cache import TeacherFingerprint, identity, write
 from ssl_kd.language.train import _Student
 from ssl_kd.losses import linear_distillation
-from ssl_kd.store.teacher_cache import TeacherFingerprint, identity, write
 from ssl_kd.teachers.frozen import FrozenTeacher
 from tests.pretended import pretended_cuda
 

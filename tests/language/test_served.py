@@ -13,11 +13,11 @@ from ssl_kd.language.caching import cache_teacher  # noqa: E402
 from ssl_kd.language.run import run  # noqa: E402
 from ssl_kd.language.served import ServedTeacher  # noqa: E402
 from ssl_kd.language.step import Distiller  # noqa: E402
+from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, write  # noqa: E402
 from ssl_kd.losses.teacher_output import logits_of  # noqa: E402
 from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store import FingerprintMismatch  # noqa: E402
-from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, write  # noqa: E402
 from ssl_kd.teachers import server as module  # noqa: E402
 from ssl_kd.teachers.causal import n_ids  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402

@@ -98,7 +98,7 @@ def test_features_need_a_feature_file():
         ({"name": "pixels", "token": "cls"}, "token must be"),
         ({"name": "pixels", "image_size": 0}, "image_size must be at least 1"),
         ({"name": "pixels", "weights": "w.pth"}, "has no weights"),
-        ({"name": "dinov2", "dinov2_model": "dinov2_vits16"}, "dinov2_model must be one of"),
+        ({"name": "dinov2_vits16"}, "unknown teacher"),
         ({"name": "dinov2", "image_size": 225}, "a multiple of 14, such as 224"),
         ({"name": "dinov2", "source": "huggingface"}, "source must be"),
     ],
@@ -191,8 +191,7 @@ def test_dinov2_from_a_file(tmp_path, shallow, name, published):
     found = {}
     for token in ("class", "patch", "both"):
         teacher = load_teacher(
-            "dinov2",
-            dinov2_model=name,
+            name,
             weights=tmp_path / "w.pth",
             image_size=28,
             token=token,
@@ -232,8 +231,8 @@ def test_dinov2_is_224_px_and_resamples_its_positions(tmp_path, shallow):
 def test_another_dinov2_in_the_file_is_named(tmp_path, held, asked, published):
     model = small_dinov2(held)
     torch.save(as_published(model) if published else model.state_dict(), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=f"are {held}, not {asked}: set --dinov2_model {held}"):
-        load_teacher("dinov2", dinov2_model=asked, weights=tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=f"are {held}, not {asked}: set --teacher {held}"):
+        load_teacher(asked, weights=tmp_path / "w.pth")
 
 
 class FakeHub(nn.Module):

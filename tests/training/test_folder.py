@@ -221,7 +221,7 @@ def test_resume_with_other_settings_names_them(settings):
 
 def test_what_does_not_change_the_result_may_change(settings):
     path = begun(settings(run_name="a"))
-    changes = {"checkpoint_every": 7, "log_every": 3, "workers": 2, "tensorboard": False}
+    changes = {"checkpoint_every": 7, "log_every": 3, "workers": 2}
     assert set(changes) < VisionSettings.free_on_resume <= set(VisionSettings.rules())
     assert RunFolder(settings(resume=True, **changes)).path == path
 

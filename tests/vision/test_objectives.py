@@ -90,7 +90,7 @@ def test_a_loss_of_ones_own_finds_clusters_that_are_there(own, how):
 
 def test_it_trains_to_the_bit_as_the_librarys_own_does(own):
     def trained(loss):
-        settings = VisionSettings(loss=loss, n_heads=3, hidden_dim=8, bottleneck_dim=4)
+        settings = VisionSettings(loss=loss, n_heads=3, hidden_dim=8)
         trainer = make_trainer(settings, 6, 4, CPU)
         for step in range(3):
             x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,8 +21,11 @@ from torch import nn
 from ssl_kd.errors import BAD_INPUT
 from ssl_kd.files import sha256_file
 from ssl_kd.guard import Precision
+from ssl_kd.guard.faults import Thresholds
 from ssl_kd.heads import HeadBank, TEMIHead
+from ssl_kd.store import approximate
 from ssl_kd.training.ranks import Ranks
+from ssl_kd.vision import fit
 from ssl_kd.vision import step as guarded
 from ssl_kd.vision.ranks import HeadRanks
 from ssl_kd.vision.run import run
@@ -36,14 +40,11 @@ FAST = {
     "n_heads": 5,
     "n_clusters": 10,
     "hidden_dim": 16,
-    "bottleneck_dim": 8,
     "batch_size": 32,
     "neighbours": 5,
     "max_steps": 30,
     "log_every": 5,
     "checkpoint_every": 10,
-    "tensorboard": False,
-    "probe": False,
     "baselines": False,
     "method": "heads",
     "device": "cpu",
@@ -118,6 +119,11 @@ def spoil(rank, heads, at):
                 trainer.state.student[head - first] = NAN
 
     before_step(do)
+
+
+def restoring_after(rank, steps):
+    """A head is restored after so many bad steps in a row."""
+    mock.patch.object(fit, "Thresholds", partial(Thresholds, restore_after=steps)).start()
 
 
 def strike(rank, who, number, at):
@@ -241,10 +247,15 @@ def mapped_on_all(rank):
     mock.patch.object(Ranks, "from_first", checked).start()
 
 
+def by_index(rank):
+    """Even these few rows are searched by an index."""
+    mock.patch.object(approximate, "EXACT_ROWS", 10).start()
+
+
 def test_neighbours_that_lie_on_the_disk_are_mapped_by_each_rank(settings):
-    changes = {"neighbours_search": "ivf", "instance_weight": "none"}
-    one = trained(1, settings("one", **changes))
-    two = trained(2, settings("of 2", **changes), (mapped_on_all,))
+    changes = {"instance_weight": "none"}
+    one = trained(1, settings("one", **changes), (by_index,))
+    two = trained(2, settings("of 2", **changes), (by_index,), (mapped_on_all,))
     for found in (one, two):
         del found["metrics"]["neighbours"]["seconds"]
     same(one, two)
@@ -299,10 +310,10 @@ def test_the_mean_over_all_heads_takes_one_all_reduce_a_step(settings):
 
 
 def test_what_another_rank_warns_of_is_said_once_by_the_first(settings):
-    changes = {"restore_after": 1000, "max_steps": 100, "checkpoint_every": 100}
-    sick = spoil, (4,), range(5, 6)
-    [one] = run_joined(listening, 1, settings("one", **changes), sick)
-    first, second = run_joined(listening, 2, settings("two", **changes), sick)
+    changes = {"max_steps": 100, "checkpoint_every": 100}
+    sick = (spoil, (4,), range(5, 6)), (restoring_after, 1000)
+    [one] = run_joined(listening, 1, settings("one", **changes), *sick)
+    first, second = run_joined(listening, 2, settings("two", **changes), *sick)
     assert [words for _, words in one if "head 4 missed 95 of the last 100" in words]
     assert sorted(first) == sorted(one) and not second
 

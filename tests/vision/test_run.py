@@ -41,15 +41,12 @@ ROOT = Path(__file__).parents[2]
 FAST = {
     "n_heads": 4,
     "hidden_dim": 16,
-    "bottleneck_dim": 8,
     "batch_size": 32,
     "neighbours": 5,
     "epochs": 10_000,
     "max_steps": 30,
     "log_every": 5,
     "checkpoint_every": 10,
-    "tensorboard": False,
-    "probe": False,
     "baselines": False,
 }
 
@@ -120,7 +117,7 @@ def weights(path):
 def test_a_run_leaves_every_file_with_sense_in_it(settings):
     stages = []
     done = run(
-        settings(tensorboard=True, probe=True, baselines=True),
+        settings(baselines=True),
         progress=lambda stage, at, total, info: stages.append((stage, at <= total)),
     )
     assert done.images is None  # a feature file has none
@@ -174,11 +171,11 @@ def test_a_run_leaves_every_file_with_sense_in_it(settings):
 
 
 def test_second_thoughts_outliers_and_noise(settings):
-    plain, noisy = run(settings()).path, run(settings(noise_threshold=0.7, top_k=2)).path
+    plain, noisy = run(settings()).path, run(settings(noise_threshold=0.7)).path
     names = "file cluster confidence split label outlier second second_confidence".split()
     levels = ["level_30", "level_22", "level_15", "level_7", "level_5"]
-    assert list(assignments(noisy)[0]) == [*names, *levels]
-    assert list(assignments(plain)[0]) == [*names, "third", "third_confidence", *levels]
+    columns = [*names, "third", "third_confidence", *levels]
+    assert list(assignments(noisy)[0]) == list(assignments(plain)[0]) == columns
     model = ClusterModel.from_pretrained(noisy)
     for split in ("train", "test"):
         x = EmbeddingStore.open(noisy.parents[1] / "embeddings", split).tensor()
@@ -299,7 +296,7 @@ def album(tmp_path, digits):
     save_images(tmp_path / "album", images[:2])
     for name, rows in {"2023": images[2:30], "2024": images[30:50], "misc": images[50:64]}.items():
         save_images(tmp_path / "album" / name, rows)
-    return {"dataset": str(tmp_path / "album"), "image_size": 8, "n_clusters": 4, "probe": True}
+    return {"dataset": str(tmp_path / "album"), "image_size": 8, "n_clusters": 4, "baselines": True}
 
 
 @fault(171)
@@ -447,7 +444,7 @@ def test_unlabelled_images_run_to_the_end(settings, tmp_path, digits):
         run(settings(**plain))
     assert list((tmp_path / "runs").iterdir()) == []
 
-    done = run(settings(**plain, n_clusters=10, baselines=True, probe=True))
+    done = run(settings(**plain, n_clusters=10, baselines=True))
     lines = assignments(done.path)
     more = ["outlier", "second", "second_confidence", "third", "third_confidence"]
     assert list(lines[0])[:9] == ["file", "cluster", "confidence", "split", *more]
@@ -469,7 +466,7 @@ def test_partly_labelled_images_are_judged_by_the_labels_there_are(settings, tmp
     for digit in range(10):
         save_images(tmp_path / "pictures" / f"digit {digit}", images[32:][labels[32:] == digit])
     pictures = {"dataset": str(tmp_path / "pictures"), "image_size": 8, "labels": "folders"}
-    done = run(settings(**pictures, probe=True))
+    done = run(settings(**pictures, baselines=True))
     lines = assignments(done.path)
     assert sum(line["label"] == "" for line in lines) == 32
     assert {line["label"] for line in lines} == {"", *(f"digit {d}" for d in range(10))}
@@ -490,7 +487,7 @@ def test_labels_that_are_strings_or_have_gaps(settings, tmp_path, digits, kind):
         "gaps": labels * 1000 + 7,
     }[kind]
     data = save_features(tmp_path / "x.npz", images.reshape(96, -1), labels=named)
-    path = run(settings(dataset=data, probe=True)).path
+    path = run(settings(dataset=data, baselines=True)).path
     assert metrics(path)["dataset"]["n_clusters"] == 10
     assert [line["label"] for line in assignments(path)] == [str(label) for label in named]
 
@@ -508,7 +505,7 @@ def test_labels_that_are_strings_or_have_gaps(settings, tmp_path, digits, kind):
 def test_few_samples(settings, tmp_path, digits, n, changes):
     images, labels = digits
     data = save_features(tmp_path / "x.npz", images[:n].reshape(n, -1), labels=labels[:n])
-    done = run(settings(dataset=data, probe=True, baselines=True, **changes))
+    done = run(settings(dataset=data, baselines=True, **changes))
     assert len(assignments(done.path)) == n
 
 
@@ -567,8 +564,8 @@ def test_names_that_would_forge_rows_or_formulas_come_back_as_they_were(settings
     [
         {"head": "heads.cosine_head.CosineHead"},
         {"loss": "sharpened", "teacher_temp": 0.05},
-        {"instance_weight": "mean", "mutual_neighbours": False},
-        {"instance_weight": "own", "clip_grad": None, "consensus_heads": 1},
+        {"instance_weight": "mean"},
+        {"instance_weight": "own", "clip_grad": None},
         {"n_heads": 1},
     ],
     ids=["own head", "centred", "mean", "own", "one head"],
@@ -599,10 +596,9 @@ def test_another_teacher_needs_another_cache(settings, tmp_path, digits):
     [
         {"learning_rate": 10.0},
         {"learning_rate": 100.0, "clip_grad": None},
-        {"learning_rate": 100.0, "clip_grad": None, "weight_decay": 10.0},
-        {"learning_rate": 100.0, "weight_decay": 10.0, "head": "heads.cosine_head.CosineHead"},
+        {"learning_rate": 100.0, "head": "heads.cosine_head.CosineHead"},
     ],
-    ids=["10", "100", "100 and decay", "100 and decay, normalised weights"],
+    ids=["10", "100", "normalised weights"],
 )
 def test_a_wild_learning_rate_never_leaves_a_number_that_is_not_finite(settings, tmp_path, changes):
     wild = settings(run_name="a", max_steps=60, **changes)
@@ -629,9 +625,7 @@ class Fragile(torch.nn.Linear):
 
 
 def test_the_first_fault_of_a_head_is_kept_and_explained(settings):
-    path = run(
-        settings(head=f"{__name__}.Fragile", learning_rate=0.05, min_heads=1, run_name="a")
-    ).path
+    path = run(settings(head=f"{__name__}.Fragile", learning_rate=0.05, run_name="a")).path
     bundles = sorted(path.glob("faults/*.pt"))
     skipped = [e for e in events(path) if e["action"] == "skipped"]
     first = {e["part"]: e["step"] for e in reversed(skipped)}
@@ -680,7 +674,7 @@ def test_a_test_set_named_for_itself_is_scored_whole(settings, tmp_path, digits,
                 save_images(folder, images[rows][labels[rows] == digit])
         held_out = str(tmp_path / "te")
         changes = {"dataset": str(tmp_path / "mine"), "image_size": 8, "labels": "folders"}
-    path = run(settings(**changes, dataset_test=held_out, probe=True)).path
+    path = run(settings(**changes, dataset_test=held_out, baselines=True)).path
     found = metrics(path)
     assert (found["dataset"]["n_train"], found["dataset"]["n_test"]) == (64, 32)
     assert all(row["acc"] is not None for row in found["table"])

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ssl_kd.store.kept.hidden import HEADS, LastHidden
-from ssl_kd.store.kept.method import Kept, Live
-from ssl_kd.store.kept.sampled import Sampled
-from ssl_kd.store.kept.top_k import TopK
+from ssl_kd.language.kept.hidden import HEADS, LastHidden
+from ssl_kd.language.kept.method import Kept, Live
+from ssl_kd.language.kept.sampled import Sampled
+from ssl_kd.language.kept.top_k import TopK
 
 __all__ = ["HEADS", "KINDS", "Kept", "LastHidden", "Live", "Sampled", "TopK"]
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import to_device_async
+from ssl_kd.language.kept import HEADS, KINDS, Kept, Live
+from ssl_kd.language.kept.distribution import widened
+from ssl_kd.language.teacher_fingerprint import METHODS, TeacherFingerprint, identity
 from ssl_kd.losses.teacher_output import TeacherOutput
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import ShardStore, ShardWriter
-from ssl_kd.store.kept import HEADS, KINDS, Kept, Live
-from ssl_kd.store.kept.distribution import widened
 from ssl_kd.store.shards import Columns, Content, Manifest
-from ssl_kd.store.teacher_fingerprint import METHODS, TeacherFingerprint, identity
 from ssl_kd.teachers.finite import first_fault, in_words
 from ssl_kd.training.process_group import ProcessGroup
 
@@ -53,7 +53,7 @@ class TeacherCache(ShardStore):
 
     Made by `open` or `write`. A row of the store is a row of the blocks, T positions long. Those
     whose next token does not count hold zeros: rows of one shape are worth the space. What is kept
-    at a position is CACHE_METHOD's business (`ssl_kd.store.kept`); beside it there are, of each
+    at a position is CACHE_METHOD's business (`ssl_kd.language.kept`); beside it there are, of each
     row, `real` positions, and over them the sums of the mass `lost` and of the `error`.
 
     Attributes:

@@ -11,6 +11,8 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.files import CorruptFileError, save_tensors, sha256_file
+from ssl_kd.language.kept import distribution
+from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, write
 from ssl_kd.losses import (
     LinearTeacher,
     LogitsTeacher,
@@ -20,9 +22,7 @@ from ssl_kd.losses import (
 )
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.store import FingerprintMismatch, NonFiniteRow
-from ssl_kd.store.kept import distribution
 from ssl_kd.store.shards import read_manifest, write_manifest
-from ssl_kd.store.teacher_cache import TeacherCache, TeacherFingerprint, write
 from tests.faults.matrix import row as fault  # noqa: E402
 
 N, T, V, DIM = 11, 9, 40, 6
@@ -630,7 +630,7 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
     from ssl_kd.datasets.text import open_text
     from ssl_kd.language.caching import cache_teacher
     from ssl_kd.language.settings import LanguageSettings
-    from ssl_kd.store.teacher_cache import identity
+    from ssl_kd.language.teacher_cache import identity
     from ssl_kd.teachers.causal import load_causal_lm
     from ssl_kd.teachers.frozen import FrozenTeacher
 

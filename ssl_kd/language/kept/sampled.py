@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.language.kept.distribution import KeptTokens, in_chunks, narrowest, widened
+from ssl_kd.language.kept.method import Live
 from ssl_kd.losses.teacher_output import SampledTeacher, TopKTeacher
-from ssl_kd.store.kept.distribution import KeptTokens, in_chunks, narrowest, widened
-from ssl_kd.store.kept.method import Live
 from ssl_kd.store.shards import Columns, Content
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.language.kept.distribution import KeptTokens, in_chunks, narrowest, widened
+from ssl_kd.language.kept.given import LOWEST, given_top_k, rescaled
+from ssl_kd.language.kept.method import Live
 from ssl_kd.losses.teacher_output import TopKTeacher
-from ssl_kd.store.given import LOWEST, given_top_k, rescaled
-from ssl_kd.store.kept.distribution import KeptTokens, in_chunks, narrowest, widened
-from ssl_kd.store.kept.method import Live
 from ssl_kd.store.shards import Columns, Content
 
 

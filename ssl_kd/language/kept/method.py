@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ssl_kd.datasets.blocks import Batch
+from ssl_kd.language.teacher_fingerprint import TeacherFingerprint
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, TopKTeacher
 from ssl_kd.store.shards import Columns, Content, Manifest
-from ssl_kd.store.teacher_fingerprint import TeacherFingerprint
 
 Whole = LinearTeacher | LogitsTeacher
 """A whole distribution."""

@@ -13,12 +13,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ssl_kd.errors import InputError
+from ssl_kd.language.kept.method import Kept, Live, Whole
+from ssl_kd.language.teacher_fingerprint import TeacherFingerprint
 from ssl_kd.losses.rows import log_softmax_, saturate_
 from ssl_kd.losses.teacher_output import LogitsTeacher, TopKTeacher
 from ssl_kd.losses.token_terms import CHUNK_BYTES
-from ssl_kd.store.kept.method import Kept, Live, Whole
 from ssl_kd.store.shards import Content, Manifest
-from ssl_kd.store.teacher_fingerprint import TeacherFingerprint
 
 
 @dataclass(frozen=True)

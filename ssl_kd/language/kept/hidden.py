@@ -15,10 +15,10 @@ from typing_extensions import Self
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.errors import InputError
 from ssl_kd.files import CorruptFileError, load_tensors, save_tensors
+from ssl_kd.language.kept.method import Kept, Live
+from ssl_kd.language.teacher_fingerprint import TeacherFingerprint
 from ssl_kd.losses.teacher_output import LinearTeacher
-from ssl_kd.store.kept.method import Kept, Live
 from ssl_kd.store.shards import Columns, Content, Manifest, odd_fields
-from ssl_kd.store.teacher_fingerprint import TeacherFingerprint
 
 HEADS = "teacher_head_*.pt"
 STORED = (torch.float32, torch.bfloat16, torch.float16)
