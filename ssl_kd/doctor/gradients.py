@@ -69,7 +69,6 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
         teacher_cache=None,
         teacher_quantization=None,
         lora_quantization=None,
-        loss_mean="tokens",
         alpha_ce=1.0,
         alpha_kd=0.0,
         alpha_hidden=0.0,

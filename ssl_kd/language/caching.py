@@ -13,7 +13,7 @@ import torch
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.divergences import DIVERGENCES
-from ssl_kd.language.routed import Routed, RoutedDraw
+from ssl_kd.language.routed import KA_LAMBDA, Routed, RoutedDraw
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
@@ -168,7 +168,7 @@ def cache_of(
     """The fields of its fingerprint that a teacher's cache must have for this run."""
     weights = teacher.weights_id
     if settings.router_mode != "native":
-        weights += f" ka {settings.ka_lambda:g}" if settings.router_mode == "ka" else " all"
+        weights += f" ka {KA_LAMBDA:g}" if settings.router_mode == "ka" else " all"
     if router := router_id(settings.router_weights):
         weights += f" router {router}"
     of = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)

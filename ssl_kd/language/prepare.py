@@ -20,8 +20,8 @@ from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
 from ssl_kd.language.features import feature_terms
+from ssl_kd.language.foreign_names import GIVEN
 from ssl_kd.language.image_checks import check_ranks_see
-from ssl_kd.language.names import GIVEN
 from ssl_kd.language.objective import Term
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
@@ -54,7 +54,6 @@ from ssl_kd.teachers.causal import (
     CausalLM,
     CausalLMUnavailable,
     llm_module,
-    set_attention,
     without_adapters,
 )
 from ssl_kd.teachers.dtypes import halve_products
@@ -177,13 +176,12 @@ def prepare(
     student, teacher = _models(settings, train_set, precision, tell, ranks, given)
     aligned = teacher is not None and settings.align != "auto"
     more = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
-    _attend(settings.attn_implementation, precision.device, *more)
     prompted = settings.on_policy or settings.teacher_text
     size, packing = settings.block_size, settings.packing
     models = student, teacher, more
     blocks = lay_out(size, packing and not prompted, train_set, *models, aligned=aligned)
     eval_blocks = lay_out(size, packing, eval_set, *models, aligned=aligned)
-    check_ranks_see(blocks, ranks.world, train_vision=settings.train_vision)
+    check_ranks_see(blocks, ranks.world)
     own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
     if teacher is not None and isinstance(eval_blocks, Blocks):
         check_ids_are_known(student, teacher, own, eval_blocks)
@@ -275,11 +273,10 @@ def _models(
     for lm in (student, here):
         if lm is not None:
             check_room(lm, settings.block_size)
-    _attend(settings.attn_implementation, precision.device, student, teacher)
     if teacher is not None and settings.align == "auto":
         check_family(student, teacher)
     images = texts.pictured is not None
-    freeze_tower(student.model, train_tower=settings.train_vision, images=images)
+    freeze_tower(student.model, images=images)
     if settings.lora_rank:
         size = settings.lora_rank, settings.lora_alpha
         adapted = add_lora(student.model, *size, seed=settings.seed)
@@ -324,17 +321,6 @@ def _teacher(
         return load_teacher(settings, name, precision, as_saved=first)
     except (CausalLMUnavailable, FileNotFoundError) as error:
         return absent_teacher(settings, name, error)
-
-
-def _attend(name: str | None, device: torch.device, *models: CausalLM | None) -> None:
-    """Have models compute attention in the way of ATTN_IMPLEMENTATION."""
-    if name == "flex_attention" and device.type == "cpu":
-        raise SettingsError(
-            "ATTN_IMPLEMENTATION 'flex_attention' has no backward pass on a CPU: set it to 'sdpa'."
-        )
-    for lm in models:
-        if name is not None and lm is not None and lm.model is not None:
-            set_attention(lm, name)
 
 
 def _answers(

@@ -3,52 +3,71 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
 from ssl_kd.errors import InputError
 from ssl_kd.imports import check_installed
-from ssl_kd.language.fields import LanguageFields
-from ssl_kd.language.names import GIVEN
-from ssl_kd.language.schedules import Move, moves_of
+from ssl_kd.language.foreign_names import (
+    ALIASES,
+    FIRST,
+    FREE_ON_RESUME,
+    GIVEN,
+    HEADING,
+    INSTEAD,
+    PER_PROCESS,
+)
+from ssl_kd.language.setting_groups import (
+    LossSettings,
+    RolloutSettings,
+    RouterSettings,
+    StudentSettings,
+    TextSettings,
+    TrainingSettings,
+)
+from ssl_kd.language.teacher_settings import TeacherSettings
 from ssl_kd.settings import SettingsError
-
-KA_DRAWS = 2
-"""Draws of experts for each batch in ROUTER_MODE ka."""
 
 
 @dataclass(frozen=True)
-class LanguageSettings(LanguageFields):
+class LanguageSettings(
+    TeacherSettings,
+    StudentSettings,
+    TextSettings,
+    LossSettings,
+    RolloutSettings,
+    RouterSettings,
+    TrainingSettings,
+):
     """Every setting of `scripts/distill.py`; `scripts/config.py` holds them in UPPER_CASE."""
 
-    @property
-    def moves(self) -> list[Move]:
-        """What SCHEDULE moves, and where to."""
-        return moves_of(self.schedule, self.parse)
-
-    def at_step(self, step: int, steps: int) -> Self:
-        """Return the settings as they are in a step of `steps`, from 0, without SCHEDULE itself."""
-        values = {m.name: m.at(getattr(self, m.name), step, steps) for m in self.moves}
-        return self.replace(schedule=None, **values)
+    free_on_resume: ClassVar[frozenset[str]] = FREE_ON_RESUME
+    extended_by: ClassVar[str | None] = "max_steps"
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    per_process: ClassVar[frozenset[str]] = PER_PROCESS
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+    first: ClassVar[tuple[str, ...]] = FIRST
+    file_heading: ClassVar[str] = HEADING
 
     @property
-    def is_routed(self) -> bool:
-        """Whether the teacher's experts or router differ from the unchanged model."""
-        return self.router_mode != "native" or self.router_weights is not None
+    def kind_of_divergence(self) -> Any:
+        """DIVERGENCE of text, decided where it is `auto`."""
+        if self.divergence != "auto":
+            return "skew_kl" if self.is_contrastive else self.divergence
+        return "forward_kl" if self.router_mode == "native" else "reverse_kl"
 
     @property
-    def draws(self) -> int:
-        """How often a teacher is asked about a batch."""
-        return KA_DRAWS if self.router_mode == "ka" else 1
+    def kind_on_policy(self) -> Any:
+        """DIVERGENCE of what the student writes."""
+        return "skew_reverse_kl" if self.is_contrastive else self.kind_of_divergence
 
-    def n_steps(self, rows: int) -> int:
-        """Return the optimizer steps: EPOCHS over the rows if that is set, else MAX_STEPS."""
-        if self.epochs is None:
-            return self.max_steps
-        per_step = self.batch_size * self.gradient_accumulation_steps
-        return max(1, math.ceil(self.epochs * rows / per_step))
+    @property
+    def learns_text(self) -> bool:
+        """Whether there are rows that the student does not write."""
+        return self.on_policy < 1 or self.is_contrastive
 
     def known(self) -> dict[str, Any]:
         """Return name in lower case -> value, LEARNING_RATE decided: what advice may change."""
@@ -112,7 +131,6 @@ class LanguageSettings(LanguageFields):
             self._check_served(self.teacher_url)
         if len(self.teacher_names) > 1 or self.teacher_weights is not None:
             self._check_several()
-        self._check_mean()
         self._check_features()
         self._check_quantization()
         self._check_schedule()
@@ -197,15 +215,6 @@ class LanguageSettings(LanguageFields):
                     f" reads the same tokens, unchanged, but {why}: {way}, or {asked} to 0."
                 )
 
-    def _check_mean(self) -> None:
-        packed = self.packing and not (self.on_policy or self.teacher_text)
-        unfit = packed or self.align != "auto" or self.legacy_clamp is not None
-        if self.loss_mean == "sequences" and unfit:
-            raise SettingsError(
-                "LOSS_MEAN 'sequences' takes a row for a sequence, and weighs its tokens in both"
-                " terms: set PACKING to False, ALIGN to 'auto' and LEGACY_CLAMP to None."
-            )
-
     def _check_quantization(self) -> None:
         """Weights in fewer bits are loaded for one device, and stay as they are."""
         kind = self.student_model.partition(":")[0]
@@ -221,7 +230,6 @@ class LanguageSettings(LanguageFields):
             "LORA_QUANTIZATION": (
                 (not self.lora_rank, "set LORA_RANK above 0: it is of the base of adapters"),
                 (made, "name a STUDENT_MODEL that is loaded"),
-                (self.lora_merge, "set LORA_MERGE to False: who loads the adapters merges them"),
                 (self.shard, "set SHARD to False"),
             ),
         }

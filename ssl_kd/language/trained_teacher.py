@@ -49,7 +49,6 @@ def trained_teacher(
         max_steps=settings.teacher_steps,
         epochs=None,
         **TEXT_ALONE,
-        loss_mean="tokens",
         learning_rate=TEACHER_LR,
         lr_schedule="cosine",
         clip_grad=1.0,

@@ -93,8 +93,8 @@ def _fields(cls: type) -> Mapping[str, tuple[type, bool, Rule]]:
     """Of each setting, in the file's order: plain type, whether it may be None, and its rule."""
     hints = typing.get_type_hints(cls)
     found = {}
-    base = cls.__bases__[0]
-    inherited = _fields(base) if dataclasses.is_dataclass(base) else {}
+    bases = filter(dataclasses.is_dataclass, cls.__bases__)
+    inherited = dict.fromkeys(name for base in bases for name in _fields(base))
     # A dataclass puts first what it inherits; here it comes last, as the section of every run.
     places = {name: place for place, name in enumerate(inherited)}
     for field in sorted(dataclasses.fields(cls), key=lambda field: places.get(field.name, -1)):

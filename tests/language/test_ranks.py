@@ -85,7 +85,6 @@ KINDS = {
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
     "hidden": {"teacher_model": "foreign", "align": "hidden", "student_model": "student"},
     "uld": {"teacher_model": "foreign", "align": "uld", "student_model": "student"},
-    "sequences": {"loss_mean": "sequences", "packing": False, "gradient_accumulation_steps": 2},
     "features": {
         "alpha_hidden": 0.3,
         "alpha_attention": 0.2,
@@ -96,7 +95,7 @@ KINDS = {
     "experts": {"teacher_model": "mixture", "router_mode": "all"},
     "draws": {"teacher_model": "mixture", "router_mode": "ka", "cache_method": "topk"},
     "adapters": {"student_model": "student", "lora_rank": 2},
-    "on-policy": {"on_policy": 0.5, "rollout_tokens": 6, "prompt_tokens": 4},
+    "on-policy": {"on_policy": 0.5, "rollout_tokens": 6},
 }
 
 
