@@ -7,12 +7,11 @@ presets; a name or value that cannot be is refused.
 
 # --- Teacher --------------------------------------------------------------------------------------
 
-# Folder written by save_pretrained, or name on the Hugging Face Hub | train (a small one is trained
-# on the data first) | none (no teacher: cross-entropy alone). Several with the same tokenizer,
-# separated by commas: the mean of their divergences.
+# Folder written by save_pretrained, or name on the Hugging Face Hub | train, or
+# train:LAYERSxDIM:STEPS (a small one is trained on the data first; 4x192 for 800 steps) | none (no
+# teacher: cross-entropy alone). Several with the same tokenizer, separated by commas: the mean of
+# their divergences; with weights, made to sum to 1, as in "0.7*A, 0.3*B".
 TEACHER_MODEL = "train"
-# Weights of several teachers in that mean, such as "0.7,0.3", made to sum to 1; None: all alike.
-TEACHER_WEIGHTS = None
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
 TEACHER_CACHE = None
@@ -22,19 +21,16 @@ TEACHER_CACHE = None
 TEACHER_URL = None
 # Name that the server knows the teacher by; None: TEACHER_MODEL.
 TEACHER_SERVED_AS = None
-# Likeliest tokens that a server is asked for at each position, and that a cache of its answers
-# keeps (as topk), 1 to 65535. vLLM gives as many as its --max-logprobs, by default 20.
-TEACHER_TOP_K = 20
 # What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
 # topk (its likeliest tokens and the mass of the rest: for every divergence) | hidden (what its
-# output head gets, and the head once: exact, for every divergence and temperature).
+# output head gets, and the head once: exact, for every divergence and temperature); sample:K and
+# topk:K keep K tokens at each position, 128 without a K. A server gives topk alone, 20 tokens
+# without a K: vLLM as many as its --max-logprobs.
 CACHE_METHOD = "sample"
-# Tokens kept at each position of a cache of CACHE_METHOD sample or topk, 1 to 65535. More: closer
-# to the teacher, and a proportionally larger cache.
-CACHE_K = 128
-# Keep the linear layers of a frozen teacher in fewer bits, by bitsandbytes: nf4 (4 bits); None: in
-# MODEL_DTYPE. For a GPU's memory: on a CPU neither time nor memory is saved.
-TEACHER_QUANTIZATION = None
+# Keep the linear layers of a frozen teacher, and of the base that LORA_RANK trains adapters of
+# (QLoRA), in fewer bits, by bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE. For a GPU's memory:
+# on a CPU neither time nor memory is saved.
+QUANTIZATION = None
 # Run Python files that come with a model, where it needs them; read them first.
 TRUST_REMOTE_CODE = False
 # Keep the teacher in the host's memory between forward passes.
@@ -43,10 +39,6 @@ TEACHER_OFFLOAD = False
 FORCE_RECOMPUTE = False
 # Write the damaged files of a teacher's cache again.
 REBUILD_DAMAGED = False
-# Training steps of a teacher that is trained here (TEACHER_MODEL train), from 1.
-TEACHER_STEPS = 800
-# LAYERSxDIM of a teacher that is trained here.
-TEACHER_SIZE = "4x192"
 
 # --- Student --------------------------------------------------------------------------------------
 
@@ -57,9 +49,6 @@ STUDENT_MODEL = "fresh:2x128"
 LORA_RANK = 0
 # LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
 LORA_ALPHA = 16.0
-# Keep the linear layers of the adapters' frozen base in fewer bits, as QLoRA does, by bitsandbytes:
-# nf4 (4 bits); None: in MODEL_DTYPE.
-LORA_QUANTIZATION = None
 # Recompute activations in the backward pass: less memory, more time.
 GRADIENT_CHECKPOINTING = False
 # Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for what is cut from a
@@ -99,11 +88,8 @@ ALPHA_CE = 0.5
 # Weight of the distance between hidden states of student and teacher, layer by layer, from 0; 0:
 # not compared. For a live teacher with the student's tokenizer.
 ALPHA_HIDDEN = 0.0
-# Weight of the divergence between attention's relations (MiniLMv2: queries, keys and values) of
-# student and teacher, from 0; 0: not compared.
-ALPHA_ATTENTION = 0.0
-# Which layers ALPHA_HIDDEN and ALPHA_ATTENTION compare: last | uniform (all of the student's, at
-# equal shares of the teacher's) | STUDENT:TEACHER,... (from 0, as in "0:1,1:3").
+# Which layers ALPHA_HIDDEN compares: last | uniform (all of the student's, at equal shares of the
+# teacher's) | STUDENT:TEACHER,... (from 0, as in "0:1,1:3").
 LAYER_MAP = "last"
 # What of TEMPERATURE and the ALPHAs moves over the run, each from its own value to NAME:END or
 # NAME:END:cosine, as in "temperature:1, alpha_hidden:0.1:cosine"; None: nothing.
@@ -123,14 +109,13 @@ ON_POLICY = 0.0
 # Share of the rows whose continuation the teacher writes, once, in the place of the text
 # (sequence-level distillation), 0 to 1; 0: none.
 TEACHER_TEXT = 0.0
-# Maximum tokens of a continuation with its end, from 1; BLOCK_SIZE holds the prompt too.
-ROLLOUT_TOKENS = 128
 # Temperature of a continuation, 0 to 100; 0: the likeliest tokens.
 ROLLOUT_TEMPERATURE = 1.0
 # Prompts whose answers the report shows, 0 to 100.
 GENERATIONS = 4
-# Maximum tokens of an answer, from 1; not of ON_POLICY's.
-MAX_NEW_TOKENS = 64
+# Maximum tokens of a continuation with its end, and of an answer in the report, from 1. BLOCK_SIZE
+# holds the prompt of a continuation too.
+MAX_NEW_TOKENS = 128
 
 # --- Routers of mixtures --------------------------------------------------------------------------
 

@@ -67,12 +67,10 @@ def gradients(settings: LanguageSettings, lm: CausalLM, blocks: Blocks) -> Itera
     settings = settings.replace(
         teacher_model="none",
         teacher_cache=None,
-        teacher_quantization=None,
-        lora_quantization=None,
+        quantization=None,
         alpha_ce=1.0,
         alpha_kd=0.0,
         alpha_hidden=0.0,
-        alpha_attention=0.0,
         schedule=None,
         align="auto",
         router_mode="native",

@@ -19,7 +19,7 @@ ALIASES: Mapping[str, str] = {
     "lmbda": "on_policy",
     "lora_r": "lora_rank",
     "lr_scheduler_type": "lr_schedule",
-    "max_completion_length": "rollout_tokens",
+    "max_completion_length": "max_new_tokens",
     "max_length": "block_size",
     "max_seq_length": "block_size",
     "per_device_batch_size": "batch_size",
@@ -67,17 +67,17 @@ _TRL: Mapping[str, str] = {
     "Use --temperature, for teacher and student, or --rollout_temperature, for sampling.": """
         generation_kwargs teacher_temperature uld_student_temperature uld_teacher_temperature""",
     "The text's loss is cross-entropy, a mean over tokens: use --alpha_ce.": "loss_type",
-    "A live teacher's whole distribution is compared; --teacher_top_k tokens are what a server is"
-    " asked for, --cache_k what a cache keeps, each with the mass of the rest.": """
+    "A live teacher's whole distribution is compared; --cache_method topk:K is what a server is"
+    " asked for, and what a cache keeps, with the mass of the rest.": """
         add_tail_bucket loss_add_tail loss_top_k reverse_kl_top_1_mode""",
     "Use --align uld (or chunks), and --alpha_kd.": "uld_* use_extended_uld use_uld_loss",
     "Use --lora_rank above 0.": "peft use_lora use_peft",
     "Adapters are on every linear layer but the head, without dropout; --lora_rank and --lora_alpha"
     " set them.": "lora_* target_modules use_dora use_rslora",
-    "Use --lora_quantization nf4, and --teacher_quantization nf4 for the teacher.": """
+    "Use --quantization nf4.": """
         bnb_* load_in_4bit load_in_8bit use_bnb_nested_quant""",
     "Use --teacher_text 1.": "seq_kd",
-    "The student writes one continuation a row and step: see --on_policy and --rollout_tokens."
+    "The student writes one continuation a row and step: see --on_policy and --max_new_tokens."
     " --generations is the number of answers in the report.": """
         generation_batch_size max_tool_calling_iterations num_generations steps_per_generation""",
     "Tokens are drawn from all, at --rollout_temperature.": "min_p repetition_penalty top_k top_p",
@@ -107,6 +107,13 @@ _RETIRED: Mapping[str, str] = {
     "It was taken out: the first five steps are always logged.": "verbose_steps",
     "It was taken out: train a mixture elsewhere, and name its folder as --teacher_model.": """
         teacher_experts""",
+    "Use --alpha_hidden, which compares the layers themselves.": "alpha_attention",
+    "Use --cache_method sample:K or topk:K.": "cache_k teacher_top_k",
+    "Use --quantization nf4, for a teacher and for the base of adapters.": """
+        lora_quantization teacher_quantization""",
+    "Use --max_new_tokens.": "rollout_tokens",
+    "Use --teacher_model train:LAYERSxDIM:STEPS.": "teacher_size teacher_steps",
+    "Use --teacher_model '0.7*A, 0.3*B'.": "teacher_weights",
     "It was taken out: 100 held-out prompts are asked at most.": "answer_prompts",
     "It was taken out: in `ka` the experts of a token are sampled with probability 0.05.": """
         ka_lambda""",

@@ -22,7 +22,7 @@ def check_settings(settings: LanguageSettings, *texts: TextDataset) -> None:
         return
     student = settings.student_model.partition(":")[0]
     for unfit, why, way in (
-        (settings.teacher_model == "train", "TEACHER_MODEL is 'train'", "name a model of images"),
+        (settings.to_train, "TEACHER_MODEL is 'train'", "name a model of images"),
         (len(settings.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
         (
             student in ("fresh", "llama"),

@@ -19,7 +19,7 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
-from ssl_kd.language.features import feature_terms
+from ssl_kd.language.features import HiddenStates
 from ssl_kd.language.foreign_names import GIVEN
 from ssl_kd.language.image_checks import check_ranks_see
 from ssl_kd.language.objective import Term
@@ -257,6 +257,7 @@ def _models(
         tokenizer = train_tokenizer(texts, VOCABULARY)
     # A frozen base is rounded at each product anyway. (FSDP wants one dtype in all of a layer.)
     half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
+    bits = settings.quantization if settings.lora_rank else None
     student = given.student or build_student(
         settings.student_model,
         here,
@@ -264,9 +265,7 @@ def _models(
         seed=settings.seed,
         dtype=None if half else torch.float32,
         remote_code=settings.trust_remote_code,
-        quantization=Quantization.of(
-            settings.lora_quantization, precision.device, precision.student
-        ),
+        quantization=Quantization.of(bits, precision.device, precision.student),
     )
     if teacher is not None and teacher.tokenizer is None:  # its cache knows whether it is this one
         teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
@@ -313,7 +312,7 @@ def _teacher(
         return served_lm(settings.teacher_model, settings.teacher_served_as)
     if name == "none":
         return None
-    if name == "train":  # found again or trained
+    if settings.to_train:  # found again or trained
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
     # Where a student is cut from it, or float16 may be too narrow, in the dtype of its file first.
     first = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
@@ -381,8 +380,9 @@ def make_distiller(
         logger.warning("LEGACY_CLAMP %s: perplexity can never be below %.4g", *words)
     source = aligned = None
     others: list[Term] = []
-    if frozen is not None:
-        others = [*feature_terms(settings, student, frozen.model)]
+    if frozen is not None and settings.alpha_hidden:
+        layers, seed = settings.layer_map, settings.seed
+        others = [HiddenStates(settings.alpha_hidden, student, frozen.model, layers, seed)]
     if frozen is not None and (settings.alpha_kd or others):
         scale = task.precision.teacher == torch.float16
         source = (

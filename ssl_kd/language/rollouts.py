@@ -209,7 +209,7 @@ def continued(
     seeds: Sequence[int],
     rollouts: Rollouts,
     *,
-    rollout_tokens: int,
+    max_new_tokens: int,
 ) -> tuple[Blocks, list[list[int]]]:
     """The prompts of some rows with other continuations; only these count.
 
@@ -218,7 +218,7 @@ def continued(
         rows: which.
         seeds: of each.
         rollouts: writes the continuations.
-        rollout_tokens: the most that a continuation may have.
+        max_new_tokens: the most that a continuation may have.
 
     Returns:
         The rows, with the digest of `blocks`; and the continuations.
@@ -229,7 +229,7 @@ def continued(
     width = blocks.ids.shape[1]
     lengths = [prompt_length(blocks, row) for row in rows]
     prompts = [blocks.ids[row, :n].tolist() for row, n in zip(rows, lengths, strict=True)]
-    rooms = [min(rollout_tokens, width - n) for n in lengths]
+    rooms = [min(max_new_tokens, width - n) for n in lengths]
     if 0 in rooms:
         raise InputError(
             f"row {rows[rooms.index(0)]} is a prompt of all {width} tokens that there is room for, "
@@ -293,8 +293,8 @@ class Written:
         every = dict.fromkeys(row for share in shares for row in share.tolist())
         rows = [row for row in every if self.chosen(step, row)]
         seeds = [self._seed(step, row, _DRAW) for row in rows]
-        most = self.settings.rollout_tokens
-        own, new = continued(self.blocks, rows, seeds, self.rollouts, rollout_tokens=most)
+        most = self.settings.max_new_tokens
+        own, new = continued(self.blocks, rows, seeds, self.rollouts, max_new_tokens=most)
         place = {row: i for i, row in enumerate(rows)}
         batches = [self._batch(share.tolist(), own, place, device) for share in shares]
         sums = {

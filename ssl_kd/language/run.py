@@ -212,10 +212,11 @@ def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
 
 def _dry(settings: LanguageSettings) -> LanguageSettings:
     """Five steps that try everything once."""
+    trained = settings.to_train
     return settings.replace(
+        teacher_model=f"train:{trained[0]}:{DRY_STEPS}" if trained else settings.teacher_model,
         max_steps=DRY_STEPS,
         epochs=None,
-        teacher_steps=DRY_STEPS,
         eval_every=DRY_STEPS,
         checkpoint_every=DRY_STEPS,
         log_every=1,

@@ -96,7 +96,6 @@ def first_forward(settings: LanguageSettings, task: Task) -> str:
         f"{settings.temperature**2:g} the divergence is multiplied; weights: "
         f"ce {settings.alpha_ce:g}, kd {settings.alpha_kd:g}"
         + (f", hidden {settings.alpha_hidden:g}" if settings.alpha_hidden else "")
-        + (f", attention {settings.alpha_attention:g}" if settings.alpha_attention else "")
     )
 
 

@@ -35,12 +35,6 @@ class StudentSettings(Settings):
     lora_alpha: float = setting(
         16.0, "LoRA alpha; the adapters are scaled by LORA_ALPHA / LORA_RANK", above=0
     )
-    lora_quantization: str | None = setting(
-        None,
-        "keep the linear layers of the adapters' frozen base in fewer bits, as QLoRA does, by"
-        " bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE",
-        choices=("nf4",),
-    )
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: less memory, more time"
     )
@@ -128,15 +122,9 @@ class LossSettings(Settings):
         "For a live teacher with the student's tokenizer.",
         low=0,
     )
-    alpha_attention: float = setting(
-        0.0,
-        "weight of the divergence between attention's relations (MiniLMv2: queries, keys and"
-        " values) of student and teacher; 0: not compared",
-        low=0,
-    )
     layer_map: str = setting(
         "last",
-        "which layers ALPHA_HIDDEN and ALPHA_ATTENTION compare: last | uniform (all of the"
+        "which layers ALPHA_HIDDEN compares: last | uniform (all of the"
         " student's, at equal shares of the teacher's) | STUDENT:TEACHER,... (from 0, as in"
         ' "0:1,1:3")',
         choices=("last", "uniform"),
@@ -197,14 +185,16 @@ class RolloutSettings(Settings):
         low=0,
         high=1,
     )
-    rollout_tokens: int = setting(
-        128, "maximum tokens of a continuation with its end; BLOCK_SIZE holds the prompt too", low=1
-    )
     rollout_temperature: float = setting(
         1.0, "temperature of a continuation; 0: the likeliest tokens", low=0, high=100
     )
     generations: int = setting(4, "prompts whose answers the report shows", low=0, high=100)
-    max_new_tokens: int = setting(64, "maximum tokens of an answer; not of ON_POLICY's", low=1)
+    max_new_tokens: int = setting(
+        128,
+        "maximum tokens of a continuation with its end, and of an answer in the report",
+        "BLOCK_SIZE holds the prompt of a continuation too.",
+        low=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_kd.settings import Settings, setting
+from ssl_kd.settings import Settings, SettingsError, setting
+
+TRAINED = "4x192", 800  # LAYERSxDIM and steps of TEACHER_MODEL train
+KEPT_TOKENS, SERVED_TOKENS = 128, 20  # at each position of a cache, and in an answer of a server
+MOST_TOKENS = 65_535
 
 
 @dataclass(frozen=True)
@@ -14,15 +20,12 @@ class TeacherSettings(Settings):
 
     teacher_model: str = setting(
         "train",
-        "folder written by save_pretrained, or name on the Hugging Face Hub | train (a small one is"
-        " trained on the data first) | none (no teacher: cross-entropy alone)",
-        "Several with the same tokenizer, separated by commas: the mean of their divergences.",
+        "folder written by save_pretrained, or name on the Hugging Face Hub | train, or"
+        " train:LAYERSxDIM:STEPS (a small one is trained on the data first; 4x192 for 800 steps) |"
+        " none (no teacher: cross-entropy alone)",
+        "Several with the same tokenizer, separated by commas: the mean of their divergences; with"
+        ' weights, made to sum to 1, as in "0.7*A, 0.3*B".',
         section="Teacher",
-    )
-    teacher_weights: str | None = setting(
-        None,
-        'weights of several teachers in that mean, such as "0.7,0.3", made to sum to 1; None: all'
-        " alike",
     )
     teacher_cache: str | None = setting(
         None,
@@ -39,33 +42,20 @@ class TeacherSettings(Settings):
     teacher_served_as: str | None = setting(
         None, "name that the server knows the teacher by; None: TEACHER_MODEL"
     )
-    teacher_top_k: int = setting(
-        20,
-        "likeliest tokens that a server is asked for at each position, and that a cache of its"
-        " answers keeps (as topk)",
-        "vLLM gives as many as its --max-logprobs, by default 20.",
-        low=1,
-        high=65_535,
-    )
     cache_method: str = setting(
         "sample",
         "what cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for"
         " forward_kl) | topk (its likeliest tokens and the mass of the rest: for every divergence)"
         " | hidden (what its output head gets, and the head once: exact, for every divergence and"
-        " temperature)",
+        " temperature); sample:K and topk:K keep K tokens at each position, 128 without a K",
+        "A server gives topk alone, 20 tokens without a K: vLLM as many as its --max-logprobs.",
         choices=("sample", "topk", "hidden"),
+        forms=(("sample:K", r"sample:[1-9]\d*"), ("topk:K", r"topk:[1-9]\d*")),
     )
-    cache_k: int = setting(
-        128,
-        "tokens kept at each position of a cache of CACHE_METHOD sample or topk",
-        "More: closer to the teacher, and a proportionally larger cache.",
-        low=1,
-        high=65_535,
-    )
-    teacher_quantization: str | None = setting(
+    quantization: str | None = setting(
         None,
-        "keep the linear layers of a frozen teacher in fewer bits, by bitsandbytes: nf4 (4 bits);"
-        " None: in MODEL_DTYPE",
+        "keep the linear layers of a frozen teacher, and of the base that LORA_RANK trains adapters"
+        " of (QLoRA), in fewer bits, by bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE",
         "For a GPU's memory: on a CPU neither time nor memory is saved.",
         choices=("nf4",),
     )
@@ -79,23 +69,60 @@ class TeacherSettings(Settings):
         False, "ask the teacher about everything anew, whatever TEACHER_CACHE holds"
     )
     rebuild_damaged: bool = setting(False, "write the damaged files of a teacher's cache again")
-    teacher_steps: int = setting(
-        800, "training steps of a teacher that is trained here (TEACHER_MODEL train)", low=1
-    )
-    teacher_size: str = setting(
-        "4x192", "LAYERSxDIM of a teacher that is trained here", forms=(("LAYERSxDIM", r"\d+x\d+"),)
-    )
+
+    @property
+    def kept(self) -> tuple[str, int]:
+        """What a cache keeps (`sample`, `topk` or `hidden`), and how many tokens at a position."""
+        method, _, k = self.cache_method.partition(":")
+        if self.teacher_url is not None:  # a server gives its likeliest tokens, and no others
+            return "topk", int(k) if k and method == "topk" else SERVED_TOKENS
+        return method, int(k or KEPT_TOKENS)
+
+    @property
+    def to_train(self) -> tuple[str, int] | None:
+        """LAYERSxDIM and steps of a teacher that is trained here; None where it is not."""
+        if self.teacher_model == "train":
+            return TRAINED
+        found = re.fullmatch(r"train:(\d+x\d+):([1-9]\d*)", self.teacher_model)
+        return found and (found[1], int(found[2]))
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
-        """Those of TEACHER_MODEL: a folder's own name may have commas in it."""
-        name = self.teacher_model
-        if self.teacher_url is not None or "," not in name or Path(name).expanduser().is_dir():
-            return (name,)
-        return tuple(part.strip() for part in name.split(","))
+        """Those of TEACHER_MODEL."""
+        return tuple(name for _, name in self._parts())
 
     @property
     def teacher_shares(self) -> tuple[float, ...] | None:
-        """TEACHER_WEIGHTS as numbers; None where they are all alike."""
-        given = self.teacher_weights
-        return None if given is None else tuple(map(float, given.split(",")))
+        """The weights in TEACHER_MODEL; None where they are all alike."""
+        given = [weight for weight, _ in self._parts()]
+        return None if set(given) == {""} else tuple(map(float, given))
+
+    def _parts(self) -> list[tuple[str, str]]:
+        """Weight, or nothing, and name of each teacher: a folder's own name may have commas."""
+        name = self.teacher_model
+        if self.teacher_url is not None or "," not in name or Path(name).expanduser().is_dir():
+            return [("", name)]
+        parts = [part.rpartition("*") for part in name.split(",")]
+        return [(weight.strip(), name.strip()) for weight, _, name in parts]
+
+    def check_together(self) -> None:
+        """Raise SettingsError where the teachers' weights, or the tokens of a cache, cannot be."""
+        super().check_together()
+        if self.teacher_model.startswith("train:") and self.to_train is None:
+            raise SettingsError(
+                f"TEACHER_MODEL is {self.teacher_model!r}: expected train:LAYERSxDIM:STEPS, as in"
+                " 'train:4x192:800'."
+            )
+        try:
+            fits = all(0 < share < math.inf for share in self.teacher_shares or ())
+        except ValueError:
+            fits = False
+        if not fits:
+            raise SettingsError(
+                f"TEACHER_MODEL is {self.teacher_model!r}: expected a weight above 0 for each"
+                " teacher, as in '0.7*A, 0.3*B', or for none."
+            )
+        if self.kept[1] > MOST_TOKENS:
+            raise SettingsError(
+                f"CACHE_METHOD is {self.cache_method!r}: expected at most {MOST_TOKENS} tokens."
+            )

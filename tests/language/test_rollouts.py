@@ -48,7 +48,7 @@ def make(tiny):
     """A distiller with a live teacher, and who writes its batches."""
 
     def get(student=None, **changes):
-        options = {"on_policy": 0.5, "rollout_tokens": 6, **changes}
+        options = {"on_policy": 0.5, "max_new_tokens": 6, **changes}
         teacher = FrozenTeacher(tiny.model(spread=0.3))
         distiller = tiny.distiller(teacher, student, **options)
         return distiller, writer(distiller, tiny.blocks(), tiny.tokenizer)
@@ -417,7 +417,7 @@ def test_one_sick_row_of_the_student_is_named(make, tiny):
 
 # --- whole runs -----------------------------------------------------------------------------------
 
-OWN = {"on_policy": 0.5, "rollout_tokens": 6}
+OWN = {"on_policy": 0.5, "max_new_tokens": 6}
 
 
 @pytest.mark.parametrize("stop", [1, 4])

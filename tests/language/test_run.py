@@ -350,7 +350,7 @@ def test_without_a_teacher_it_is_cross_entropy_alone(settings):
 
 def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = {"teacher_model": "train", "teacher_steps": 12, "teacher_size": "1x32"}
+    small = {"teacher_model": "train:1x32:12"}
     stages = []
     tell = lambda stage, *rest: stages.append(stage)  # noqa: E731
     one = run(settings(**small), progress=tell)
@@ -374,7 +374,7 @@ def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monke
 @pytest.mark.parametrize("mode", ["native", "all", "auto"])
 def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
     """All of the vocabulary in it, the same training; the teacher itself is judged, no more."""
-    cached = {"cache_method": "topk", "cache_k": 320, "router_mode": mode}
+    cached = {"cache_method": "topk:320", "router_mode": mode}
     if mode == "all":
         cached["teacher_model"] = models("mixture")
     live = run(settings(**cached, run_name="live"))
@@ -651,7 +651,7 @@ def test_another_cache_or_router_is_refused_on_a_resume(settings, models, tmp_pa
     own = {"cache_method": "topk", "teacher_cache": str(tmp_path / "cache")}
     cache_teacher(settings(**own))
     interrupted(settings, **own)
-    cache_teacher(settings(**own, force_recompute=True).replace(cache_k=20))
+    cache_teacher(settings(**own, force_recompute=True).replace(cache_method="topk:20"))
     with pytest.raises(RunFolderError, match="not those that it began with"):
         run(settings(**own, resume=True))
     routed = {"teacher_model": models("mixture"), "router_weights": router_file(1), "run_name": "b"}

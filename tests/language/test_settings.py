@@ -227,11 +227,12 @@ def test_a_run_of_rows_per_device_resumes_with_other_ranks_by_its_total(tmp_path
             "must be 'auto' and TEACHER_CACHE None",
         ),
         ({"run_name": "a/b"}, "RUN_NAME is 'a/b'"),
-        ({"teacher_quantization": "nf4", "teacher_model": "none"}, "name a TEACHER_MODEL"),
-        ({"teacher_quantization": "nf4", "student_model": "layers:2"}, "cuts whole weights"),
-        ({"teacher_quantization": "nf4", "shard": True}, "set SHARD to False"),
-        ({"lora_quantization": "nf4", "student_model": "a/b"}, "set LORA_RANK above 0"),
-        ({"lora_quantization": "nf4", "lora_rank": 4}, "name a STUDENT_MODEL that is loaded"),
+        ({"quantization": "nf4", "teacher_model": "none"}, "name a TEACHER_MODEL, or with LORA_"),
+        ({"quantization": "nf4", "student_model": "layers:2"}, "cuts whole weights"),
+        ({"quantization": "nf4", "teacher_offload": True}, "set TEACHER_OFFLOAD to False"),
+        ({"quantization": "nf4", "shard": True}, "set SHARD to False"),
+        ({"teacher_model": "train:2x64"}, "expected train:LAYERSxDIM:STEPS, as in"),
+        ({"cache_method": "topk:65536"}, "CACHE_METHOD is 'topk:65536': expected at most 65535"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )
@@ -293,7 +294,9 @@ def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path):
 
 
 @pytest.mark.parametrize("name", [
-    "ANSWER_PROMPTS", "ATTN_IMPLEMENTATION", "CLEAR_CACHE_EVERY_STEP", "EMULATE_FP16",
+    "ALPHA_ATTENTION", "ANSWER_PROMPTS", "ATTN_IMPLEMENTATION", "CACHE_K", "LORA_QUANTIZATION",
+    "ROLLOUT_TOKENS", "TEACHER_QUANTIZATION", "TEACHER_SIZE", "TEACHER_STEPS", "TEACHER_TOP_K",
+    "TEACHER_WEIGHTS", "CLEAR_CACHE_EVERY_STEP", "EMULATE_FP16",
     "KA_FORWARDS", "KA_LAMBDA", "LORA_MERGE", "LOSS_MEAN", "MAX_MEGABYTES", "PATIENCE",
     "PROMPT_TOKENS", "RESTORE_AFTER", "ROLLOUT_ENGINE", "ROLLOUT_MEMORY", "ROLLOUT_TOP_P",
     "ROUTER_BETA", "ROUTER_DRIFT", "ROUTER_JOINT", "ROUTER_RENORM", "SAVE_DTYPE",
@@ -334,8 +337,8 @@ def test_the_divergences_to_choose_from_are_known_without_torch():
         {"on_policy": 0.5},
         {"on_policy": 1.0, "divergence": "distillm2"},
         {"alpha_hidden": 1.0, "schedule": "alpha_kd:0"},
-        {"teacher_quantization": "nf4", "student_model": "a/b"},
-        {"lora_quantization": "nf4", "lora_rank": 2, "student_model": "a/b"},
+        {"quantization": "nf4", "student_model": "a/b"},
+        {"quantization": "nf4", "lora_rank": 2, "student_model": "a/b"},
     ],
     ids=str,
 )
