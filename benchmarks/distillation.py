@@ -190,9 +190,7 @@ def main() -> None:
     given = vars(parser.parse_args())
     seeds, first, only, grid = (given.pop(n) for n in ("seeds", "first_seed", "only", "grid"))
     logging.basicConfig(level=logging.ERROR)
-    settings = LanguageSettings(
-        **given, eval_every=max(1, given["max_steps"] // 5), generations=0, answer_prompts=0
-    )
+    settings = LanguageSettings(**given, eval_every=max(1, given["max_steps"] // 5), generations=0)
     if grid is not None:
         return search(with_teacher(settings), grid or list(GRID), range(first, first + seeds))
     header("run", "held-out perplexity", "agreement with the teacher", "KL to it", "seconds")

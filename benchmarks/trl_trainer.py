@@ -218,7 +218,7 @@ def _by_our_loop(
     documents = torch.ones_like(ids, dtype=torch.int32)
     blocks = Blocks(ids, counts, documents, torch.ones(len(ids)), (), "rows")
     chosen |= {"alpha_kd": 1.0, "alpha_ce": 0.0, "learning_rate": RATE, "log_every": 1}
-    chosen |= {"batch_size": args.batch, "block_size": args.length, "rollout_tokens": n}
+    chosen |= {"batch_size": args.batch, "block_size": args.length, "max_new_tokens": n}
     settings = LanguageSettings(**chosen)
     precision = Precision.for_device("cpu", False)
     distiller = Distiller(student.model, settings, precision, Plain(answers))

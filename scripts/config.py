@@ -5,17 +5,13 @@ A preset beats the value here, and a flag of the same name beats both: `--learni
 presets; a name or value that cannot be is refused.
 """
 
-# --- Models ---------------------------------------------------------------------------------------
+# --- Teacher --------------------------------------------------------------------------------------
 
-# Folder written by save_pretrained, or name on the Hugging Face Hub | train (a small one is trained
-# on the data first) | none (no teacher: cross-entropy alone). Several with the same tokenizer,
-# separated by commas: the mean of their divergences.
+# Folder written by save_pretrained, or name on the Hugging Face Hub | train, or
+# train:LAYERSxDIM:STEPS (a small one is trained on the data first; 4x192 for 800 steps) | none (no
+# teacher: cross-entropy alone). Several with the same tokenizer, separated by commas: the mean of
+# their divergences; with weights, made to sum to 1, as in "0.7*A, 0.3*B".
 TEACHER_MODEL = "train"
-# Weights of several teachers in that mean, such as "0.7,0.3", made to sum to 1; None: all alike.
-TEACHER_WEIGHTS = None
-# Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
-# weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
-STUDENT_MODEL = "fresh:2x128"
 # Folder that scripts/cache_teacher.py wrote; None: the teacher runs live. With a cache, the teacher
 # takes no memory in training.
 TEACHER_CACHE = None
@@ -25,39 +21,41 @@ TEACHER_CACHE = None
 TEACHER_URL = None
 # Name that the server knows the teacher by; None: TEACHER_MODEL.
 TEACHER_SERVED_AS = None
-# Likeliest tokens that a server is asked for at each position, and that a cache of its answers
-# keeps (as topk), 1 to 65535. vLLM gives as many as its --max-logprobs, by default 20.
-TEACHER_TOP_K = 20
 # What cache_teacher.py keeps: sample (tokens drawn from the teacher: unbiased, for forward_kl) |
 # topk (its likeliest tokens and the mass of the rest: for every divergence) | hidden (what its
-# output head gets, and the head once: exact, for every divergence and temperature).
+# output head gets, and the head once: exact, for every divergence and temperature); sample:K and
+# topk:K keep K tokens at each position, 128 without a K. A server gives topk alone, 20 tokens
+# without a K: vLLM as many as its --max-logprobs.
 CACHE_METHOD = "sample"
-# Tokens kept at each position of a cache of CACHE_METHOD sample or topk, 1 to 65535. More: closer
-# to the teacher, and a proportionally larger cache.
-CACHE_K = 128
-# Precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16.
-# Trainable weights and losses are always float32. A dtype that is slow on the device is not used,
-# and the log says so.
-MODEL_DTYPE = "auto"
-# Keep the linear layers of a frozen teacher in fewer bits, by bitsandbytes: nf4 (4 bits); None: in
-# MODEL_DTYPE. For a GPU's memory: on a CPU neither time nor memory is saved.
-TEACHER_QUANTIZATION = None
+# Keep the linear layers of a frozen teacher, and of the base that LORA_RANK trains adapters of
+# (QLoRA), in fewer bits, by bitsandbytes: nf4 (4 bits); None: in MODEL_DTYPE. For a GPU's memory:
+# on a CPU neither time nor memory is saved.
+QUANTIZATION = None
 # Run Python files that come with a model, where it needs them; read them first.
 TRUST_REMOTE_CODE = False
-# Attention of student and teacher, as transformers names it: eager | sdpa | flex_attention; None:
-# what transformers takes.
-ATTN_IMPLEMENTATION = None
-# Train a student's vision tower, too, beside its projector and language part.
-TRAIN_VISION = False
-# Dtype of the saved student's weights: float32 | bfloat16 | float16. It is trained in float32 in
-# any case.
-SAVE_DTYPE = "float32"
-# Training steps of a teacher that is trained here (TEACHER_MODEL train), from 1.
-TEACHER_STEPS = 800
-# LAYERSxDIM of a teacher that is trained here.
-TEACHER_SIZE = "4x192"
+# Keep the teacher in the host's memory between forward passes.
+TEACHER_OFFLOAD = False
+# Ask the teacher about everything anew, whatever TEACHER_CACHE holds.
+FORCE_RECOMPUTE = False
+# Write the damaged files of a teacher's cache again.
+REBUILD_DAMAGED = False
 
-# --- Data -----------------------------------------------------------------------------------------
+# --- Student --------------------------------------------------------------------------------------
+
+# Folder, or name on the Hub | layers:N (cut from the teacher's layers) | fresh:LAYERSxDIM (new
+# weights of the teacher's architecture) | llama:LAYERSxDIM (of a Llama, whatever the teacher is).
+STUDENT_MODEL = "fresh:2x128"
+# Train low-rank adapters of this rank in place of all weights, from 0; 0: all weights.
+LORA_RANK = 0
+# LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
+LORA_ALPHA = 16.0
+# Recompute activations in the backward pass: less memory, more time.
+GRADIENT_CHECKPOINTING = False
+# Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for what is cut from a
+# teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
+LEARNING_RATE = None
+
+# --- Text -----------------------------------------------------------------------------------------
 
 # Text to learn from: .jsonl .json .csv .parquet (messages | conversations | prompt, completion |
 # question, answer | instruction, output | text) | .txt | a folder of them, or by save_to_disk |
@@ -68,8 +66,6 @@ EVAL_PATH = None
 # Field of the records whose text is learned; None: the first form that a record has, as in
 # DATA_PATH.
 TEXT_FIELD = None
-# Read at most this many megabytes of a text, above 0; None: all of it.
-MAX_MEGABYTES = None
 # Tokens in a row, 8 to 1048576. Longer: more context, more memory.
 BLOCK_SIZE = 256
 # Several documents in a row, where the model keeps them apart; off: one document per row, padded.
@@ -89,17 +85,11 @@ TEMPERATURE = 1.0
 ALPHA_KD = 0.5
 # Weight of the cross-entropy with the text, from 0.
 ALPHA_CE = 0.5
-# What cross-entropy and divergence are a mean over: tokens (those of a step count alike) |
-# sequences (of each row its own mean, one document a row: GKD's length-normalised form).
-LOSS_MEAN = "tokens"
 # Weight of the distance between hidden states of student and teacher, layer by layer, from 0; 0:
 # not compared. For a live teacher with the student's tokenizer.
 ALPHA_HIDDEN = 0.0
-# Weight of the divergence between attention's relations (MiniLMv2: queries, keys and values) of
-# student and teacher, from 0; 0: not compared.
-ALPHA_ATTENTION = 0.0
-# Which layers ALPHA_HIDDEN and ALPHA_ATTENTION compare: last | uniform (all of the student's, at
-# equal shares of the teacher's) | STUDENT:TEACHER,... (from 0, as in "0:1,1:3").
+# Which layers ALPHA_HIDDEN compares: last | uniform (all of the student's, at equal shares of the
+# teacher's) | STUDENT:TEACHER,... (from 0, as in "0:1,1:3").
 LAYER_MAP = "last"
 # What of TEMPERATURE and the ALPHAs moves over the run, each from its own value to NAME:END or
 # NAME:END:cosine, as in "temperature:1, alpha_hidden:0.1:cosine"; None: nothing.
@@ -107,8 +97,11 @@ SCHEDULE = None
 # The clamps of older scripts, to see what they cost: "2.5" (logits) or "2.5:0.1:5.0" (logits, and a
 # window for the losses); None: no clamp. float32 arithmetic needs none.
 LEGACY_CLAMP = None
+# How a teacher with another tokenizer is aligned: auto (the tokenizers are the same) | hidden
+# (states, at common boundaries) | uld (sorted probabilities) | chunks (of text).
+ALIGN = "auto"
 
-# --- On-policy ------------------------------------------------------------------------------------
+# --- Text that a model writes ---------------------------------------------------------------------
 
 # Share of the rows whose continuation the student writes itself, anew in each step, and the teacher
 # judges token by token, 0 to 1; 0: none. With it, and with TEACHER_TEXT, a row holds one document.
@@ -116,38 +109,26 @@ ON_POLICY = 0.0
 # Share of the rows whose continuation the teacher writes, once, in the place of the text
 # (sequence-level distillation), 0 to 1; 0: none.
 TEACHER_TEXT = 0.0
-# Tokens of a plain text that are the prompt, its start token included, from 1; of other text the
-# prompt is what carries no loss.
-PROMPT_TOKENS = 16
-# Maximum tokens of a continuation with its end, from 1; BLOCK_SIZE holds the prompt too.
-ROLLOUT_TOKENS = 128
 # Temperature of a continuation, 0 to 100; 0: the likeliest tokens.
 ROLLOUT_TEMPERATURE = 1.0
-# Sample from the likeliest tokens alone that have this much probability, above 0 to 1; 1: from all.
-ROLLOUT_TOP_P = 1.0
+# Prompts whose answers the report shows, 0 to 100.
+GENERATIONS = 4
+# Maximum tokens of a continuation with its end, and of an answer in the report, from 1. BLOCK_SIZE
+# holds the prompt of a continuation too.
+MAX_NEW_TOKENS = 128
 
-# --- Experts, routers and other tokenizers --------------------------------------------------------
+# --- Routers of mixtures --------------------------------------------------------------------------
 
-# How a teacher with another tokenizer is aligned: auto (the tokenizers are the same) | hidden
-# (states, at common boundaries) | uld (sorted probabilities) | chunks (of text).
-ALIGN = "auto"
 # Experts of a mixture-of-experts teacher: native (unchanged) | all | ka (all but one, some sampled)
 # | sar (all, with a router that learns from the student) | auto (sar for a mixture, native for a
 # dense teacher; the presets use this).
 ROUTER_MODE = "native"
 # Learning rate of the router in sar, 0 to 100.
 ROUTER_LR = 1e-5
-# Weight of the load balance in sar, from 0.
-ROUTER_BETA = 0.01
-# KL from the original gate, in nats, at which the router stops learning, above 0. A router that
-# drifts further may merely imitate the student.
-ROUTER_DRIFT = 0.5
 # Router file of an earlier run (router.safetensors), for the teacher; None: its own router.
 ROUTER_WEIGHTS = None
-# Probability that a token's experts are sampled in ka, 0 to 1.
-KA_LAMBDA = 0.05
 
-# --- Optimisation ---------------------------------------------------------------------------------
+# --- Optimization ---------------------------------------------------------------------------------
 
 # Optimizer steps, from 1. A finished run goes on with RESUME, RUN_NAME and more of them; its
 # learning rates are then those of a run of so many steps.
@@ -160,9 +141,6 @@ EPOCHS = None
 BATCH_SIZE = 8
 # Forward passes per step, from 1; the loss is the mean over all their tokens.
 GRADIENT_ACCUMULATION_STEPS = 1
-# Peak learning rate of AdamW, 0 to 100; None: 3e-3 for new weights, 5e-4 for what is cut from a
-# teacher, 2e-4 for adapters, 2e-5 for a pretrained model.
-LEARNING_RATE = None
 # Learning rate after the warm-up: cosine (to zero) | linear (to zero) | constant_with_warmup |
 # constant (without a warm-up).
 LR_SCHEDULE = "cosine"
@@ -172,15 +150,6 @@ WARMUP_FRACTION = 0.1
 WEIGHT_DECAY = 0.01
 # Largest norm of the gradient, above 0; None: no clipping.
 CLIP_GRAD = 1.0
-# Train low-rank adapters of this rank in place of all weights, from 0; 0: all weights.
-LORA_RANK = 0
-# LoRA alpha, above 0; the adapters are scaled by LORA_ALPHA / LORA_RANK.
-LORA_ALPHA = 16.0
-# Keep the linear layers of the adapters' frozen base in fewer bits, as QLoRA does, by bitsandbytes:
-# nf4 (4 bits); None: in MODEL_DTYPE.
-LORA_QUANTIZATION = None
-# Save adapters merged into their base, as one plain model.
-LORA_MERGE = False
 
 # --- Guard ----------------------------------------------------------------------------------------
 
@@ -189,21 +158,19 @@ SPIKE_FACTOR = 100.0
 # Skip a step whose gradient norm is above this, above 0; None: SPIKE_FACTOR alone decides. Older
 # scripts had it at 2.0; new weights have larger norms than that for many steps.
 GRAD_NORM_THRESHOLD = None
-# Bad steps in a row that end the run, from 1; None: restore first, see RESTORE_AFTER.
+# Bad steps in a row that end the run, from 1; None: after 20 the student goes back to its last good
+# state with a fresh optimizer, and 20 more end the run.
 STOP_AFTER = 10
-# Bad steps in a row before the student goes back to its last good state with a fresh optimizer,
-# from 1; as many again end the run.
-RESTORE_AFTER = 20
 
-# --- Memory ---------------------------------------------------------------------------------------
+# --- Devices --------------------------------------------------------------------------------------
 
-# Keep the teacher in the host's memory between forward passes.
-TEACHER_OFFLOAD = False
+# Precision of matrix products: auto (what suits the device) | float32 | bfloat16 | float16.
+# Trainable weights and losses are always float32. A dtype that is slow on the device is not used,
+# and the log says so.
+MODEL_DTYPE = "auto"
 # With torchrun: keep a piece of each weight of student and teacher on each GPU (FSDP2), for models
 # that are too large for one; off: all of them on each (DDP).
 SHARD = False
-# Recompute activations in the backward pass: less memory, more time.
-GRADIENT_CHECKPOINTING = False
 
 # --- Evaluation -----------------------------------------------------------------------------------
 
@@ -213,18 +180,9 @@ EVAL_EVERY = 100
 # Maximum held-out rows of each of two parts: one to choose the best student by, and one, which no
 # choice is made on, for the table, from 1.
 EVAL_ROWS = 200
-# Evaluations in a row without a better held-out score that end the training, from 1; None: it runs
-# to its last step. The learning rate still falls as if it went on to MAX_STEPS.
-PATIENCE = None
 # Also train the same student by cross-entropy alone, on an equal budget, to see whether distilling
 # pays.
 BASELINE = False
-# Prompts whose answers the report shows, 0 to 100.
-GENERATIONS = 4
-# Maximum tokens of an answer, from 1; not of ON_POLICY's.
-MAX_NEW_TOKENS = 64
-# Maximum held-out prompts with reference answers that the student is asked, from 0; 0: none.
-ANSWER_PROMPTS = 100
 
 # --- Run ------------------------------------------------------------------------------------------
 
@@ -234,10 +192,6 @@ LOG_EVERY = 10
 CHECKPOINT_EVERY = 100
 # Five steps with evaluation and saving, to see whether everything fits.
 DRY_RUN = False
-# Ask the teacher about everything anew, whatever TEACHER_CACHE holds.
-FORCE_RECOMPUTE = False
-# Write the damaged files of a teacher's cache again.
-REBUILD_DAMAGED = False
 # Who draws the curves, beside metrics.jsonl: none | tensorboard (files in the run folder) | wandb |
 # trackio (through their own packages).
 REPORT_TO = "none"

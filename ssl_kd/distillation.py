@@ -14,7 +14,7 @@ from typing import Any
 
 from ssl_kd.errors import InputError
 from ssl_kd.files import atomic_write_bytes
-from ssl_kd.language.names import GIVEN
+from ssl_kd.language.foreign_names import GIVEN
 from ssl_kd.language.prepare import InMemoryModels
 from ssl_kd.language.presets import PRESETS
 from ssl_kd.language.run import run

@@ -51,10 +51,10 @@ def test_a_given_cache_is_compared_too(settings, tmp_path):
     cached = settings.replace(
         teacher_cache=str(tmp_path / "cache"), cache_method="topk", model_dtype="float32"
     )
-    cache_teacher(cached.replace(cache_k=200))
+    cache_teacher(cached.replace(cache_method="topk:200"))
     last = verify(cached)[-1]
     assert last.way == "cache, topk 200" and last.agrees and last.gradient_off > 0
-    cache_teacher(cached.replace(cache_k=1, force_recompute=True))
+    cache_teacher(cached.replace(cache_method="topk:1", force_recompute=True))
     assert not verify(cached)[-1].agrees
 
 

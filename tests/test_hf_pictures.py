@@ -38,7 +38,7 @@ class Data:
 
     def model(self, seed=1):
         model = model_of(self.kind, self.processor, seed, layers=2)
-        freeze_tower(model, train_tower=False, images=True)
+        freeze_tower(model, images=True)
         return model
 
     def collate(self, samples, side="right"):

@@ -20,8 +20,8 @@ _HELP = {
     "out": "file for the results as JSON; default: judged.json in the run's folder, or here",
 }
 # Of the settings, what evaluation takes; a run's own hold where no flag says otherwise.
-_TEXT = {"data_path", "eval_path", "max_megabytes", "block_size", "packing", "eval_rows"}
-_HOW = {"batch_size", "answer_prompts", "max_new_tokens", "device", "model_dtype", "seed"}
+_TEXT = {"data_path", "eval_path", "block_size", "packing", "eval_rows"}
+_HOW = {"batch_size", "max_new_tokens", "device", "model_dtype", "seed"}
 
 
 def judge(argv: Sequence[str], config: Path, prog: str) -> int:

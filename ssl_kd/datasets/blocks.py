@@ -62,16 +62,6 @@ class Batch:
         """How many targets are of text: the first ones, row by row."""
         return int(self.counts[: len(self.counts) - self.written].sum())
 
-    @property
-    def sequences(self) -> int:
-        """How many rows have a target."""
-        return int(self.counts.any(1).sum())
-
-    @property
-    def text_sequences(self) -> int:
-        """How many of these are of text."""
-        return int(self.counts[: len(self.counts) - self.written].any(1).sum())
-
     def model_inputs(self) -> dict[str, Tensor]:
         """What a causal model of transformers gets, with `use_cache=False`.
 

@@ -103,6 +103,5 @@ def _explain_full_disk(size: int) -> Iterator[None]:
             raise
         raise InputError(
             f"the text is larger than memory should hold, and {tempfile.gettempdir()} has no room "
-            f"for {size:,} bytes of it: set TMPDIR to a folder of a larger disk, or read less "
-            "(--max_megabytes)"
+            f"for {size:,} bytes of it: set TMPDIR to a folder of a larger disk, or read less"
         ) from error

@@ -22,16 +22,9 @@ class Best:
 
     def __init__(self, distiller: Distiller, name: str = "student") -> None:
         self._student, self._name, self._trainee = distiller.student, name, distiller.trainee
-        self._distiller = distiller
         self._holds = distiller.team.rank == 0
         self._latest = not distiller.settings.learns_text
         self.step, self.nll, self._weights = 0, float("inf"), {}
-
-    def is_final(self) -> bool:
-        """Whether the last PATIENCE evaluations were all no better."""
-        settings, done = self._distiller.settings, self._distiller.guard.steps
-        patience = settings.patience
-        return patience is not None and done - self.step >= patience * settings.eval_every
 
     def offer(self, step: int, scores: TokenScores) -> None:
         """Keep the weights as they are now if they are better than those that were kept."""

@@ -14,7 +14,7 @@ from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.language.kept import Kept, LastHidden, Sampled, TopK
-from ssl_kd.language.routed import Routed, RoutedDraw
+from ssl_kd.language.routed import KA_LAMBDA, Routed, RoutedDraw
 from ssl_kd.language.served import ServedTeacher, served_lm
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
@@ -43,7 +43,7 @@ def cache_teacher(
     torchrun started share the text; BATCH_SIZE is of each one's forward passes.
 
     Args:
-        settings: those of the runs to come; CACHE_METHOD and CACHE_K.
+        settings: those of the runs to come; CACHE_METHOD.
         progress: called as `progress(stage, done, total, info)`.
 
     Returns:
@@ -65,9 +65,7 @@ def cache_teacher(
             " a new one."
         )
     settings = settings.of_cache()
-    if settings.teacher_url is not None:  # all that a server gives
-        settings = settings.replace(cache_method="topk", cache_k=settings.teacher_top_k)
-    check_divergence(settings.kind_of_divergence, settings.cache_method)
+    check_divergence(settings.kind_of_divergence, settings.kept[0])
     with joined(settings.device, timeout=SHARDS_APART) as ranks:
         return _cache(settings, ranks, progress)
 
@@ -75,8 +73,8 @@ def cache_teacher(
 def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[TeacherCache]:
     precision = precision_of(settings.replace(device=ranks.device))
     texts, _ = texts_of(settings)
-    name = settings.teacher_model
-    if name == "train":
+    name, (method, k) = settings.teacher_model, settings.kept
+    if settings.to_train:
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
     if settings.teacher_url is not None:
         teacher = served_lm(settings.teacher_model, settings.teacher_served_as)
@@ -92,18 +90,18 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
         answers = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
         routed = Routed(answers, settings) if settings.is_routed else None
         dtype = str(precision.teacher).removeprefix("torch.")
-        if settings.teacher_quantization is not None:
-            dtype = f"{settings.teacher_quantization} {dtype}"
+        if settings.quantization is not None:
+            dtype = f"{settings.quantization} {dtype}"
     fingerprint = TeacherFingerprint(
         **cache_of(settings, teacher, texts, blocks),
         dtype=dtype,
-        method=settings.cache_method,
-        k=settings.cache_k,
+        method=method,
+        k=k,
     )
     if teacher.model is not None:
         head = tuple(teacher.model.get_output_embeddings().weight.shape)
-        found = sizes(blocks, head, settings.cache_k, precision.teacher)
-        _say_sizes(found, settings.cache_method, int(blocks.counts.sum()))
+        found = sizes(blocks, head, k, precision.teacher)
+        _say_sizes(found, method, int(blocks.counts.sum()))
     caches = []
     for i, folder in enumerate(cache_folders(str(settings.teacher_cache), settings.draws)):
         caches.append(
@@ -133,7 +131,7 @@ def sizes(
     Args:
         blocks: rows of tokens.
         head: shape of the teacher's output head, vocabulary and width.
-        k: CACHE_K.
+        k: tokens at each position.
         dtype: of hidden states.
 
     Returns:
@@ -168,7 +166,7 @@ def cache_of(
     """The fields of its fingerprint that a teacher's cache must have for this run."""
     weights = teacher.weights_id
     if settings.router_mode != "native":
-        weights += f" ka {settings.ka_lambda:g}" if settings.router_mode == "ka" else " all"
+        weights += f" ka {KA_LAMBDA:g}" if settings.router_mode == "ka" else " all"
     if router := router_id(settings.router_weights):
         weights += f" router {router}"
     of = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)

@@ -22,7 +22,7 @@ def check_settings(settings: LanguageSettings, *texts: TextDataset) -> None:
         return
     student = settings.student_model.partition(":")[0]
     for unfit, why, way in (
-        (settings.teacher_model == "train", "TEACHER_MODEL is 'train'", "name a model of images"),
+        (settings.to_train, "TEACHER_MODEL is 'train'", "name a model of images"),
         (len(settings.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
         (
             student in ("fresh", "llama"),
@@ -69,17 +69,16 @@ def check_models(texts: TextDataset, student: CausalLM, teachers: Sequence[Causa
             )
 
 
-def check_ranks_see(blocks: object, world: int, *, train_vision: bool) -> None:
+def check_ranks_see(blocks: object, world: int) -> None:
     """Refuse what several processes cannot do: they average the same gradients at each step.
 
     Raises:
-        SettingsError: rows without images beside others, or a vision tower that learns.
+        SettingsError: rows without images beside others.
     """
     if world == 1 or not isinstance(blocks, PictureBlocks) or not any(blocks.pictures):
         return
-    if train_vision or not all(blocks.pictures):
-        why = "TRAIN_VISION is True" if train_vision else "some rows hold no image"
+    if not all(blocks.pictures):
         raise SettingsError(
-            f"{world} processes average the gradients of the same weights at each step, and {why}: "
-            "start one process, or keep the vision tower frozen and give each record an image."
+            f"{world} processes average the gradients of the same weights at each step, and some"
+            " rows hold no image: start one process, or give each record an image."
         )

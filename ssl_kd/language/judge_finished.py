@@ -14,6 +14,7 @@ from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.evaluate.texts import distinct, rouge_l
 from ssl_kd.guard.precision import default_torch_state
+from ssl_kd.language.judge_in_run import ANSWER_PROMPTS
 from ssl_kd.language.prepare import test_and_validation
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
@@ -48,7 +49,7 @@ def judge(
         InputError, FileNotFoundError: a model or the text cannot be read.
     """
     precision = precision_of(settings)
-    whole = settings.replace(teacher_quantization=None)  # the student is as it was saved
+    whole = settings.replace(quantization=None)  # the student is as it was saved
     student, teacher = (
         None if name == "none" else load_teacher(own, name, precision)
         for own, name in ((whole, settings.student_model), (settings, settings.teacher_model))
@@ -69,7 +70,7 @@ def judge(
         *readings,
         beside=frozen if alike else None,
         batch_size=settings.batch_size,
-        answer_prompts=settings.answer_prompts,
+        answer_prompts=min(ANSWER_PROMPTS, settings.eval_rows),
         generations=settings.generations,
         max_new_tokens=settings.max_new_tokens,
     )

@@ -16,7 +16,7 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.errors import InputError
 from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
-from ssl_kd.language.names import GIVEN
+from ssl_kd.language.foreign_names import GIVEN
 from ssl_kd.language.prepare import Task
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teacher import at_work, load_teacher
@@ -28,6 +28,7 @@ from ssl_kd.teachers.remembered import REMEMBERED, RememberedTeacher
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+ANSWER_PROMPTS = 100  # held-out prompts with reference answers that are asked, at most
 LITTLE = 0.01
 """Nats a token that a teacher must know more than nothing."""
 
@@ -46,7 +47,7 @@ def make_judge(
         beside=(task.frozen or task.remembered) if alike else None,
         validation=task.validation_blocks,
         batch_size=-(-settings.batch_size // task.ranks.world),
-        answer_prompts=settings.answer_prompts,
+        answer_prompts=min(ANSWER_PROMPTS, settings.eval_rows),
         generations=settings.generations,
         max_new_tokens=settings.max_new_tokens,
         autocast=task.precision.autocast,

@@ -94,8 +94,6 @@ class Objective:
         settings: as they are in this step.
         began: the settings of the run.
         moves: the names of those that SCHEDULE moves.
-        tokens_per_sequence: of the step, the mean; where LOSS_MEAN is `sequences`, sums of means of
-            sequences are multiplied by it, so that they, too, are divided by the tokens.
     """
 
     def __init__(
@@ -129,7 +127,6 @@ class Objective:
         weights = {"ce": ce, "kd": settings.alpha_kd if self.has_teacher else 0.0}
         weights |= {term.name: term.weight for term in others}
         self.weights = {name: weight for name, weight in weights.items() if weight}
-        self.tokens_per_sequence = 1.0
         self.began, self.moves = settings, [move.name for move in settings.moves]
 
     @property
@@ -263,7 +260,7 @@ class Objective:
             kd = self.aligned(some, outputs.hidden, outputs.logits)
             terms = {"ce": ce, "kd": kd.float()}
         else:
-            each, sums = self._token_weights(text), []
+            sums = []
             for at, has_target, divergence in self._parts(text, len(targets), out):
                 whole = at is None
                 answers = teachers if whole else [chosen(teacher, at) for teacher in teachers]
@@ -274,7 +271,6 @@ class Objective:
                         (targets if whole else targets[at]) if has_target else None,
                         answers if divergence else (),
                         divergence=divergence or self.settings.kind_of_divergence,
-                        token_weights=each if whole or each is None else each[at],
                         teacher_weights=shares if divergence else None,
                         **options,
                     )
@@ -295,14 +291,11 @@ class Objective:
         """How much of what each term is a mean over is in the rows that it is without."""
         lost = {}
         for name, rows in out.items():
-            some, by_row = without(batch, rows), self.settings.loss_mean == "sequences"
-            sides = [student_side(one) for one in (batch, some)]
+            both = batch, without(batch, rows)
             if name == "ce":
-                whole, left = (t.text_sequences if by_row else t.text_tokens for t in sides)
-            elif by_row and name == "kd":
-                whole, left = (t.sequences for t in sides)
+                whole, left = (student_side(one).text_tokens for one in both)
             else:
-                whole, left = (self.counts([one])[name] for one in (batch, some))
+                whole, left = (self.counts([one])[name] for one in both)
             lost[name] = whole - left
         return lost
 
@@ -337,14 +330,6 @@ class Objective:
                 (judged & ~is_text, False, written),
             )
         ]
-
-    def _token_weights(self, text: Batch) -> Tensor | None:
-        """By how much each token counts: `[n]`, or None for all alike."""
-        if self.settings.loss_mean == "tokens":
-            return None
-        lengths = text.counts.sum(1)
-        of_row = self.tokens_per_sequence / lengths.clamp(min=1)
-        return to_device_async(of_row.repeat_interleave(lengths), self.precision.device)
 
     def _forward(self, batch: Batch) -> _Outputs:
         """The student's outputs at every position."""

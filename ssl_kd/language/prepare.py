@@ -19,9 +19,9 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
-from ssl_kd.language.features import feature_terms
+from ssl_kd.language.features import HiddenStates
+from ssl_kd.language.foreign_names import GIVEN
 from ssl_kd.language.image_checks import check_ranks_see
-from ssl_kd.language.names import GIVEN
 from ssl_kd.language.objective import Term
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
@@ -53,7 +53,6 @@ from ssl_kd.teachers.causal import (
     CausalLM,
     CausalLMUnavailable,
     llm_module,
-    set_attention,
     without_adapters,
 )
 from ssl_kd.teachers.dtypes import halve_products
@@ -177,13 +176,12 @@ def prepare(
     student, teacher = _models(settings, train_set, precision, tell, ranks, given)
     aligned = teacher is not None and settings.align != "auto"
     more = [load_teacher(settings, n, precision) for n in settings.teacher_names[1:]]
-    _attend(settings.attn_implementation, precision.device, *more)
     prompted = settings.on_policy or settings.teacher_text
     size, packing = settings.block_size, settings.packing
     models = student, teacher, more
     blocks = lay_out(size, packing and not prompted, train_set, *models, aligned=aligned)
     eval_blocks = lay_out(size, packing, eval_set, *models, aligned=aligned)
-    check_ranks_see(blocks, ranks.world, train_vision=settings.train_vision)
+    check_ranks_see(blocks, ranks.world)
     own = blocks.student if isinstance(blocks, AlignedBlocks) else blocks
     if teacher is not None and isinstance(eval_blocks, Blocks):
         check_ids_are_known(student, teacher, own, eval_blocks)
@@ -259,6 +257,7 @@ def _models(
         tokenizer = train_tokenizer(texts, VOCABULARY)
     # A frozen base is rounded at each product anyway. (FSDP wants one dtype in all of a layer.)
     half = settings.lora_rank > 0 and precision.student != torch.float32 and not settings.shard
+    bits = settings.quantization if settings.lora_rank else None
     student = given.student or build_student(
         settings.student_model,
         here,
@@ -266,20 +265,17 @@ def _models(
         seed=settings.seed,
         dtype=None if half else torch.float32,
         remote_code=settings.trust_remote_code,
-        quantization=Quantization.of(
-            settings.lora_quantization, precision.device, precision.student
-        ),
+        quantization=Quantization.of(bits, precision.device, precision.student),
     )
     if teacher is not None and teacher.tokenizer is None:  # its cache knows whether it is this one
         teacher = dataclasses.replace(teacher, tokenizer=student.tokenizer)
     for lm in (student, here):
         if lm is not None:
             check_room(lm, settings.block_size)
-    _attend(settings.attn_implementation, precision.device, student, teacher)
     if teacher is not None and settings.align == "auto":
         check_family(student, teacher)
     images = texts.pictured is not None
-    freeze_tower(student.model, train_tower=settings.train_vision, images=images)
+    freeze_tower(student.model, images=images)
     if settings.lora_rank:
         size = settings.lora_rank, settings.lora_alpha
         adapted = add_lora(student.model, *size, seed=settings.seed)
@@ -316,7 +312,7 @@ def _teacher(
         return served_lm(settings.teacher_model, settings.teacher_served_as)
     if name == "none":
         return None
-    if name == "train":  # found again or trained
+    if settings.to_train:  # found again or trained
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
     # Where a student is cut from it, or float16 may be too narrow, in the dtype of its file first.
     first = settings.student_model.startswith("layers:") or precision.teacher == torch.float16
@@ -324,17 +320,6 @@ def _teacher(
         return load_teacher(settings, name, precision, as_saved=first)
     except (CausalLMUnavailable, FileNotFoundError) as error:
         return absent_teacher(settings, name, error)
-
-
-def _attend(name: str | None, device: torch.device, *models: CausalLM | None) -> None:
-    """Have models compute attention in the way of ATTN_IMPLEMENTATION."""
-    if name == "flex_attention" and device.type == "cpu":
-        raise SettingsError(
-            "ATTN_IMPLEMENTATION 'flex_attention' has no backward pass on a CPU: set it to 'sdpa'."
-        )
-    for lm in models:
-        if name is not None and lm is not None and lm.model is not None:
-            set_attention(lm, name)
 
 
 def _answers(
@@ -395,8 +380,9 @@ def make_distiller(
         logger.warning("LEGACY_CLAMP %s: perplexity can never be below %.4g", *words)
     source = aligned = None
     others: list[Term] = []
-    if frozen is not None:
-        others = [*feature_terms(settings, student, frozen.model)]
+    if frozen is not None and settings.alpha_hidden:
+        layers, seed = settings.layer_map, settings.seed
+        others = [HiddenStates(settings.alpha_hidden, student, frozen.model, layers, seed)]
     if frozen is not None and (settings.alpha_kd or others):
         scale = task.precision.teacher == torch.float16
         source = (

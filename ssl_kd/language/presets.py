@@ -12,7 +12,6 @@ TEXT_ALONE: Mapping[str, Any] = MappingProxyType(
         "alpha_ce": 1.0,
         "alpha_kd": 0.0,
         "alpha_hidden": 0.0,
-        "alpha_attention": 0.0,
         "schedule": None,
         "legacy_clamp": None,
         "on_policy": 0.0,

@@ -31,6 +31,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
 
 _CHOICE, _DRAW = 0, 1  # what the random numbers of a row are for
+PROMPT_TOKENS = 16  # of a plain text, its start token included
 
 
 Rollouts = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], list[list[int]]]
@@ -40,7 +41,7 @@ Rollouts = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], lis
 class Generated:
     """Rollouts by transformers' `generate`: padded on the left, with a KV cache.
 
-    Tokens are drawn from `softmax(logits / temperature)`, or its nucleus, by inverting its
+    Tokens are drawn from `softmax(logits / temperature)` by inverting its
     distribution function at uniform numbers of each row's own generator. A row whose logits are not
     finite ends there: the loss of the next forward pass over it is then not finite.
 
@@ -49,7 +50,6 @@ class Generated:
         ends: tokens that end a continuation, at least one.
         vocabulary: tokens from here on are never drawn: padding, which another model may not have.
         temperature: 0 takes the likeliest tokens.
-        top_p: in (0, 1]; 1 draws from all tokens.
         batch_size: prompts at once.
         autocast: makes the context that the model runs in.
 
@@ -64,12 +64,11 @@ class Generated:
         *,
         vocabulary: int = sys.maxsize,
         temperature: float = 1.0,
-        top_p: float = 1.0,
         batch_size: int = 8,
         autocast: Autocast = nullcontext,
     ) -> None:
         self.model, self.ends, self.batch_size = model, list(ends), batch_size
-        self.temperature, self.top_p, self.autocast = temperature, top_p, autocast
+        self.temperature, self.autocast = temperature, autocast
         self.vocabulary, self.sick = vocabulary, 0
 
     def __call__(
@@ -118,15 +117,13 @@ class Generated:
         self, prompts: Sequence[Sequence[int]], n: int, seeds: Sequence[int]
     ) -> list[list[int]]:
         from transformers import GenerationConfig, LogitsProcessorList
-        from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
+        from transformers.generation.logits_process import TemperatureLogitsWarper
 
         causal = without_adapters(self.model)  # adapters stay in place
         device, width = next(causal.parameters()).device, max(map(len, prompts))
         gaps = [width - len(ids) for ids in prompts]
         draw = _Draw(width, n, seeds, torch.tensor(self.ends, device=device))
         steps: list[Any] = [draw] if self.temperature else [draw.likeliest]
-        if self.temperature and self.top_p < 1:
-            steps.insert(0, TopPLogitsWarper(self.top_p))
         if self.temperature:
             steps.insert(0, TemperatureLogitsWarper(self.temperature))
         if self.vocabulary < causal.get_output_embeddings().weight.shape[0]:
@@ -192,18 +189,18 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def prompt_length(blocks: Blocks, row: int, prompt_tokens: int) -> int:
+def prompt_length(blocks: Blocks, row: int) -> int:
     """How many tokens of a row, which holds one document, are its prompt.
 
     All before the first that counts, or all where none does. Where that is a start token alone, the
-    row is of plain text, and its first `prompt_tokens` are the prompt, but never its last token.
+    row is of plain text, and its first PROMPT_TOKENS are the prompt, but never its last token.
     """
     length, counts = int((blocks.documents[row] > 0).sum()), blocks.counts[row]
     if not counts.any():
         return length
     if (first := int(counts.int().argmax())) > 1:
         return first
-    return max(1, min(prompt_tokens, length - 1))
+    return max(1, min(PROMPT_TOKENS, length - 1))
 
 
 def continued(
@@ -212,8 +209,7 @@ def continued(
     seeds: Sequence[int],
     rollouts: Rollouts,
     *,
-    prompt_tokens: int,
-    rollout_tokens: int,
+    max_new_tokens: int,
 ) -> tuple[Blocks, list[list[int]]]:
     """The prompts of some rows with other continuations; only these count.
 
@@ -222,8 +218,7 @@ def continued(
         rows: which.
         seeds: of each.
         rollouts: writes the continuations.
-        prompt_tokens: of a plain text.
-        rollout_tokens: the most that a continuation may have.
+        max_new_tokens: the most that a continuation may have.
 
     Returns:
         The rows, with the digest of `blocks`; and the continuations.
@@ -232,9 +227,9 @@ def continued(
         InputError: a prompt leaves no room, or a continuation has more tokens than there is.
     """
     width = blocks.ids.shape[1]
-    lengths = [prompt_length(blocks, row, prompt_tokens) for row in rows]
+    lengths = [prompt_length(blocks, row) for row in rows]
     prompts = [blocks.ids[row, :n].tolist() for row, n in zip(rows, lengths, strict=True)]
-    rooms = [min(rollout_tokens, width - n) for n in lengths]
+    rooms = [min(max_new_tokens, width - n) for n in lengths]
     if 0 in rooms:
         raise InputError(
             f"row {rows[rooms.index(0)]} is a prompt of all {width} tokens that there is room for, "
@@ -298,9 +293,8 @@ class Written:
         every = dict.fromkeys(row for share in shares for row in share.tolist())
         rows = [row for row in every if self.chosen(step, row)]
         seeds = [self._seed(step, row, _DRAW) for row in rows]
-        lengths = {"prompt_tokens": self.settings.prompt_tokens}
-        lengths["rollout_tokens"] = self.settings.rollout_tokens
-        own, new = continued(self.blocks, rows, seeds, self.rollouts, **lengths)
+        most = self.settings.max_new_tokens
+        own, new = continued(self.blocks, rows, seeds, self.rollouts, max_new_tokens=most)
         place = {row: i for i, row in enumerate(rows)}
         batches = [self._batch(share.tolist(), own, place, device) for share in shares]
         sums = {
@@ -362,7 +356,6 @@ def sampler(
         end_tokens(without_adapters(model), tokenizer),
         vocabulary=n_ids(tokenizer),
         temperature=settings.rollout_temperature,
-        top_p=settings.rollout_top_p,
         batch_size=settings.batch_size,
         autocast=autocast,
     )

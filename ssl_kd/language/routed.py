@@ -24,6 +24,9 @@ from ssl_kd.teachers.mixture import Gates, Mixture, Routing
 from ssl_kd.teachers.router import RouterRecord, RouterStep
 from ssl_kd.training.process_group import ProcessGroup
 
+KA_LAMBDA = 0.05
+"""Probability that the experts of a token are sampled in ROUTER_MODE ka."""
+
 
 class Routed:
     """A mixture-of-experts teacher whose experts are chosen by ROUTER_MODE.
@@ -35,7 +38,7 @@ class Routed:
 
     Args:
         frozen: the teacher, a mixture of experts.
-        settings: `router_*`, `ka_*` and the divergence.
+        settings: ROUTER_MODE and those of the router.
         scale_loss: for a float16 teacher.
 
     Attributes:
@@ -68,8 +71,6 @@ class Routed:
             self.router = RouterStep(
                 self.mixture,
                 learning_rate=settings.router_lr,
-                balance=settings.router_beta,
-                drift_limit=settings.router_drift,
                 gradient_checkpointing=settings.gradient_checkpointing,
                 scale_loss=scale_loss,
             )
@@ -80,7 +81,7 @@ class Routed:
         mode: Any = self.settings.router_mode
         seed = int(torch.randint(2**62, ())) if mode == "ka" else 0
         generator = torch.Generator().manual_seed(seed)
-        with self.mixture.using(Routing(mode, self.settings.ka_lambda, generator=generator)):
+        with self.mixture.using(Routing(mode, KA_LAMBDA, generator=generator)):
             return self.frozen(batch, rows)
 
     def __call__(self, batch: Batch, rows: Tensor, student: TeacherOutput) -> list[TeacherOutput]:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from ssl_kd.evaluate.language import LanguageJudge
@@ -121,7 +120,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemo
         task = task.without_teacher()
         with clock("train"), signals.between_steps():
             best = _train(settings, folder, task, distiller, steps, signals, judge, tell)
-        done = log_training_outcome(distiller, best, steps)
+        log_training_outcome(distiller, best)
         with clock("judge"):
             best.put_back()
             row, generations["after"] = inside(judge.row, "student", student)
@@ -137,11 +136,11 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemo
             "metrics.json",
             table=table,
             best_step=best.step,
-            steps=done,
+            steps=steps,
             events=folder.count_events(),
             generations=judge.side_by_side(generations),
             seconds=clock.seconds,
-            **facts(task, distiller, done),
+            **facts(task, distiller, steps),
         )
     return folder.path
 
@@ -191,8 +190,6 @@ def _save(
             tokenizer,
             path,
             table,
-            merge=settings.lora_merge,
-            dtype=getattr(torch, settings.save_dtype),
             processor=task.student.processor,
             base=task.teacher.name if cut and task.teacher is not None else "",
             made=made_by(settings, task),
@@ -215,15 +212,15 @@ def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
 
 def _dry(settings: LanguageSettings) -> LanguageSettings:
     """Five steps that try everything once."""
+    trained = settings.to_train
     return settings.replace(
+        teacher_model=f"train:{trained[0]}:{DRY_STEPS}" if trained else settings.teacher_model,
         max_steps=DRY_STEPS,
         epochs=None,
-        teacher_steps=DRY_STEPS,
         eval_every=DRY_STEPS,
         checkpoint_every=DRY_STEPS,
         log_every=1,
         eval_rows=min(settings.eval_rows, 8),
-        answer_prompts=min(settings.answer_prompts, 2),
         generations=min(settings.generations, 2),
     )
 
@@ -279,7 +276,7 @@ def _train(
                 on_log=on_log,
                 on_eval=on_eval,
                 on_checkpoint=on_checkpoint,
-                should_stop=lambda: team.told_to_stop(signals, "before a step") or best.is_final(),
+                should_stop=lambda: team.told_to_stop(signals, "before a step"),
             )
             team.told_to_stop(signals, "after the last step")
         except TooFewHealthyParts as error:
@@ -324,9 +321,7 @@ def train_alone(
         best.offer(done, _by_first(task.ranks, distiller, judge.validation, student))
 
     on_eval(0)
-    train(
-        distiller, task.blocks, steps, on_step=on_step, on_eval=on_eval, should_stop=best.is_final
-    )
+    train(distiller, task.blocks, steps, on_step=on_step, on_eval=on_eval)
     best.put_back()
 
 

@@ -96,7 +96,6 @@ def first_forward(settings: LanguageSettings, task: Task) -> str:
         f"{settings.temperature**2:g} the divergence is multiplied; weights: "
         f"ce {settings.alpha_ce:g}, kd {settings.alpha_kd:g}"
         + (f", hidden {settings.alpha_hidden:g}" if settings.alpha_hidden else "")
-        + (f", attention {settings.alpha_attention:g}" if settings.alpha_attention else "")
     )
 
 
@@ -108,16 +107,9 @@ def say_step(step: int, result: StudentStep) -> None:
         logger.info("step %d: %s, gradient norm %.3g", step + 1, terms, result.grad_norm)
 
 
-def log_training_outcome(distiller: Distiller, best: Best, steps: int) -> int:
-    """Warn of a training that did not help, and of loss terms that took no part in every step.
-
-    Returns:
-        The steps that were done; fewer than `steps` where PATIENCE ended the run.
-    """
-    done, patience = distiller.guard.steps, distiller.settings.patience
-    if done < steps:
-        words = "stopped at step %d of %d: %d evaluations were no better than that of step %d"
-        logger.info(words, done, steps, patience, best.step)
+def log_training_outcome(distiller: Distiller, best: Best) -> None:
+    """Warn of a training that did not help, and of loss terms that took no part in every step."""
+    done = distiller.guard.steps
     if best.step == 0:
         logger.warning(
             "training did not improve the held-out score: the student is saved as it was before "
@@ -126,7 +118,6 @@ def log_training_outcome(distiller: Distiller, best: Best, steps: int) -> int:
     for name, learned in distiller.learned.items():
         if learned < done:
             logger.warning("%s learned from %d of %d steps", name, learned, done)
-    return done
 
 
 def why(error: TooFewHealthyParts, distiller: Distiller) -> str:

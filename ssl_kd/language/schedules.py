@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ssl_kd.settings import SettingsError, nearest
 
-MOVE = ("temperature", "alpha_kd", "alpha_ce", "alpha_hidden", "alpha_attention")
+MOVE = ("temperature", "alpha_kd", "alpha_ce", "alpha_hidden")
 FORM = r"\s*\w+\s*:\s*[\d.eE+-]+\s*(:\s*(linear|cosine)\s*)?"
 
 

@@ -68,7 +68,7 @@ class ServedTeacher:
         name = settings.teacher_served_as or settings.teacher_model
         server = CompletionServer(settings.teacher_url, name)
         server.check(settings.block_size)
-        return cls(server, settings.teacher_top_k, n_ids(tokenizer), device=device, **options)
+        return cls(server, settings.kept[1], n_ids(tokenizer), device=device, **options)
 
     def __call__(self, batch: Batch, rows: Tensor) -> TopKTeacher:
         """Its k likeliest tokens at some positions of a batch.

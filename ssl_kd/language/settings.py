@@ -2,53 +2,71 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
 from ssl_kd.errors import InputError
-from ssl_kd.language.fields import LanguageFields
-from ssl_kd.language.names import GIVEN
-from ssl_kd.language.schedules import Move, moves_of
+from ssl_kd.language.foreign_names import (
+    ALIASES,
+    FIRST,
+    FREE_ON_RESUME,
+    GIVEN,
+    HEADING,
+    INSTEAD,
+    PER_PROCESS,
+)
+from ssl_kd.language.setting_groups import (
+    LossSettings,
+    RolloutSettings,
+    RouterSettings,
+    StudentSettings,
+    TextSettings,
+    TrainingSettings,
+)
+from ssl_kd.language.teacher_settings import TeacherSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.import_paths import check_installed
 
-KA_DRAWS = 2
-"""Draws of experts for each batch in ROUTER_MODE ka."""
-
 
 @dataclass(frozen=True)
-class LanguageSettings(LanguageFields):
+class LanguageSettings(
+    TeacherSettings,
+    StudentSettings,
+    TextSettings,
+    LossSettings,
+    RolloutSettings,
+    RouterSettings,
+    TrainingSettings,
+):
     """Every setting of `scripts/distill.py`; `scripts/config.py` holds them in UPPER_CASE."""
 
-    @property
-    def moves(self) -> list[Move]:
-        """What SCHEDULE moves, and where to."""
-        return moves_of(self.schedule, self.parse)
-
-    def at_step(self, step: int, steps: int) -> Self:
-        """Return the settings as they are in a step of `steps`, from 0, without SCHEDULE itself."""
-        values = {m.name: m.at(getattr(self, m.name), step, steps) for m in self.moves}
-        return self.replace(schedule=None, **values)
+    free_on_resume: ClassVar[frozenset[str]] = FREE_ON_RESUME
+    extended_by: ClassVar[str | None] = "max_steps"
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    per_process: ClassVar[frozenset[str]] = PER_PROCESS
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
+    first: ClassVar[tuple[str, ...]] = FIRST
+    file_heading: ClassVar[str] = HEADING
 
     @property
-    def is_routed(self) -> bool:
-        """Whether the teacher's experts or router differ from the unchanged model."""
-        return self.router_mode != "native" or self.router_weights is not None
+    def kind_of_divergence(self) -> Any:
+        """DIVERGENCE of text, decided where it is `auto`."""
+        if self.divergence != "auto":
+            return "skew_kl" if self.is_contrastive else self.divergence
+        return "forward_kl" if self.router_mode == "native" else "reverse_kl"
 
     @property
-    def draws(self) -> int:
-        """How often a teacher is asked about a batch."""
-        return KA_DRAWS if self.router_mode == "ka" else 1
+    def kind_on_policy(self) -> Any:
+        """DIVERGENCE of what the student writes."""
+        return "skew_reverse_kl" if self.is_contrastive else self.kind_of_divergence
 
-    def n_steps(self, rows: int) -> int:
-        """Return the optimizer steps: EPOCHS over the rows if that is set, else MAX_STEPS."""
-        if self.epochs is None:
-            return self.max_steps
-        per_step = self.batch_size * self.gradient_accumulation_steps
-        return max(1, math.ceil(self.epochs * rows / per_step))
+    @property
+    def learns_text(self) -> bool:
+        """Whether there are rows that the student does not write."""
+        return self.on_policy < 1 or self.is_contrastive
 
     def known(self) -> dict[str, Any]:
         """Return name in lower case -> value, LEARNING_RATE decided: what advice may change."""
@@ -110,9 +128,8 @@ class LanguageSettings(LanguageFields):
             )
         if self.teacher_url is not None:
             self._check_served(self.teacher_url)
-        if len(self.teacher_names) > 1 or self.teacher_weights is not None:
+        if len(self.teacher_names) > 1:
             self._check_several()
-        self._check_mean()
         self._check_features()
         self._check_quantization()
         self._check_schedule()
@@ -127,7 +144,7 @@ class LanguageSettings(LanguageFields):
             check_url(url)
         except InputError as error:
             raise SettingsError(f"{error}.") from error
-        if self.teacher_model in ("train", "none"):
+        if self.to_train or self.teacher_model == "none":
             raise SettingsError(
                 "TEACHER_URL needs the tokenizer of the teacher that is served, and TEACHER_MODEL"
                 f" is {self.teacher_model!r}: name its folder, or its name on the Hub."
@@ -150,26 +167,16 @@ class LanguageSettings(LanguageFields):
             )
 
     def _check_several(self) -> None:
-        names, weights = self.teacher_names, self.teacher_weights
-        try:
-            shares = self.teacher_shares or (1.0,) * len(names)
-        except ValueError:
-            shares = ()
-        if len(shares) != len(names) or not all(0 < share < math.inf for share in shares):
-            raise SettingsError(
-                f"TEACHER_WEIGHTS is {weights!r}, and TEACHER_MODEL names {len(names)} teacher(s):"
-                " expected a number above 0 for each, such as '0.7,0.3'."
-            )
-        if len(names) == 1:
-            return
-        if not all(names) or {"train", "none"} & set(names):
+        names = self.teacher_names
+        alone = [name for name in names if name.partition(":")[0] in ("train", "none")]
+        if alone or not all(names):
             raise SettingsError(
                 f"TEACHER_MODEL is {self.teacher_model!r}: expected folders, or names on the Hub,"
                 " separated by commas ('train' and 'none' stand alone)."
             )
         native = self.router_mode == "native" and self.router_weights is None
-        alone = self.teacher_cache is None and not self.shard
-        if self.align != "auto" or not native or not alone:
+        apart = self.teacher_cache is not None or self.shard
+        if self.align != "auto" or not native or apart:
             raise SettingsError(
                 "Several teachers are asked as they came, on the student's tokens: ALIGN must be"
                 " 'auto', ROUTER_MODE 'native', ROUTER_WEIGHTS and TEACHER_CACHE None, SHARD False."
@@ -177,9 +184,7 @@ class LanguageSettings(LanguageFields):
 
     def _check_features(self) -> None:
         """What compares layers needs the teacher itself, at the student's tokens."""
-        weights = {"ALPHA_HIDDEN": self.alpha_hidden, "ALPHA_ATTENTION": self.alpha_attention}
-        asked = " and ".join(name for name, weight in weights.items() if weight)
-        if not asked:
+        if not self.alpha_hidden:
             return
         none, routed = self.teacher_model == "none", self.router_mode not in ("native", "auto")
         for unfit, why, way in (
@@ -193,43 +198,25 @@ class LanguageSettings(LanguageFields):
         ):
             if unfit:
                 raise SettingsError(
-                    f"{asked} compares layers of the student with those of a live teacher that"
-                    f" reads the same tokens, unchanged, but {why}: {way}, or {asked} to 0."
+                    "ALPHA_HIDDEN compares layers of the student with those of a live teacher that"
+                    f" reads the same tokens, unchanged, but {why}: {way}, or ALPHA_HIDDEN to 0."
                 )
-
-    def _check_mean(self) -> None:
-        packed = self.packing and not (self.on_policy or self.teacher_text)
-        unfit = packed or self.align != "auto" or self.legacy_clamp is not None
-        if self.loss_mean == "sequences" and unfit:
-            raise SettingsError(
-                "LOSS_MEAN 'sequences' takes a row for a sequence, and weighs its tokens in both"
-                " terms: set PACKING to False, ALIGN to 'auto' and LEGACY_CLAMP to None."
-            )
 
     def _check_quantization(self) -> None:
         """Weights in fewer bits are loaded for one device, and stay as they are."""
         kind = self.student_model.partition(":")[0]
-        made = kind in ("fresh", "llama", "layers", GIVEN)
-        absent = self.teacher_url is not None or self.teacher_model in ("none", GIVEN)
-        rules = {
-            "TEACHER_QUANTIZATION": (
-                (absent, "name a TEACHER_MODEL that is loaded here"),
-                (kind == "layers", f"STUDENT_MODEL {kind!r} cuts whole weights"),
-                (self.teacher_offload, "set TEACHER_OFFLOAD to False"),
-                (self.shard, "set SHARD to False"),
-            ),
-            "LORA_QUANTIZATION": (
-                (not self.lora_rank, "set LORA_RANK above 0: it is of the base of adapters"),
-                (made, "name a STUDENT_MODEL that is loaded"),
-                (self.lora_merge, "set LORA_MERGE to False: who loads the adapters merges them"),
-                (self.shard, "set SHARD to False"),
-            ),
-        }
-        for name, rule in rules.items():
-            value = getattr(self, name.lower())
-            for unfit, way in rule:
-                if value is not None and unfit:
-                    raise SettingsError(f"{name} is {value!r}: {way}, or set it to None.")
+        base = self.lora_rank and kind not in ("fresh", "llama", "layers", GIVEN)
+        loaded = self.teacher_url is None and self.teacher_model not in ("none", GIVEN)
+        for unfit, way in (
+            (not (loaded or base), "name a TEACHER_MODEL, or with LORA_RANK a STUDENT_MODEL"),
+            (kind == "layers", f"STUDENT_MODEL {kind!r} cuts whole weights"),
+            (loaded and self.teacher_offload, "set TEACHER_OFFLOAD to False"),
+            (self.shard, "set SHARD to False"),
+        ):
+            if self.quantization is not None and unfit:
+                raise SettingsError(
+                    f"QUANTIZATION is {self.quantization!r}: {way}, or set it to None."
+                )
 
     def _check_on_policy(self) -> None:
         if self.is_contrastive and not self.on_policy:

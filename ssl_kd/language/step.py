@@ -35,6 +35,9 @@ from ssl_kd.training.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
+RESTORE_AFTER = 20
+"""Bad steps in a row before the student goes back to its last good state."""
+
 
 def precision_of(settings: LanguageSettings) -> Precision:
     """The dtypes of a run: what suits the device, or what was asked for where the device has it."""
@@ -159,7 +162,7 @@ class Distiller(Objective):
             self.optimizer,
             thresholds=Thresholds(
                 spike_factor=settings.spike_factor,
-                restore_after=settings.restore_after,
+                restore_after=RESTORE_AFTER,
                 stop_after=settings.stop_after,
                 max_norm=settings.grad_norm_threshold,
             ),
@@ -182,7 +185,7 @@ class Distiller(Objective):
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens, (whole, text), sizes = self._sizes(batches)
+        tokens, text, sizes = self._sizes(batches)
         self._lost: dict[str, int] = {}
         sums = dict.fromkeys(sizes, torch.zeros((), device=self.precision.device))
         rng = rng_state(self.precision.device)
@@ -214,11 +217,11 @@ class Distiller(Objective):
         found = dict(zip(sums, means, strict=True)) if tokens else {}
         weighted = [weight * found[name] for name, weight in self.weights.items() if name in found]
         finite = [value for value in weighted if math.isfinite(value)]
-        self._without_lost(found, text, whole, sizes)
+        self._without_lost(found, text, sizes)
         if not text:
             found.pop("ce", None)
-        elif whole != text:
-            found["ce"] *= whole / text
+        elif tokens != text:
+            found["ce"] *= tokens / text
         done = StudentStep(
             terms=found,
             loss=sum(finite) if finite else float("nan"),
@@ -260,33 +263,25 @@ class Distiller(Objective):
             seen["kd"] = seen["kd"] + torch.stack(late).sum() / sizes["kd"]
         return seen
 
-    def _without_lost(
-        self, found: dict[str, float], text: int, whole: int, sizes: Mapping[str, float]
-    ) -> None:
+    def _without_lost(self, found: dict[str, float], text: int, sizes: Mapping[str, float]) -> None:
         """Make means of the terms that lost rows what they are over the others; on every rank."""
         for name in sorted(self._lost):
             (lost,) = self.team.sums(f"step {self.guard.steps - 1}, {name} lost", self._lost[name])
-            by_row = self.settings.loss_mean == "sequences"
-            of = text if name == "ce" else whole if by_row else sizes[name] * self.team.world
+            of = text if name == "ce" else sizes[name] * self.team.world
             found[name] *= of / (of - lost) if lost < of else math.nan
 
-    def _sizes(
-        self, batches: Sequence[Batch | AlignedBatch]
-    ) -> tuple[int, tuple[int, int], dict[str, float]]:
-        """Real tokens of all ranks; tokens or sequences, and those of text; each term's divisor.
+    def _sizes(self, batches: Sequence[Batch | AlignedBatch]) -> tuple[int, int, dict[str, float]]:
+        """Real tokens of all ranks, those of text among them, and each term's divisor.
 
         See `counts`. Gradients are averaged over ranks: sums over a rank's share of a divisor
         become means over all.
         """
-        what, texts = f"step {self.guard.steps}, the tokens", [student_side(b) for b in batches]
-        here, by_row = self.counts(batches), self.settings.loss_mean == "sequences"
-        own = sum(t.sequences for t in texts) if by_row else here["ce"]
-        of_text = sum(t.text_sequences if by_row else t.text_tokens for t in texts)
-        whole, text, *of_all = map(int, self.team.sums(what, own, of_text, *here.values()))
+        here, what = self.counts(batches), f"step {self.guard.steps}, the tokens"
+        of_text = sum(student_side(batch).text_tokens for batch in batches)
+        text, *of_all = map(int, self.team.sums(what, of_text, *here.values()))
         sizes = dict(zip(here, of_all, strict=True))
-        self.tokens_per_sequence = sizes["ce"] / max(whole, 1)
         shares = {name: max(n, 1) / self.team.world for name, n in sizes.items()}
-        return sizes["ce"], (whole, text), shares
+        return sizes["ce"], text, shares
 
     def _router_moves_once(self, batches: Sequence[Any]) -> AbstractContextManager[None]:
         alone = len(batches) == self.team.world == 1

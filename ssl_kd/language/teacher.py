@@ -30,7 +30,7 @@ def load_teacher(
     settings: LanguageSettings, name: str, precision: Precision, *, as_saved: bool = False
 ) -> CausalLM:
     """The teacher's model as the settings would have it loaded; `as_saved`: in its file's dtype."""
-    kind, dtype = settings.teacher_quantization, precision.teacher
+    kind, dtype = settings.quantization, precision.teacher
     return load_causal_lm(
         name,
         dtype=None if as_saved else dtype,

@@ -55,7 +55,7 @@ def with_teacher_text(
         CorruptFileError: a file is damaged; delete it.
     """
     rows = _rows(settings, len(blocks))
-    decides = ("prompt_tokens", "rollout_tokens", "rollout_temperature", "rollout_top_p", "seed")
+    decides = ("max_new_tokens", "rollout_temperature", "seed")
     key = [blocks.digest, teacher.weights_id, str(frozen.model.dtype)]
     key += [str(getattr(settings, name)) for name in (*decides, "teacher_text")]
     folder = TEXTS / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
@@ -111,8 +111,7 @@ def _write(
                 some,
                 seeds,
                 rollouts,
-                prompt_tokens=settings.prompt_tokens,
-                rollout_tokens=settings.rollout_tokens,
+                max_new_tokens=settings.max_new_tokens,
             )
         if rollouts.sick:
             raise InputError(

@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 
 def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     """What is learned from, and what is held out; no document is both."""
-    most = None if settings.max_megabytes is None else int(settings.max_megabytes * 1e6)
-    read = partial(open_text, field=settings.text_field, max_bytes=most)
+    read = partial(open_text, field=settings.text_field)
     if settings.eval_path is None:
         train_set = read(settings.data_path, "train")
         eval_set = read(settings.data_path, "test")

@@ -42,28 +42,27 @@ def trained_teacher(
     Returns:
         Its folder, below `data/teachers`.
     """
+    assert settings.to_train is not None
+    size, steps = settings.to_train
     own = settings.replace(
         teacher_model="none",
         teacher_cache=None,
-        student_model=f"fresh:{settings.teacher_size}",
-        max_steps=settings.teacher_steps,
+        student_model=f"fresh:{size}",
+        max_steps=steps,
         epochs=None,
         **TEXT_ALONE,
-        loss_mean="tokens",
         learning_rate=TEACHER_LR,
         lr_schedule="cosine",
         clip_grad=1.0,
-        teacher_quantization=None,
+        quantization=None,
         lora_rank=0,
-        lora_quantization=None,
         shard=False,
         teacher_text=0.0,
     )
-    decides = ("block_size", "packing", "batch_size", "gradient_accumulation_steps")
-    decides += ("teacher_size", "teacher_steps", "seed")
-    decides += ("weight_decay", "warmup_fraction")
-    key = [texts.digest, str(precision.student), *(str(getattr(own, name)) for name in decides)]
-    folder = TEACHERS / hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]
+    key = [texts.digest, precision.student, own.block_size, own.packing, own.batch_size]
+    key += [own.gradient_accumulation_steps, size, steps, own.seed, own.weight_decay]
+    key += [own.warmup_fraction]
+    folder = TEACHERS / hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:16]
     if ranks.from_first(folder.exists):
         logger.info("using the teacher trained earlier on this text: %s", folder)
         return folder

@@ -66,7 +66,7 @@ def head_curves(
 def term_name(part: str) -> str:
     """A part of the language mode's loss in words; its own name where it is none."""
     words = {"ce": "cross-entropy", "kd": "distillation"}
-    words |= {"hidden": "hidden states", "attention": "attention relations"}
+    words |= {"hidden": "hidden states"}
     return f"{words[part]} ({part})" if part in words else part
 
 

@@ -237,21 +237,6 @@ def llm_module(name: str) -> ModuleType:
         ) from error
 
 
-def set_attention(lm: CausalLM, name: str) -> None:
-    """Choose how a model computes attention, as transformers names it.
-
-    Raises:
-        ValueError: the model cannot compute it so, or a package for it is missing.
-    """
-    try:
-        lm.model.set_attn_implementation(name)
-    except (ValueError, ImportError) as error:
-        raise InputError(
-            f"ATTN_IMPLEMENTATION is {name!r}, which {lm.name} does not take ({_reason(error)}): "
-            "set it to None"
-        ) from error
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,6 @@ from torch import nn
 from ssl_kd.errors import InputError
 from ssl_kd.teachers.causal import sees, without_adapters
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-
 
 def stack_of(model: Any) -> str:
     """The name of the list of a causal model's decoder layers, as in `model.layers`.
@@ -37,11 +35,3 @@ def _inside(causal: Any) -> str:
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The decoder layers of a causal model of transformers, with or without PEFT's wrapping."""
     return [*without_adapters(model).get_submodule(stack_of(model))]
-
-
-def attention_projections(layer: nn.Module) -> tuple[nn.Module, ...] | None:
-    """A layer's projections to queries, keys and values; None where these are not apart."""
-    for module in layer.modules():
-        if all(hasattr(module, name) for name in PROJECTIONS):
-            return tuple(getattr(module, name) for name in PROJECTIONS)
-    return None

@@ -264,7 +264,7 @@ class CompletionServer:
                 "NaN or overflow in its --dtype"
             )
         elif body is not None:
-            words += f" (TEACHER_TOP_K is {body['prompt_logprobs']}, the model {self.model!r})"
+            words += f" (CACHE_METHOD is topk:{body['prompt_logprobs']}, the model {self.model!r})"
         return self._failed(words)
 
 
@@ -410,7 +410,7 @@ def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], li
     likeliest = sum(not isinstance(rank, int) or rank <= k for *_, rank in found)
     if likeliest < k:  # the prompt's own token may come in addition
         words = f"gives the {likeliest} likeliest tokens, expected {k} or more"
-        raise _Wrong(f"{words}: lower TEACHER_TOP_K, or ask for more prompt_logprobs", token)
+        raise _Wrong(f"{words}: lower CACHE_METHOD topk:K, or allow more prompt_logprobs", token)
     return [i for i, _, _ in found], [value for _, value, _ in found]
 
 

@@ -195,8 +195,6 @@ def save_student(
     folder: str | os.PathLike[str],
     card: str | Sequence[Mapping[str, Any]],
     *,
-    merge: bool = False,
-    dtype: torch.dtype = torch.float32,
     processor: Any = None,
     base: str = "",
     made: Mapping[str, str] = MappingProxyType({}),
@@ -209,19 +207,17 @@ def save_student(
     written beside the folder and take its name when they are complete, in place of what was there.
 
     Args:
-        model: the student; adapters are saved without their base.
+        model: the student; adapters are saved without their base, but merged into one that was made
+            in memory: they could not be loaded alone. The model itself keeps its adapters.
         tokenizer: its tokenizer.
         folder: where to.
         card: Markdown, or the rows of the run's table: one mapping of columns each.
-        merge: write adapters and base as one plain model. Always so where the base was made in
-            memory: adapters alone could not be loaded then. The model itself keeps its adapters.
-        dtype: of the written weights; the model itself keeps its own.
         processor: of a model of images and text, for `AutoProcessor`.
         base: the model that one made in memory was cut from.
         made: how it came to be, for the card: the teacher, the data, the settings.
 
     Raises:
-        NotFinite: a weight holds a NaN or an infinity, or would in `dtype`; nothing is written.
+        NotFinite: a weight holds a NaN or an infinity; nothing is written.
         FileExistsError: the folder holds something other than a saved model.
         OSError: the disk is full or failed; a folder already there is unchanged.
     """
@@ -233,28 +229,21 @@ def save_student(
         )
     loaded = getattr(without_adapters(model).config, "_name_or_path", "")
     adapters = without_adapters(model) is not model
-    if adapters and not merge and not loaded:
-        logger.info("the adapters are merged into their base, which was made in memory")
-        merge = True
-    if adapters and not merge and (place := Path(loaded).expanduser()).exists():
+    if adapters and loaded and (place := Path(loaded).expanduser()).exists():
         for config in model.peft_config.values():  # they are loaded from elsewhere, too
             config.base_model_name_or_path = str(place.resolve())
-    if adapters and merge:
+    if adapters and not loaded:
+        logger.info("the adapters are merged into their base, which was made in memory")
         model = copy.deepcopy(model)
         cast_weights(model, torch.float32)  # a base in half precision would round what is added
         model, adapters = model.merge_and_unload(), False
     causal = without_adapters(model)
     transformers = llm_module("transformers")
-    weights = _rounded(model, dtype, "lora_" if adapters else "")
-    if (sick := next((n for n, w in weights.items() if not w.isfinite().all()), None)) is not None:
-        raise NotFinite(
-            f"{folder} is not written: {sick} of the model is too large for {str(dtype)[6:]}. Set "
-            "--save_dtype bfloat16 or float32"
-        )
+    weights = _in_float32(model, "lora_" if adapters else "")
     with quiet(transformers), _generation(causal) as generation, _replaced(folder) as new:
         model.save_pretrained(new, state_dict=weights)
         if (file := new / "config.json").is_file():  # it says what the model in memory has
-            config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": str(dtype)[6:]}
+            config = json.loads(file.read_text(encoding="utf-8")) | {"dtype": "float32"}
             file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         generation.save_pretrained(new)  # adapters come without
         (processor or tokenizer).save_pretrained(new)
@@ -413,8 +402,8 @@ def _make(
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def _rounded(model: nn.Module, dtype: torch.dtype, part: str) -> dict[str, torch.Tensor]:
-    """A model's state in a dtype, of the names with `part` in them; a tied weight stays tied."""
+def _in_float32(model: nn.Module, part: str) -> dict[str, torch.Tensor]:
+    """A model's state in float32, of the names with `part` in them; a tied weight stays tied."""
     once: dict[tuple[int, torch.Size], torch.Tensor] = {}
     state = {}
     for name, tensor in model.state_dict().items():
@@ -422,7 +411,7 @@ def _rounded(model: nn.Module, dtype: torch.dtype, part: str) -> dict[str, torch
             continue
         key = tensor.data_ptr(), tensor.shape
         if key not in once or not tensor.numel():
-            once[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            once[key] = tensor.float() if tensor.is_floating_point() else tensor
         state[name] = once[key]
     return state
 

@@ -12,15 +12,14 @@ _TOWERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_to
 _PROJECTORS = ("merger",)  # of Qwen-VL, inside its tower
 
 
-def freeze_tower(model: Any, *, train_tower: bool, images: bool) -> None:
+def freeze_tower(model: Any, *, images: bool) -> None:
     """Say which weights of a model of images and text are trained; others are left alone.
 
     The language part always is, the projector where there are images to learn from, and the vision
-    tower where that is asked for, too.
+    tower never.
 
     Args:
         model: of transformers, without adapters; changed in place.
-        train_tower: train the vision tower.
         images: whether the model will see any.
     """
     if not sees(model):
@@ -32,9 +31,7 @@ def freeze_tower(model: Any, *, train_tower: bool, images: bool) -> None:
         in_tower = any(part in _TOWERS for part in path) and not any(
             mark in part for part in path for mark in _PROJECTORS
         )
-        parameter.requires_grad = id(parameter) in language or (
-            images and (train_tower or not in_tower)
-        )
+        parameter.requires_grad = id(parameter) in language or (images and not in_tower)
 
 
 def trained_linears(model: Any) -> list[str]:

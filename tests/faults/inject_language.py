@@ -52,7 +52,6 @@ FAST = {
     "checkpoint_every": 3,
     "generations": 1,
     "max_new_tokens": 4,
-    "answer_prompts": 2,
     "device": "cpu",
     "model_dtype": "float32",
 }

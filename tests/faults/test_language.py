@@ -46,6 +46,7 @@ from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
+from ssl_kd.teachers.router import RouterStep  # noqa: E402
 from ssl_kd.teachers.student import add_lora, save_student  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
@@ -261,10 +262,11 @@ def _named(step, n=ROWS):
 
 
 @row(26)
-def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on():
+def test_after_as_many_steps_as_the_guard_waits_it_says_why_and_goes_on(monkeypatch):
+    monkeypatch.setattr("ssl_kd.language.step.RESTORE_AFTER", 3)
     teacher = make_model(seed=2)
     hit = Struck(teacher.model.norm)
-    sick = taught(hit.at(*range(2, 8)), steps=9, teacher=teacher, restore_after=3)
+    sick = taught(hit.at(*range(2, 8)), steps=9, teacher=teacher)
     told = [action for _, stage, action in sick.of("kd") if stage == "loss"]
     assert [action.partition(":")[0] for action in told] == [
         "cut out",
@@ -569,10 +571,11 @@ def test_ten_steps_without_a_finite_term_end_in_the_last_good_state():
 
 
 @row(58)
-def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on():
+def test_ultra_stable_goes_back_with_a_fresh_optimizer_and_on(monkeypatch):
+    monkeypatch.setattr("ssl_kd.language.step.RESTORE_AFTER", 4)
     student, seen = make_model(seed=1), {}
     hit = Struck(student.model.norm)
-    patience = {"stop_after": PRESETS["ultra_stable"]["stop_after"], "restore_after": 4}
+    patience = {"stop_after": PRESETS["ultra_stable"]["stop_after"]}
     found = taught(_strike_of(hit, range(4, 8), seen), steps=12, student=student, **patience)
     (event,) = [e for e in found.events if e.stage == "escalation"]
     assert event.step == 7 and event.action.endswith("with a fresh optimizer")
@@ -918,7 +921,7 @@ RUNS = {
     "another tokenizer, chunks": {"align": "chunks", "student_model": "stranger"},
     "a router that learns": {"router_mode": "sar", "teacher_model": "mixture", "router_lr": 1e-2},
     "a teacher that is sick at one token": {"teacher_model": "sick"},
-    "sampled experts": {"router_mode": "ka", "teacher_model": "mixture", "ka_lambda": 0.5},
+    "sampled experts": {"router_mode": "ka", "teacher_model": "mixture"},
 }
 
 
@@ -1060,8 +1063,9 @@ def _without(rows, start, stop):
 
 
 @row(69)
-def test_a_router_that_only_imitates_is_stopped_and_the_rest_goes_on():
-    _, source, asked = _mixture("sar", router_lr=1.0, router_drift=0.02)
+def test_a_router_that_only_imitates_is_stopped_and_the_rest_goes_on(monkeypatch):
+    monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 0.02)
+    _, source, asked = _mixture("sar", router_lr=1.0)
     found = taught(source=source, steps=8, **asked)
     (event,) = found.events
     assert (event.part, event.stage, event.action) == ("router", "drift", "stopped")

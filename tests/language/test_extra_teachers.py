@@ -103,14 +103,20 @@ def two(models):
     return f"{models('teacher')},{models('student')}"
 
 
-def test_a_run_learns_from_all_of_them(settings, models, two):
-    path = run(settings(teacher_model=two, teacher_weights="0.7,0.3"))
+@pytest.fixture
+def weighted(models):
+    """TEACHER_MODEL with two weights."""
+    return lambda a, b: f"{a}*{models('teacher')}, {b} * {models('student')}"
+
+
+def test_a_run_learns_from_all_of_them(settings, models, two, weighted):
+    path = run(settings(teacher_model=weighted(0.7, 0.3)))
     said, rows = config(path), table(path)
     assert [said["teacher"]["name"], *(one["name"] for one in said["beside"])] == two.split(",")
     names = ["teacher", f"teacher {models('student')}", "student before", "student"]
     assert list(rows) == names and len({row["nll"] for row in rows.values()}) == 4
-    other = run(settings(teacher_model=two, teacher_weights="0.3,0.7", run_name="b"))
-    as_well = run(settings(teacher_model=two, teacher_weights="7, 3", run_name="c"))
+    other = run(settings(teacher_model=weighted(0.3, 0.7), run_name="b"))
+    as_well = run(settings(teacher_model=weighted(7, 3), run_name="c"))
     assert weights(other) != weights(path) == weights(as_well)
     kinds = [settings(run_name="d"), settings(run_name="e", teacher_model=models("student"))]
     first, second = (log_lines(run(kind))[0]["kd"] for kind in kinds)
@@ -118,8 +124,8 @@ def test_a_run_learns_from_all_of_them(settings, models, two):
     assert between == pytest.approx(0.7 * first + 0.3 * second, rel=0.02)
 
 
-def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, two, monkeypatch):
-    asked = settings(teacher_model=two, teacher_weights="0.7,0.3")
+def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings, weighted, monkeypatch):
+    asked = settings(teacher_model=weighted(0.7, 0.3))
     whole = run(asked.replace(run_name="whole"))
     answer, calls = FrozenTeacher.__call__, []
 
@@ -182,13 +188,14 @@ def test_a_folder_with_a_comma_in_its_name_is_one_teacher(settings, models, tmp_
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"teacher_weights": "0.7"}, r"'0.7', and TEACHER_MODEL names 2 teacher\(s\)"),
-        ({"teacher_weights": "0.7,-0.3"}, "a number above 0 for each"),
-        ({"teacher_weights": "0.7,nan"}, "a number above 0 for each"),
-        ({"teacher_weights": "0.7;0.3"}, "a number above 0 for each"),
-        ({"teacher_model": "a", "teacher_weights": "0.7,0.3"}, r"names 1 teacher\(s\)"),
+        ({"teacher_model": "0.7*a,b"}, "a weight above 0 for each teacher, as in"),
+        ({"teacher_model": "0.7*a,-0.3*b"}, "a weight above 0 for each"),
+        ({"teacher_model": "0.7*a,nan*b"}, "a weight above 0 for each"),
+        ({"teacher_model": "x*a,0.3*b"}, "a weight above 0 for each"),
+        ({"teacher_model": "0.7*a,0.3*"}, "separated by commas"),
         ({"teacher_model": "a,"}, "separated by commas"),
         ({"teacher_model": "train,b"}, "'train' and 'none' stand alone"),
+        ({"teacher_model": "a,train:1x16:2"}, "'train' and 'none' stand alone"),
         ({"teacher_cache": "c"}, "TEACHER_CACHE None"),
         ({"align": "chunks"}, "ALIGN must be 'auto'"),
         ({"router_mode": "auto"}, "ROUTER_MODE 'native'"),

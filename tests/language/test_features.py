@@ -1,4 +1,4 @@
-"""Terms by hidden states and relations of attention: layer maps, values, faults, settings."""
+"""The term by hidden states: layer maps, values, faults, settings."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ssl_kd.datasets.blocks import make_blocks
-from ssl_kd.language.features import AttentionRelations, HiddenStates, feature_terms, layer_map
+from ssl_kd.language.features import HiddenStates, layer_map
 from ssl_kd.language.run import run
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
@@ -22,38 +22,34 @@ from ssl_kd.teachers.student import add_lora
 from ssl_kd.training.stop import Interrupted
 from tests.bits import same
 from tests.faults.matrix import row as fault
-from tests.oracles.features import relation_oracle, state_oracle
+from tests.oracles.features import state_oracle
 
-BOTH = {"alpha_hidden": 0.3, "alpha_attention": 0.2}
-ALONE = {"alpha_ce": 0.01, "alpha_kd": 0.0, "alpha_hidden": 1.0, "alpha_attention": 1.0}
+HIDDEN = {"alpha_hidden": 0.3}
+ALONE = {"alpha_ce": 0.01, "alpha_kd": 0.0, "alpha_hidden": 1.0}
 
 
 @pytest.fixture
 def distil(tiny):
-    """A distiller of a tiny student and its teacher, with these terms."""
+    """A distiller of a tiny student and its teacher, with this term."""
 
     def make(student=None, teacher=None, precision=None, **changes):
         student = tiny.model(seed=1, spread=0.2) if student is None else student
         precision = precision or tiny.precision
         teacher = tiny.model(spread=0.3) if teacher is None else teacher
         frozen = FrozenTeacher(teacher, dtype=precision.teacher)
-        settings = tiny.settings(**{**BOTH, **changes})
-        others = feature_terms(settings, student, frozen.model)
+        settings = tiny.settings(**{**HIDDEN, **changes})
+        others, weight = [], settings.alpha_hidden
+        if weight:
+            others = [HiddenStates(weight, student, frozen.model, settings.layer_map)]
         return Distiller(student, settings, precision, Plain(frozen), others=others)
 
     return make
 
 
 def inside(model, batch, layer):
-    """What a layer and its projections put out, by transformers' own means."""
+    """What a layer puts out, by transformers' own means."""
     hidden = model.model(**batch.model_inputs(), output_hidden_states=True, use_cache=False)
-    block = model.model.layers[layer]
-    before = hidden.hidden_states[layer]
-    normed = block.input_layernorm(before)
-    attention = block.self_attn
-    qkv = [p(normed) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    out = hidden.hidden_states[layer + 1] if layer + 1 < len(model.model.layers) else None
-    return out, qkv
+    return hidden.hidden_states[layer + 1]
 
 
 # --- layer maps -----------------------------------------------------------------------------------
@@ -94,7 +90,7 @@ def test_a_map_of_another_form_is_refused(tiny, spec):
 # --- values ---------------------------------------------------------------------------------------
 
 
-def test_the_terms_are_the_formulas_of_what_the_layers_put_out(tiny, distil):
+def test_the_term_is_the_formula_of_what_the_layers_put_out(tiny, distil):
     distiller = distil(layer_map="0:0")
     batch = make_blocks(tiny.texts(), tiny.tokenizer, 100, packing=True).batch([0, 3, 1])
     assert batch.packed
@@ -102,17 +98,9 @@ def test_the_terms_are_the_formulas_of_what_the_layers_put_out(tiny, distil):
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     teacher = distiller.source.model
     with torch.no_grad():
-        (s, s_qkv), (t, t_qkv) = (inside(m, batch, 0) for m in (distiller.student, teacher))
+        s, t = (inside(m, batch, 0) for m in (distiller.student, teacher))
         expected = state_oracle(*(x.flatten(0, 1)[rows].double() for x in (s, t))).sum()
-        heads, length, total = distiller.others[1].heads, batch.input_ids.shape[1], 0.0
-        for a, b in zip(s_qkv, t_qkv, strict=True):
-            for i in range(3):
-                mine = rows[rows // length == i] - i * length
-                pair = a[i].double(), b[i].double()
-                total += relation_oracle(*pair, mine, batch.documents[i], heads).sum() / 3
-    assert heads == 4  # divides 32 and 16
     assert found["hidden"].item() == pytest.approx(float(expected), rel=1e-5)
-    assert found["attention"].item() == pytest.approx(float(total), rel=1e-4)
     assert distiller.counts([batch])["hidden"] == distiller.counts([batch])["ce"] == len(rows)
 
 
@@ -120,15 +108,14 @@ def test_several_pairs_are_their_mean(tiny, distil):
     student, batch = tiny.model(seed=1, spread=0.2), tiny.blocks().batch(range(4))
     one, two, both = (distil(student, layer_map=m) for m in ("0:0", "1:1", "0:0,1:1"))
     terms = [d.terms(batch) for d in (one, two, both)]
-    for name in ("hidden", "attention"):
-        a, b, mean = (term[name].item() for term in terms)
-        assert mean == pytest.approx((a + b) / 2, rel=1e-5) and a != b
+    a, b, mean = (term["hidden"].item() for term in terms)
+    assert mean == pytest.approx((a + b) / 2, rel=1e-5) and a != b
 
 
 def test_a_student_of_its_teachers_weights_is_at_no_distance(tiny, distil):
     batch = tiny.blocks().batch(range(4))
     found = distil(tiny.model(spread=0.3), layer_map="uniform").terms(batch)
-    assert abs(found["hidden"].item()) < 1e-5 and abs(found["attention"].item()) < 1e-4
+    assert abs(found["hidden"].item()) < 1e-5
 
 
 def test_another_width_and_depth_learns_with_a_projection(tiny, distil):
@@ -136,15 +123,13 @@ def test_another_width_and_depth_learns_with_a_projection(tiny, distil):
     student = tiny.model(seed=1, spread=0.2, num_hidden_layers=1, **narrow)
     distiller = distil(student, layer_map="uniform", **ALONE)
     batch = tiny.blocks().batch(range(4))
-    hidden, attention = distiller.others
+    (hidden,) = distiller.others
     assert [tuple(p.weight.shape) for p in hidden.module] == [(32, 16)]
-    assert attention.module is None and attention.heads == 4
     before = hidden.module[0].weight.clone()
     results = [distiller.step([batch], 3e-2) for _ in range(11)]
     assert not torch.equal(hidden.module[0].weight, before)
-    for name in ("hidden", "attention"):
-        assert results[-1].terms[name] < 0.8 * results[0].terms[name]
-    assert distiller.learned == dict.fromkeys(("ce", "hidden", "attention"), 11)
+    assert results[-1].terms["hidden"] < 0.8 * results[0].terms["hidden"]
+    assert distiller.learned == {"ce": 11, "hidden": 11}
 
 
 def test_checkpointed_activations_and_adapters_give_the_same_step(tiny, distil):
@@ -157,7 +142,7 @@ def test_checkpointed_activations_and_adapters_give_the_same_step(tiny, distil):
     assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
     adapted = distil(add_lora(tiny.model(seed=1, spread=0.2), 4), **ALONE)
     first, *_, last = (adapted.step([batch], 3e-2) for _ in range(6))
-    assert last.terms["attention"] < 0.9 * first.terms["attention"]
+    assert last.terms["hidden"] < 0.9 * first.terms["hidden"]
 
 
 def test_half_precision_follows_float32(tiny, distil):
@@ -165,29 +150,25 @@ def test_half_precision_follows_float32(tiny, distil):
     for precision in (tiny.precision, tiny.half()):
         distiller = distil(tiny.model(seed=1, spread=0.2), precision=precision)
         found.append(distiller.step([batch], 1e-2).terms)
-    for name in ("hidden", "attention"):
-        assert found[1][name] == pytest.approx(found[0][name], rel=0.02)
+    assert found[1]["hidden"] == pytest.approx(found[0]["hidden"], rel=0.02)
 
 
 def test_hidden_states_of_any_architecture(tiny, distil):
     student, teacher = (tiny.model("GPT2", seed=s, spread=0.2) for s in (1, 2))
-    distiller = distil(student, teacher, alpha_attention=0.0, layer_map="uniform")
+    distiller = distil(student, teacher, layer_map="uniform")
     first, *_, last = (distiller.step([tiny.blocks().batch(range(4))], 1e-2) for _ in range(8))
     assert last.terms["hidden"] < first.terms["hidden"]
-    with pytest.raises(SettingsError, match="which GPT2LMHeadModel does not keep apart"):
-        distil(student, teacher)
 
 
 # --- faults ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["hidden", "attention"])
 @fault(122)
-def test_a_nan_in_a_term_leaves_the_step_as_without_it_to_the_bit(tiny, distil, name):
+def test_a_nan_in_a_term_leaves_the_step_as_without_it_to_the_bit(tiny, distil):
+    name = "hidden"
     batch = tiny.blocks().batch(range(4))
     sick, alone = distil(), distil(**{f"alpha_{name}": 0.0})
-    layer = sick.source.model.model.layers[1]
-    spoiled = layer if name == "hidden" else layer.self_attn.v_proj
+    spoiled = sick.source.model.model.layers[1]
     # After the term has recorded it: the teacher itself goes on as it was.
     term = next(term for term in sick.others if term.name == name)
     record = term._record
@@ -228,41 +209,31 @@ def test_nothing_is_kept_or_hooked_between_steps(tiny, distil):
         ({"router_weights": "router.safetensors"}, "ROUTER_WEIGHTS is another router's"),
     ],
 )
-@pytest.mark.parametrize("name", ["alpha_hidden", "alpha_attention"])
-def test_what_does_not_fit_is_refused(tiny, name, changes, words):
-    with pytest.raises(SettingsError, match=f"{name.upper()} compares layers.*{words}"):
-        tiny.settings(**{name: 0.5}, **changes)
-
-
-def test_nothing_is_made_where_nothing_is_asked_for(tiny):
-    student, teacher = tiny.model(seed=1), tiny.model()
-    assert feature_terms(tiny.settings(), student, teacher) == []
-    (term,) = feature_terms(tiny.settings(alpha_hidden=0.5), student, teacher)
-    assert isinstance(term, HiddenStates) and term.module is None
-    (term,) = feature_terms(tiny.settings(alpha_attention=0.5), student, teacher)
-    assert isinstance(term, AttentionRelations)
+def test_what_does_not_fit_is_refused(tiny, changes, words):
+    with pytest.raises(SettingsError, match=f"ALPHA_HIDDEN compares layers.*{words}"):
+        tiny.settings(alpha_hidden=0.5, **changes)
 
 
 def test_a_run_logs_and_shows_them(settings):
-    path = run(settings(**BOTH, alpha_kd=0.0, baseline=True))
+    path = run(settings(**HIDDEN, alpha_kd=0.0, baseline=True))
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if "train_loss" in line]
     assert len(lines) == 3
     for line in lines:
-        assert line["hidden"] > 0 and line["attention"] > 0 and line["kd"] > 0
-        assert line["hidden_success_rate"] == line["attention_success_rate"] == 1
-        weighed = 0.5 * line["ce"] + 0.3 * line["hidden"] + 0.2 * line["attention"]
+        assert line["hidden"] > 0 and line["kd"] > 0
+        assert line["hidden_success_rate"] == 1
+        weighed = 0.5 * line["ce"] + 0.3 * line["hidden"]
         assert line["train_loss"] == pytest.approx(weighed)
     found = json.loads((path / "metrics.json").read_text())
-    assert found["learned_from"] == {"ce": 6, "hidden": 6, "attention": 6}
+    assert found["learned_from"] == {"ce": 6, "hidden": 6}
     page = write_report(path).read_text()
-    assert "hidden states (hidden)" in page and "attention relations (attention)" in page
+    assert "hidden states (hidden)" in page
 
 
 def test_interrupted_and_resumed_it_ends_with_the_same_bits(settings):
     """A projection learns beside the student, and is resumed with it."""
-    whole = run(settings(**BOTH, run_name="whole"))
-    own = settings(**BOTH, run_name="halves")
+    whole = run(settings(**HIDDEN, run_name="whole"))
+    own = settings(**HIDDEN, run_name="halves")
 
     def stop(stage, done, total, info):
         if stage == "train" and done == 4:

@@ -91,7 +91,7 @@ def test_padded_logits_are_compared(models, tmp_path, text_file):
         teacher_model=str(tmp_path / "padded"),
         student_model=models("student"),
         **{"data_path": text_file, "block_size": 24, "eval_rows": 8, "device": "cpu"},
-        **{"generations": 2, "max_new_tokens": 6, "answer_prompts": 0},
+        **{"generations": 2, "max_new_tokens": 6},
     )
     _, student = judge(settings)["table"]
     assert student["kl"] > 0 and 0 < student["acceptance"] < 1
@@ -132,7 +132,7 @@ def test_scores_are_those_of_the_teacher_as_it_answers(models, text_file, monkey
         teacher_model=models("teacher"),
         student_model=models("student"),
         **{"data_path": text_file, "block_size": 24, "eval_rows": 8, "device": "cpu"},
-        **{"generations": 0, "answer_prompts": 0, "model_dtype": "bfloat16"},
+        **{"generations": 0, "model_dtype": "bfloat16"},
     )
     found = judge(settings)
     exact = judge(settings.replace(model_dtype="float32"))

@@ -69,14 +69,11 @@ def test_adapters_have_the_gradient_of_the_plain_weights(models, bits):
 def test_a_run_learns_by_adapters_from_such_a_teacher(settings, models, bits, tmp_path):
     own = settings(
         learning_rate=3e-2,
-        teacher_quantization="nf4",
-        lora_quantization="nf4",
+        quantization="nf4",
         lora_rank=2,
         student_model=models("student"),
     )
-    (cache,) = cache_teacher(
-        settings(teacher_quantization="nf4", teacher_cache=str(tmp_path / "c"))
-    )
+    (cache,) = cache_teacher(settings(quantization="nf4", teacher_cache=str(tmp_path / "c")))
     assert cache.fingerprint.dtype == "nf4 float32"
     student = run(own) / "student"
     assert (student / "adapter_model.safetensors").is_file()
@@ -87,8 +84,8 @@ def test_a_run_learns_by_adapters_from_such_a_teacher(settings, models, bits, tm
 
 def test_a_new_student_of_such_a_teacher_is_none_itself(settings, bits):
     """Of a teacher that is trained first, which is not."""
-    own = {"teacher_model": "train", "teacher_size": "1x16", "teacher_steps": 2, "max_steps": 1}
-    student = run(settings(teacher_quantization="nf4", baseline=True, **own)) / "student"
+    own = {"teacher_model": "train:1x16:2", "max_steps": 1}
+    student = run(settings(quantization="nf4", baseline=True, **own)) / "student"
     assert "quantization_config" not in json.loads((student / "config.json").read_text())
     assert load_causal_lm(student).model(torch.arange(4)[None]).logits.isfinite().all()
 

@@ -85,10 +85,8 @@ KINDS = {
     "chunks": {"teacher_model": "foreign", "align": "chunks", "student_model": "student"},
     "hidden": {"teacher_model": "foreign", "align": "hidden", "student_model": "student"},
     "uld": {"teacher_model": "foreign", "align": "uld", "student_model": "student"},
-    "sequences": {"loss_mean": "sequences", "packing": False, "gradient_accumulation_steps": 2},
     "features": {
         "alpha_hidden": 0.3,
-        "alpha_attention": 0.2,
         "layer_map": "uniform",
         "schedule": "temperature:1, alpha_hidden:0.1:cosine",
     },
@@ -96,7 +94,7 @@ KINDS = {
     "experts": {"teacher_model": "mixture", "router_mode": "all"},
     "draws": {"teacher_model": "mixture", "router_mode": "ka", "cache_method": "topk"},
     "adapters": {"student_model": "student", "lora_rank": 2},
-    "on-policy": {"on_policy": 0.5, "rollout_tokens": 6, "prompt_tokens": 4},
+    "on-policy": {"on_policy": 0.5, "max_new_tokens": 6},
 }
 
 
@@ -121,9 +119,9 @@ def test_two_ranks_learn_what_one_process_learns(of_kind, kind):
     assert_near(one, two, 1e-5 if kind == "on-policy" else NEAR)
 
 
-@pytest.mark.parametrize("method", ["sample", "hidden"])
+@pytest.mark.parametrize("method", ["sample:8", "hidden"])
 def test_a_cached_teacher_teaches_two_ranks_as_one(settings, tmp_path, method):
-    cached = settings(teacher_cache=str(tmp_path / "cache"), cache_k=8, cache_method=method)
+    cached = settings(teacher_cache=str(tmp_path / "cache"), cache_method=method)
     cache_teacher(cached)
     one, two = by(1, cached.replace(run_name="one")), by(2, cached.replace(run_name="two"))
     assert_near(one, two)
@@ -131,8 +129,7 @@ def test_a_cached_teacher_teaches_two_ranks_as_one(settings, tmp_path, method):
 
 def test_ranks_train_a_teacher_together(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    change = {"teacher_model": "train", "teacher_steps": 3, "teacher_size": "1x16"}
-    change |= {"max_steps": 2}
+    change = {"teacher_model": "train:1x16:3", "max_steps": 2}
     two = by(2, settings(**change, run_name="two"))
     assert metrics(two)["table"][0]["name"] == "teacher"
     assert_near(by(1, settings(**change, run_name="one")), two)  # finds it
@@ -278,7 +275,7 @@ PIECES = [pytest.param(kind, marks=in_pieces) for kind in ("pieces", "states in 
 
 @pytest.mark.parametrize("kind", ["kd", "draws", "states", *PIECES])
 def test_ranks_share_a_cache_whose_bytes_are_those_of_one(of_kind, tmp_path, kind):
-    change = {"cache_k": 8, "batch_size": 3, "teacher_cache": str(tmp_path / "one")}
+    change = {"cache_method": "sample:8", "batch_size": 3, "teacher_cache": str(tmp_path / "one")}
     if "states" in kind:
         change["cache_method"] = "hidden"
     own, shard = of_kind("draws" if kind == "draws" else "kd", **change), "pieces" in kind

@@ -172,7 +172,7 @@ def test_a_router_that_learns_is_recorded_and_learns_nothing_from_a_replay(
 
 def test_a_mixture_whose_experts_are_drawn(recorded, sick):
     expert = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-    ka = {"teacher_model": sick("mixture", expert), "router_mode": "ka", "ka_lambda": 0.5}
+    ka = {"teacher_model": sick("mixture", expert), "router_mode": "ka"}
     words, bundles = recorded(**ka, max_steps=2)
     report = replay(bundles["kd"])
     check(report, words["kd"], Cause.POISONED_WEIGHT, report.fault.op)
@@ -200,7 +200,7 @@ def test_adapters_of_a_student(recorded, models, strike):
 def test_where_one_bad_step_ends_the_run_the_weights_are_still_the_steps(recorded, strike):
     """And not those that the guard went back to."""
     strike(spoil_student, steps=(2,))
-    words, bundles = recorded(stop_after=1, restore_after=1)
+    words, bundles = recorded(stop_after=1)
     for part in ("ce", "kd", "model"):
         check(replay(bundles[part]), words[part], Cause.POISONED_WEIGHT, "aten.mm")
 

@@ -38,6 +38,7 @@ from ssl_kd.store import FingerprintMismatch  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.mixture import Mixture  # noqa: E402
+from ssl_kd.teachers.router import RouterStep  # noqa: E402
 from ssl_kd.training.folder import RunFinished, RunFolderError  # noqa: E402
 from ssl_kd.training.stop import Interrupted  # noqa: E402
 from tests.bits import same  # noqa: E402
@@ -314,13 +315,11 @@ def test_adapters_of_a_student_with_a_name_are_saved_alone(settings, models):
 
 # peft asks transformers by a name that is deprecated.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("made", [True, False])
-def test_adapters_of_a_new_student_are_merged_and_where_it_is_asked_for(settings, models, made):
-    student = {"student_model": "layers:1"} if made else {"student_model": models("student")}
-    path = run(settings(lora_rank=2, lora_merge=not made, **student))
+def test_adapters_of_a_new_student_are_merged(settings):
+    path = run(settings(lora_rank=2, student_model="layers:1"))
     assert (path / "student" / "model.safetensors").exists()
     assert not (path / "student" / "adapter_config.json").exists()
-    assert student_of(path).config.num_hidden_layers == (1 if made else 2)
+    assert student_of(path).config.num_hidden_layers == 1
 
 
 def test_the_seed_decides_about_adapters_too(settings):
@@ -351,7 +350,7 @@ def test_without_a_teacher_it_is_cross_entropy_alone(settings):
 
 def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = {"teacher_model": "train", "teacher_steps": 12, "teacher_size": "1x32"}
+    small = {"teacher_model": "train:1x32:12"}
     stages = []
     tell = lambda stage, *rest: stages.append(stage)  # noqa: E731
     one = run(settings(**small), progress=tell)
@@ -375,7 +374,7 @@ def test_a_teacher_is_trained_once_where_there_is_none(settings, tmp_path, monke
 @pytest.mark.parametrize("mode", ["native", "all", "auto"])
 def test_a_cache_stands_in_for_the_teacher(settings, tmp_path, models, mode):
     """All of the vocabulary in it, the same training; the teacher itself is judged, no more."""
-    cached = {"cache_method": "topk", "cache_k": 320, "router_mode": mode}
+    cached = {"cache_method": "topk:320", "router_mode": mode}
     if mode == "all":
         cached["teacher_model"] = models("mixture")
     live = run(settings(**cached, run_name="live"))
@@ -460,9 +459,10 @@ def test_the_preset_lets_the_teacher_decide_about_routing(settings, models):
     assert config(mixture)["resolved"] == resolved
 
 
-def test_all_rows_are_beside_the_teacher_as_it_came(settings, models):
+def test_all_rows_are_beside_the_teacher_as_it_came(settings, models, monkeypatch):
+    monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 1e9)
     sar = {"teacher_model": models("mixture"), "router_mode": "sar", "router_lr": 0.1}
-    path = run(settings(**sar, router_drift=1e9, baseline=True))
+    path = run(settings(**sar, baseline=True))
     routers, before = load_file(path / "router.safetensors"), load_causal_lm(models("mixture"))
     state = before.model.state_dict()
     assert all((router - state[name]).abs().max() > 0.1 for name, router in routers.items())
@@ -547,8 +547,9 @@ def test_a_baseline_that_is_interrupted_is_trained_again(settings):
     assert log_lines(path) == log_lines(whole)
 
 
-def test_draws_of_experts_are_cached_each_in_a_folder(settings, models, tmp_path):
-    ka = {"teacher_model": models("mixture"), "router_mode": "ka", "ka_lambda": 0.5}
+def test_draws_of_experts_are_cached_each_in_a_folder(settings, models, tmp_path, monkeypatch):
+    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 0.5)
+    ka = {"teacher_model": models("mixture"), "router_mode": "ka"}
     ka["teacher_cache"] = str(tmp_path / "cache")
     with pytest.raises(SettingsError, match="DIVERGENCE is reverse_kl, and .* CACHE_METHOD 'topk'"):
         cache_teacher(settings(**ka, cache_method="sample"))
@@ -559,7 +560,7 @@ def test_draws_of_experts_are_cached_each_in_a_folder(settings, models, tmp_path
     assert table(path)["student"]["nll"] < table(path)["student before"]["nll"]
     assert "router" not in log_lines(path)[0]
     with pytest.raises(FingerprintMismatch):
-        run(settings(**{**ka, "ka_lambda": 0.1}, run_name="other"))
+        run(settings(**ka, temperature=3.0, run_name="other"))
     sampled = ka | {"divergence": "forward_kl", "cache_method": "sample", "force_recompute": True}
     cache_teacher(settings(**sampled))
     with pytest.raises(SettingsError, match="a cache of CACHE_METHOD 'sample' supports forward_kl"):
@@ -650,7 +651,7 @@ def test_another_cache_or_router_is_refused_on_a_resume(settings, models, tmp_pa
     own = {"cache_method": "topk", "teacher_cache": str(tmp_path / "cache")}
     cache_teacher(settings(**own))
     interrupted(settings, **own)
-    cache_teacher(settings(**own, force_recompute=True).replace(cache_k=20))
+    cache_teacher(settings(**own, force_recompute=True).replace(cache_method="topk:20"))
     with pytest.raises(RunFolderError, match="not those that it began with"):
         run(settings(**own, resume=True))
     routed = {"teacher_model": models("mixture"), "router_weights": router_file(1), "run_name": "b"}
@@ -773,13 +774,12 @@ def heal_teacher(distiller):
     distiller.source.model.model.norm.weight.data[3] = 1.0
 
 
-@pytest.mark.parametrize(
-    ("patience", "last"), [({"stop_after": 3}, 3), ({"stop_after": None, "restore_after": 2}, 4)]
-)
+@pytest.mark.parametrize(("patience", "last"), [({"stop_after": 3}, 3), ({"stop_after": None}, 4)])
 def test_a_term_that_is_asked_for_and_stays_out_ends_the_run(
     settings, tmp_path, monkeypatch, patience, last
 ):
     """With exit code 3, as a sick student; in ultra_stable with the patience of that preset."""
+    monkeypatch.setattr("ssl_kd.language.step.RESTORE_AFTER", 2)
     asked = settings(**patience, max_steps=20)
     spoilt(monkeypatch, {1}, spoil_teacher)
     with pytest.raises(TooFewHealthyParts, match=f"step {last}: kd was cut out of each of") as end:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import os
 import signal
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.language.run import run
 from ssl_kd.language.schedules import Move
 from ssl_kd.language.train import train
@@ -118,81 +116,6 @@ def test_interrupted_and_resumed_it_moves_on_to_the_same_bits(settings):
         values = [row[name] for row in lines_of(halves, "train_loss")]
         assert values == [row[name] for row in lines_of(whole, "train_loss")]
         assert values == sorted(values, reverse=True) and values[-1] in (1.0, 0.1)
-
-
-# --- early stopping -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def best_at(monkeypatch):
-    """Held-out scores that are better up to an evaluation, and worse from then on."""
-
-    validation = LanguageJudge.validation
-
-    def patch(best):
-        seen = []
-
-        def fake(self, student):
-            scores = validation(self, student)
-            seen.append(abs(len(seen) - best))
-            scores._sums["nll"] *= 1 + seen[-1]
-            return scores
-
-        monkeypatch.setattr(LanguageJudge, "validation", fake)
-        return seen
-
-    return patch
-
-
-LOOKS = {"eval_every": 1, "max_steps": 8, "checkpoint_every": 1}
-
-
-def weights(path):
-    return load_file(path / "student" / "model.safetensors")
-
-
-def test_a_run_ends_after_so_many_looks_that_were_no_better(settings, best_at, caplog):
-    own = settings(**LOOKS)
-    best_at(2)
-    with caplog.at_level(logging.INFO):
-        early = run(own.replace(patience=2))
-    said = "stopped at step 4 of 8: 2 evaluations were no better than that of step 2"
-    assert said in caplog.text
-    found = json.loads((early / "metrics.json").read_text())
-    assert (found["steps"], found["best_step"], found["success_rate"]) == (4, 2, 1)
-    assert found["learned_from"] == {"ce": 4, "kd": 4}
-    assert [row["step"] for row in lines_of(early, "eval")] == [1, 2, 3, 4]
-    assert "learned from" not in caplog.text
-
-
-def test_the_student_is_that_of_the_whole_run_and_of_a_resumed_one(settings, best_at):
-    own, found = settings(**LOOKS), []
-    for name, patience in (("whole", None), ("early", 3), ("halves", 3)):
-        best_at(2)
-        settled = own.replace(run_name=name, patience=patience)
-        if name == "halves":
-            with pytest.raises(Interrupted):
-                run(settled, progress=interrupted_at(4))
-            settled = settled.replace(resume=True)
-        path = run(settled)
-        metrics = json.loads((path / "metrics.json").read_text())
-        found.append((metrics["steps"], metrics["best_step"], weights(path)))
-    whole, early, halves = found
-    assert [steps for steps, *_ in found] == [8, 5, 5] and {best for _, best, _ in found} == {2}
-    assert same(whole[2], early[2]) and same(early[2], halves[2])
-
-
-def test_the_baseline_stops_by_the_same_rule(settings, best_at):
-    seen = best_at(1)  # worse and worse for the baseline
-    path = run(settings(**LOOKS, patience=2, baseline=True))
-    names = [row["name"] for row in json.loads((path / "metrics.json").read_text())["table"]]
-    assert names[-1] == "CE alone" and len(seen) == 4 + 3
-
-
-def test_without_patience_a_run_goes_to_its_end(settings, best_at):
-    best_at(0)
-    path = run(settings(eval_every=1, max_steps=4))
-    assert json.loads((path / "metrics.json").read_text())["steps"] == 4
 
 
 def own_folder(settings):

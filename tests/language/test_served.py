@@ -55,7 +55,7 @@ def served(settings, server, tokenizer_alone):
 
     def change(**changes):
         own = {"teacher_url": server.url, "teacher_served_as": "teacher", "temperature": 1.0}
-        own |= {"teacher_model": tokenizer_alone, "teacher_top_k": K}
+        own |= {"teacher_model": tokenizer_alone, "cache_method": f"topk:{K}"}
         return settings(**{**own, "student_model": "llama:1x32", **changes})
 
     return change

@@ -19,6 +19,7 @@ from ssl_kd.losses.token_distillation import next_token_targets  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.teachers.frozen import FrozenTeacher  # noqa: E402
 from ssl_kd.teachers.mixture import Routing  # noqa: E402
+from ssl_kd.teachers.router import RouterStep  # noqa: E402
 from tests.bits import changed, same  # noqa: E402
 
 
@@ -108,14 +109,17 @@ def test_a_router_of_a_file_stays_with_a_teacher_that_comes_and_goes(tiny, tmp_p
     [
         {"mode": "native"},
         {"mode": "all"},
-        {"mode": "ka", "ka_lambda": 0.5},
+        {"mode": "ka"},
         {"mode": "sar"},
         {"mode": "sar", "gradient_checkpointing": True},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
-def test_every_router_mode_trains_the_student_and_only_sar_the_router(tiny, changes, half):
+def test_every_router_mode_trains_the_student_and_only_sar_the_router(
+    tiny, changes, half, monkeypatch
+):
+    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 0.5)
     blocks = tiny.blocks()
     precision = tiny.half() if half else None
     distiller = routed(tiny, precision=precision, alpha_ce=0.0, alpha_kd=1.0, **changes)
@@ -150,10 +154,11 @@ def test_the_losses_are_those_of_the_paper(tiny):
         assert result.kd == pytest.approx(kl, rel=1e-4)
 
 
-def test_the_router_learns_what_the_student_can_follow(tiny):
+def test_the_router_learns_what_the_student_can_follow(tiny, monkeypatch):
     """With the student held, KL(p || q) falls."""
+    monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "balance", 0.0)
     batch = tiny.blocks().batch(range(4))
-    distiller = routed(tiny, "sar", router_beta=0.0)
+    distiller = routed(tiny, "sar")
     seen = [distiller.step([batch], 0.0).router["router"] for _ in range(8)]
     assert all(b < a for a, b in zip(seen, seen[1:], strict=False))
 
@@ -169,9 +174,10 @@ def test_sar_without_a_learning_rate_is_all_to_the_bit(tiny, steps):
 
 @pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize("mode", ["ka", "sar"])
-def test_a_mixture_resumes_to_the_bit(tiny, mode, size, tmp_path):
+def test_a_mixture_resumes_to_the_bit(tiny, mode, size, tmp_path, monkeypatch):
+    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 0.5)
     blocks = tiny.blocks()
-    whole, first, second = (routed(tiny, mode, ka_lambda=0.5) for _ in range(3))
+    whole, first, second = (routed(tiny, mode) for _ in range(3))
     expected = go(whole, blocks, range(5), size=size)
     go(first, blocks, range(3), size=size)
     torch.save(first.state(), tmp_path / "state.pt")
@@ -181,9 +187,10 @@ def test_a_mixture_resumes_to_the_bit(tiny, mode, size, tmp_path):
         assert same(weights(a), weights(b))
 
 
-def test_ka_draws_other_experts_at_every_step(tiny):
+def test_ka_draws_other_experts_at_every_step(tiny, monkeypatch):
+    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 1.0)
     batch = tiny.blocks().batch(range(4))
-    distiller = routed(tiny, "ka", ka_lambda=1.0)
+    distiller = routed(tiny, "ka")
     kds = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
@@ -255,9 +262,10 @@ def test_looking_at_a_sick_step_again_does_not_move_the_router(tiny):
     assert same(*routers)
 
 
-def test_a_router_that_drifts_is_stopped_and_the_run_goes_on(tiny):
+def test_a_router_that_drifts_is_stopped_and_the_run_goes_on(tiny, monkeypatch):
+    monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "drift_limit", 1e-3)
     blocks = tiny.blocks()
-    distiller = routed(tiny, "sar", router_lr=0.3, router_drift=1e-3)
+    distiller = routed(tiny, "sar", router_lr=0.3)
     results = go(distiller, blocks, range(4))
     (event,) = distiller.guard.events.events
     assert (event.part, event.stage, event.action) == ("router", "drift", "stopped")
@@ -297,13 +305,15 @@ def test_a_dense_teacher_has_no_router(tiny):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"router_beta": 1.0},
-        {"router_beta": 1.0, "gradient_checkpointing": True},
+        {},
+        {"gradient_checkpointing": True},
         {"temperature": 1.5},
     ],
     ids=str,
 )
-def test_four_small_batches_move_the_router_once_as_a_large_one(tiny, changes, half):
+def test_four_small_batches_move_the_router_once_as_a_large_one(tiny, changes, half, monkeypatch):
+    balance = 0.01 if "temperature" in changes else 1.0
+    monkeypatch.setitem(RouterStep.__init__.__kwdefaults__, "balance", balance)
     blocks = tiny.blocks()
     rows = blocks.counts.sum(1).argsort()[torch.tensor([0, 1, 2, 3, -4, -3, -2, -1])]
     precision = tiny.half() if half else None
@@ -344,10 +354,11 @@ def test_a_nan_in_one_of_the_batches_leaves_the_router_and_names_them(tiny):
     assert event.reason.startswith("rows 4, 5, 6, 7: ")
 
 
-def test_a_draw_of_experts_for_a_cache_is_the_same_for_a_batch_of_the_same_rows(tiny):
+def test_a_draw_of_experts_for_a_cache_is_the_same_for_a_batch_of_the_same_rows(tiny, monkeypatch):
+    monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 1.0)
     blocks = tiny.blocks()
     draws = [
-        RoutedDraw(routed(tiny, "ka", ka_lambda=1.0).source, number)(batch, rows).hidden
+        RoutedDraw(routed(tiny, "ka").source, number)(batch, rows).hidden
         for number in (0, 0, 1)
         for batch in [blocks.batch([3, 5])]
         for rows in [next_token_targets(batch.input_ids, batch.counts)[0]]
@@ -411,8 +422,9 @@ def test_small_aligned_batches_are_one_large_one(tiny, how):
 def test_an_aligned_mixture_is_followed_in_the_mean_of_its_draws(tiny, how, monkeypatch):
     kds = []
     for draws in (1, 3):
-        monkeypatch.setattr("ssl_kd.language.settings.KA_DRAWS", draws)
-        distiller, blocks = aligned(tiny, how, kind="Mixtral", router_mode="ka", ka_lambda=1.0)
+        monkeypatch.setattr("ssl_kd.language.setting_groups.KA_DRAWS", draws)
+        monkeypatch.setattr("ssl_kd.language.routed.KA_LAMBDA", 1.0)
+        distiller, blocks = aligned(tiny, how, kind="Mixtral", router_mode="ka")
         batch = blocks.batch(range(4))
         torch.manual_seed(1)
         with torch.no_grad():

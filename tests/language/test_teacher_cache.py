@@ -654,8 +654,7 @@ def test_a_real_teacher_a_real_text(tmp_path, method):
         eval_path=str(tmp_path / "held_out.txt"),
         teacher_cache=str(tmp_path / "cache"),
         block_size=32,
-        cache_method=method,
-        cache_k=len(tokenizer),
+        cache_method=f"{method}:{len(tokenizer)}" if method != "hidden" else method,
         temperature=1.5,
         batch_size=4,
     )

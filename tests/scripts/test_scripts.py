@@ -11,7 +11,7 @@ from ssl_kd.language.presets import PRESETS
 from tests.documents import ROOT
 
 TINY = ["--block_size", 32, "--max_steps", 4, "--eval_every", 2, "--eval_rows", 2]
-TINY += ["--generations", 1, "--max_new_tokens", 4, "--answer_prompts", 2, "--device", "cpu"]
+TINY += ["--generations", 1, "--max_new_tokens", 4, "--device", "cpu"]
 SAR = {
     "train_sar_kd_stable": "stable",
     "train_sar_kd_fp16_safe": "fp16_safe",
@@ -144,7 +144,7 @@ def test_quantumbench_one_line_and_code_2(script, house, words, said):
 def test_adapters_are_trained_and_tested(script, house, tmp_path):
     data = ["--data-path", house / "sums.jsonl"]
     tiny = ["--block_size", 32, "--eval_rows", 2, "--generations", 1, "--max_new_tokens", 8]
-    words = ["--model", house / "dense", *data, *tiny, "--answer_prompts", 2, "--epochs", 1]
+    words = ["--model", house / "dense", *data, *tiny, "--epochs", 1]
     code, out, err = script("sft_lora", "train", *words, "--device", "cpu")
     assert code == 0, err
     settings, metrics, folder = finished(tmp_path)

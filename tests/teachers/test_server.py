@@ -356,7 +356,7 @@ def test_a_server_that_is_gone_is_given_up_in_one_line(server):
 
 
 def test_a_refusal_says_what_to_change(server, monkeypatch):
-    most = r"400 .*of 1001, which is greater than max allowed: 1000 .*TEACHER_TOP_K is 1001"
+    most = r"400 .*of 1001, which is greater than max allowed: 1000 .*CACHE_METHOD is topk:1001"
     with pytest.raises(ServerFailed, match=most):
         ask(server, 1001)
     with pytest.raises(ServerFailed, match="400 .*Token id 320 is out of vocabulary"):
