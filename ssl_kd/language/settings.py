@@ -30,6 +30,8 @@ from ssl_kd.language.setting_groups import (
 from ssl_kd.language.teacher_settings import TeacherSettings
 from ssl_kd.settings import SettingsError
 
+DRY_STEPS = 5
+
 
 @dataclass(frozen=True)
 class LanguageSettings(
@@ -78,6 +80,20 @@ class LanguageSettings(
         if self.teacher_cache is None or self.router_mode != "auto":
             return self
         return self.replace(router_mode="native")
+
+    def dry(self) -> Self:
+        """Return these settings with five steps that try everything once."""
+        trained = self.to_train
+        return self.replace(
+            teacher_model=f"train:{trained[0]}:{DRY_STEPS}" if trained else self.teacher_model,
+            max_steps=DRY_STEPS,
+            epochs=None,
+            eval_every=DRY_STEPS,
+            checkpoint_every=DRY_STEPS,
+            log_every=1,
+            eval_rows=min(self.eval_rows, 8),
+            generations=min(self.generations, 2),
+        )
 
     def check_packages(self) -> None:
         """Raise MissingPackage where what these settings need is not installed, before any work."""
@@ -136,6 +152,28 @@ class LanguageSettings(
         self._check_on_policy()
         if self.legacy_clamp is not None:
             self._check_clamp(self.legacy_clamp)
+
+    def check_images(self, *texts: str | None) -> None:
+        """Raise SettingsError where these settings cannot learn from text with images.
+
+        Args:
+            *texts: where the first image of each text is; None where it has none.
+        """
+        first = next((text for text in texts if text is not None), None)
+        fresh = self.student_model.startswith(("fresh:", "llama:"))
+        text_alone = f"STUDENT_MODEL is {self.student_model!r}, which reads text alone"
+        for unfit, why, way in (
+            (self.to_train, "TEACHER_MODEL is 'train'", "name a model of images"),
+            (len(self.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
+            (fresh, text_alone, "take layers:N, or a folder"),
+            (self.align != "auto", f"ALIGN is {self.align!r}", "set it to 'auto'"),
+            (self.teacher_url, "TEACHER_URL is asked about text", "name the teacher's folder"),
+            (self.on_policy, "ON_POLICY continues text", "set it to 0"),
+            (self.teacher_text, "TEACHER_TEXT continues text", "set it to 0"),
+            (self.shard, "SHARD is True", "set it to False"),
+        ):
+            if first is not None and unfit:
+                raise SettingsError(f"the text holds images, first in {first}, but {why}: {way}.")
 
     def _check_served(self, url: str) -> None:
         from ssl_kd.teachers.http_client import check_url  # --help does without torch
