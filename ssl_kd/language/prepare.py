@@ -19,8 +19,8 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
-from ssl_kd.language.features import HiddenStates
 from ssl_kd.language.foreign_names import GIVEN
+from ssl_kd.language.hidden_states import HiddenStates
 from ssl_kd.language.model_checks import (
     check_family,
     check_ids_are_known,
@@ -394,30 +394,24 @@ def make_distiller(task: Task, folder: RunFolder | None = None) -> Distiller:
         others = [HiddenStates(settings.alpha_hidden, student, frozen.model, layers, seed)]
     if frozen is not None and (settings.alpha_kd or others):
         scale = task.precision.teacher == torch.float16
-        source = (
-            Routed(
-                frozen,
-                settings,
-                scale_loss=scale,
-                gradient_checkpointing=settings.gradient_checkpointing,
-            )
-            if settings.is_routed
-            else task.plain(frozen, settings.teacher_names, settings.teacher_shares)
-        )
+        if settings.is_routed:
+            checkpointing = settings.gradient_checkpointing
+            how = {"scale_loss": scale, "gradient_checkpointing": checkpointing}
+            source = Routed(frozen, settings, **how)
+        else:
+            source = task.plain(frozen, settings.teacher_names, settings.teacher_shares)
         if isinstance(task.blocks, AlignedBlocks):
             answer = source.answer if isinstance(source, Routed) else frozen
             configs = [without_adapters(m).config for m in (student, frozen.model)]
             own, theirs = (config.get_text_config().hidden_size for config in configs)
-            source, aligned = (
-                None,
-                Aligned(
-                    answer,
-                    settings,
-                    (own, theirs),
-                    divergence=settings.kind_of_divergence,
-                    draws=settings.draws,
-                    seed=settings.seed,
-                ),
+            source = None
+            aligned = Aligned(
+                answer,
+                settings,
+                (own, theirs),
+                divergence=settings.kind_of_divergence,
+                draws=settings.draws,
+                seed=settings.seed,
             )
     elif settings.alpha_kd and task.served is not None:
         source = Plain(task.served)
