@@ -80,7 +80,7 @@ def spread(values: Iterable[float], form: str = ".3f") -> str:
 
 def with_teacher(settings: LanguageSettings) -> LanguageSettings:
     """A teacher that is to be trained is trained now, once for all runs and seeds."""
-    if settings.teacher_model != "train":
+    if settings.to_train is None:
         return settings
     folder = trained_teacher(
         settings, texts_of(settings)[0], precision_of(settings), lambda *progress: None

@@ -224,7 +224,8 @@ def _by_our_loop(
     distiller = Distiller(student.model, settings, precision, Plain(answers))
     ends = [student.tokenizer.eos_token_id]
     rollouts = Generated(student.model, ends, batch_size=args.batch)
-    written = Written(settings, blocks, rollouts, ends) if settings.on_policy else None
+    written = Written(settings, blocks, rollouts, ends, seed=settings.seed)
+    written = written if settings.on_policy else None
 
     def run(likeliest: bool) -> tuple[list[float], float]:
         stamps, losses = [], []

@@ -47,7 +47,7 @@ def saved(settings, change=lambda model: None, dtype=torch.float32):
 
 
 def findings(settings):
-    found = list(gradients(settings, *open_model(settings)))
+    found = list(gradients(settings, *open_model(settings.student_model, settings)))
     return {finding.tried: finding for finding in found}
 
 

@@ -77,7 +77,7 @@ def language_model(settings: LanguageSettings, *, verbose: bool = False) -> int:
     """
     from ssl_kd.doctor.gradients import gradients, open_model  # torch takes seconds
 
-    lm, blocks = open_model(settings)
+    lm, blocks = open_model(settings.student_model, settings)
     return report(f"Gradients of {lm.name}", [gradients(settings, lm, blocks)], verbose)
 
 

@@ -17,6 +17,7 @@ from ssl_kd.doctor.finding import AS_SAID, Finding, count
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import promote_to_fp32
 from ssl_kd.guard.seeds import seeded
+from ssl_kd.language.setting_groups import TextSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.settings import SettingsError
@@ -38,22 +39,25 @@ NOT_AGAIN = (
 )
 
 
-def open_model(settings: LanguageSettings) -> tuple[CausalLM, Blocks]:
-    """The model that STUDENT_MODEL names, in the dtype that it is stored in, and some of the text.
+def open_model(student: str, settings: TextSettings) -> tuple[CausalLM, Blocks]:
+    """Load a model in the dtype that it is stored in, and lay out some of the text.
+
+    Args:
+        student: STUDENT_MODEL.
+        settings: the text, and the length of its rows.
 
     Raises:
         SettingsError: STUDENT_MODEL names no existing model.
         FileNotFoundError, CausalLMUnavailable, ValueError: as by `load_causal_lm`, `open_text` and
             `make_blocks`.
     """
-    spec = settings.student_model
-    if spec.startswith(("fresh:", "layers:", "llama:")):
+    if student.startswith(("fresh:", "layers:", "llama:")):
         raise SettingsError(
-            f"STUDENT_MODEL is {spec!r}, which is made during a run: name an existing model, "
+            f"STUDENT_MODEL is {student!r}, which is made during a run: name an existing model, "
             "--model FOLDER or its name on the Hugging Face Hub."
         )
     stored: Any = "auto"  # the dtype in the file, which load_causal_lm passes on
-    lm = load_causal_lm(spec, dtype=stored)
+    lm = load_causal_lm(student, dtype=stored)
     texts = open_text(settings.data_path, "train", max_bytes=TEXT_BYTES)
     size = min(settings.block_size, positions(lm.model) or settings.block_size)
     if lm.processor is not None:

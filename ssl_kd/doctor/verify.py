@@ -129,7 +129,7 @@ def verify(settings: LanguageSettings, *, progress: Progress = no_progress) -> l
         ways = {"k = V": ("topk", STORED if exact else HALF), "hidden": ("hidden", close)}
         for name, (method, allowed) in ways.items():
             if method == "topk" or frozen.linear:
-                cache = _whole_cache(f"{folder}/{method}", method, frozen, few, task, settings)
+                cache = _whole_cache(f"{folder}/{method}", method, frozen, few, task)
                 distiller.source = Plain(cache)
                 compare(f"cache, {name}", step(), allowed)
     if task.caches:
@@ -224,7 +224,6 @@ def _whole_cache(
     frozen: FrozenTeacher,
     blocks: Blocks,
     task: Task,
-    settings: LanguageSettings,
 ) -> TeacherCache:
     """A cache of the first rows that holds the whole vocabulary, or all that decides it."""
     assert task.teacher is not None
@@ -235,7 +234,7 @@ def _whole_cache(
         dtype=str(frozen.model.dtype).removeprefix("torch."),
         method=method,
         k=vocabulary,
-        temperature=settings.temperature,
+        temperature=task.settings.temperature,
     )
     return write(frozen, blocks, folder, fingerprint, vocabulary=vocabulary)
 

@@ -43,7 +43,7 @@ def compare_served(settings: LanguageSettings) -> list[Finding]:
     batch = blocks.batch(range(len(blocks)))
     rows, _ = next_token_targets(batch.input_ids, batch.counts)
     try:
-        served = ServedTeacher.of(settings, local.tokenizer, torch.device("cpu"))
+        served = ServedTeacher.of(settings, size, local.tokenizer, torch.device("cpu"))
         answers = served.top_k_at(batch, rows)
     except ServerFailed as error:
         return [Finding(TRIED, str(error), "see how the server was started")]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssl_kd.datasets.aligned import AlignedBatch
 from ssl_kd.guard.seeds import seeded
-from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.setting_groups import LossSettings
 from ssl_kd.language.sources import Answer
 from ssl_kd.losses.cross_tokenizer import chunk_matching, hidden_matching, uld
 from ssl_kd.losses.teacher_output import logits_of
@@ -49,11 +49,13 @@ class Aligned(torch.nn.Module):
     """A teacher with another tokenizer, aligned in the way of ALIGN.
 
     Args:
-        answer: the teacher; `Routed.answer` for a mixture of experts, asked KA_DRAWS times a
-            batch in `ka`.
-        settings: ALIGN (`hidden`, `uld` or `chunks`), temperature, divergence and draws.
-        student_dim: width of the student, for the projection of `hidden`.
-        teacher_dim: width of the teacher.
+        answer: the teacher; `Routed.answer` for a mixture of experts, asked `draws` times a
+            batch.
+        settings: ALIGN (`hidden`, `uld` or `chunks`) and TEMPERATURE.
+        widths: of the student and of the teacher, for the projection of `hidden`.
+        divergence: of `chunks`, decided.
+        draws: of experts for each batch.
+        seed: of the projection.
 
     Raises:
         SettingsError: `hidden`, and the teacher caps or scales its logits.
@@ -63,16 +65,24 @@ class Aligned(torch.nn.Module):
     """
 
     def __init__(
-        self, answer: Answer, settings: LanguageSettings, student_dim: int, teacher_dim: int
+        self,
+        answer: Answer,
+        settings: LossSettings,
+        widths: tuple[int, int],
+        *,
+        divergence: str = "forward_kl",
+        draws: int = 1,
+        seed: int = 0,
     ) -> None:
         super().__init__()
+        self.divergence, self.draws = divergence, draws
         self.answer, self.how, self.settings = answer, settings.align, settings
         self.projection = None
         if self.how == "hidden":
             if not getattr(answer, "linear", True):
                 raise unfit_for_hidden("teacher", self.model)
-            with seeded(settings.seed):
-                self.projection = HiddenProjection(student_dim, teacher_dim)
+            with seeded(seed):
+                self.projection = HiddenProjection(*widths)
 
     @property
     def model(self) -> Any:
@@ -99,7 +109,7 @@ class Aligned(torch.nn.Module):
             distance, rows = self._uld(batch, logits)
         else:
             distance, rows = self._chunks(batch, logits)
-        draws = [distance(self.answer(batch.teacher, rows)) for _ in range(self.settings.draws)]
+        draws = [distance(self.answer(batch.teacher, rows)) for _ in range(self.draws)]
         return torch.stack(draws).mean(0)
 
     # Each: a function from the teacher's answer to the distance, and the rows to ask it about.
@@ -144,7 +154,7 @@ class Aligned(torch.nn.Module):
                 vocabulary.student,
                 vocabulary.teacher,
                 temperature=self.settings.temperature,
-                divergence=self.settings.kind_of_divergence,
+                divergence=self.divergence,
                 reduction="sum",
             )
 

@@ -16,6 +16,7 @@ from ssl_kd.divergences import DIVERGENCES
 from ssl_kd.language.kept import Kept, LastHidden, Sampled, TopK
 from ssl_kd.language.routed import KA_LAMBDA, Routed, RoutedDraw
 from ssl_kd.language.served import ServedTeacher, served_lm
+from ssl_kd.language.setting_groups import RouterSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher import at_work, load_teacher, router_id
@@ -72,7 +73,8 @@ def cache_teacher(
 
 def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[TeacherCache]:
     precision = precision_of(settings.replace(device=ranks.device))
-    texts, _ = texts_of(settings)
+    texts, held_out = texts_of(settings)
+    settings.check_images(texts.pictured, held_out.pictured)
     name, (method, k) = settings.teacher_model, settings.kept
     if settings.to_train:
         name = str(trained_teacher(settings, texts, precision, tell, ranks))
@@ -85,15 +87,17 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
     routed, dtype, rows = None, "served", None
     if teacher.model is None:
         rows = max(1, SERVED_TOKENS // settings.block_size)
-        answers = ServedTeacher.of(settings, teacher.tokenizer, precision.device, rounded=False)
+        answers = ServedTeacher.of(
+            settings, settings.block_size, teacher.tokenizer, precision.device, rounded=False
+        )
     else:
-        answers = at_work(settings.replace(teacher_offload=False), precision, teacher, ranks)
+        answers = at_work(precision, teacher, ranks, shard=settings.shard)
         routed = Routed(answers, settings) if settings.is_routed else None
         dtype = str(precision.teacher).removeprefix("torch.")
         if settings.quantization is not None:
             dtype = f"{settings.quantization} {dtype}"
     fingerprint = TeacherFingerprint(
-        **cache_of(settings, teacher, texts, blocks),
+        **cache_of(settings, settings.temperature, teacher, texts, blocks),
         dtype=dtype,
         method=method,
         k=k,
@@ -106,7 +110,7 @@ def _cache(settings: LanguageSettings, ranks: Ranks, tell: Progress) -> list[Tea
     for i, folder in enumerate(cache_folders(str(settings.teacher_cache), settings.draws)):
         caches.append(
             write(
-                answers if routed is None else RoutedDraw(routed, i),
+                answers if routed is None else RoutedDraw(routed, i, settings.seed),
                 blocks,
                 folder,
                 fingerprint,
@@ -161,7 +165,11 @@ def _say_sizes(found: dict[str, tuple[float, int]], chosen: str, tokens: int) ->
 
 
 def cache_of(
-    settings: LanguageSettings, teacher: CausalLM, texts: TextDataset, blocks: Blocks
+    settings: RouterSettings,
+    temperature: float,
+    teacher: CausalLM,
+    texts: TextDataset,
+    blocks: Blocks,
 ) -> dict[str, Any]:
     """The fields of its fingerprint that a teacher's cache must have for this run."""
     weights = teacher.weights_id
@@ -170,7 +178,7 @@ def cache_of(
     if router := router_id(settings.router_weights):
         weights += f" router {router}"
     of = identity(teacher.name, weights, teacher.tokenizer, texts, blocks)
-    return of | {"temperature": settings.temperature}
+    return of | {"temperature": temperature}
 
 
 def cache_folders(folder: str, draws: int) -> list[Path]:

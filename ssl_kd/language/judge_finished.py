@@ -16,6 +16,7 @@ from ssl_kd.evaluate.texts import distinct, rouge_l
 from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.judge_in_run import ANSWER_PROMPTS
 from ssl_kd.language.prepare import test_and_validation
+from ssl_kd.language.setting_groups import TextSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.step import precision_of
 from ssl_kd.language.teacher import load_teacher
@@ -55,11 +56,12 @@ def judge(
         for own, name in ((whole, settings.student_model), (settings, settings.teacher_model))
     )
     assert student is not None
-    _, texts = texts_of(settings)
+    learned, texts = texts_of(settings)
+    settings.check_images(learned.pictured, texts.pictured)
     alike = teacher is not None and tokenizer_id(teacher.tokenizer) == tokenizer_id(
         student.tokenizer
     )
-    readings = _readings(settings, texts, student, teacher, alike)
+    readings = _readings(settings, settings.eval_rows, texts, student, teacher, alike)
     answering, frozen = (  # the student in the dtype that it will be used in, as its teacher is
         lm and FrozenTeacher(lm.model, device=precision.device, dtype=precision.teacher)
         for lm in (student, teacher)
@@ -91,7 +93,8 @@ def judge(
 
 
 def _readings(
-    settings: LanguageSettings,
+    settings: TextSettings,
+    eval_rows: int,
     texts: TextDataset,
     student: CausalLM,
     teacher: CausalLM | None,
@@ -110,7 +113,7 @@ def _readings(
     else:
         both = aligned_blocks(texts, student.tokenizer, teacher.tokenizer, size)
         sides = both.student, both.teacher
-    test, _ = test_and_validation(len(sides[0]), settings.eval_rows)
+    test, _ = test_and_validation(len(sides[0]), eval_rows)
     return [Reading(lm.tokenizer, side.part(test)) for lm, side in zip(lms, sides, strict=True)]
 
 

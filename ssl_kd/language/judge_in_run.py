@@ -18,7 +18,6 @@ from ssl_kd.evaluate.language import LanguageJudge, Reading
 from ssl_kd.guard.precision import DeviceInfo
 from ssl_kd.language.foreign_names import GIVEN
 from ssl_kd.language.prepare import Task
-from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teacher import at_work, load_teacher
 from ssl_kd.teachers.causal import CausalLM
 from ssl_kd.teachers.finite import first_fault, in_words, not_finite
@@ -35,10 +34,9 @@ LITTLE = 0.01
 OriginalRouter = Callable[[], AbstractContextManager[Any]]
 
 
-def make_judge(
-    settings: LanguageSettings, task: Task, original_router: OriginalRouter
-) -> LanguageJudge:
-    """Who looks at the run's models, all in the same way."""
+def make_judge(task: Task, original_router: OriginalRouter) -> LanguageJudge:
+    """Return what scores all of the run's models in the same way."""
+    settings = task.settings
     alike = not isinstance(task.blocks, AlignedBlocks)
     return LanguageJudge(
         task.eval_set.examples,
@@ -55,7 +53,23 @@ def make_judge(
     )
 
 
-def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, list[str]]:
+def judged_teachers(task: Task) -> tuple[Task, list[Row], dict[str, list[str]]]:
+    """Judge the teachers, where there are any, before anything learns from them.
+
+    Returns:
+        The task in the precision that the teacher runs in, the rows of the table, and what the
+        first teacher writes, by `teacher`.
+
+    Raises:
+        InputError: the student learns from one whose output on held-out text is not finite.
+    """
+    if task.teacher is None or not (task.teacher.model or task.served):
+        return task, [], {}
+    task, row, texts = _judged_first(task)
+    return task, [row, *_judged_others(task)], {"teacher": texts}
+
+
+def _judged_first(task: Task) -> tuple[Task, Row, list[str]]:
     """The teacher's row of the table and what it writes, before anything learns from it.
 
     One that overflows in float16 answers in bfloat16 from here on, where the device has it, or in
@@ -64,11 +78,11 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
     Raises:
         InputError: the student learns from it, and its output on held-out text is not finite.
     """
-    lm = task.teacher
+    lm, settings = task.teacher, task.settings
     assert lm is not None
     if lm.model is None:
         return task, _served_row(task, settings.batch_size), [""] * settings.generations
-    judge, teacher = make_judge(settings, task, nullcontext), task.frozen
+    judge, teacher = make_judge(task, nullcontext), task.frozen
     if teacher is None:  # its caches stand in, and are finite; it is judged, no more
         device, dtype = task.precision.device, task.precision.teacher
         teacher = FrozenTeacher(lm.model, device=device, dtype=dtype)
@@ -80,26 +94,26 @@ def judged_teacher(settings: LanguageSettings, task: Task) -> tuple[Task, Row, l
     if not row["left_out"] or task.frozen is None or not settings.alpha_kd:
         _warn_of_a_guess(lm, row)
         return task, row, texts
-    why = _why_sick(settings.known(), task, teacher)
+    why = _why_sick(task, teacher)
     if task.precision.teacher == torch.float16:
-        return judged_teacher(settings, _wider(settings, task, teacher, why))
+        return _judged_first(_wider(task, teacher, why))
     raise InputError(
         f"the output of the teacher {lm.name} on held-out text is not finite, so nothing "
         f"can be learned from it{why}"
     )
 
 
-def judged_others(settings: LanguageSettings, task: Task) -> list[Row]:
+def _judged_others(task: Task) -> list[Row]:
     """The rows of the teachers beside the first.
 
     Raises:
         InputError: the output of one on held-out text is not finite; the message names it.
     """
-    judge, rows = make_judge(settings, task, nullcontext), []
+    judge, rows = make_judge(task, nullcontext), []
     for other in task.others:
         row, _ = judge.row(f"teacher {other.lm.name}", other.frozen)
-        if row["left_out"] and settings.alpha_kd:
-            why = _why_sick(settings.known(), task, other.frozen)
+        if row["left_out"] and task.settings.alpha_kd:
+            why = _why_sick(task, other.frozen)
             raise InputError(
                 f"the output of the teacher {other.lm.name} on held-out text is not finite, so "
                 f"nothing can be learned from it{why}; or "
@@ -111,11 +125,11 @@ def judged_others(settings: LanguageSettings, task: Task) -> list[Row]:
     return rows
 
 
-def _why_sick(known: dict[str, Any], task: Task, teacher: FrozenTeacher) -> str:
+def _why_sick(task: Task, teacher: FrozenTeacher) -> str:
     """What first went wrong in a teacher on held-out text, with a colon before it."""
     with teacher.on_device():
         rows = _one_by_one(task.teacher_eval_blocks, task.precision.device)
-        found = first_fault(teacher.model, rows, "teacher", settings=known)
+        found = first_fault(teacher.model, rows, "teacher", settings=task.settings.known())
     return "" if found is None else f": {in_words(*found)}"
 
 
@@ -146,10 +160,10 @@ def _one_by_one(blocks: Blocks, device: torch.device) -> Iterator[Batch]:
     return (blocks.batch([row], device) for row in range(len(blocks)))
 
 
-def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: str) -> Task:
+def _wider(task: Task, teacher: FrozenTeacher, why: str) -> Task:
     """The task with the teacher loaded again in a dtype of a wider range."""
     assert task.teacher is not None
-    device = task.precision.device
+    settings, device = task.settings, task.precision.device
     halves = DeviceInfo.of(device).halves()[0]
     dtype = torch.bfloat16 if torch.bfloat16 in halves else torch.float32
     words = f"in float16 the teacher is not finite, so it runs in {str(dtype)[6:]}"
@@ -164,14 +178,12 @@ def _wider(settings: LanguageSettings, task: Task, teacher: FrozenTeacher, why: 
         task.precision, teacher=dtype, why=f"{task.precision.why}; {words}"
     )
     lm = load_teacher(settings, task.teacher.name, precision)
-    return dataclasses.replace(
-        task, precision=precision, teacher=lm, frozen=at_work(settings, precision, lm, task.ranks)
-    )
+    where = {"offload": settings.teacher_offload, "shard": settings.shard}
+    frozen = at_work(precision, lm, task.ranks, **where)
+    return dataclasses.replace(task, precision=precision, teacher=lm, frozen=frozen)
 
 
-def judged_student(
-    known: dict[str, Any], task: Task, judge: LanguageJudge
-) -> tuple[Row, list[str]]:
+def judged_student(task: Task, judge: LanguageJudge) -> tuple[Row, list[str]]:
     """The student's row of the table before step 0, and what it writes.
 
     Raises:
@@ -183,7 +195,7 @@ def judged_student(
         return row, texts
     autocast = task.precision.autocast
     rows = _one_by_one(task.eval_blocks, next(student.parameters()).device)
-    found = first_fault(student, rows, "student", autocast=autocast, settings=known)
+    found = first_fault(student, rows, "student", autocast=autocast, settings=task.settings.known())
     why = in_words(*found) if found else f"its weight {weight} holds NaN or infinity"
     raise InputError(
         f"the student {task.student.name} is not finite before step 0, so no step can train it: "

@@ -19,9 +19,15 @@ from ssl_kd.guard.precision import Precision
 from ssl_kd.guard.recorder import FlightRecorder
 from ssl_kd.language.aligned import Aligned
 from ssl_kd.language.caching import cache_folders, cache_of, check_divergence
-from ssl_kd.language.features import HiddenStates
 from ssl_kd.language.foreign_names import GIVEN
-from ssl_kd.language.image_checks import check_ranks_see
+from ssl_kd.language.hidden_states import HiddenStates
+from ssl_kd.language.model_checks import (
+    check_family,
+    check_ids_are_known,
+    check_ranks_see,
+    check_room,
+    check_rows,
+)
 from ssl_kd.language.objective import Term
 from ssl_kd.language.routed import Routed
 from ssl_kd.language.served import ServedTeacher, served_lm
@@ -33,7 +39,6 @@ from ssl_kd.language.teacher import (
     ExtraTeacher,
     absent_teacher,
     at_work,
-    load_extra_teachers,
     load_teacher,
     router_id,
 )
@@ -41,12 +46,6 @@ from ssl_kd.language.teacher_cache import TeacherCache
 from ssl_kd.language.teacher_text import with_teacher_text
 from ssl_kd.language.text_rows import lay_out, texts_of
 from ssl_kd.language.trained_teacher import VOCABULARY, trained_teacher
-from ssl_kd.language.vocabulary_checks import (
-    check_family,
-    check_ids_are_known,
-    check_room,
-    check_rows,
-)
 from ssl_kd.losses.legacy_clamp import LegacyClamp
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import (
@@ -92,6 +91,7 @@ class Task:
     """What a run works with.
 
     Attributes:
+        settings: all of them.
         precision: dtypes.
         train_set: documents to learn from.
         eval_set: held-out documents.
@@ -111,6 +111,7 @@ class Task:
         remembered: answers to some held-out rows of a teacher that a cache replaces.
     """
 
+    settings: LanguageSettings
     precision: Precision
     train_set: TextDataset
     eval_set: TextDataset
@@ -171,6 +172,7 @@ def prepare(
     """
     tell("prepare", 0, 3, {})
     train_set, eval_set = texts_of(settings)
+    settings.check_images(train_set.pictured, eval_set.pictured)
     tell("prepare", 1, 3, {"documents": len(train_set)})
 
     student, teacher = _models(settings, train_set, precision, tell, ranks, given)
@@ -196,15 +198,21 @@ def prepare(
         blocks = with_teacher_text(settings, blocks, teacher, frozen, ranks, tell)
     served = None
     if teacher is not None and settings.teacher_url is not None and not caches:
-        served = ServedTeacher.of(settings, teacher.tokenizer, precision.device)
+        served = ServedTeacher.of(settings, size, teacher.tokenizer, precision.device)
     others: tuple[ExtraTeacher, ...] = ()
     if isinstance(eval_blocks, AlignedBlocks):
         sides = eval_blocks.student, eval_blocks.teacher
     else:
         sides = eval_blocks, eval_blocks
-        others = load_extra_teachers(settings, precision, student, more, own, eval_blocks, ranks)
+        for lm in more:
+            check_family(student, lm)
+            check_ids_are_known(student, lm, own, eval_blocks)
+            check_room(lm, size)
+        where = {"offload": settings.teacher_offload, "shard": settings.shard}
+        others = tuple(ExtraTeacher(lm, at_work(precision, lm, ranks, **where)) for lm in more)
     test, validation = test_and_validation(len(eval_blocks), settings.eval_rows)
     return Task(
+        settings,
         precision,
         train_set,
         eval_set,
@@ -319,7 +327,9 @@ def _teacher(
     try:
         return load_teacher(settings, name, precision, as_saved=first)
     except (CausalLMUnavailable, FileNotFoundError) as error:
-        return absent_teacher(settings, name, error)
+        if settings.is_routed:
+            raise
+        return absent_teacher(settings, name, error, settings.student_model)
 
 
 def _answers(
@@ -333,9 +343,10 @@ def _answers(
     """Where the teacher's answers come from: itself at work, or its caches."""
     frozen, caches = None, []
     if teacher is not None and settings.teacher_cache is None and teacher.model is not None:
-        frozen = at_work(settings, precision, teacher, ranks)
+        where = {"offload": settings.teacher_offload, "shard": settings.shard}
+        frozen = at_work(precision, teacher, ranks, **where)
     elif teacher is not None and settings.teacher_cache and isinstance(blocks, Blocks):
-        wanted = cache_of(settings, teacher, texts, blocks)
+        wanted = cache_of(settings, settings.temperature, teacher, texts, blocks)
         folders = cache_folders(settings.teacher_cache, settings.draws)
         if absent := [str(folder) for folder in folders if not folder.is_dir()]:
             raise SettingsError(
@@ -366,11 +377,9 @@ def _say_rows(texts: TextDataset, own: Blocks, blocks: Blocks | AlignedBlocks) -
         logger.info(words, 100 * found["coverage"], found["characters_per_group"])
 
 
-def make_distiller(
-    settings: LanguageSettings, task: Task, folder: RunFolder | None = None
-) -> Distiller:
+def make_distiller(task: Task, folder: RunFolder | None = None) -> Distiller:
     """The student with everything that it learns from; `folder` keeps its events and faults."""
-    student, frozen = task.student.model, task.frozen
+    settings, student, frozen = task.settings, task.student.model, task.frozen
     vocabulary = len(without_adapters(student).get_output_embeddings().weight)
     if settings.legacy_clamp is not None:
         clamp = LegacyClamp.parse(settings.legacy_clamp)
@@ -385,18 +394,25 @@ def make_distiller(
         others = [HiddenStates(settings.alpha_hidden, student, frozen.model, layers, seed)]
     if frozen is not None and (settings.alpha_kd or others):
         scale = task.precision.teacher == torch.float16
-        source = (
-            Routed(frozen, settings, scale_loss=scale)
-            if settings.is_routed
-            else task.plain(frozen, settings.teacher_names, settings.teacher_shares)
-        )
+        if settings.is_routed:
+            checkpointing = settings.gradient_checkpointing
+            how = {"scale_loss": scale, "gradient_checkpointing": checkpointing}
+            source = Routed(frozen, settings, **how)
+        else:
+            source = task.plain(frozen, settings.teacher_names, settings.teacher_shares)
         if isinstance(task.blocks, AlignedBlocks):
             answer = source.answer if isinstance(source, Routed) else frozen
-            dims = [
-                without_adapters(m).config.get_text_config().hidden_size
-                for m in (student, frozen.model)
-            ]
-            source, aligned = None, Aligned(answer, settings, *dims)
+            configs = [without_adapters(m).config for m in (student, frozen.model)]
+            own, theirs = (config.get_text_config().hidden_size for config in configs)
+            source = None
+            aligned = Aligned(
+                answer,
+                settings,
+                (own, theirs),
+                divergence=settings.kind_of_divergence,
+                draws=settings.draws,
+                seed=settings.seed,
+            )
     elif settings.alpha_kd and task.served is not None:
         source = Plain(task.served)
     elif settings.alpha_kd and task.caches:

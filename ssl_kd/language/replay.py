@@ -61,7 +61,7 @@ def replay(path: str | Path) -> Replay:
     rows = bundle.indices
     if not len(rows) or not 0 <= int(rows.min()) <= int(rows.max()) < len(task.blocks):
         raise damaged(path, f"indices are not rows of the text, which has {len(task.blocks)}")
-    distiller = make_distiller(settings, task)
+    distiller = make_distiller(task)
     _load(path, bundle, distiller)
     batch = _batch(distiller, task, bundle)
     with torch.random.fork_rng(devices=[]):

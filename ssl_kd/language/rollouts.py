@@ -27,7 +27,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.evaluate.generation import Autocast, end_tokens
 from ssl_kd.guard.seeds import seed_of
 from ssl_kd.language.objective import Objective
-from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.setting_groups import RolloutSettings
 from ssl_kd.teachers.causal import evaluating, n_ids, positions, without_adapters
 
 _CHOICE, _DRAW = 0, 1  # what the random numbers of a row are for
@@ -256,16 +256,26 @@ class Written:
     """The batches of a step, of which the student writes ON_POLICY of the rows itself.
 
     Args:
-        settings: the shares, and how it writes.
+        settings: ON_POLICY and MAX_NEW_TOKENS.
         blocks: text, one document a row.
         rollouts: the student's continuations, by its weights as they are when it is asked.
         ends: tokens that end a continuation.
+        seed: of the run.
+        both: whether a row that the student continues is learned from as text, too.
     """
 
     def __init__(
-        self, settings: LanguageSettings, blocks: Blocks, rollouts: Rollouts, ends: Sequence[int]
+        self,
+        settings: RolloutSettings,
+        blocks: Blocks,
+        rollouts: Rollouts,
+        ends: Sequence[int],
+        *,
+        seed: int,
+        both: bool = False,
     ) -> None:
         self.settings, self.blocks, self.rollouts = settings, blocks, rollouts
+        self.seed, self.both = seed, both
         self._ends = set(ends)
 
     def chosen(self, step: int, row: int) -> bool:
@@ -274,7 +284,7 @@ class Written:
         return float(torch.rand((), generator=generator)) < self.settings.on_policy
 
     def _seed(self, step: int, row: int, what: int) -> int:
-        return seed_of(self.settings.seed, step, row, what)
+        return seed_of(self.seed, step, row, what)
 
     def batches(
         self, step: int, shares: Sequence[Tensor], device: torch.device
@@ -308,8 +318,7 @@ class Written:
     def _batch(
         self, rows: list[int], own: Blocks, place: Mapping[int, int], device: torch.device
     ) -> Batch:
-        both = self.settings.is_contrastive
-        text = [row for row in rows if both or row not in place]
+        text = [row for row in rows if self.both or row not in place]
         by_student = [row for row in rows if row in place]
         parts = [self.blocks, text], [own, [place[row] for row in by_student]]
 
@@ -343,19 +352,24 @@ def writer(objective: Objective, blocks: Any, tokenizer: Any) -> Written | None:
     settings, model, precision = objective.settings, objective.student, objective.precision
     if not settings.on_policy:
         return None
-    rollouts = sampler(settings, model, tokenizer, precision.autocast)
-    return Written(settings, blocks, rollouts, rollouts.ends)
+    rollouts = sampler(settings, model, tokenizer, settings.batch_size, precision.autocast)
+    how = {"seed": settings.seed, "both": settings.is_contrastive}
+    return Written(settings, blocks, rollouts, rollouts.ends, **how)
 
 
 def sampler(
-    settings: LanguageSettings, model: Any, tokenizer: Any, autocast: Autocast = nullcontext
+    settings: RolloutSettings,
+    model: Any,
+    tokenizer: Any,
+    batch_size: int,
+    autocast: Autocast = nullcontext,
 ) -> Generated:
-    """Return what samples a model's continuations by the ROLLOUT settings."""
+    """Return what samples a model's continuations at ROLLOUT_TEMPERATURE."""
     return Generated(
         model,
         end_tokens(without_adapters(model), tokenizer),
         vocabulary=n_ids(tokenizer),
         temperature=settings.rollout_temperature,
-        batch_size=settings.batch_size,
+        batch_size=batch_size,
         autocast=autocast,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Batch
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.seeds import seed_of, seeded
-from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.setting_groups import RouterSettings
 from ssl_kd.language.sources import Answer, Source, named_rows
 from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import TeacherOutput
@@ -40,6 +40,7 @@ class Routed:
         frozen: the teacher, a mixture of experts.
         settings: ROUTER_MODE and those of the router.
         scale_loss: for a float16 teacher.
+        gradient_checkpointing: of the teacher, where its router learns.
 
     Attributes:
         record: of the last router step; None before the first, and where no router learns.
@@ -52,7 +53,12 @@ class Routed:
     """
 
     def __init__(
-        self, frozen: FrozenTeacher, settings: LanguageSettings, *, scale_loss: bool = False
+        self,
+        frozen: FrozenTeacher,
+        settings: RouterSettings,
+        *,
+        scale_loss: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:
         self.frozen, self.settings = frozen, settings
         self.model = frozen.model
@@ -71,7 +77,7 @@ class Routed:
             self.router = RouterStep(
                 self.mixture,
                 learning_rate=settings.router_lr,
-                gradient_checkpointing=settings.gradient_checkpointing,
+                gradient_checkpointing=gradient_checkpointing,
                 scale_loss=scale_loss,
             )
 
@@ -215,14 +221,16 @@ class RoutedDraw:
     Args:
         routed: a mixture whose router does not learn.
         number: which draw.
+        seed: of the run.
     """
 
-    def __init__(self, routed: Routed, number: int) -> None:
-        self.routed, self.number, self.device = routed, number, routed.frozen.device
+    def __init__(self, routed: Routed, number: int, seed: int = 0) -> None:
+        self.routed, self.number, self.seed = routed, number, seed
+        self.device = routed.frozen.device
 
     def __call__(self, batch: Batch, rows: Tensor) -> Any:
         """As a `FrozenTeacher`."""
-        seed = seed_of(self.routed.settings.seed, self.number, *batch.rows.tolist())
+        seed = seed_of(self.seed, self.number, *batch.rows.tolist())
         with seeded(seed):
             return self.routed.answer(batch, rows)
 

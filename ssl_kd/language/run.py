@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from ssl_kd.evaluate.language import LanguageJudge
 from ssl_kd.guard.parts import TooFewHealthyParts
 from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.best_student import Best
-from ssl_kd.language.judge_in_run import judged_others, judged_student, judged_teacher, make_judge
+from ssl_kd.language.judge_in_run import judged_student, judged_teachers, make_judge
 from ssl_kd.language.parallel import check_ranks
 from ssl_kd.language.prepare import NO_MODELS, InMemoryModels, Task, make_distiller, prepare
 from ssl_kd.language.presets import TEXT_ALONE
@@ -45,8 +46,6 @@ from ssl_kd.training.ranks import Ranks, joined
 from ssl_kd.training.stop import Signals
 
 logger = logging.getLogger(__name__)
-
-DRY_STEPS = 5
 
 T = TypeVar("T")
 
@@ -82,7 +81,7 @@ def run(
 def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemoryModels) -> Path:
     clock, precision = Clock(), precision_of(settings.replace(device=ranks.device))
     logger.info("%s", precision)
-    settings = _dry(settings) if settings.dry_run else settings
+    settings = settings.dry() if settings.dry_run else settings
     check_ranks(ranks, settings.batch_size, shard=settings.shard)
     check_boards(settings.boards)
     settings.check_packages()
@@ -91,7 +90,8 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemo
         settings = settings.of_cache()
         with clock("prepare"):
             task = prepare(settings, precision, tell, ranks, given)
-        settings = _decided(settings, task)
+        task = _with_router_mode(task)
+        settings = task.settings
         ranks.from_first(partial(folder.keep_to, task.digest))
         resolved = {
             "LEARNING_RATE": settings.peak_lr,
@@ -103,23 +103,22 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemo
         logger.info("%d steps on %d rows", steps, len(task.blocks))
         with clock("judge"):
             tell("judge", 0, 2, {})
-            task, table, generations = _judged_teachers(settings, task, folder)
+            task, table, generations = judged_teachers(task)
+            folder.update_json("config.json", precision=str(task.precision))
         alone = copy.deepcopy(student) if settings.baseline else None
         # Where a piece is on each rank, the first saves the student from this copy.
         whole = copy.deepcopy(student) if settings.shard and ranks.rank == 0 else student
-        distiller = make_distiller(settings, task, folder)
+        distiller = make_distiller(task, folder)
         inside = partial(_by_first, ranks, distiller)
         mixture = distiller.source.mixture if isinstance(distiller.source, Routed) else None
-        judge = make_judge(
-            settings, task, nullcontext if mixture is None else mixture.original_router
-        )
+        judge = make_judge(task, nullcontext if mixture is None else mixture.original_router)
         with clock("judge"):
-            row, generations["before"] = inside(judged_student, settings.known(), task, judge)
+            row, generations["before"] = inside(judged_student, task, judge)
             table.append(row)
             tell("judge", 1, 2, {})
         task = task.without_teacher()
         with clock("train"), signals.between_steps():
-            best = _train(settings, folder, task, distiller, steps, signals, judge, tell)
+            best = _train(folder, task, distiller, steps, signals, judge, tell)
         log_training_outcome(distiller, best)
         with clock("judge"):
             best.put_back()
@@ -127,10 +126,10 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemo
             table.append(row)
             tell("judge", 2, 2, {})
         with clock("save"):  # before the baseline, which may stop
-            _save(settings, folder, task, distiller, whole, table)
+            _save(folder, task, distiller, whole, table)
         if alone is not None:
             with clock("baseline"):
-                train_it = partial(train_alone, settings, task, alone, steps, judge, tell)
+                train_it = partial(train_alone, task, alone, steps, judge, tell)
                 table.append(dict.fromkeys(table[-1]) | _row_alone(train_it, alone, judge))
         folder.update_json(  # the last file: it marks the run as finished
             "metrics.json",
@@ -145,18 +144,6 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemo
     return folder.path
 
 
-def _judged_teachers(
-    settings: LanguageSettings, task: Task, folder: RunFolder
-) -> tuple[Task, list[dict[str, Any]], dict[str, Any]]:
-    """The task in the precision that the teacher runs in, its rows of the table, what it writes."""
-    if task.teacher is None or not (task.teacher.model or task.served):
-        return task, [], {}
-    task, row, written = judged_teacher(settings, task)
-    rows = [row, *judged_others(settings, task)]
-    folder.update_json("config.json", precision=str(task.precision))
-    return task, rows, {"teacher": written}
-
-
 def _by_first(ranks: Ranks, distiller: Distiller, work: Callable[..., T], *arguments: Any) -> T:
     """What `work(*arguments)`, which asks the student, returns on the first rank, on all of them.
 
@@ -169,7 +156,6 @@ def _by_first(ranks: Ranks, distiller: Distiller, work: Callable[..., T], *argum
 
 
 def _save(
-    settings: LanguageSettings,
     folder: RunFolder,
     task: Task,
     distiller: Distiller,
@@ -178,7 +164,7 @@ def _save(
 ) -> None:
     """The student as a model's folder, and the teacher's router where one has learned."""
     path, tokenizer, source = folder.path / "student", task.student.tokenizer, distiller.source
-    cut = settings.student_model.startswith("layers:")
+    cut = task.settings.student_model.startswith("layers:")
     if distiller.trainee.sharded:
         weights = distiller.trainee.gathered(dict(distiller.student.named_parameters()))
         if task.ranks.rank == 0:
@@ -192,7 +178,7 @@ def _save(
             table,
             processor=task.student.processor,
             base=task.teacher.name if cut and task.teacher is not None else "",
-            made=made_by(settings, task),
+            made=made_by(task),
         )
         if isinstance(source, Routed) and source.router is not None:
             source.mixture.save_router(folder.path / "router.safetensors")
@@ -200,36 +186,21 @@ def _save(
     task.ranks.from_first(save)
 
 
-def _decided(settings: LanguageSettings, task: Task) -> LanguageSettings:
-    """ROUTER_MODE where it was left to the teacher."""
+def _with_router_mode(task: Task) -> Task:
+    """Decide ROUTER_MODE where it was left to the teacher."""
+    settings = task.settings
     if settings.router_mode != "auto":
-        return settings
+        return task
     frozen = task.frozen if settings.align == "auto" else None
     mode = "sar" if frozen is not None and is_mixture(frozen.model) else "native"
     logger.info("ROUTER_MODE is %s, which auto means for this teacher", mode)
-    return settings.replace(router_mode=mode)
-
-
-def _dry(settings: LanguageSettings) -> LanguageSettings:
-    """Five steps that try everything once."""
-    trained = settings.to_train
-    return settings.replace(
-        teacher_model=f"train:{trained[0]}:{DRY_STEPS}" if trained else settings.teacher_model,
-        max_steps=DRY_STEPS,
-        epochs=None,
-        eval_every=DRY_STEPS,
-        checkpoint_every=DRY_STEPS,
-        log_every=1,
-        eval_rows=min(settings.eval_rows, 8),
-        generations=min(settings.generations, 2),
-    )
+    return replace(task, settings=settings.replace(router_mode=mode))
 
 
 # --- training -------------------------------------------------------------------------------------
 
 
 def _train(
-    settings: LanguageSettings,
     folder: RunFolder,
     task: Task,
     distiller: Distiller,
@@ -242,9 +213,10 @@ def _train(
     inside, team = partial(_by_first, task.ranks, distiller), distiller.team
     start, best = _begun(folder, task, distiller, judge)
     if start < FIRST_STEPS:
-        logger.info("%s", first_forward(settings, task))
+        logger.info("%s", first_forward(task))
 
     shown = ("train_loss", "ce", "kd", *(term.name for term in distiller.others))
+    settings = task.settings
     boards = settings.boards if team.rank == 0 else ()
     with Board(folder.path, boards, settings.to_dict()) as board:
 
@@ -301,7 +273,6 @@ def _begun(
 
 
 def train_alone(
-    settings: LanguageSettings,
     task: Task,
     student: nn.Module,
     steps: int,
@@ -309,7 +280,7 @@ def train_alone(
     tell: Progress,
 ) -> None:
     """The same student by cross-entropy alone: the same batches, steps and learning rates."""
-    alone = settings.replace(**TEXT_ALONE)
+    alone = task.settings.replace(**TEXT_ALONE)
     distiller = Distiller(student, alone, task.precision)
 
     def on_step(step: int, result: StudentStep) -> None:

@@ -57,10 +57,10 @@ def about(task: Task) -> dict[str, Any]:
     }
 
 
-def made_by(settings: LanguageSettings, task: Task) -> dict[str, str]:
+def made_by(task: Task) -> dict[str, str]:
     """Return how the student was made, for its model card."""
     usual = LanguageSettings().to_dict()
-    changed = {n: v for n, v in settings.to_dict().items() if v != usual[n]}
+    changed = {n: v for n, v in task.settings.to_dict().items() if v != usual[n]}
     names = [lm.name for lm in (task.teacher, *(other.lm for other in task.others)) if lm]
     data = task.train_set
     return {
@@ -83,8 +83,9 @@ def facts(task: Task, distiller: Distiller, steps: int) -> dict[str, Any]:
     }
 
 
-def first_forward(settings: LanguageSettings, task: Task) -> str:
+def first_forward(task: Task) -> str:
     """What goes into the loss, in one line."""
+    settings = task.settings
     sides = {"student": task.student.model}
     if task.frozen is not None:
         sides["teacher"] = task.frozen.model

@@ -12,7 +12,7 @@ from torch import Tensor
 from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues
 from ssl_kd.language.kept.given import LOWEST, as_cached
-from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.teacher_settings import TeacherSettings
 from ssl_kd.losses.teacher_output import TopKTeacher
 from ssl_kd.losses.token_distillation import next_token_targets
 from ssl_kd.teachers.causal import CausalLM, load_tokenizer, n_ids
@@ -57,9 +57,21 @@ class ServedTeacher:
 
     @classmethod
     def of(
-        cls, settings: LanguageSettings, tokenizer: Any, device: torch.device, **options: Any
+        cls,
+        settings: TeacherSettings,
+        block_size: int,
+        tokenizer: Any,
+        device: torch.device,
+        **options: Any,
     ) -> ServedTeacher:
         """The teacher that the settings name, once its server was seen to have it.
+
+        Args:
+            settings: TEACHER_URL, its name there, and the tokens of an answer.
+            block_size: tokens of a row.
+            tokenizer: of the teacher.
+            device: where answers go.
+            **options: of the class.
 
         Raises:
             ServerFailed: the server is not there, or has not this model.
@@ -67,7 +79,7 @@ class ServedTeacher:
         assert settings.teacher_url is not None
         name = settings.teacher_served_as or settings.teacher_model
         server = CompletionServer(settings.teacher_url, name)
-        server.check(settings.block_size)
+        server.check(block_size)
         return cls(server, settings.kept[1], n_ids(tokenizer), device=device, **options)
 
     def __call__(self, batch: Batch, rows: Tensor) -> TopKTeacher:

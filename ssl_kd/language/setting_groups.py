@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from ssl_kd.divergences import DIVERGENCES, JS_BETA
 from ssl_kd.language.schedules import Move, moves_of
-from ssl_kd.settings import RunSettings, Settings, setting
+from ssl_kd.settings import RunSettings, Settings, SettingsError, setting
 
 KA_DRAWS = 2
 """Draws of experts for each batch in ROUTER_MODE ka."""
@@ -163,6 +163,40 @@ class LossSettings(Settings):
         """Return the settings as they are in a step of `steps`, from 0, without SCHEDULE itself."""
         values = {m.name: m.at(getattr(self, m.name), step, steps) for m in self.moves}
         return self.replace(schedule=None, **values)
+
+    def check_together(self) -> None:
+        """Raise SettingsError where the terms of the loss do not fit together."""
+        super().check_together()
+        if self.alpha_kd == self.alpha_ce == 0:
+            raise SettingsError("ALPHA_KD and ALPHA_CE are both 0, so there is nothing to learn.")
+        if self.align == "hidden" and self.alpha_ce == 0:
+            raise SettingsError(
+                "ALIGN 'hidden' matches hidden states alone, which leaves the output head"
+                " untrained: set ALPHA_CE above 0."
+            )
+        for move in self.moves:
+            if not getattr(self, move.name):
+                raise SettingsError(
+                    f"SCHEDULE moves {move.name.upper()}, which begins at 0, and so is not in"
+                    " the loss: begin it above 0, for example at 0.001, or leave it out."
+                )
+        if self.schedule is not None:
+            self.at_step(1, 2)
+        if self.legacy_clamp is not None:
+            self._check_clamp(self.legacy_clamp)
+
+    def _check_clamp(self, clamp: str) -> None:
+        from ssl_kd.losses.legacy_clamp import LegacyClamp  # --help does without torch
+
+        try:
+            LegacyClamp.parse(clamp)
+        except ValueError as error:
+            raise SettingsError(f"LEGACY_CLAMP: {error}.") from error
+        if self.align != "auto":
+            raise SettingsError(
+                "LEGACY_CLAMP holds logits token by token, as older scripts did: ALIGN must be"
+                " 'auto'."
+            )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from ssl_kd.language.teacher_settings import TeacherSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.settings.import_paths import check_installed
 
+DRY_STEPS = 5
+
 
 @dataclass(frozen=True)
 class LanguageSettings(
@@ -79,6 +81,20 @@ class LanguageSettings(
             return self
         return self.replace(router_mode="native")
 
+    def dry(self) -> Self:
+        """Return these settings with five steps that try everything once."""
+        trained = self.to_train
+        return self.replace(
+            teacher_model=f"train:{trained[0]}:{DRY_STEPS}" if trained else self.teacher_model,
+            max_steps=DRY_STEPS,
+            epochs=None,
+            eval_every=DRY_STEPS,
+            checkpoint_every=DRY_STEPS,
+            log_every=1,
+            eval_rows=min(self.eval_rows, 8),
+            generations=min(self.generations, 2),
+        )
+
     def check_packages(self) -> None:
         """Raise MissingPackage where what these settings need is not installed, before any work."""
         texts = (self.data_path, self.eval_path or "")
@@ -93,8 +109,6 @@ class LanguageSettings(
     def check_together(self) -> None:
         """Raise SettingsError where settings that are fine alone do not fit together."""
         super().check_together()
-        if self.alpha_kd == self.alpha_ce == 0:
-            raise SettingsError("ALPHA_KD and ALPHA_CE are both 0, so there is nothing to learn.")
         if self.teacher_model == "none" and self.alpha_ce == 0:
             raise SettingsError("TEACHER_MODEL is 'none', so ALPHA_CE must be above 0.")
         if self.teacher_model == "none" and self.teacher_cache is not None:
@@ -111,10 +125,15 @@ class LanguageSettings(
                 "ROUTER_MODE 'sar' compares teacher and student token by token, so ALIGN must be"
                 " 'auto' and the tokenizers the same; 'all' and 'ka' go with any ALIGN."
             )
-        if self.align == "hidden" and self.alpha_ce == 0:
+        if self.legacy_clamp is not None and self.teacher_cache is not None:
             raise SettingsError(
-                "ALIGN 'hidden' matches hidden states alone, which leaves the output head"
-                " untrained: set ALPHA_CE above 0."
+                "LEGACY_CLAMP holds the logits of teacher and student, as older scripts did:"
+                " TEACHER_CACHE must be None."
+            )
+        if self.teacher_cache and any(move.name == "temperature" for move in self.moves):
+            raise SettingsError(
+                "SCHEDULE moves TEMPERATURE, but TEACHER_CACHE holds answers at one temperature:"
+                " leave one of them."
             )
         if self.shard and (self.baseline or self.teacher_offload):
             raise SettingsError(
@@ -132,10 +151,29 @@ class LanguageSettings(
             self._check_several()
         self._check_features()
         self._check_quantization()
-        self._check_schedule()
         self._check_on_policy()
-        if self.legacy_clamp is not None:
-            self._check_clamp(self.legacy_clamp)
+
+    def check_images(self, *texts: str | None) -> None:
+        """Raise SettingsError where these settings cannot learn from text with images.
+
+        Args:
+            *texts: where the first image of each text is; None where it has none.
+        """
+        first = next((text for text in texts if text is not None), None)
+        fresh = self.student_model.startswith(("fresh:", "llama:"))
+        text_alone = f"STUDENT_MODEL is {self.student_model!r}, which reads text alone"
+        for unfit, why, way in (
+            (self.to_train, "TEACHER_MODEL is 'train'", "name a model of images"),
+            (len(self.teacher_names) > 1, "TEACHER_MODEL names several", "name one"),
+            (fresh, text_alone, "take layers:N, or a folder"),
+            (self.align != "auto", f"ALIGN is {self.align!r}", "set it to 'auto'"),
+            (self.teacher_url, "TEACHER_URL is asked about text", "name the teacher's folder"),
+            (self.on_policy, "ON_POLICY continues text", "set it to 0"),
+            (self.teacher_text, "TEACHER_TEXT continues text", "set it to 0"),
+            (self.shard, "SHARD is True", "set it to False"),
+        ):
+            if first is not None and unfit:
+                raise SettingsError(f"the text holds images, first in {first}, but {why}: {way}.")
 
     def _check_served(self, url: str) -> None:
         from ssl_kd.teachers.http_client import check_url  # --help does without torch
@@ -243,32 +281,3 @@ class LanguageSettings(
                 "TEACHER_TEXT is written by a teacher that is here, and TEACHER_URL names a server:"
                 " set one of them to its default."
             )
-
-    def _check_clamp(self, clamp: str) -> None:
-        from ssl_kd.losses.legacy_clamp import LegacyClamp  # --help does without torch
-
-        try:
-            LegacyClamp.parse(clamp)
-        except ValueError as error:
-            raise SettingsError(f"LEGACY_CLAMP: {error}.") from error
-        if self.align != "auto" or self.teacher_cache is not None:
-            raise SettingsError(
-                "LEGACY_CLAMP holds the logits of both, token by token, as older scripts did: ALIGN"
-                " must be 'auto' and TEACHER_CACHE None."
-            )
-
-    def _check_schedule(self) -> None:
-        """SCHEDULE must move what is part of the loss, to where something can be learned."""
-        for move in self.moves:
-            if not getattr(self, move.name):
-                raise SettingsError(
-                    f"SCHEDULE moves {move.name.upper()}, which begins at 0, and so is not in"
-                    " the loss: begin it above 0, for example at 0.001, or leave it out."
-                )
-        if self.teacher_cache and any(move.name == "temperature" for move in self.moves):
-            raise SettingsError(
-                "SCHEDULE moves TEMPERATURE, but TEACHER_CACHE holds answers at one temperature:"
-                " leave one of them."
-            )
-        if self.schedule is not None:
-            self.at_step(1, 2)

@@ -27,6 +27,7 @@ from ssl_kd.language.fault_explainer import FaultExplainer, examine, rng_state
 from ssl_kd.language.objective import Objective, Term, student_side
 from ssl_kd.language.parallel import DistributedStudent
 from ssl_kd.language.routed import Routed
+from ssl_kd.language.setting_groups import TrainingSettings
 from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass
 from ssl_kd.language.sources import Source, named_rows
@@ -39,7 +40,7 @@ RESTORE_AFTER = 20
 """Bad steps in a row before the student goes back to its last good state."""
 
 
-def precision_of(settings: LanguageSettings) -> Precision:
+def precision_of(settings: TrainingSettings) -> Precision:
     """The dtypes of a run: what suits the device, or what was asked for where the device has it."""
     asked = {"auto": True, "float32": False}.get(
         settings.model_dtype, getattr(torch, settings.model_dtype, True)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.errors import InputError, UserError
 from ssl_kd.files import sha256_file
 from ssl_kd.guard.precision import Precision
 from ssl_kd.language.parallel import shard_teacher
-from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.teacher_cache import TeacherCache
-from ssl_kd.language.vocabulary_checks import check_family, check_ids_are_known, check_room
+from ssl_kd.language.teacher_settings import TeacherSettings
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import CausalLM, load_causal_lm, load_tokenizer
 from ssl_kd.teachers.frozen import FrozenTeacher
@@ -27,7 +24,7 @@ ALONE = Ranks(0, 1, "cpu")
 
 
 def load_teacher(
-    settings: LanguageSettings, name: str, precision: Precision, *, as_saved: bool = False
+    settings: TeacherSettings, name: str, precision: Precision, *, as_saved: bool = False
 ) -> CausalLM:
     """The teacher's model as the settings would have it loaded; `as_saved`: in its file's dtype."""
     kind, dtype = settings.quantization, precision.teacher
@@ -39,27 +36,34 @@ def load_teacher(
     )
 
 
-def absent_teacher(settings: LanguageSettings, name: str, why: UserError | OSError) -> CausalLM:
+def absent_teacher(
+    settings: TeacherSettings, name: str, why: UserError | OSError, student: str
+) -> CausalLM:
     """What stands for a teacher that cannot be loaded where its cache can be learned from.
 
     Its weights are identified by the cache; its tokenizer is its own where that can be read, and
     None where not.
+
+    Args:
+        settings: TEACHER_CACHE.
+        name: of the teacher.
+        why: it cannot be loaded.
+        student: STUDENT_MODEL.
 
     Raises:
         UserError, OSError: `why`, where there is no cache of the unchanged teacher.
         SettingsError: the student is made of the teacher's own layers or architecture.
     """
     folder = Path(str(settings.teacher_cache))
-    if settings.teacher_cache is None or not folder.is_dir() or settings.is_routed:
+    if settings.teacher_cache is None or not folder.is_dir():
         raise why
     weights = TeacherCache.open(folder, verify=False).fingerprint.weights
     if " " in weights:  # with the experts that answered
         raise why
-    spec = settings.student_model
-    if spec.startswith(("layers:", "fresh:")):
+    if student.startswith(("layers:", "fresh:")):
         raise SettingsError(
-            f"STUDENT_MODEL {spec!r} is made of the teacher {name}, which cannot be loaded: take "
-            f"llama:LAYERSxDIM, or a model of its tokenizer. ({why})"
+            f"STUDENT_MODEL {student!r} is made of the teacher {name}, which cannot be loaded:"
+            f" take llama:LAYERSxDIM, or a model of its tokenizer. ({why})"
         ) from why
     logger.warning(
         "the teacher %s cannot be loaded, so the student learns from TEACHER_CACHE alone and the "
@@ -75,11 +79,16 @@ def absent_teacher(settings: LanguageSettings, name: str, why: UserError | OSErr
 
 
 def at_work(
-    settings: LanguageSettings, precision: Precision, teacher: CausalLM, ranks: Ranks
+    precision: Precision,
+    teacher: CausalLM,
+    ranks: Ranks,
+    *,
+    offload: bool = False,
+    shard: bool = False,
 ) -> FrozenTeacher:
-    """The teacher on its device; with SHARD a piece of it on each rank's."""
-    device, offload = precision.device, settings.teacher_offload
-    if not settings.shard:
+    """The teacher on its device; with `shard` a piece of it on each rank's."""
+    device = precision.device
+    if not shard:
         return FrozenTeacher(teacher.model, device=device, dtype=precision.teacher, offload=offload)
     frozen = FrozenTeacher(teacher.model, dtype=precision.teacher)
     shard_teacher(frozen, device, ranks.world)
@@ -107,26 +116,3 @@ class ExtraTeacher:
 
     lm: CausalLM
     frozen: FrozenTeacher
-
-
-def load_extra_teachers(
-    settings: LanguageSettings,
-    precision: Precision,
-    student: CausalLM,
-    loaded: Sequence[CausalLM],
-    blocks: Blocks,
-    eval_blocks: Blocks,
-    ranks: Ranks,
-) -> tuple[ExtraTeacher, ...]:
-    """The teachers of TEACHER_MODEL but the first, which are `loaded`, on their device.
-
-    Raises:
-        SettingsError: one does not fit the student's tokenizer or the rows.
-    """
-    found: list[ExtraTeacher] = []
-    for lm in loaded:
-        check_family(student, lm)
-        check_ids_are_known(student, lm, blocks, eval_blocks)
-        check_room(lm, settings.block_size)
-        found.append(ExtraTeacher(lm, at_work(settings, precision, lm, ranks)))
-    return tuple(found)

@@ -10,14 +10,14 @@ from ssl_kd.datasets.aligned import AlignedBlocks, aligned_blocks
 from ssl_kd.datasets.blocks import Blocks, isolates_documents, make_blocks
 from ssl_kd.datasets.picture_blocks import make_picture_blocks
 from ssl_kd.datasets.text import TextDataset, open_text
-from ssl_kd.language.image_checks import check_models, check_settings
-from ssl_kd.language.settings import LanguageSettings
+from ssl_kd.language.model_checks import check_images_are_seen
+from ssl_kd.language.setting_groups import TextSettings
 from ssl_kd.teachers.causal import CausalLM
 
 logger = logging.getLogger(__name__)
 
 
-def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
+def texts_of(settings: TextSettings) -> tuple[TextDataset, TextDataset]:
     """What is learned from, and what is held out; no document is both."""
     read = partial(open_text, field=settings.text_field)
     if settings.eval_path is None:
@@ -30,7 +30,6 @@ def texts_of(settings: LanguageSettings) -> tuple[TextDataset, TextDataset]:
     if len(kept) < len(train_set):
         words = "%d of %d documents to learn from are held out, too, and left out of training"
         logger.warning(words, len(train_set) - len(kept), len(train_set))
-    check_settings(settings, kept, eval_set)
     return kept, eval_set
 
 
@@ -59,7 +58,7 @@ def lay_out(
         SettingsError: it holds images that one of the models does not see, or not as the others.
     """
     teachers = [lm for lm in (teacher, *others) if lm is not None]
-    check_models(texts, student, teachers)
+    check_images_are_seen(texts, student, teachers)
     if aligned and teacher is not None:
         tokenizers = student.tokenizer, teacher.tokenizer
         return aligned_blocks(texts, *tokenizers, block_size)

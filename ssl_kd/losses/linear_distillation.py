@@ -113,7 +113,7 @@ class _Distillation(torch.autograd.Function):
         ctx.objective, ctx.weights, ctx.needs = objective, weights, needs
         ctx.trusted = late is not None and not objective.exact
         ctx.gradients = student.gradients
-        ce, kd = (terms if (own := objective.token_weights) is None else terms * own).sum(1)
+        ce, kd = terms.sum(1)
         return ce, kd
 
     @staticmethod
@@ -137,8 +137,6 @@ class _Distillation(torch.autograd.Function):
                 (found, count, late), ctx.near = ctx.near, None
                 close = found.argsort()[: count()]
                 more = _exactly(close, x, weight, bias, ctx.objective) - found[close]
-                if (own := ctx.objective.token_weights) is not None:
-                    more = more * own[close]
                 late += more.sum()
             if gradients is None or cut:  # a second backward, or a term was cut out
                 objective = replace(
@@ -208,7 +206,6 @@ def distillation_terms(
     legacy_clamp: LegacyClamp | None = None,
     chunk_tokens: int | None = None,
     teacher_weights: Sequence[float] | None = None,
-    token_weights: Tensor | None = None,
     late: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `linear_distillation`, or without a `weight` `logits_distillation`, of two numbers.
@@ -231,12 +228,6 @@ def distillation_terms(
     common, outside = _common(x, weight, bias, teachers)
     if outside is not None and outside.at is None and len(outside.entries) == common:
         teachers, outside = (), None  # no entry is left to compare: nothing to distil
-    if token_weights is not None:
-        if token_weights.shape != (n,) or legacy_clamp is not None:
-            raise ValueError(
-                f"token_weights {tuple(token_weights.shape)}, expected [{n}], without legacy_clamp"
-            )
-        token_weights = token_weights.to(compute_dtype(x))
     if legacy_clamp is not None:
         z = x if weight is None else F.linear(x, weight, bias)
         some = targets, teachers, shares, temperature, kind, common, outside
@@ -254,7 +245,6 @@ def distillation_terms(
         min(chunk_tokens or chunk_rows(vocab, x.device), max(1, n)),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         _are_free(x.device),
-        token_weights,
     )
     weights = (weights[0] if targets is not None else 0.0, weights[1] if teachers else 0.0)
     needs = tuple(
@@ -276,7 +266,6 @@ def linear_distillation(
     legacy_clamp: LegacyClamp | None = None,
     chunk_tokens: int | None = None,
     teacher_weights: Sequence[float] | None = None,
-    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy and distillation of the logits `hidden @ weight.T + bias`, never held whole.
 
@@ -304,8 +293,6 @@ def linear_distillation(
         teacher_weights: of each teacher's divergence in their mean, at least 0, in any proportion:
             they are made to sum to 1. One of weight 0 is not looked at. None: all alike. The mean
             of divergences is not the divergence to the mixture of the teachers.
-        token_weights: `[n]`, by which each token counts in both sums: 1 / length for sums of the
-            means of sequences. None: 1.
 
     Returns:
         `[2]`, float32 (float64 for float64): the sum of cross-entropies, and of T^2 D.
@@ -342,7 +329,6 @@ def linear_distillation(
         legacy_clamp=legacy_clamp,
         chunk_tokens=chunk_tokens,
         teacher_weights=teacher_weights,
-        token_weights=token_weights,
     )
     return torch.stack(terms)
 

@@ -49,7 +49,6 @@ class Wanted:
     chunk: int
     autocast: torch.dtype | None  # the dtype that products are in, instead of the inputs'
     exact: bool = True  # near 0 too, chunk by chunk: each of them waits for the device
-    token_weights: Tensor | None = None  # [n], what each token counts in the gradient
 
 
 def _top_k(
@@ -194,8 +193,6 @@ def run_(
                 part,
             )
             if part is not None:
-                if objective.token_weights is not None:
-                    part.mul_(objective.token_weights[place].unsqueeze(-1))
                 student.gradient(start, stop)[first:last] = part
         if slope is not None:
             student.accumulate(start, stop)

@@ -557,7 +557,7 @@ ROWS = {
         "refused by name before step 0; in a step `kd` is cut out, the teacher named",
     ),
     122: Row(
-        "a term of hidden states or attention is NaN",
+        "a term of hidden states is NaN",
         "that term alone is cut out and explained; the step is as without it, to the bit",
     ),
     123: Row(

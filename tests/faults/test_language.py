@@ -492,7 +492,7 @@ def _aligned(how, two, strike=lambda distiller, step: None, at=None, kinds=("Lla
     if at is not None:
         strike = Struck(teacher.model.norm, (0, at)).at(3)
     with torch.random.fork_rng():
-        aligned = Aligned(FrozenTeacher(teacher), LanguageSettings(**asked), 32, 32)
+        aligned = Aligned(FrozenTeacher(teacher), LanguageSettings(**asked), (32, 32))
     student = make_model(kinds[0], seed=1, vocab_size=mine)
     return taught(strike, rows=rows, aligned=aligned, student=student, **asked)
 

@@ -405,8 +405,10 @@ def test_a_fault_is_replayed_with_its_images(settings, monkeypatch, folders, tmp
     name = next(n for n in tensors if n.endswith("projector.linear_2.weight"))
     tensors[name][3] = math.nan  # no row without an image meets it
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    judged = "ssl_kd.language.run.judged_teacher"
-    monkeypatch.setattr(judged, lambda settings, task: (task, {"name": "teacher"}, ["unheard"]))
+    judged = "ssl_kd.language.run.judged_teachers"
+    monkeypatch.setattr(
+        judged, lambda task: (task, [{"name": "teacher"}], {"teacher": ["unheard"]})
+    )
     student = folders("llava", seed=3)
     path = run(settings(teacher_model=str(folder), student_model=student, max_steps=1))
     report = replay(next((path / "faults").glob("kd-*.pt")))
@@ -428,7 +430,7 @@ def test_the_doctor_takes_gradients_of_images(settings, folders):
     from ssl_kd.doctor.gradients import gradients, open_model
 
     asked = settings(student_model=folders("llava"))
-    lm, blocks = open_model(asked)
+    lm, blocks = open_model(asked.student_model, asked)
     assert isinstance(blocks, PictureBlocks) and any(blocks.pictures)
     found = {finding.tried: finding for finding in gradients(asked, lm, blocks)}
     assert "gradient: layer 2" in found

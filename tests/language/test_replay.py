@@ -54,8 +54,10 @@ def recorded(settings, monkeypatch):
 
     As the runs that began before a teacher was judged: a sick one is not refused.
     """
-    judged = "ssl_kd.language.run.judged_teacher"
-    monkeypatch.setattr(judged, lambda settings, task: (task, {"name": "teacher"}, ["unheard"]))
+    judged = "ssl_kd.language.run.judged_teachers"
+    monkeypatch.setattr(
+        judged, lambda task: (task, [{"name": "teacher"}], {"teacher": ["unheard"]})
+    )
 
     def go(**changes):
         asked = settings(**{"max_steps": 4, "eval_every": 4, **changes})

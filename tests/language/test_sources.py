@@ -32,7 +32,9 @@ def routed(tiny, mode, precision=None, **changes) -> Any:
     precision = precision or tiny.precision
     settings = tiny.settings(router_mode=mode, **{"router_lr": 1e-2, **changes})
     frozen = FrozenTeacher(tiny.model("Mixtral", spread=0.3), dtype=precision.teacher)
-    source = Routed(frozen, settings, scale_loss=precision.scale)
+    checkpointing = settings.gradient_checkpointing
+    how = {"scale_loss": precision.scale, "gradient_checkpointing": checkpointing}
+    source = Routed(frozen, settings, **how)
     return Distiller(tiny.model(seed=1), settings, precision, source)
 
 
@@ -379,7 +381,9 @@ def aligned(tiny, how, precision=None, student=None, kind="Llama", **changes) ->
     answer = frozen
     if kind == "Mixtral":
         answer = Routed(frozen, settings).answer
-    source = Aligned(answer, settings, 32, theirs.config.hidden_size)
+    widths = 32, theirs.config.hidden_size
+    kind = settings.kind_of_divergence
+    source = Aligned(answer, settings, widths, divergence=kind, draws=settings.draws)
     student = student or tiny.model(seed=1)
     blocks = aligned_blocks(tiny.texts(24), tiny.tokenizer, tiny.other_tokenizer, 64)
     return Distiller(student, settings, precision, aligned=source), blocks

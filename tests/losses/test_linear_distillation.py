@@ -14,7 +14,6 @@ from ssl_kd.losses import (
     token_terms,
 )
 from ssl_kd.losses.linear_distillation import distillation_terms
-from ssl_kd.losses.teacher_output import rows_of
 from tests.oracles import token_objectives as oracle
 
 NAMES = (*DIVERGENCES, *oracle.JS)
@@ -506,40 +505,6 @@ def test_what_is_near_0_is_as_exact_where_a_device_is_asked_once_or_later(free, 
     for kd, grad in others:
         assert torch.allclose(kd, free_kd, rtol=0.02, atol=0)  # of logits in chunks of other rows
         assert torch.equal(grad, slope)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "near"),
-    [(torch.float64, 1e-9), (torch.float32, 2e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)],
-)
-@pytest.mark.parametrize("name", NAMES)
-def test_weighted_tokens_are_the_weighted_sum_of_each_alone(free, name, dtype, near):
-    student, targets = _student(dtype)
-    teacher = _linear(dtype)
-    exact = [x.detach().double().requires_grad_() for x in student]
-    wide = LinearTeacher(*(x.double() for x in vars(teacher).values()))
-    own = torch.linspace(0.1, 2, N).double()
-    options = {"temperature": 2.0, "divergence": name}
-    alone, (hidden, weight, bias) = [], exact
-    for i in range(N):
-        said, target = [rows_of(wide, i, i + 1)], targets[i : i + 1]
-        alone += [linear_distillation(hidden[i : i + 1], weight, bias, target, said, **options)]
-    reference = (torch.stack(alone) * own[:, None]).sum(0)
-    slopes = _gradients(reference, exact, (0.3, 0.7))
-    for here, late in ((True, None), (False, [])):
-        free(here)
-        given = {"weights": (0.3, 0.7), "chunk_tokens": 3, "token_weights": own, "late": late}
-        terms = distillation_terms(*student, targets, [teacher], **options, **given)
-        found = _gradients(torch.stack(terms), student, (0.3, 0.7))
-        torch.testing.assert_close(torch.stack(terms).double(), reference, rtol=near, atol=near)
-        for mine, theirs in zip(found, slopes, strict=True):
-            assert (mine.double() - theirs).norm() <= near * theirs.norm()
-
-
-def test_weights_of_other_tokens_are_named():
-    student, targets = _student()
-    with pytest.raises(ValueError, match=r"token_weights \(2,\), expected \[11\]"):
-        linear_distillation(*student, targets, temperature=1.0, token_weights=torch.ones(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,16 +1,26 @@
-"""Check that teacher and student have compatible vocabularies."""
+"""Check that student, teachers and text fit: tokenizers, ids, positions and images."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ssl_kd.datasets.blocks import Blocks
+from ssl_kd.datasets.picture_blocks import PictureBlocks, processor_state
+from ssl_kd.datasets.text import TextDataset
 from ssl_kd.settings import SettingsError
-from ssl_kd.teachers.causal import CausalLM, n_ids, positions, tokenizer_id, without_adapters
+from ssl_kd.teachers.causal import (
+    CausalLM,
+    n_ids,
+    positions,
+    sees,
+    tokenizer_id,
+    without_adapters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -106,4 +116,51 @@ def check_room(lm: CausalLM, block_size: int) -> None:
         raise SettingsError(
             f"BLOCK_SIZE is {block_size}, but {lm.name} has {room} positions: set it "
             f"to {room} or less"
+        )
+
+
+def check_images_are_seen(
+    texts: TextDataset, student: CausalLM, teachers: Sequence[CausalLM]
+) -> None:
+    """Refuse models that do not see the images of a text, or not the same.
+
+    Raises:
+        SettingsError: names the model, and what differs.
+    """
+    if (first := texts.pictured) is None:
+        return
+    for who, lm in (("student", student), *(("teacher", lm) for lm in teachers)):
+        if lm.processor is None:
+            why = "reads text alone"
+            if lm.model is not None and sees(lm.model):
+                why = "has no processor that can be read (processor.save_pretrained(folder))"
+            raise SettingsError(
+                f"the text holds images, first in {first}, and the {who} {lm.name} {why}: take one "
+                "that AutoModelForImageTextToText and AutoProcessor load, such as a Llava or a "
+                "Qwen2.5-VL"
+            )
+    own = processor_state(student.processor)
+    for lm in teachers:
+        other = processor_state(lm.processor)
+        differ = [k for k in sorted({*own, *other}) if own.get(k) != other.get(k)]
+        if differ:
+            of = ", ".join(f"{k} {other.get(k)!r} and {own.get(k)!r}" for k in differ[:3])
+            raise SettingsError(
+                f"teacher {lm.name} and student {student.name} prepare images differently ({of}), "
+                "and one picture is made for both: save the teacher's processor beside the student"
+            )
+
+
+def check_ranks_see(blocks: object, world: int) -> None:
+    """Refuse what several processes cannot do: they average the same gradients at each step.
+
+    Raises:
+        SettingsError: rows without images beside others.
+    """
+    if world == 1 or not isinstance(blocks, PictureBlocks) or not any(blocks.pictures):
+        return
+    if not all(blocks.pictures):
+        raise SettingsError(
+            f"{world} processes average the gradients of the same weights at each step, and some"
+            " rows hold no image: start one process, or give each record an image."
         )

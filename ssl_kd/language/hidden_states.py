@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,9 +18,6 @@ from ssl_kd.losses.rows import saturated
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.layers import decoder_layers
-
-LayerMap = Sequence[tuple[int, int]]
-"""Pairs of a student's layer and the teacher's layer that it follows, from 0."""
 
 
 def layer_map(spec: str, student_depth: int, teacher_depth: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ssl_kd.datasets.blocks import make_blocks
-from ssl_kd.language.features import HiddenStates, layer_map
+from ssl_kd.language.hidden_states import HiddenStates, layer_map
 from ssl_kd.language.run import run
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller
