@@ -25,7 +25,7 @@ from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.model import ROWS_PER_BLOCK, ClusterModel, read_config, read_metrics
 from ssl_kd.vision.novelty import without_outliers
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.settings import AnswerSettings
 
 TOP_K = 3  # clusters named for each sample, the likeliest first
 JUDGED_ROWS = 100_000
@@ -54,7 +54,7 @@ class Assignments:
     """
 
     def __init__(
-        self, store: EmbeddingStore, settings: VisionSettings, model: ClusterModel
+        self, store: EmbeddingStore, settings: AnswerSettings, model: ClusterModel
     ) -> None:
         self.store, n = store, store.n
         self.sizes = model.options["levels"] or []

@@ -249,8 +249,10 @@ class MultiHeadClusterer(
         """Keep the model of these rows `[n, n_features]`, and what it makes of them."""
         auto = settings.n_clusters == AUTO
         precision = Precision.for_device(settings.device, settings.use_fp16)
-        rows = training_rows(len(x), x.__getitem__, settings, None if auto else n_clusters)
-        seen = x if rows is None else x[rows]
+        seen = x
+        if settings.searches_graph:
+            known = None if auto else n_clusters
+            seen = x[training_rows(len(x), x.__getitem__, settings.seed, known)]
         projection = Projection.fit(seen, settings.pca_dim)
         projected = projection(seen)
         k = min(settings.neighbours, len(seen) - 1)

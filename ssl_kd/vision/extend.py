@@ -44,7 +44,7 @@ from ssl_kd.vision.run import (
     pictures,
     teacher_of,
 )
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.settings import AnswerSettings, EmbeddingSettings, VisionSettings
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _Parent:
     metrics: dict[str, Any]
 
     @classmethod
-    def of(cls, settings: VisionSettings) -> _Parent:
+    def of(cls, settings: AnswerSettings) -> _Parent:
         """The run that EXTEND names: a folder, or a name under RUNS_DIR.
 
         Raises:
@@ -168,7 +168,7 @@ def extend(settings: VisionSettings, *, progress: Progress | None = None) -> Run
                 found = Assignments(store, settings, grown)
                 tell("offer", 2, 2, {})
             split = f"extend{len(parent.extensions) + 1}"
-            _write_config(folder, settings, parent, store, precision)
+            _write_config(folder, settings.dataset, parent, store, precision)
             save_model(grown, folder)
             append_assignments(folder.path, assignments_of(parent.path), found, split)
             typical = write_arrays(folder, found, grown.n_clusters, settings.seed)
@@ -202,7 +202,7 @@ def _moved(path: Path, runs: Path, name: str | None) -> Path:
 
 
 def _embedded(
-    settings: VisionSettings,
+    settings: EmbeddingSettings,
     parent: _Parent,
     model: ClusterModel,
     precision: Precision,
@@ -236,16 +236,12 @@ def _embedded(
 
 
 def _write_config(
-    folder: RunFolder,
-    settings: VisionSettings,
-    parent: _Parent,
-    store: EmbeddingStore,
-    precision: Precision,
+    folder: RunFolder, dataset: str, parent: _Parent, store: EmbeddingStore, precision: Precision
 ) -> None:
     """`config.json`: the run's settings, and what was added to it."""
     added = {
         "run": str(parent.path),
-        "dataset": settings.dataset,
+        "dataset": dataset,
         "n": store.n,
         "digest": store.fingerprint.digest,
         "embeddings": str(store.folder),

@@ -1,7 +1,7 @@
-"""Extraction on the machines of a Ray cluster: one row of a Ray data set is one of our shards.
+"""Extraction on the machines of a Ray cluster: each worker is an actor that embeds whole shards.
 
-Ray says where and when a shard is computed, and again where its worker died; what is computed is
-saved by our own writer, so what is whole is known by the cache's manifest and nowhere else.
+Ray says where a shard is computed, and again where its worker died; what is computed is saved by
+our own writer, so what is whole is known by the cache's manifest and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import logging
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,65 +25,38 @@ from ssl_kd.vision.settings import VisionSettings
 
 logger = logging.getLogger(__name__)
 
-# A machine may be taken back, but a shard that kills each worker must end: Ray tries without end.
+# A machine may be taken back, but a shard that kills each worker must end.
 ATTEMPTS = 4
+DEADLY = f"{ATTEMPTS} workers died of it: too little memory, or a file that crashes them"
 Row = dict[str, Any]
-
-
-class _Attempts:
-    """How often each shard was begun; an actor of its own, which outlives the workers."""
-
-    def __init__(self) -> None:
-        self._begun: Counter[tuple[str, int]] = Counter()
-
-    def begin(self, split: str, shard: int) -> int:
-        """Count one more."""
-        self._begun[split, shard] += 1
-        return self._begun[split, shard]
 
 
 class _Worker:
     """Embeds shards on one machine; data and teacher are loaded when the first one comes.
 
+    What fails is returned in words: an exception of another machine may not be known here.
+
     Args:
         settings: all of them, as plain values.
         shard_rows: samples per shard; None: about 256 MiB.
         folder: where relative paths begin.
-        path: where modules are found beside the machine's own: a teacher of somebody's own.
-        begin: counts that a shard, by its split and number, is begun.
+        path: where modules are found beside the machine's own: a user's teacher.
     """
 
-    def __init__(
-        self,
-        settings: Row,
-        shard_rows: int | None,
-        folder: str,
-        path: list[str],
-        begin: Callable[[str, int], int],
-    ) -> None:
+    def __init__(self, settings: Row, shard_rows: int | None, folder: str, path: list[str]) -> None:
         self.settings, self.shard_rows, self.folder, self.path = settings, shard_rows, folder, path
-        self.begin = begin
         self._splits: Splits | None = None
 
-    def __call__(self, row: Row) -> Row:
-        """Embed one shard, `{"split", "shard"}`.
-
-        What fails comes back in words: for an error Ray would run the shard again, end the others'
-        work, and show its own stack.
-        """
-        told: Row = {"rows": 0, "told": "", "complete": False, "waited": "", "error": "", "code": 0}
+    def embed(self, split: str, shard: int) -> Row:
+        """Embed one shard; `complete` says whether its split is whole by now."""
         try:
-            if self.begin(row["split"], row["shard"]) > ATTEMPTS:
-                raise ExtractionFailed(
-                    f"{ATTEMPTS} workers died of it: too little memory, or a file that crashes them"
-                )
-            share = self._loaded().share(row["split"], slice(row["shard"], row["shard"] + 1))
-            told |= {"rows": share.rows, "waited": share.waited or ""}
-            if share.manifest is not None:
-                told |= {"told": in_words(share.manifest), "complete": True}
+            share = self._loaded().share(split, slice(shard, shard + 1))
         except Exception as error:
-            told |= _refusal(error)
-        return {**row, **told}
+            return _refusal(error)
+        whole = share.manifest is not None
+        told = in_words(share.manifest) if share.manifest is not None else ""
+        waited = share.waited or ""
+        return {"rows": share.rows, "told": told, "complete": whole, "waited": waited, "error": ""}
 
     def plan(self) -> Row:
         """How many shards each split has, and rows; with FORCE_RECOMPUTE all are anew."""
@@ -106,7 +78,8 @@ class _Worker:
 
 def _refusal(error: Exception) -> Row:
     words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return {"error": words, "code": getattr(error, "exit_code", FAILED)}
+    code = getattr(error, "exit_code", FAILED)
+    return {"rows": 0, "told": "", "complete": False, "waited": "", "error": words, "code": code}
 
 
 def fill_by_ray(
@@ -131,7 +104,6 @@ def fill_by_ray(
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # of its own affairs
     try:
         ray: Any = importlib.import_module("ray")
-        importlib.import_module("ray.data")
     except ImportError as error:
         raise MissingPackage(
             f"--engine ray needs Ray ({error}): pip install 'ssl_kd[ray]', or --engine local"
@@ -197,54 +169,50 @@ def _fill(
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room, cores, gpus = workers_for(nodes, settings.device, settings.workers)
     plain = settings.replace(device="cuda" if gpus else "cpu", workers=cores).to_dict()
-    with_modules = [os.path.abspath(place) for place in sys.path]
-    attempts = ray.remote(_Attempts).options(num_cpus=0).remote()
-    given = (plain, shard_rows, os.getcwd(), with_modules, partial(_begin, attempts))
-    takes = {"num_cpus": cores, "num_gpus": gpus}
-    # A worker's GPU decides the dtype, and with it how many rows make a shard.
-    plan = ray.get(ray.remote(_plan).options(**takes).remote(given)) if gpus else _plan(given)
+    given = shard_rows, os.getcwd(), [os.path.abspath(place) for place in sys.path]
+    worker = ray.remote(_Worker).options(
+        num_cpus=cores, num_gpus=gpus, max_restarts=-1, max_task_retries=ATTEMPTS - 1
+    )
+    if gpus:  # a worker's GPU decides the dtype, and with it how many rows make a shard
+        planner = worker.remote(plain, *given)
+        plan = ray.get(planner.plan.remote())
+        ray.kill(planner)
+    else:
+        plan = _Worker(plain, *given).plan()
     if plan["error"]:
         raise _error(plan)
-    settings = settings.replace(embeddings_dir=plan["folder"])
-    plain = plain | {"EMBEDDINGS_DIR": plan["folder"], "FORCE_RECOMPUTE": False}  # begun by now
-    tasks = [{"split": s, "shard": k} for s, count in plan["shards"].items() for k in range(count)]
-    size = min(room, len(tasks))
-    logger.info("%d shards, %d workers of %d cores and %d GPUs", len(tasks), size, cores, gpus)
+    plain |= {"EMBEDDINGS_DIR": plan["folder"], "FORCE_RECOMPUTE": False}  # begun by now
+    tasks = deque((s, shard) for s, count in plan["shards"].items() for shard in range(count))
+    n, size = len(tasks), min(room, len(tasks))
+    logger.info("%d shards, %d workers of %d cores and %d GPUs", n, size, cores, gpus)
 
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    done = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map(
-        _Worker,
-        fn_constructor_args=(plain, *given[1:]),
-        compute=ray.data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
-        **takes,
-    )
+    idle, busy = [worker.remote(plain, *given) for _ in range(size)], {}
     rows: list[Row] = []
-    start = time.perf_counter()
-    for row in done.iter_rows():
-        rows.append(row)
-        images = sum(row["rows"] for row in rows)
+    start, images = time.perf_counter(), 0
+    while tasks or busy:
+        while tasks and idle:
+            task, actor = tasks.popleft(), idle.pop()
+            busy[actor.embed.remote(*task)] = task, actor
+        (done,), _ = ray.wait(list(busy))
+        (split, shard), actor = busy.pop(done)
+        idle.append(actor)
+        try:
+            row = ray.get(done)
+        except ray.exceptions.RayActorError:
+            row = _refusal(ExtractionFailed(DEADLY))
+        rows.append({"split": split, "shard": shard, **row})
+        images += row["rows"]
         rate = images / (time.perf_counter() - start)
-        info = {"images/s": rate, "shards": f"{len(rows)}/{len(tasks)}"}
-        progress("extract", images, plan["rows"], info)
-    return _result(settings, rows, plan["shards"])
+        progress("extract", images, plan["rows"], {"images/s": rate, "shards": f"{len(rows)}/{n}"})
+    return _result(Path(plan["folder"]), rows)
 
 
-def _begin(attempts: Any, split: str, shard: int) -> int:
-    return importlib.import_module("ray").get(attempts.begin.remote(split, shard))
-
-
-def _plan(given: tuple) -> Row:
-    return _Worker(*given).plan()
-
-
-def _result(settings: VisionSettings, rows: list[Row], shards: dict[str, int]) -> list[Filled]:
+def _result(folder: Path, rows: list[Row]) -> list[Filled]:
     """What is there now; the shards that failed are an error that names them.
 
     Args:
-        settings: all of them.
+        folder: of the caches.
         rows: what came of each shard.
-        shards: how many each split has.
     """
     for row in [row for row in rows if row["waited"]][:1]:
         logger.info("shard %d of %s: %s", row["shard"], row["split"], row["waited"])
@@ -254,29 +222,17 @@ def _result(settings: VisionSettings, rows: list[Row], shards: dict[str, int]) -
             raise _error(failed[0])
         failed.sort(key=lambda row: (row["split"] != "train", row["shard"]))
         named = [f"shard {row['shard']} of {row['split']}: {row['error']}" for row in failed]
-        raise _error(
-            {
-                "error": f"{len(failed)} of {len(rows)} shards failed, all others are stored: "
-                + "; ".join(first_few(named, 3)),
-                "code": failed[0]["code"],
-            }
+        words = f"{len(failed)} of {len(rows)} shards failed, all others are stored: "
+        raise _error({"error": words + "; ".join(first_few(named, 3)), "code": failed[0]["code"]})
+    told = {row["split"]: row["told"] for row in rows if row["complete"]}
+    splits = list(dict.fromkeys(row["split"] for row in rows))
+    if lacking := [split for split in sorted(splits, reverse=True) if split not in told]:
+        raise ExtractionFailed(
+            f"{' and '.join(lacking)} not whole: each shard was stored, but a file was removed or "
+            "changed before the last one was. Stored shards are kept: run again"
         )
-    folder = Path(settings.embeddings_dir)
-    whole = {row["split"]: row["told"] for row in rows if row["complete"]}
-    if lacking := [_lacking(split, n, rows) for split, n in shards.items() if split not in whole]:
-        raise ExtractionFailed(f"{'; '.join(lacking)}. Stored shards are kept: run again")
-    return [Filled(folder / f"embeddings_{split}.json", whole[split], True) for split in shards]
-
-
-def _lacking(split: str, n_shards: int, rows: list[Row]) -> str:
-    """Why a split is not whole though no worker told of a failure."""
-    came = {row["shard"] for row in rows if row["split"] == split}
-    if lost := [str(shard) for shard in range(n_shards) if shard not in came]:
-        return f"{split} is not whole: Ray gave nothing back of shard {', '.join(first_few(lost))}"
-    return (
-        f"{split} is not whole: each of its {n_shards} shards was stored, but a file was removed or"
-        " changed before the last one was"
-    )
+    splits.sort(key=lambda split: split != "train")
+    return [Filled(folder / f"embeddings_{split}.json", told[split], True) for split in splits]
 
 
 def _error(row: Row) -> UserError:

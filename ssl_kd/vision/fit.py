@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,10 +23,10 @@ from ssl_kd.vision.novelty import REFERENCE_ROWS, Novelty
 from ssl_kd.vision.pairs import PairSampler, mutual_neighbours
 from ssl_kd.vision.partition import GraphAnswer
 from ssl_kd.vision.projection import Projection
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.settings import HeadSettings
 from ssl_kd.vision.splits import Splits
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import Gather
+from ssl_kd.vision.train import Gather, Plan
 from ssl_kd.vision.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ WEIGHTS_KEPT = 8
 
 
 def make_trainer(
-    settings: VisionSettings,
+    settings: HeadSettings,
     dim: int,
     n_clusters: int,
     precision: Precision,
@@ -82,7 +81,7 @@ def make_trainer(
 
 
 def _check_memory(
-    settings: VisionSettings, n_heads: int, n_parameters: int | None, device: torch.device
+    settings: HeadSettings, n_heads: int, n_parameters: int | None, device: torch.device
 ) -> None:
     """Refuse heads whose weights will not fit, before the system ends the process for them.
 
@@ -99,23 +98,8 @@ def _check_memory(
         )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is learned from, and for how long.
-
-    Attributes:
-        sampler: the pairs of each step.
-        steps: the most there are.
-        until: what ends the training before; None where the number of steps was given.
-    """
-
-    sampler: PairSampler
-    steps: int
-    until: Convergence | None
-
-
 def make_plan(
-    settings: VisionSettings,
+    settings: HeadSettings,
     trainer: HeadTrainer,
     neighbours: Tensor,
     gather: Gather,
@@ -170,7 +154,7 @@ class _Judge:
 
 
 def form_answer(
-    settings: VisionSettings,
+    settings: HeadSettings,
     trainer: HeadTrainer,
     neighbours: Tensor,
     gather: Gather,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -11,19 +12,20 @@ import torch
 from torch import Tensor
 
 from ssl_kd.files import atomic_write_bytes, sha256_file
-from ssl_kd.guard.precision import Precision
 from ssl_kd.store import EmbeddingStore, find_neighbours, nearest_neighbours
 from ssl_kd.store.approximate import by_index
-from ssl_kd.training.clock import Clock, Progress
+from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder
-from ssl_kd.training.stop import Signals
-from ssl_kd.vision.fit import Plan, form_answer, make_plan, make_trainer
+from ssl_kd.training.loop import run_loop
+from ssl_kd.vision.context import RunContext
+from ssl_kd.vision.fit import form_answer, make_plan, make_trainer
 from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.partition import GraphAnswer, partition_of
-from ssl_kd.vision.ranks import HeadRanks
+from ssl_kd.vision.ranks import RankHeads
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train_run import LeaderResult, train_recorded
+from ssl_kd.vision.train import Heads, Plan
+from ssl_kd.vision.train_run import LeaderResult, fault_recorder, load_last, recorded
 from ssl_kd.vision.training_rows import Source
 
 logger = logging.getLogger(__name__)
@@ -51,41 +53,67 @@ class TrainedHeads:
 
 
 def learn(
-    settings: VisionSettings,
-    folder: RunFolder,
-    store: EmbeddingStore,
-    n_clusters: int | None,
-    precision: Precision,
-    clock: Clock,
-    signals: Signals,
-    tell: Progress,
-    together: HeadRanks | None,
+    settings: VisionSettings, context: RunContext, store: EmbeddingStore, n_clusters: int | None
 ) -> TrainedHeads:
-    """From embeddings to the model. Neighbours, pairs and projected embeddings end with it."""
+    """From embeddings to the model. Neighbours, pairs and projected embeddings end with it.
+
+    Args:
+        settings: of the run.
+        context: of the run.
+        store: the training embeddings.
+        n_clusters: K; None: as many as are found.
+
+    Raises:
+        RunFolderError: the run's checkpoint does not fit these heads.
+        TooFewHealthyParts: no head is healthy any more; the message names the first fault.
+    """
+    device, clock, together = context.precision.device, context.clock, context.together
     source = Source.fit(store, settings, n_clusters)
-    neighbours, searched, found = _graph(
-        settings, n_clusters, source, precision.device, clock, tell
-    )
-    if n_clusters is None:
-        assert found is not None  # it was searched for this number
-        n_clusters = found.n_clusters
+    with clock("neighbours"):
+        neighbours, searched = _neighbours(settings.neighbours, source, device, context.tell)
+    found = None
+    if settings.by_graph or n_clusters is None:
+        with clock("graph"):
+            found = _partition(n_clusters, neighbours, source, device, context.tell)
+            n_clusters = found.n_clusters
+    assert n_clusters is not None
     learnt = found if settings.by_graph else None
     clusters = None if learnt is None else learnt.clusters
     with clock("train"):
         source.hold()  # before it is seen whether the heads fit beside
-        trainer, plan = _prepared(
-            settings, folder, source, n_clusters, neighbours, clusters, precision, together
-        )
-        with signals.between_steps():
-            gather = source.on(precision.device)
-            steps = train_recorded(
-                settings, folder, trainer, plan, gather, clusters, signals, tell, together
-            )
+        trainer, plan = _prepared(settings, context, source, n_clusters, neighbours, clusters)
+        with context.signals.between_steps():
+            gather = source.on(device)
+            start = load_last(context.folder, trainer, plan.until, together)
+            context.folder.rewind(start)
+            context.folder.become_latest()
+            on_fault = fault_recorder(context.folder.path, trainer, settings)
+            heads = trainer, plan, gather, context.folder.events.extend, on_fault, clusters
+            with recorded(context, settings, trainer, plan) as (on_log, on_checkpoint):
+                if together is None:
+                    learner = Heads(*heads)
+                    should_stop = partial(bool, context.signals.caught)
+                else:
+                    together.caught, together.done = context.signals.caught, start
+                    learner = RankHeads(together, settings.log_every, *heads)
+                    should_stop = learner.should_stop
+                steps = run_loop(
+                    learner,
+                    start=start,
+                    log_every=settings.log_every,
+                    checkpoint_every=settings.checkpoint_every,
+                    on_log=on_log,
+                    on_checkpoint=on_checkpoint,
+                    should_stop=should_stop,
+                )
         trainer = trainer if together is None else together.whole(trainer)
     with clock("consensus"):
-        model, chosen, information = _consensus(
-            settings, folder, trainer, neighbours, source, learnt, tell
+        context.tell("consensus", 0, 1, {})
+        model, chosen, information = form_answer(
+            settings, trainer, neighbours, source, source.projection, learnt
         )
+        save_model(model, context.folder)
+        context.tell("consensus", 1, 1, {"heads": len(chosen)})
     about = {
         "steps": steps,
         "convergence": None if plan.until is None else plan.until.seen(),
@@ -95,41 +123,23 @@ def learn(
     return TrainedHeads(trainer, model, chosen, information, found, about)
 
 
-def _consensus(
-    settings: VisionSettings,
-    folder: RunFolder,
-    trainer: HeadTrainer,
-    neighbours: Tensor,
-    source: Source,
-    learnt: GraphAnswer | None,
-    tell: Progress,
-) -> tuple[ClusterModel, Tensor, Tensor]:
-    """As `form_answer`; the model is kept in the folder."""
-    tell("consensus", 0, 1, {})
-    answer = form_answer(settings, trainer, neighbours, source, source.projection, learnt)
-    save_model(answer[0], folder)
-    tell("consensus", 1, 1, {"heads": len(answer[1])})
-    return answer
-
-
 def _prepared(
     settings: VisionSettings,
-    folder: RunFolder,
+    context: RunContext,
     source: Source,
     n_clusters: int,
     neighbours: Tensor,
     clusters: Tensor | None,
-    precision: Precision,
-    together: HeadRanks | None,
 ) -> tuple[HeadTrainer, Plan]:
     """The heads that this process trains and from what; the other ranks learn what it found."""
+    together, dim = context.together, source.projection.dim
     if together is None:
-        trainer = make_trainer(settings, source.projection.dim, n_clusters, precision)
+        trainer = make_trainer(settings, dim, n_clusters, context.precision)
         return trainer, make_plan(settings, trainer, neighbours, source)
     store = source.store
     mapped = source.whole and by_index(store)
     found = LeaderResult(
-        folder.path.resolve(),
+        context.folder.path.resolve(),
         settings.to_dict(),
         store.folder.resolve(),
         store.fingerprint,
@@ -140,37 +150,19 @@ def _prepared(
         clusters,
     )
     together.ranks.from_first(lambda: found)
-    dim, mine = source.projection.dim, together.heads
-    trainer = make_trainer(settings, dim, n_clusters, precision, mine)
+    trainer = make_trainer(settings, dim, n_clusters, context.precision, together.heads)
     return trainer, make_plan(settings, trainer, neighbours, source, together.of_all)
 
 
-def _graph(
-    settings: VisionSettings,
-    n_clusters: int | None,
-    source: Source,
-    device: torch.device,
-    clock: Clock,
-    tell: Progress,
-) -> tuple[Tensor, dict[str, Any], GraphAnswer | None]:
-    """Neighbours, how they were found, and the partition of their graph where it is wanted."""
-    with clock("neighbours"):
-        neighbours, searched = _neighbours(settings, source, device, tell)
-    if not settings.by_graph and n_clusters is not None:
-        return neighbours, searched, None
-    with clock("graph"):
-        return neighbours, searched, _partition(n_clusters, neighbours, source, device, tell)
-
-
 def _neighbours(
-    settings: VisionSettings, source: Source, device: torch.device, tell: Progress
+    k: int, source: Source, device: torch.device, tell: Progress
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Of each sample in the source; kept beside the embeddings where these are all."""
+    """Of each sample in the source, and how they were found; kept where these are all rows."""
 
     def draw(done: int, total: int) -> None:
         tell("neighbours", done, total, {})
 
-    k = min(settings.neighbours, source.n - 1)
+    k = min(k, source.n - 1)
     if source.whole:
         return find_neighbours(source.store, k, device=device, progress=draw)
     if source.n < source.store.n:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from signal import SIGTERM
 from typing import Any, NoReturn
@@ -25,12 +24,9 @@ from ssl_kd.errors import InputError
 from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.health import Health, Tally
-from ssl_kd.training.loop import run_loop
 from ssl_kd.training.ranks import Ranks
-from ssl_kd.vision.convergence import Convergence
-from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.step import HeadsState, HeadTrainer
-from ssl_kd.vision.train import Gather, HeadFault, Heads, LogRecord
+from ssl_kd.vision.train import Heads
 
 logger = logging.getLogger(__name__)
 
@@ -226,21 +222,37 @@ class _Listener(logging.Handler):
 
 
 class RankHeads(Heads):
-    """A rank's heads as the loop's learner; it tells the others and logs for all."""
+    """A rank's heads as the loop's learner; it tells the others and logs for all.
+
+    Args:
+        together: the ranks; `caught` tells them to stop.
+        log_every: steps between two records, at which the ranks exchange what they found.
+        *args: as `Heads`.
+
+    Raises:
+        TooFewHealthyParts: from a step that is logged; too few heads of all ranks are healthy.
+        RankLost: another rank does not answer.
+    """
 
     def __init__(self, together: HeadRanks, log_every: int, *args: Any) -> None:
         super().__init__(*args)
         self.together, self._log_every = together, log_every
+        if self.trainer.settings.instance_weight == "mean" and self.clusters is None:
+            together.weigh_together(self.trainer)
+        if self.trainer.bank.draws and together.leads:
+            logger.warning(
+                "heads with dropout draw by the first head of their process: the result is another "
+                "one than that of another number of processes, and no worse"
+            )
         self._write, self.on_events = self.on_events, self._keep
         self._untold: list[tuple[_Key, Event]] = []
         self._tallies: list[tuple[int, Tally]] = []
         self._turn: tuple[int, int] = (0, 0)
         self._seen: tuple[Tensor, ...] = ()
 
-    @property
-    def look_every(self) -> int:
-        """Steps between two looks at this rank's own heads."""
-        return self._look_every
+    def should_stop(self) -> bool:
+        """Whether all ranks stop before the next step; the same on each."""
+        return self.together.should_stop(self.together.done, self._look_every)
 
     def learn(self, step: int) -> None:
         """As `Heads`."""
@@ -320,65 +332,3 @@ class RankHeads(Heads):
         told = self.together.meet(_GIVE_UP, events[:-1])
         self._write([event for one in told for event in one] + events[-1:])
         self.stop(done, why)
-
-
-def train_together(
-    together: HeadRanks,
-    trainer: HeadTrainer,
-    sampler: PairSampler,
-    gather: Gather,
-    steps: int,
-    *,
-    until: Convergence | None,
-    clusters: Tensor | None,
-    start: int,
-    log_every: int,
-    checkpoint_every: int,
-    on_log: Callable[[LogRecord], object],
-    on_events: Callable[[list[Event]], object],
-    on_fault: Callable[[HeadFault], object],
-    on_checkpoint: Callable[[int], object],
-) -> int:
-    """`ssl_kd.vision.train.train` on every rank with its own heads; returns the steps done.
-
-    Args:
-        together: the ranks; `caught` tells them to stop.
-        trainer: of this rank's heads; changed in place.
-        sampler: the pairs of each step, the same on every rank.
-        gather: reads embeddings.
-        steps: last step, exclusive, where nothing ends it before.
-        until: ends it when all heads have converged, judged by `HeadRanks.of_all`.
-        clusters: `[n]` int64 that all heads learn; None: each head learns from its EMA teacher.
-        start: number of steps already done.
-        log_every: steps between two records, at which the ranks exchange what they found.
-        checkpoint_every: steps between two checkpoints.
-        on_log: gets each record, of all heads, on every rank.
-        on_events: gets the guard's events, on every rank.
-        on_fault: gets the faults of this rank's heads.
-        on_checkpoint: called on every rank, to gather what rank 0 saves.
-
-    Raises:
-        TooFewHealthyParts: too few heads of all ranks are healthy, at the next step that is logged.
-        RankLost: another rank does not answer.
-    """
-    if trainer.settings.instance_weight == "mean" and clusters is None:
-        together.weigh_together(trainer)
-    if trainer.bank.draws and together.leads:
-        logger.warning(
-            "heads with dropout draw by the first head of their process: the result is another one"
-            " than that of another number of processes, and no worse"
-        )
-    together.done = start
-    learner = RankHeads(
-        together, log_every, trainer, sampler, gather, steps, on_events, on_fault, clusters, until
-    )
-    ahead = itertools.count(start)
-    return run_loop(
-        learner,
-        start=start,
-        log_every=log_every,
-        checkpoint_every=checkpoint_every,
-        on_log=on_log,
-        on_checkpoint=on_checkpoint,
-        should_stop=lambda: together.should_stop(next(ahead), learner.look_every),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,78 +17,76 @@ from ssl_kd.graph import agreement
 from ssl_kd.store import EmbeddingStore
 from ssl_kd.training.folder import RunFolder
 from ssl_kd.vision.assignments import Assignments, write_assignments
+from ssl_kd.vision.context import RunContext
 from ssl_kd.vision.fit import head_clusters
 from ssl_kd.vision.model import ClusterModel
 from ssl_kd.vision.partition import GraphAnswer
-from ssl_kd.vision.settings import VisionSettings
+from ssl_kd.vision.pipeline import TrainedHeads
+from ssl_kd.vision.settings import AnswerSettings
 from ssl_kd.vision.step import HeadTrainer
 
 TYPICAL = 8
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 
-def answered(
-    settings: VisionSettings,
-    folder: RunFolder,
-    stores: Mapping[str, EmbeddingStore],
-    trainer: HeadTrainer,
-    model: ClusterModel,
-    progress: Callable[[int, int, dict[str, Any]], object],
-) -> dict[str, Answered]:
-    """The answer for every row of each split, a block at a time, and the file of assignments.
-
-    Args:
-        settings: of the run.
-        folder: is written to.
-        stores: `train`, and `test` where there is one.
-        trainer: after training.
-        model: the answer; is moved to the trainer's device.
-        progress: called as `progress(done, total, info)`; two more are left to `judge`.
-    """
-    total = len(stores) + 2
-    model.to(trainer.precision.device)
-    progress(0, total, {})
-    splits: dict[str, Answered] = {}
-    for done, (name, store) in enumerate(stores.items(), 1):
-        splits[name] = Answered(store, settings, trainer, model)
-        progress(done, total, {"split": name})
-    write_assignments(folder.path, splits)
-    return splits
-
-
 def judge(
-    settings: VisionSettings,
-    folder: RunFolder,
-    splits: Mapping[str, Answered],
-    trainer: HeadTrainer,
-    n_clusters: int,
-    chosen: Tensor,
-    information: Tensor,
-    answer: GraphAnswer | None,
-    progress: Callable[[int, int, dict[str, Any]], object],
+    settings: AnswerSettings,
+    context: RunContext,
+    stores: Mapping[str, EmbeddingStore],
+    learnt: TrainedHeads,
 ) -> dict[str, Any]:
-    """Score everything and write `arrays.npz`; the content of `metrics.json`.
+    """Answer for every row, score everything, write the assignments and `arrays.npz`.
 
     Labels are read here for the first time, after the answer has been formed.
 
     Args:
         settings: of the run.
-        folder: is written to.
-        splits: as `answered` gave them.
-        trainer: after training.
-        n_clusters: of the answer.
-        chosen: numbers of the heads that vote, best first.
-        information: of every head, `[head]`: what it was ranked by.
-        answer: the partition that they learnt; None with METHOD heads.
-        progress: called as `progress(done, total, info)`.
+        context: of the run.
+        stores: `train`, and `test` where there is one.
+        learnt: the answer, which is moved to the trainer's device, and what it was formed from.
+
+    Returns:
+        The content of `metrics.json`.
     """
+    with context.clock("answer"):
+        splits = _answered(settings, context, stores, learnt)
+    with context.clock("judge"):
+        return _judged(settings, context, splits, learnt)
+
+
+def _answered(
+    settings: AnswerSettings,
+    context: RunContext,
+    stores: Mapping[str, EmbeddingStore],
+    learnt: TrainedHeads,
+) -> dict[str, Answered]:
+    """The answer for every row of each split, a block at a time, and the file of assignments."""
+    total = len(stores) + 2
+    learnt.model.to(context.precision.device)
+    context.tell("judge", 0, total, {})
+    splits: dict[str, Answered] = {}
+    for done, (name, store) in enumerate(stores.items(), 1):
+        splits[name] = Answered(store, settings, learnt.trainer, learnt.model)
+        context.tell("judge", done, total, {"split": name})
+    write_assignments(context.folder.path, splits)
+    return splits
+
+
+def _judged(
+    settings: AnswerSettings,
+    context: RunContext,
+    splits: Mapping[str, Answered],
+    learnt: TrainedHeads,
+) -> dict[str, Any]:
+    """The scores of all splits, and `arrays.npz`."""
+    trainer, chosen, n_clusters = learnt.trainer, learnt.chosen, learnt.model.n_clusters
     stages, train, test = len(splits) + 2, splits["train"], splits.get("test")
     baselines = []
     if settings.baselines:
         held: dict[str, Any] = {} if test is None else {"test_x": test.x}
         found = (evaluate.kmeans, evaluate.spectral)
         baselines = [method(train.x, n_clusters, settings.seed, **held) for method in found]
-    progress(stages - 1, stages, {"split": "baselines"})
+    context.tell("judge", stages - 1, stages, {"split": "baselines"})
 
     scores = {
         name: [evaluate.clustering_scores(split.labels, c) for c in split.heads]
@@ -102,16 +100,16 @@ def judge(
     accuracies = [score["acc"] for score in scores["train"]]
     metrics = {
         "table": table,
-        "heads": _heads(trainer, train, n_clusters, chosen, information, accuracies),
-        "graph": None if answer is None else _graph(answer),
+        "heads": _heads(trainer, train, n_clusters, chosen, learnt.information, accuracies),
+        "graph": None if learnt.found is None else _graph(learnt.found),
         "levels": _levels(train, n_clusters),
         "cluster_sizes": evaluate.cluster_sizes(train.members, n_clusters).tolist(),
         "calibration": {name: _calibration(split) for name, split in splits.items()},
         "outliers": {name: _outliers(split) for name, split in splits.items()},
         **_embedding_scores(settings, train, test),
     }
-    write_arrays(folder, train, n_clusters, settings.seed)
-    progress(stages, stages, {})
+    write_arrays(context.folder, train, n_clusters, settings.seed)
+    context.tell("judge", stages, stages, {})
     return metrics
 
 
@@ -219,7 +217,7 @@ def _outliers(split: Answered) -> dict[str, Any]:
 
 
 def _embedding_scores(
-    settings: VisionSettings, train: Answered, test: Answered | None
+    settings: AnswerSettings, train: Answered, test: Answered | None
 ) -> dict[str, Any]:
     """How well labels can be read off the embeddings, where there are any."""
     found: dict[str, Any] = {"knn_accuracy": None, "linear_probe": None}
@@ -238,7 +236,7 @@ class Answered(Assignments):
     def __init__(
         self,
         store: EmbeddingStore,
-        settings: VisionSettings,
+        settings: AnswerSettings,
         trainer: HeadTrainer,
         model: ClusterModel,
     ) -> None:

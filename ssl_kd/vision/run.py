@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,23 @@ from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.teachers import Teacher, load_teacher
 from ssl_kd.training.clock import Clock, Progress, no_progress
 from ssl_kd.training.folder import RunFinished, RunFolder
-from ssl_kd.training.ranks import joined
+from ssl_kd.training.ranks import Ranks, joined
 from ssl_kd.training.stop import Signals
+from ssl_kd.vision.context import RunContext
 from ssl_kd.vision.extract import ExtractProgress, extract, fingerprint
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.objectives import objective_class
 from ssl_kd.vision.pipeline import learn
 from ssl_kd.vision.ranks import HeadRanks
-from ssl_kd.vision.results import answered, judge
-from ssl_kd.vision.settings import AUTO, VisionSettings
+from ssl_kd.vision.results import judge
+from ssl_kd.vision.settings import (
+    AUTO,
+    DataSettings,
+    EmbeddingSettings,
+    GraphSettings,
+    TeacherSettings,
+    VisionSettings,
+)
 from ssl_kd.vision.train_run import follow
 
 logger = logging.getLogger(__name__)
@@ -83,61 +91,49 @@ def run(settings: VisionSettings, *, progress: Progress | None = None) -> Run:
         raise SettingsError(
             f"EXTEND is {settings.extend!r}, but this trains: ssl_kd.vision.extend.extend extends"
         )
-    with joined(settings.device) as ranks:
-        if ranks.world == 1:
-            return _lead(settings, ranks.device, None, progress)
-        together = HeadRanks(ranks, settings.n_heads)
-        if not together.leads:
+    tell, clock = progress or no_progress, Clock()
+    with joined(settings.device) as ranks, contextlib.ExitStack() as stack:
+        together = None if ranks.world == 1 else HeadRanks(ranks, settings.n_heads)
+        if together is not None and not together.leads:
             return Run(follow(settings, together), None)
-        try:
-            done = _lead(settings, ranks.device, together, progress)
-        except RunFinished as ended:  # there is nothing to follow
-            path = ended.path
-            ranks.from_first(lambda: path)
-            raise
-        ranks.from_first(lambda: None)
-        return done
-
-
-def _lead(
-    settings: VisionSettings, device: str, together: HeadRanks | None, progress: Progress | None
-) -> Run:
-    tell = progress or no_progress
-    clock = Clock()
-    precision = Precision.for_device(device, settings.use_fp16)
-    logger.info("%s", precision)
-
-    with RunFolder(settings) as folder, Signals(folder) as signals:
+        if together is not None:
+            stack.enter_context(_followed(ranks))
+        precision = Precision.for_device(ranks.device, settings.use_fp16)
+        logger.info("%s", precision)
+        folder = stack.enter_context(RunFolder(settings))
+        signals = stack.enter_context(Signals(folder))
         folder.write_config(settings, precision=str(precision))
-        folder.keep_to_code(_own_code(settings))
+        folder.keep_to_code(_own_code(settings.head, settings.loss))
         with clock("extract"):
             train_set, stores, teacher = _embed(settings, folder, precision, tell)
         store = stores["train"]
         n_clusters = n_clusters_of(settings, store.class_names, store.n)
         _warn_of_odd_rows(store, n_clusters or 2)
         give_back_memory()
-        learnt = learn(
-            settings, folder, store, n_clusters, precision, clock, signals, tell, together
-        )
-        trainer, model, found = learnt.trainer, learnt.model, learnt.found
-        draw = partial(tell, "judge")
+        context = RunContext(folder, precision, clock, signals, tell, together)
+        learnt = learn(settings, context, store, n_clusters)
         give_back_memory()
-        with clock("answer"):
-            splits = answered(settings, folder, stores, trainer, model, draw)
-        with clock("judge"):
-            chosen, information, n_clusters = learnt.chosen, learnt.information, model.n_clusters
-            metrics = judge(
-                settings, folder, splits, trainer, n_clusters, chosen, information, found, draw
-            )
-        metrics |= {
-            "dataset": about_data(train_set, stores, n_clusters),
+        metrics = judge(settings, context, stores, learnt) | {
+            "dataset": about_data(train_set, stores, learnt.model.n_clusters),
             "teacher": {"name": teacher.name, "dim": teacher.dim, "weights": teacher.weights_id},
             **learnt.about,
             "events": folder.count_events(),
             "seconds": clock.seconds,
         }
         folder.update_json("metrics.json", **metrics)  # the last file: it says "finished"
-    return Run(folder.path, pictures(train_set, store))
+        return Run(folder.path, pictures(train_set, store))
+
+
+@contextlib.contextmanager
+def _followed(ranks: Ranks) -> Iterator[None]:
+    """Tell the ranks that follow when rank 0 is done, or that there is nothing to follow."""
+    try:
+        yield
+    except RunFinished as ended:
+        path = ended.path
+        ranks.from_first(lambda: path)
+        raise
+    ranks.from_first(lambda: None)
 
 
 def _warn_of_odd_rows(store: EmbeddingStore, n_clusters: int) -> None:
@@ -146,12 +142,12 @@ def _warn_of_odd_rows(store: EmbeddingStore, n_clusters: int) -> None:
         logger.warning("embeddings in %s: %s", store.folder, odd)
 
 
-def _own_code(settings: VisionSettings) -> dict[str, tuple[Path, str]]:
+def _own_code(head: str, loss: str) -> dict[str, tuple[Path, str]]:
     """The files that a head and an objective of the user's own come from, and their digests."""
     found = {}
     for name, kind in (
-        (settings.head, import_head(settings.head)),
-        (settings.loss, objective_class(settings.loss)),
+        (head, import_head(head)),
+        (loss, objective_class(loss)),
     ):
         file = inspect.getsourcefile(kind)
         if file is not None and kind.__module__.partition(".")[0] not in ("ssl_kd", "torch"):
@@ -185,12 +181,12 @@ def _embed(
 
 
 def cache_folder(
-    settings: VisionSettings, sets: Mapping[str, Dataset], teacher: Teacher, precision: Precision
+    settings: EmbeddingSettings, sets: Mapping[str, Dataset], teacher: Teacher, precision: Precision
 ) -> Path:
     """Return where embeddings go: EMBEDDINGS_DIR, or a folder of this data and teacher alone."""
     usual = ("dataset", "dataset_test", "image_size", "teacher")
     if settings.embeddings_dir != AUTO or all(
-        getattr(settings, name) == getattr(VisionSettings, name) for name in usual
+        getattr(settings, name) == getattr(EmbeddingSettings, name) for name in usual
     ):
         return Path(settings.embeddings_root)
     digests = [fingerprint(dataset, teacher, precision).digest for dataset in sets.values()]
@@ -202,7 +198,7 @@ def cache_folder(
     return folder
 
 
-def open_samples(settings: VisionSettings) -> Dataset:
+def open_samples(settings: DataSettings) -> Dataset:
     """The samples of DATASET, the training split; say so where its folders might be labels."""
     labels: Any = settings.labels
     dataset = open_dataset(
@@ -224,7 +220,9 @@ def open_samples(settings: VisionSettings) -> Dataset:
     return dataset
 
 
-def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str, Dataset], Teacher]:
+def open_data(
+    settings: EmbeddingSettings, precision: Precision
+) -> tuple[dict[str, Dataset], Teacher]:
     """The splits that there are, `train` and perhaps `test`, and the teacher for them."""
     train_set = open_samples(settings)
     if settings.labels == "folders" and not getattr(train_set, "folders", ()):
@@ -261,7 +259,7 @@ def open_data(settings: VisionSettings, precision: Precision) -> tuple[dict[str,
 
 
 def embedded(
-    settings: VisionSettings,
+    settings: TeacherSettings,
     dataset: Dataset,
     teacher: Teacher,
     folder: Path,
@@ -289,10 +287,10 @@ def embedded(
     )
 
 
-def teacher_of(settings: VisionSettings, dataset: Dataset, precision: Precision) -> Teacher:
+def teacher_of(settings: TeacherSettings, dataset: Dataset, precision: Precision) -> Teacher:
     """The teacher that the settings name, for these samples."""
     name = settings.teacher
-    if isinstance(dataset, FeatureDataset) and name == VisionSettings.teacher:
+    if isinstance(dataset, FeatureDataset) and name == TeacherSettings.teacher:
         name = "features"  # a file of features says so by itself
     if name == "pixels" and isinstance(dataset, ImageDataset) and _are_photos(dataset):
         logger.warning(
@@ -322,9 +320,7 @@ def _are_photos(dataset: ImageDataset) -> bool:
     return False
 
 
-def n_clusters_of(
-    settings: VisionSettings, class_names: Sequence[str] | None, n: int
-) -> int | None:
+def n_clusters_of(settings: GraphSettings, class_names: Sequence[str] | None, n: int) -> int | None:
     """K of `n` samples: what the settings say, else the number of classes that the data declares.
 
     Returns:
@@ -341,8 +337,8 @@ def n_clusters_of(
     if n_clusters is None:
         if class_names is None:
             raise SettingsError(
-                "N_CLUSTERS is None, which means the number of classes the data set declares, but "
-                f"{settings.dataset} declares none: give --n_clusters, a number or {AUTO}, or "
+                "N_CLUSTERS is None, which means the number of classes that the data set declares, "
+                f"but it declares none: give --n_clusters, a number or {AUTO}, or "
                 "--labels folders, where the folders of its images are classes"
             )
         n_clusters = len(class_names)

@@ -14,6 +14,7 @@ from ssl_kd.vision.objectives import OBJECTIVES, make_objective
 __all__ = [
     "AnswerSettings",
     "DataSettings",
+    "EmbeddingSettings",
     "GraphSettings",
     "HeadSettings",
     "SettingsError",
@@ -131,6 +132,11 @@ class TeacherSettings(Settings):
     def embeddings_root(self) -> str:
         """EMBEDDINGS_DIR, or the folder that those chosen automatically are in."""
         return EMBEDDINGS if self.embeddings_dir == AUTO else self.embeddings_dir
+
+
+@dataclass(frozen=True)
+class EmbeddingSettings(DataSettings, TeacherSettings):
+    """What embeddings come from: the data and the teacher."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +318,7 @@ class AnswerSettings(RunSettings):
 
 
 @dataclass(frozen=True)
-class VisionSettings(DataSettings, TeacherSettings, GraphSettings, HeadSettings, AnswerSettings):
+class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSettings):
     """Every setting of `train.py`; `config.py` holds the same names in UPPER_CASE."""
 
     free_on_resume: ClassVar[frozenset[str]] = RunSettings.free_on_resume | {
@@ -373,6 +379,11 @@ class VisionSettings(DataSettings, TeacherSettings, GraphSettings, HeadSettings,
                 use_liger_kernel""",
         }
     )
+
+    @property
+    def searches_graph(self) -> bool:
+        """Whether the graph of neighbours is searched, for the clusters or for their number."""
+        return self.by_graph or self.n_clusters == AUTO
 
     first: ClassVar[tuple[str, ...]] = tuple(
         "dataset teacher n_clusters n_heads epochs batch_size embeddings_dir force_recompute device"

@@ -36,6 +36,21 @@ LOOK_EVERY = {True: 1, False: 10}
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What is learned from, and for how long.
+
+    Attributes:
+        sampler: the pairs of each step.
+        steps: the most there are.
+        until: what ends the training before; None where the number of steps was given.
+    """
+
+    sampler: PairSampler
+    steps: int
+    until: Convergence | None
+
+
+@dataclass(frozen=True)
 class LogRecord:
     """One line of `metrics.jsonl`; lists hold one value per head."""
 
@@ -122,7 +137,7 @@ def train(
             head was saved before.
     """
     return run_loop(
-        Heads(trainer, sampler, gather, steps, on_events, on_fault, clusters, until),
+        Heads(trainer, Plan(sampler, steps, until), gather, on_events, on_fault, clusters),
         start=start,
         log_every=log_every,
         checkpoint_every=checkpoint_every,
@@ -150,18 +165,16 @@ class Heads:
     def __init__(
         self,
         trainer: HeadTrainer,
-        sampler: PairSampler,
+        plan: Plan,
         gather: Gather,
-        steps: int,
         on_events: Callable[[list[Event]], object],
         on_fault: Callable[[HeadFault], object],
         clusters: Tensor | None = None,
-        until: Convergence | None = None,
     ) -> None:
-        self.trainer, self.sampler, self.gather, self._most = trainer, sampler, gather, steps
+        self.trainer, self.gather = trainer, gather
+        self.sampler, self._most, self.until = plan.sampler, plan.steps, plan.until
         device = trainer.precision.device
         self.clusters = None if clusters is None else to_device_async(clusters, device)
-        self.until = until
         self.on_events, self.on_fault = on_events, on_fault
         self.pace = Pace()
         self._look_every = LOOK_EVERY[trainer.precision.device.type == "cpu"]

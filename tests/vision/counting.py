@@ -10,8 +10,8 @@ import torch
 
 from ssl_kd.teachers import Teacher
 
-SHARD = 100
-"""Rows of a shard; the batches of the jobs here are one shard each."""
+SHARD = 64
+"""Rows of a shard; a batch of the teacher, too."""
 
 
 class Counting(Teacher):
