@@ -23,7 +23,7 @@ _HELP = {
     "split": "which split of a cache (default: train; leaks are looked for in test)",
     "duplicates": "cosine from which on two samples are copies, or auto (default): what is closer"
     " than chance makes it",
-    "rule": "which copy stays: first | typical | semdedup | largest (default: first)",
+    "rule": "which copy stays: first | typical | largest (default: first)",
     "label": "so many samples to label next (default: none)",
     "format": "csv | parquet (default: csv)",
     "out": "folder for the tables (default: curated in the run's folder, or beside the cache)",
@@ -193,7 +193,7 @@ class _Work:
         clusters = None if self.run is None else self.run.samples.column("cluster", self.split)
         copies = near_duplicates(self.store, floor=floor, same=same, progress=self._of("copies"))
         sizes = None if pictures is None else pictures.sizes
-        self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=clusters)
+        self.kept = copies.kept(floor, self.given.rule, sizes=sizes)
         found["duplicates"] = self._copies(copies, floor)
         far = outliers(self.store, progress=self._of("outliers"))
         whole = f"all {len(far):,}, the furthest out first"

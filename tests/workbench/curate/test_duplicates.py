@@ -105,13 +105,6 @@ def test_which_copy_stays(tmp_path):
     assert kept("first") == [0]
     assert kept("typical") == [1]
     assert kept("largest", sizes=np.r_[np.zeros(300), 5, 7]) == [2]
-    clusters = np.r_[y, y[0], y[0]]
-    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    three = np.stack([x[0], *copies])
-    three /= np.linalg.norm(three, axis=1, keepdims=True)
-    centre = unit[y == y[0]].sum(0) + three[1:].sum(0)
-    assert kept("semdedup", clusters=clusters) == [int((three @ centre).argmin())]
-    assert len(kept("semdedup")) == 1
     with pytest.raises(InputError, match=f"rule is 'best'; expected one of {', '.join(RULES)}"):
         found.kept(None, "best")
     with pytest.raises(InputError, match="needs the sizes of the images"):
