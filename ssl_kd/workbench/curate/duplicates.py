@@ -19,7 +19,6 @@ from ssl_kd.errors import InputError
 from ssl_kd.store import EmbeddingStore, find_neighbours
 from ssl_kd.store.neighbours import nearest_among, search_on
 from ssl_kd.workbench.curate.spacing import (
-    BLOCK_BYTES,
     SAME,
     Block,
     Progress,
@@ -196,7 +195,6 @@ def near_duplicates(
     same: NDArray[np.integer] | None = None,
     search: str = "auto",
     device: str | torch.device = "cpu",
-    block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
 ) -> Duplicates:
     """Find the pairs of samples that may be copies of each other.
@@ -219,7 +217,6 @@ def near_duplicates(
         same: `[n]`, equal numbers for equal files, where they are known.
         search: as `find_neighbours` takes it.
         device: where all pairs are compared.
-        block_bytes: memory that one block of embeddings may take; nothing else changes with it.
         progress: called with (rows done, n).
 
     Raises:
@@ -235,13 +232,13 @@ def near_duplicates(
         return Duplicates(store, none, none, empty, empty, np.arange(n), floor or 0.0)
     k = min(NEIGHBOURS, n - 1)
     neighbours, _ = find_neighbours(store, k, search=search, device=device)
-    spacing = Spacing.measure(store, neighbours, block_bytes, progress)
+    spacing = Spacing.measure(store, neighbours, progress)
     exact, full = _equal_rows(store, neighbours, spacing, same)
     limits = _Limits.of(spacing, floor)
     near = limits.rows(spacing)
     found = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
     for rows, others, distance in chain(
-        neighbour_distances(store, neighbours[near], near, block_bytes),
+        neighbour_distances(store, neighbours[near], near),
         _between_crowds(store, exact, full, k),
     ):
         rows = np.broadcast_to(rows[:, None], others.shape)

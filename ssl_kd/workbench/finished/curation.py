@@ -136,12 +136,6 @@ class Curation:
         """
         return self._add([{"do": "rename", "cluster": _number(cluster), "name": name}])[0]
 
-    def rename_all(self, names: Mapping[int, str]) -> list[Decision]:
-        """Give many clusters their names: all of them, or none. Raises what `rename` raises."""
-        return self._add(
-            [{"do": "rename", "cluster": _number(k), "name": name} for k, name in names.items()]
-        )
-
     def merge(self, clusters: Iterable[int], name: str | None = None) -> Decision:
         """Make several clusters one, with the lowest of their numbers.
 
@@ -212,7 +206,7 @@ class Curation:
         return self._add([asked])[0]
 
     def undo(self, id: str | None = None) -> Decision:
-        """Undo a decision, by a line that says so; what is undone may be an `undo` itself.
+        """Undo a decision, by a line that says so; to redo, undo the `undo` by its id.
 
         Args:
             id: which; None: the last that holds.
@@ -225,19 +219,6 @@ class Curation:
         if id is None and (id := self._state.last) is None:
             raise InputError(f"{self.path} has no decision that could be undone")
         return self._add([{"do": "undo", "of": id}])[0]
-
-    def redo(self) -> Decision:
-        """Undo the last `undo` that holds.
-
-        Raises:
-            InputError: there is none.
-        """
-        self._refresh()
-        state = self._state
-        for line in reversed(state.lines):
-            if line["do"] == "undo" and not state.is_undone(line):
-                return self.undo(line["id"])
-        raise InputError(f"{self.path} has no undo that could be taken back")
 
     def apply(self, path: str | Path) -> list[Decision]:
         """Add the decisions of another file: all of them, or none.

@@ -169,7 +169,8 @@ def test_the_page_follows_decisions_as_the_library_does(run, tmp_path):
         pytest.skip("node is not installed")
     samples = Samples(run)
     curation = Curation(samples)
-    curation.rename_all({0: "zeros", 2: "fours"})
+    curation.rename(0, "zeros")
+    curation.rename(2, "fours")
     curation.split(1)
     curation.merge([2, 1000])
     rows = np.flatnonzero(curation.clusters == 0)[:20]
@@ -178,8 +179,7 @@ def test_the_page_follows_decisions_as_the_library_does(run, tmp_path):
     curation.exclude(rows[4:6])
     curation.undo()
     curation.merge([0, 2])
-    curation.undo()
-    curation.redo()
+    curation.undo(curation.undo().id)
     write_site(samples, tmp_path / "out", pictures=0)
     page = tmp_path / "out"
     script = tmp_path / "follow.mjs"
