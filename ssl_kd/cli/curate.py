@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ssl_kd.store import EmbeddingStore
     from ssl_kd.workbench.curate import Duplicates
 
+PROG = "ssl_kd curate"
 WRITTEN = "written.json"  # SHA-256 of each table, by its name
 LISTED = 1000  # outliers and doubtful labels in their tables
 _HELP = {
@@ -37,29 +38,28 @@ _FLAGS = {
 }
 
 
-def curate(argv: Sequence[str], prog: str) -> int:
-    """Do it; return the exit code.
+def curate(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code.
 
     Args:
         argv: The folder first, then flags.
-        prog: What `--help` calls the program.
 
     Raises:
-        InputError: what was given cannot be.
+        InputError: invalid flags or paths.
     """
     if not argv or {"-h", "--help"} & set(argv):
         print(
-            f"usage: {prog} FOLDER [flags]\n\nFOLDER is a finished run's (runs/NAME) or a cache of "
+            f"usage: {PROG} FOLDER [flags]\n\nFOLDER is a finished run's (runs/NAME) or a cache of "
             "embeddings (data/embeddings).\n\nWrites duplicates, outliers, leaks, labels, images "
             "and label_next, each a table with a\nline for each sample to look at, and "
             "kept.txt, the files that stay.\n\n" + listed(_HELP, _FLAGS)
         )
         return OK
-    check_first(argv, prog, "the folder")
+    check_first(argv, PROG, "the folder")
     folder = home_resolved(argv[0])
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; expected a run's or a cache of embeddings")
-    given = _given(argv, prog)
+    given = _given(argv)
     out = Path(given.out).expanduser() if given.out is not None else folder / "curated"
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; expected a folder for the tables (--out)")
@@ -83,9 +83,9 @@ def _refuse_what_is_not_ours(out: Path) -> None:
         )
 
 
-def _given(argv: Sequence[str], prog: str) -> Any:
+def _given(argv: Sequence[str]) -> Any:
     """The flags, each checked."""
-    given, rest = flags_after(argv, prog, "the folder", _HELP, _FLAGS, numbers=("label",))
+    given, rest = flags_after(argv, PROG, "the folder", _HELP, _FLAGS, numbers=("label",))
     if rest:
         known = ", ".join(f"--{name}" for name in [*_HELP, *_FLAGS])
         raise InputError(f"curate has no {rest[0]}; expected {known}")

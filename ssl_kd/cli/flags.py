@@ -14,6 +14,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.settings import Settings, SettingsError, nearest
 
 S = TypeVar("S", bound=Settings)
+LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
 class _Help(argparse.HelpFormatter):
