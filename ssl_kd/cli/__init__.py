@@ -400,9 +400,9 @@ def _train(settings: VisionSettings) -> int:
         sizes = metrics["cluster_sizes"]
         found = f"{len(sizes)} clusters of {min(sizes)} to {max(sizes)} samples"
         result = f"{found}; no label is known, so there is nothing to score."
-    told = extension_text(metrics) if "extended" in metrics else number_text(metrics)
-    if told:
-        print(told + ".")
+    summary = extension_text(metrics) if "extended" in metrics else number_text(metrics)
+    if summary:
+        print(summary + ".")
     files = {"Clusters": assignments_of(path), "Report": path / "report.html"}
     if (path / "faults").exists():
         files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"

@@ -125,11 +125,11 @@ def _curate(folder: Path, given: Any, out: Path) -> int:
         tables = work.tables()
     out.mkdir(parents=True, exist_ok=True)
     shown = Table("", "found", "file", title=f"{folder}, {work.split}: {work.store.n:,} samples")
-    for name, (told, table) in tables.items():
+    for name, (summary, table) in tables.items():
         path = out / f"{name}.{given.format}"
         _write(path, table)
         _remember(path)
-        shown.add_row(name, told, path.name)
+        shown.add_row(name, summary, path.name)
     _write_kept(out / "kept.txt", work)
     _remember(out / "kept.txt")
     shown.add_row("kept", f"{int(work.kept.sum()):,} samples stay", "kept.txt")
@@ -197,22 +197,22 @@ class _Work:
         found["duplicates"] = self._copies(copies, floor)
         far = outliers(self.store, progress=self._of("outliers"))
         whole = f"all {len(far):,}, the furthest out first"
-        told = whole if len(far) <= LISTED else f"the {LISTED:,} furthest out"
-        found["outliers"] = told, far.top(LISTED).frame()
+        summary = whole if len(far) <= LISTED else f"the {LISTED:,} furthest out"
+        found["outliers"] = summary, far.top(LISTED).frame()
         if pictures is not None:
             odd = f"{len(pictures):,} broken, blank or tiny"
             found["images"] = odd, pictures.frame()
             self.kept[list(pictures.reasons)] = False
         if self.test is not None:
             leaked = leaks(self.store, self.test, progress=self._of("leaks")).above(floor)
-            told = f"{len(leaked):,} of {self.test.n:,} test samples are in {self.split}"
-            found["leaks"] = told, leaked.frame()
+            summary = f"{len(leaked):,} of {self.test.n:,} test samples are in {self.split}"
+            found["leaks"] = summary, leaked.frame()
         labels = None if self.store.labels is None else self.store.labels.numpy()
         if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
             doubtful = mislabelled(self.store, clusters=clusters)
-            said = int((doubtful.columns["label"] != doubtful.columns["suggested"]).sum())
-            told = f"{said:,} whose label others do not share"
-            found["labels"] = told, doubtful.top(LISTED).frame()
+            doubted = int((doubtful.columns["label"] != doubtful.columns["suggested"]).sum())
+            summary = f"{doubted:,} whose label others do not share"
+            found["labels"] = summary, doubtful.top(LISTED).frame()
         if self.given.label is not None:
             n = self.given.label
             n = n if n > self.store.n else min(n, len(without_label(self.store)))
@@ -220,8 +220,8 @@ class _Work:
                 asked = self.run.label_next(n, self.split)
             else:
                 asked = label_next(self.store, n)
-            told = f"{n:,} to label next" + (", all without a label" * (n < self.given.label))
-            found["label_next"] = told, asked.frame()
+            summary = f"{n:,} to label next" + (", all without a label" * (n < self.given.label))
+            found["label_next"] = summary, asked.frame()
         return found
 
     def exclude(self) -> int:
@@ -236,8 +236,10 @@ class _Work:
     def _copies(self, copies: Duplicates, threshold: float | None) -> tuple[str, arrow.Table]:
         groups = copies.groups(threshold)
         gone = int((~self.kept).sum())
-        told = f"{gone:,} copies in {len(groups):,} groups, {len(copies.exact):,} of them of equals"
-        return told, copies.frame(threshold, self.kept)
+        summary = (
+            f"{gone:,} copies in {len(groups):,} groups, {len(copies.exact):,} of them of equals"
+        )
+        return summary, copies.frame(threshold, self.kept)
 
     def _of(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress(stage, done, total, {})

@@ -103,8 +103,8 @@ def _usage() -> str:
     from ssl_kd.workbench.export.registry import FORMATS
 
     formats = "\n".join(f"  {name:<16} {of.what}" for name, of in FORMATS.items())
-    told = listed(_HELP, _SWITCHES)
-    return f"usage: {PROG} RUN --to FORMAT [flags]\n\n{told}\n\nFORMAT is one of\n{formats}"
+    flags = listed(_HELP, _SWITCHES)
+    return f"usage: {PROG} RUN --to FORMAT [flags]\n\n{flags}\n\nFORMAT is one of\n{formats}"
 
 
 def _parts(word: str | None) -> list[str]:

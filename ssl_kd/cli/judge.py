@@ -119,10 +119,12 @@ def _settings(argv: Sequence[str], student: str, run: Path | None) -> LanguageSe
             )
         teacher = given.get("teacher_model", "none")
         if run is not None:
-            said = _config(run)
-            check_version(run, said, LanguageSettings)
-            settings = LanguageSettings.from_dict(said["settings"])
-            teacher = given.get("teacher_model") or (said.get("teacher") or {}).get("name", "none")
+            config = _config(run)
+            check_version(run, config, LanguageSettings)
+            settings = LanguageSettings.from_dict(config["settings"])
+            teacher = given.get("teacher_model") or (config.get("teacher") or {}).get(
+                "name", "none"
+            )
         kept = {name: given.get(name, getattr(settings, name)) for name in own}
         prompts = given.get("generations", PROMPTS)
         return LanguageSettings(

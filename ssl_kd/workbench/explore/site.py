@@ -142,7 +142,7 @@ def page_data(
         "images": first is not None,
         "searches": first is not None,
         "tiny": first is not None and max(first.size) <= TINY,
-        "sheets": None if sheets is None else sheets.told(),
+        "sheets": None if sheets is None else sheets.as_dict(),
         "lines": curation.lines,
     }
     put(MARK, as_json(meta))
@@ -238,7 +238,7 @@ class _Sheets:
         more = others[random_rows(len(others), most - len(examples), 0)]
         return cls(np.union1d(examples, more), TINY if tiny else TILE)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "rows": self.rows.tolist(),
             "tile": self.tile,
