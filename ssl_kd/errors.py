@@ -3,16 +3,15 @@
 Every command ends with one of these codes:
 
 - 0: it is done.
-- 2: what was given cannot be: a flag, a setting, a path where nothing is or nothing may be written,
-  a file of another kind, two things that do not fit, a run that cannot be resumed. Nothing was
-  begun; give something else.
-- 1: what was given is right, and it failed: no network, no memory, a full disk, a package that is
-  not installed, a damaged file of an earlier run, a lock that another process holds. Also where a
-  check found what it looked for: `doctor`, `install-check`, `verify`, `replay`.
+- 2: invalid input: a flag, a setting, a path that is missing or not writable, a file of the wrong
+  kind, conflicting options, a run that cannot be resumed. Nothing was started; change the input.
+- 1: the input is valid, but the command failed: no network, no memory, a full disk, a package that
+  is not installed, a damaged file of an earlier run, a lock that another process holds. Also where
+  a check found a fault: `doctor`, `install-check`, `verify`, `replay`.
 - 3: the guard stopped a run in which nothing was healthy any more.
 - 128 + its number: a signal ended it, 130 after Ctrl-C and 143 after SIGTERM.
 
-A traceback is a fault of ours, and ends with 1, too.
+An uncaught exception is a bug in ssl_kd; it ends with 1, too.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ class UserError(Exception):
 
 
 class InputError(UserError, ValueError):
-    """Something that was asked for and cannot be: a name, a file's content, two that do not fit."""
+    """Invalid input: a name, a path, a file's content, or options that conflict."""
 
     exit_code = BAD_INPUT
 
 
 class DatasetUnavailable(InputError, RuntimeError):
-    """The data are not there; the message says where they are expected and what to do."""
+    """The data are missing; the message says where they are expected and what to do."""
 
 
 class RunFolderError(InputError, RuntimeError):
@@ -54,7 +53,7 @@ class MissingPackage(UserError, ImportError):
 
 
 def code_of(error: OSError) -> int:
-    """The exit code of what the system refused: about a path that was given, or otherwise."""
+    """Return the exit code of an operating system error: BAD_INPUT if it is about a path."""
     kinds = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
     about_path = isinstance(error, (*kinds, PermissionError)) or error.errno in _NO_PATH
     return BAD_INPUT if about_path else FAILED

@@ -358,19 +358,6 @@ def test_each_warning_is_counted_and_printed_once_if_asked_for(
     assert "  500 x UserWarning: the moon is full\n  1 x UserWarning: once" in text
 
 
-def test_versions_that_do_not_fit_are_named(config, capsys, monkeypatch):
-    real = importlib.metadata.requires
-
-    def requires(name):
-        return ["numpy<1", "not-here-at-all>=2", 'odd; extra == "x"', *(real(name) or ())]
-
-    monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert doctor.installation(config) == 1
-    text = " ".join(capsys.readouterr().out.split())
-    assert "FAULT versions ssl_kd needs numpy <1, here is" in text
-    assert "; ssl_kd needs not-here-at-all >=2, here is nothing" in text
-
-
 def test_torch_and_torchvision_of_two_builds_are_a_note(config, capsys, monkeypatch):
     import torchvision
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_kd import __version__
-from ssl_kd.cli.failures import LANGUAGE_MEMORY, guarded, keep_writing, say
-from ssl_kd.cli.flags import FlagParser, read_settings
+from ssl_kd.cli.failures import LANGUAGE_MEMORY, VISION_MEMORY, guarded, keep_writing, say
+from ssl_kd.cli.flags import LANGUAGE_CONFIG, FlagParser, read_settings
 from ssl_kd.errors import BAD_INPUT, FAILED, OK, InputError
 from ssl_kd.settings import nearest
 from ssl_kd.settings.early import check_dataset, check_run_name, run_to_extend
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from ssl_kd.report.gallery import Images
     from ssl_kd.training.clock import Progress
     from ssl_kd.vision.settings import VisionSettings
-
-LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "--help"
     if command in ("-h", "--help"):
-        lines = [f"  ssl_kd {name:<14} {does.__doc__ or ''}" for name, does in _COMMANDS.items()]
+        lines = [f"  ssl_kd {name:<14} {about}" for name, (_, about) in _COMMANDS.items()]
         print("usage: ssl_kd COMMAND [flags]\n\n" + "\n".join(lines))
         return OK
     if command == "--version":
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = ", ".join(_COMMANDS)
         say(f"There is no command {command!r}, only {known}.{nearest(command, _COMMANDS)}")
         return BAD_INPUT
-    return _COMMANDS[command](words)
+    return _COMMANDS[command][0](words)
 
 
 # --- What the scripts call ------------------------------------------------------------------------
@@ -159,23 +159,7 @@ def distill_as(read: Callable[[], LanguageSettings], words: Sequence[str]) -> in
 # --- The commands ---------------------------------------------------------------------------------
 
 
-def _train_here(argv: Sequence[str]) -> int:
-    """Run the vision pipeline; --help lists all settings."""
-    return train(argv, prog="ssl_kd train")
-
-
-def _extract_here(argv: Sequence[str]) -> int:
-    """Fill the caches of the teacher's embeddings, on one machine or many, and stop."""
-    return train(["extract", *argv], prog="ssl_kd")
-
-
-def _distill_here(argv: Sequence[str]) -> int:
-    """Distil a language model; --help lists all settings."""
-    return distill(argv, prog="ssl_kd distill")
-
-
 def _doctor(argv: Sequence[str]) -> int:
-    """Check for NaN and infinity; doctor gradients --model M: a language model of yours."""
     return _gradients(argv[1:]) if argv[:1] == ["gradients"] else _check("nan_issues", argv)
 
 
@@ -198,8 +182,6 @@ def _gradients(argv: Sequence[str]) -> int:
 
 
 def _verify(argv: Sequence[str]) -> int:
-    """Show that live, cached, chunked and served teachers agree on your own models and text."""
-
     def work() -> int:
         settings = _language_settings(argv, "ssl_kd verify")
 
@@ -226,44 +208,6 @@ def _verify(argv: Sequence[str]) -> int:
         return OK if agree else FAILED
 
     return guarded(work, memory=LANGUAGE_MEMORY)
-
-
-def _judge(argv: Sequence[str]) -> int:
-    """Judge a finished student: perplexity, calibration, repetition: ssl_kd judge RUN."""
-
-    def work() -> int:
-        from ssl_kd.cli.judge import judge
-
-        return judge(argv, LANGUAGE_CONFIG, "ssl_kd judge")
-
-    return guarded(work, memory=LANGUAGE_MEMORY)
-
-
-def _export(argv: Sequence[str]) -> int:
-    """Give a finished run to other programs: ssl_kd export RUN --to parquet, folders ..."""
-
-    def work() -> int:
-        from ssl_kd.cli.export import export_run
-
-        return export_run(argv, "ssl_kd export")
-
-    return guarded(work)
-
-
-def _explore(argv: Sequence[str]) -> int:
-    """Look at a run's samples on a map, and name, merge, split its clusters: ssl_kd explore RUN."""
-
-    def work() -> int:
-        from ssl_kd.cli.explore import explore
-
-        return explore(argv)
-
-    return guarded(work)
-
-
-def _install_check(argv: Sequence[str]) -> int:
-    """Check versions, device, precision and folders."""
-    return _check("installation", argv)
 
 
 def _check(name: str, argv: Sequence[str]) -> int:
@@ -302,7 +246,6 @@ def _config(argv: Sequence[str]) -> int:
 
 
 def _replay(argv: Sequence[str]) -> int:
-    """Run the recorded step of a sick head or student again, and name the cause."""
     if argv and argv[0] in ("-h", "--help"):
         print(
             "usage: ssl_kd replay BUNDLE [--head CLASS] [--loss CLASS]\n\n"
@@ -341,30 +284,64 @@ def _replay(argv: Sequence[str]) -> int:
     return guarded(work)
 
 
-def _curate(argv: Sequence[str]) -> int:
-    """Find copies, outliers, leaks, wrong labels; what to label next: ssl_kd curate RUN."""
+def _in_module(name: str, argv: Sequence[str], memory: str = VISION_MEMORY) -> int:
+    """Run the command of the module `ssl_kd.cli.NAME`, which is imported only then."""
 
     def work() -> int:
-        from ssl_kd.cli.curate import curate
+        return getattr(importlib.import_module(f"ssl_kd.cli.{name}"), name)(argv)
 
-        return curate(argv, "ssl_kd curate")
-
-    return guarded(work)
+    return guarded(work, memory=memory)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "train": _train_here,
-    "extract": _extract_here,
-    "distill": _distill_here,
-    "doctor": _doctor,
-    "verify": _verify,
-    "judge": _judge,
-    "curate": _curate,
-    "explore": _explore,
-    "export": _export,
-    "install-check": _install_check,
-    "replay": _replay,
-    "config": _config,
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (
+        partial(train, prog="ssl_kd train"),
+        "Run the vision pipeline; --help lists all settings.",
+    ),
+    "extract": (
+        lambda argv: train(["extract", *argv], prog="ssl_kd"),
+        "Fill the caches of the teacher's embeddings, on one machine or many, and stop.",
+    ),
+    "distill": (
+        partial(distill, prog="ssl_kd distill"),
+        "Distil a language model; --help lists all settings.",
+    ),
+    "doctor": (
+        _doctor,
+        "Check for NaN and infinity; doctor gradients --model M: a language model of yours.",
+    ),
+    "verify": (
+        _verify,
+        "Show that live, cached, chunked and served teachers agree on your own models and text.",
+    ),
+    "judge": (
+        partial(_in_module, "judge", memory=LANGUAGE_MEMORY),
+        "Judge a finished student: perplexity, calibration, repetition: ssl_kd judge RUN.",
+    ),
+    "curate": (
+        partial(_in_module, "curate"),
+        "Find copies, outliers, leaks, wrong labels; what to label next: ssl_kd curate RUN.",
+    ),
+    "explore": (
+        partial(_in_module, "explore"),
+        "Show a run's samples on a map, and name, merge, split its clusters: ssl_kd explore RUN.",
+    ),
+    "export": (
+        partial(_in_module, "export"),
+        "Write a finished run for other programs: ssl_kd export RUN --to parquet, folders ...",
+    ),
+    "install-check": (
+        partial(_check, "installation"),
+        "Check packages, device, precision and folders.",
+    ),
+    "replay": (
+        _replay,
+        "Run the recorded step of a sick head or student again, and name the cause.",
+    ),
+    "config": (
+        _config,
+        "Print a settings file, every default under its comment: ssl_kd config train > config.py",
+    ),
 }
 
 
@@ -423,9 +400,9 @@ def _train(settings: VisionSettings) -> int:
         sizes = metrics["cluster_sizes"]
         found = f"{len(sizes)} clusters of {min(sizes)} to {max(sizes)} samples"
         result = f"{found}; no label is known, so there is nothing to score."
-    told = extension_text(metrics) if "extended" in metrics else number_text(metrics)
-    if told:
-        print(told + ".")
+    summary = extension_text(metrics) if "extended" in metrics else number_text(metrics)
+    if summary:
+        print(summary + ".")
     files = {"Clusters": assignments_of(path), "Report": path / "report.html"}
     if (path / "faults").exists():
         files["Faults, each explained by ssl_kd replay FILE"] = path / "faults"

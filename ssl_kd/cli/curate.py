@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from ssl_kd.store import EmbeddingStore
     from ssl_kd.workbench.curate import Duplicates
 
+PROG = "ssl_kd curate"
 WRITTEN = "written.json"  # SHA-256 of each table, by its name
 LISTED = 1000  # outliers and doubtful labels in their tables
 _HELP = {
     "split": "which split of a cache (default: train; leaks are looked for in test)",
     "duplicates": "cosine from which on two samples are copies, or auto (default): what is closer"
     " than chance makes it",
-    "rule": "which copy stays: first | typical | semdedup | largest (default: first)",
+    "rule": "which copy stays: first | typical | largest (default: first)",
     "label": "so many samples to label next (default: none)",
     "format": "csv | parquet (default: csv)",
     "out": "folder for the tables (default: curated in the run's folder, or beside the cache)",
@@ -37,29 +38,28 @@ _FLAGS = {
 }
 
 
-def curate(argv: Sequence[str], prog: str) -> int:
-    """Do it; return the exit code.
+def curate(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code.
 
     Args:
         argv: The folder first, then flags.
-        prog: What `--help` calls the program.
 
     Raises:
-        InputError: what was given cannot be.
+        InputError: invalid flags or paths.
     """
     if not argv or {"-h", "--help"} & set(argv):
         print(
-            f"usage: {prog} FOLDER [flags]\n\nFOLDER is a finished run's (runs/NAME) or a cache of "
+            f"usage: {PROG} FOLDER [flags]\n\nFOLDER is a finished run's (runs/NAME) or a cache of "
             "embeddings (data/embeddings).\n\nWrites duplicates, outliers, leaks, labels, images "
             "and label_next, each a table with a\nline for each sample to look at, and "
             "kept.txt, the files that stay.\n\n" + listed(_HELP, _FLAGS)
         )
         return OK
-    check_first(argv, prog, "the folder")
+    check_first(argv, PROG, "the folder")
     folder = home_resolved(argv[0])
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; expected a run's or a cache of embeddings")
-    given = _given(argv, prog)
+    given = _given(argv)
     out = Path(given.out).expanduser() if given.out is not None else folder / "curated"
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; expected a folder for the tables (--out)")
@@ -83,9 +83,9 @@ def _refuse_what_is_not_ours(out: Path) -> None:
         )
 
 
-def _given(argv: Sequence[str], prog: str) -> Any:
+def _given(argv: Sequence[str]) -> Any:
     """The flags, each checked."""
-    given, rest = flags_after(argv, prog, "the folder", _HELP, _FLAGS, numbers=("label",))
+    given, rest = flags_after(argv, PROG, "the folder", _HELP, _FLAGS, numbers=("label",))
     if rest:
         known = ", ".join(f"--{name}" for name in [*_HELP, *_FLAGS])
         raise InputError(f"curate has no {rest[0]}; expected {known}")
@@ -125,11 +125,11 @@ def _curate(folder: Path, given: Any, out: Path) -> int:
         tables = work.tables()
     out.mkdir(parents=True, exist_ok=True)
     shown = Table("", "found", "file", title=f"{folder}, {work.split}: {work.store.n:,} samples")
-    for name, (told, table) in tables.items():
+    for name, (summary, table) in tables.items():
         path = out / f"{name}.{given.format}"
         _write(path, table)
         _remember(path)
-        shown.add_row(name, told, path.name)
+        shown.add_row(name, summary, path.name)
     _write_kept(out / "kept.txt", work)
     _remember(out / "kept.txt")
     shown.add_row("kept", f"{int(work.kept.sum()):,} samples stay", "kept.txt")
@@ -193,26 +193,26 @@ class _Work:
         clusters = None if self.run is None else self.run.samples.column("cluster", self.split)
         copies = near_duplicates(self.store, floor=floor, same=same, progress=self._of("copies"))
         sizes = None if pictures is None else pictures.sizes
-        self.kept = copies.kept(floor, self.given.rule, sizes=sizes, clusters=clusters)
+        self.kept = copies.kept(floor, self.given.rule, sizes=sizes)
         found["duplicates"] = self._copies(copies, floor)
         far = outliers(self.store, progress=self._of("outliers"))
         whole = f"all {len(far):,}, the furthest out first"
-        told = whole if len(far) <= LISTED else f"the {LISTED:,} furthest out"
-        found["outliers"] = told, far.top(LISTED).frame()
+        summary = whole if len(far) <= LISTED else f"the {LISTED:,} furthest out"
+        found["outliers"] = summary, far.top(LISTED).frame()
         if pictures is not None:
             odd = f"{len(pictures):,} broken, blank or tiny"
             found["images"] = odd, pictures.frame()
             self.kept[list(pictures.reasons)] = False
         if self.test is not None:
             leaked = leaks(self.store, self.test, progress=self._of("leaks")).above(floor)
-            told = f"{len(leaked):,} of {self.test.n:,} test samples are in {self.split}"
-            found["leaks"] = told, leaked.frame()
+            summary = f"{len(leaked):,} of {self.test.n:,} test samples are in {self.split}"
+            found["leaks"] = summary, leaked.frame()
         labels = None if self.store.labels is None else self.store.labels.numpy()
         if labels is not None and len(set(labels[labels >= 0].tolist())) > 1:
             doubtful = mislabelled(self.store, clusters=clusters)
-            said = int((doubtful.columns["label"] != doubtful.columns["suggested"]).sum())
-            told = f"{said:,} whose label others do not share"
-            found["labels"] = told, doubtful.top(LISTED).frame()
+            doubted = int((doubtful.columns["label"] != doubtful.columns["suggested"]).sum())
+            summary = f"{doubted:,} whose label others do not share"
+            found["labels"] = summary, doubtful.top(LISTED).frame()
         if self.given.label is not None:
             n = self.given.label
             n = n if n > self.store.n else min(n, len(without_label(self.store)))
@@ -220,8 +220,8 @@ class _Work:
                 asked = self.run.label_next(n, self.split)
             else:
                 asked = label_next(self.store, n)
-            told = f"{n:,} to label next" + (", all without a label" * (n < self.given.label))
-            found["label_next"] = told, asked.frame()
+            summary = f"{n:,} to label next" + (", all without a label" * (n < self.given.label))
+            found["label_next"] = summary, asked.frame()
         return found
 
     def exclude(self) -> int:
@@ -236,8 +236,10 @@ class _Work:
     def _copies(self, copies: Duplicates, threshold: float | None) -> tuple[str, arrow.Table]:
         groups = copies.groups(threshold)
         gone = int((~self.kept).sum())
-        told = f"{gone:,} copies in {len(groups):,} groups, {len(copies.exact):,} of them of equals"
-        return told, copies.frame(threshold, self.kept)
+        summary = (
+            f"{gone:,} copies in {len(groups):,} groups, {len(copies.exact):,} of them of equals"
+        )
+        return summary, copies.frame(threshold, self.kept)
 
     def _of(self, stage: str) -> Callable[[int, int], None]:
         return lambda done, total: self.progress(stage, done, total, {})

@@ -9,7 +9,7 @@ from ssl_kd.cli.flags import FlagParser, check_first
 from ssl_kd.errors import OK, InputError
 from ssl_kd.settings.early import run_folder
 
-PORT = 8090
+PROG, PORT = "ssl_kd explore", 8090
 _HELP = f"""RUN is the folder of a finished clustering run, as runs/latest.
 
   Without flags the page is served to the browsers of this machine; Ctrl-C ends it.
@@ -17,8 +17,8 @@ _HELP = f"""RUN is the folder of a finished clustering run, as runs/latest.
   --port PORT
       where it is served on 127.0.0.1; 0: any that is free. Default: {PORT}
   --static DIR
-      write explore.html, index.html and a folder of their data into DIR instead, for any
-      web server; what else is in DIR stays
+      write explore.html, index.html and their data into the new folder DIR instead, for any
+      web server
   --pictures N
       samples that have a picture in DIR, about 2 KB each. Default: 10,000
   --apply FILE
@@ -27,20 +27,19 @@ _HELP = f"""RUN is the folder of a finished clustering run, as runs/latest.
       undo the last decision of the run, or that one"""
 
 
-def explore(argv: Sequence[str], prog: str = "ssl_kd explore") -> int:
-    """Look at a run; return the exit code.
+def explore(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code.
 
     Args:
         argv: The run first, then flags.
-        prog: What `--help` calls the program.
 
     Raises:
-        SettingsError, InputError: what was given cannot be.
+        SettingsError, InputError: invalid flags or paths.
     """
     if not argv or {"-h", "--help"} & set(argv):
-        print(f"usage: {prog} RUN [flags]\n\n{_HELP}")
+        print(f"usage: {PROG} RUN [flags]\n\n{_HELP}")
         return OK
-    check_first(argv, prog, "the run")
+    check_first(argv, PROG, "the run")
     parser = FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--port", type=int)
     parser.add_argument("--pictures", type=int)
@@ -49,7 +48,7 @@ def explore(argv: Sequence[str], prog: str = "ssl_kd explore") -> int:
     parser.add_argument("--undo", nargs="?", const="")
     given, rest = parser.parse_known_args(argv[1:])
     if rest:
-        raise InputError(f"There is no flag {rest[0]}; {prog} --help lists those there are.")
+        raise InputError(f"There is no flag {rest[0]}; {PROG} --help lists those there are.")
     wanted = [f"--{name}" for name in ("static", "apply", "undo") if vars(given)[name] is not None]
     if len(wanted) > 1 or (wanted and given.port is not None):
         raise InputError(f"{' and '.join([*wanted, '--port'][:2])} came: give one of them")

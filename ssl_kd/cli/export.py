@@ -30,26 +30,26 @@ _SWITCHES = {
     "private": "of --push: a repository that others do not see",
 }
 _OWN = ("link", "url")
+PROG = "ssl_kd export"
 
 
-def export_run(argv: Sequence[str], prog: str) -> int:
-    """Do it; return the exit code.
+def export(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code.
 
     Args:
         argv: the run first, then flags.
-        prog: what `--help` calls the program.
 
     Raises:
         InputError: invalid flags or paths.
     """
     if not argv or {"-h", "--help"} & set(argv):
-        print(_usage(prog))
+        print(_usage())
         return OK
-    given, rest = flags_after(argv, prog, "the run", _HELP, _SWITCHES)
+    given, rest = flags_after(argv, PROG, "the run", _HELP, _SWITCHES)
     if rest:
-        raise InputError(f"There is no flag {rest[0]}; {prog} --help lists all")
+        raise InputError(f"There is no flag {rest[0]}; {PROG} --help lists all")
     if given.to is None and given.names is None and given.push is None:
-        raise InputError(f"--to is required, e.g. {prog} {argv[0]} --to parquet")
+        raise InputError(f"--to is required, e.g. {PROG} {argv[0]} --to parquet")
     options: dict[str, Any] = {name: getattr(given, name) for name in _OWN}
     options = {name: value for name, value in options.items() if value is not None}
     if given.skip_missing:
@@ -99,12 +99,12 @@ def _export(word: str, given: Any, options: dict[str, Any]) -> int:
     return OK
 
 
-def _usage(prog: str) -> str:
+def _usage() -> str:
     from ssl_kd.workbench.export.registry import FORMATS
 
     formats = "\n".join(f"  {name:<16} {of.what}" for name, of in FORMATS.items())
-    told = listed(_HELP, _SWITCHES)
-    return f"usage: {prog} RUN --to FORMAT [flags]\n\n{told}\n\nFORMAT is one of\n{formats}"
+    flags = listed(_HELP, _SWITCHES)
+    return f"usage: {PROG} RUN --to FORMAT [flags]\n\n{flags}\n\nFORMAT is one of\n{formats}"
 
 
 def _parts(word: str | None) -> list[str]:

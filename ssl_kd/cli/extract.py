@@ -57,11 +57,11 @@ def extract(argv: Sequence[str], config: Path, prog: str) -> int:
         prog: What `--help` calls the program.
 
     Raises:
-        SettingsError, InputError: what was given cannot be.
+        SettingsError, InputError: invalid flags, settings or paths.
     """
     if {"-h", "--help"} & set(argv):
-        told = "\n".join(f"  --{name} {name.upper()}\n      {of}" for name, of in _HELP.items())
-        print(f"Fills the caches of all splits, and stops. Flags of this command:\n\n{told}\n")
+        flags = "\n".join(f"  --{name} {name.upper()}\n      {of}" for name, of in _HELP.items())
+        print(f"Fills the caches of all splits, and stops. Flags of this command:\n\n{flags}\n")
     ways, rest = _ways(argv, os.environ)
     from ssl_kd.vision.settings import VisionSettings
 

@@ -14,6 +14,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.settings import Settings, SettingsError, nearest
 
 S = TypeVar("S", bound=Settings)
+LANGUAGE_CONFIG = Path("scripts/config.py")
 
 
 class _Help(argparse.HelpFormatter):
@@ -77,7 +78,7 @@ def flags_after(
         numbers: those of `flags` whose value is a whole number.
 
     Raises:
-        InputError: a flag came first; SettingsError: a value that cannot be.
+        InputError: a flag came first; SettingsError: an invalid value.
     """
     check_first(argv, prog, what)
     parser = FlagParser(add_help=False, allow_abbrev=False)
@@ -93,9 +94,9 @@ def flags_after(
 
 def listed(flags: Mapping[str, str], switches: Mapping[str, str] = MappingProxyType({})) -> str:
     """What `--help` says of flags with a value, and of those without."""
-    told = [f"  --{name} {name.upper()}\n      {of}" for name, of in flags.items()]
-    told += [f"  --{name}\n      {of}" for name, of in switches.items()]
-    return "\n".join(told)
+    lines = [f"  --{name} {name.upper()}\n      {of}" for name, of in flags.items()]
+    lines += [f"  --{name}\n      {of}" for name, of in switches.items()]
+    return "\n".join(lines)
 
 
 def read_settings(

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssl_kd.cli.flags import flags_after, listed, read_settings
+from ssl_kd.cli.flags import LANGUAGE_CONFIG, flags_after, listed, read_settings
 from ssl_kd.errors import OK, InputError
 from ssl_kd.settings.early import home_resolved
 
 if TYPE_CHECKING:
     from ssl_kd.language.settings import LanguageSettings
 
+PROG = "ssl_kd judge"
 PROMPTS = 32  # that are continued, unless GENERATIONS is given
 _HELP = {
     "teacher": "folder or Hub name of the teacher; none: without. Default: the run's, if it is one",
@@ -24,13 +25,11 @@ _TEXT = {"data_path", "eval_path", "block_size", "packing", "eval_rows"}
 _HOW = {"batch_size", "max_new_tokens", "device", "model_dtype", "seed"}
 
 
-def judge(argv: Sequence[str], config: Path, prog: str) -> int:
+def judge(argv: Sequence[str]) -> int:
     """Run the command; return the exit code.
 
     Args:
         argv: The student first, then flags: those of this command, and settings of evaluation.
-        config: The settings file where no `--config` is given.
-        prog: What `--help` calls the program.
 
     Raises:
         SettingsError, InputError: invalid flags, settings or paths.
@@ -38,16 +37,16 @@ def judge(argv: Sequence[str], config: Path, prog: str) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         settings = ", ".join(f"--{name}" for name in sorted(_TEXT | _HOW | {"generations"}))
         print(
-            f"usage: {prog} STUDENT [flags]\n\nSTUDENT is a run's folder (runs/NAME), a saved "
+            f"usage: {PROG} STUDENT [flags]\n\nSTUDENT is a run's folder (runs/NAME), a saved "
             f"student's (runs/NAME/student) or a name on the Hub.\n\n{listed(_HELP)}\n\n"
             f"and of the settings (ssl_kd distill --help): {settings}"
         )
         return OK
-    given, rest = flags_after(argv, prog, "the student", _HELP)
+    given, rest = flags_after(argv, PROG, "the student", _HELP)
     rest += [] if given.teacher is None else ["--teacher_model", given.teacher]
     student, run = _student(argv[0])
     out = _out(given.out, run)
-    settings = _settings(rest, config, prog, student, run)
+    settings = _settings(rest, student, run)
     return _judge(settings, out)
 
 
@@ -106,9 +105,7 @@ def _out(asked: str | None, run: Path | None) -> Path:
     return out
 
 
-def _settings(
-    argv: Sequence[str], config: Path, prog: str, student: str, run: Path | None
-) -> LanguageSettings:
+def _settings(argv: Sequence[str], student: str, run: Path | None) -> LanguageSettings:
     """Return the run's settings of text, teacher and evaluation, changed by the flags."""
     from ssl_kd.language.settings import LanguageSettings
     from ssl_kd.training.folder import check_version
@@ -117,19 +114,21 @@ def _settings(
         own = _TEXT | _HOW
         if other := sorted(given.keys() - own - {"generations", "teacher_model"}):
             raise InputError(
-                f"{other[0].upper()} plays no part in judging: leave --{other[0]} out ({prog} "
+                f"{other[0].upper()} plays no part in judging: leave --{other[0]} out ({PROG} "
                 "--help lists what does)"
             )
         teacher = given.get("teacher_model", "none")
         if run is not None:
-            said = _config(run)
-            check_version(run, said, LanguageSettings)
-            settings = LanguageSettings.from_dict(said["settings"])
-            teacher = given.get("teacher_model") or (said.get("teacher") or {}).get("name", "none")
+            config = _config(run)
+            check_version(run, config, LanguageSettings)
+            settings = LanguageSettings.from_dict(config["settings"])
+            teacher = given.get("teacher_model") or (config.get("teacher") or {}).get(
+                "name", "none"
+            )
         kept = {name: given.get(name, getattr(settings, name)) for name in own}
         prompts = given.get("generations", PROMPTS)
         return LanguageSettings(
             **kept, generations=prompts, student_model=student, teacher_model=teacher
         )
 
-    return read_settings(LanguageSettings, argv, config, prog=prog, derive=derive)
+    return read_settings(LanguageSettings, argv, LANGUAGE_CONFIG, prog=PROG, derive=derive)

@@ -1,6 +1,11 @@
 """Data sets by name: images and ready-made features, one call for all; text, another."""
 
-from ssl_kd.datasets.catalog import DatasetUnavailable, DatasetUnreachable, open_dataset
+from ssl_kd.datasets.catalog import (
+    DatasetUnavailable,
+    DatasetUnreachable,
+    NoSuchSplit,
+    open_dataset,
+)
 from ssl_kd.datasets.decode import UnreadableImage, decode
 from ssl_kd.datasets.features import FeatureDataset, open_features
 from ssl_kd.datasets.images import ArrayDataset, FolderDataset, ImageDataset
@@ -15,6 +20,7 @@ __all__ = [
     "FeatureDataset",
     "FolderDataset",
     "ImageDataset",
+    "NoSuchSplit",
     "TextDataset",
     "UnreadableImage",
     "decode",

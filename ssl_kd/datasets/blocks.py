@@ -283,8 +283,8 @@ def make_blocks(
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = best_fit(lengths, block_size) if packing else [[i] for i in range(len(pieces))]
-    told = (*first_few(left_out), *first_few(cut, 5))
-    return replace(in_rows(pieces, rows, block_size, frame.end, told), turns=turns)
+    notes = (*first_few(left_out), *first_few(cut, 5))
+    return replace(in_rows(pieces, rows, block_size, frame.end, notes), turns=turns)
 
 
 def _tokenize(

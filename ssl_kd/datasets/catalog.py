@@ -6,7 +6,7 @@ import gzip
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,34 +25,8 @@ class DatasetUnreachable(UserError, RuntimeError):
     """The data could not be downloaded; the message says why and what to do."""
 
 
-@overload
-def open_dataset(
-    name: str,
-    split: Split,
-    *,
-    root: str | os.PathLike[str] = ...,
-    download: bool = ...,
-    missing_ok: Literal[False] = ...,
-    class_names: tuple[str, ...] | None = ...,
-    whole: bool = ...,
-    labels: Labels = ...,
-    column: str | None = ...,
-) -> ImageDataset | FeatureDataset: ...
-
-
-@overload
-def open_dataset(
-    name: str,
-    split: Split,
-    *,
-    root: str | os.PathLike[str] = ...,
-    download: bool = ...,
-    missing_ok: bool,
-    class_names: tuple[str, ...] | None = ...,
-    whole: bool = ...,
-    labels: Labels = ...,
-    column: str | None = ...,
-) -> ImageDataset | FeatureDataset | None: ...
+class NoSuchSplit(DatasetUnavailable):
+    """The source is there, but has no such split; the message says which."""
 
 
 def open_dataset(
@@ -61,12 +35,11 @@ def open_dataset(
     *,
     root: str | os.PathLike[str] = "data",
     download: bool = False,
-    missing_ok: bool = False,
     class_names: tuple[str, ...] | None = None,
     whole: bool = False,
     labels: Labels = "auto",
     column: str | None = None,
-) -> ImageDataset | FeatureDataset | None:
+) -> ImageDataset | FeatureDataset:
     """Open one split of a data set.
 
     A folder holds images at any depth, or has them below `path/train` and `path/test` (or `val`).
@@ -78,7 +51,6 @@ def open_dataset(
         split: `train` or `test`.
         root: where torchvision's data sets lie.
         download: fetch a torchvision data set that is missing.
-        missing_ok: return None for a split that the source does not have.
         class_names: the classes in the order to keep, for a test set from another source; folders
             and feature files only. Both splits of one source agree without it.
         whole: the source was named for this split alone: a feature file is it, and so is a folder
@@ -88,6 +60,7 @@ def open_dataset(
         column: the array or list column of a feature file that holds the features.
 
     Raises:
+        NoSuchSplit: the source has no such split.
         DatasetUnavailable: nothing there; says where it was looked for.
         ValueError: no such name, split or column.
     """
@@ -107,8 +80,8 @@ def open_dataset(
     else:
         read = open_features if split == "train" or whole else _open_test_features
         dataset = read(path, split, class_names, column)
-    if dataset is None and not missing_ok:
-        raise DatasetUnavailable(f"{name} has no {split} split")
+    if dataset is None:
+        raise NoSuchSplit(f"{name} has no {split} split")
     return dataset
 
 

@@ -139,13 +139,15 @@ def make_picture_blocks(dataset: TextDataset, processor: Any, block_size: int) -
     if not pieces:
         raise InputError(f"{dataset.name}: no target is left: {'; '.join(first_few(left_out, 3))}")
     rows = [[i] for i in range(len(pieces))]
-    told = (*first_few(left_out), *first_few(cut, 5))
-    blocks = in_rows(pieces, rows, block_size, reader.frame.end, told)
+    notes = (*first_few(left_out), *first_few(cut, 5))
+    blocks = in_rows(pieces, rows, block_size, reader.frame.end, notes)
     of = [[picture.digest for picture in some] for some in pictures]
-    said = json.dumps([blocks.digest, of, processor_state(processor)], default=str, sort_keys=True)
+    identity = json.dumps(
+        [blocks.digest, of, processor_state(processor)], default=str, sort_keys=True
+    )
     fields = {
         **vars(blocks),
-        "digest": hashlib.sha256(said.encode()).hexdigest(),
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),
         "turns": reader.turns,
     }
     return PictureBlocks(**fields, processor=processor, pictures=tuple(pictures))
@@ -276,5 +278,5 @@ def _prepared(processor: Any, images: list[Any]) -> dict[str, Tensor]:
 
 
 def _tells_kinds(processor: Any) -> bool:
-    """Whether its model wants to be told which tokens are images."""
+    """Whether its model needs to know which tokens are images."""
     return "mm_token_type_ids" in processor.model_input_names

@@ -52,7 +52,7 @@ class Example:
         messages: `role` and `content`, a string, each; what the role `assistant` says is learned,
             its `tool_calls` (`{"type", "function": {"name", "arguments"}}`) with it.
         given: how many of the messages are a prompt, in which nothing is learned.
-        tools: what the chat template is told of tools, as JSON schemas.
+        tools: the tools that the chat template gets, as JSON schemas.
         images: those that stand in it, in their order: in strings at each IMAGE, in messages at
             each part `{"type": "image"}` (the content of such a message is a list of parts).
     """
@@ -302,8 +302,8 @@ def _led(example: Example, images: int) -> Example:
     if at is None:
         raise _Unusable("images, and no message of the user that they could stand in")
     content = turns[at]["content"]
-    said = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    parts = [*({"type": "image"} for _ in range(images)), *said]
+    given = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [*({"type": "image"} for _ in range(images)), *given]
     turns[at] = {**turns[at], "content": parts}
     return replace(example, messages=tuple(turns))
 

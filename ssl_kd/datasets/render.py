@@ -263,7 +263,7 @@ class _Chat:
         return [(len(before), len(after))] if whole else []
 
     def _by_marks(self, i: int, marks: list[_Mark]) -> list[tuple[int, int]]:
-        """Where a turn stands; nothing where that cannot be told."""
+        """Return where a turn stands; nothing if that is unknown."""
         at = [n for n, (_, message, _) in enumerate(marks) if message == i]
         if not at or at != [*range(at[0], at[-1] + 1)]:
             return []

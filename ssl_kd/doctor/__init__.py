@@ -30,7 +30,6 @@ def installation(config: Path = Path("config.py"), *, verbose: bool = False) -> 
     settings = _settings(config)
     checks = (
         machine.packages(),
-        machine.versions(),
         machine.torchvision(),
         machine.device(settings),
         machine.neighbour_search(),

@@ -1,9 +1,8 @@
-"""The installation: versions that fit each other, the device, real kernels, folders."""
+"""The installation: packages that import, the device, real kernels, folders."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -57,36 +56,6 @@ def explain_import(name: str, error: Exception) -> tuple[str, str]:
     if isinstance(error, ModuleNotFoundError) and error.name == name:
         return seen, "make train sets up everything in .venv; or: pip install ssl_kd"
     return seen, f"its binary does not work on this machine: pip install --force-reinstall {name}"
-
-
-def versions() -> Iterator[Finding]:
-    """Compare the installed packages with the versions that ssl_kd requires."""
-    from packaging.requirements import Requirement
-
-    unfit = []
-    try:
-        lines = importlib.metadata.requires("ssl_kd") or ()
-    except importlib.metadata.PackageNotFoundError:
-        yield Finding("versions", "not checked: ssl_kd is not installed as a package", note=True)
-        return
-    for line in lines:
-        need = Requirement(line)
-        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(need.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "nothing"
-        if version == "nothing" or not need.specifier.contains(version, prereleases=True):
-            unfit.append(f"ssl_kd needs {need.name} {need.specifier}, here is {version}")
-    yield Finding(
-        "versions",
-        "; ".join(unfit) or "all requirements are met",
-        "pip install --upgrade NAME, or in a fresh environment: make train; pip check lists what"
-        " does not fit between other packages"
-        if unfit
-        else "",
-    )
 
 
 def torchvision() -> Iterator[Finding]:

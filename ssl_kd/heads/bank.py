@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ssl_kd.errors import InputError
 from ssl_kd.guard.memory import is_out_of_memory
 from ssl_kd.guard.seeds import drawing, seeded
-from ssl_kd.settings.import_paths import import_class, said
+from ssl_kd.settings.import_paths import explain, import_class
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class _Maker:
             widths = "".join(f", {name}={width}" for name, width in self.options.items())
             raise InputError(
                 f"head {self.path!r} cannot be built as {self.head.__name__}({self.in_dim}, "
-                f"{self.n_clusters}{widths}), that is (in_dim, n_clusters): {said(error)}"
+                f"{self.n_clusters}{widths}), that is (in_dim, n_clusters): {explain(error)}"
             ) from error
 
 
@@ -220,7 +220,7 @@ def check_answer(bank: HeadBank, weights: Tensor, in_dim: int, n_clusters: int) 
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
-        raise InputError(f"{name} fails on embeddings [2, {in_dim}]: {said(error)}") from error
+        raise InputError(f"{name} fails on embeddings [2, {in_dim}]: {explain(error)}") from error
 
 
 def _wrong_answer(answer: object, expected: tuple[int, ...]) -> str:

@@ -63,11 +63,11 @@ def head_curves(
     return _above_events(draw, events, "loss of each head over the training steps")
 
 
-def term_name(part: str) -> str:
-    """A part of the language mode's loss in words; its own name where it is none."""
-    words = {"ce": "cross-entropy", "kd": "distillation"}
-    words |= {"hidden": "hidden states"}
-    return f"{words[part]} ({part})" if part in words else part
+TERMS = {
+    "ce": "cross-entropy (ce)",
+    "kd": "distillation (kd)",
+    "hidden": "hidden states (hidden)",
+}
 
 
 def loss_curves(steps: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> Markup | None:
@@ -85,7 +85,7 @@ def loss_curves(steps: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]
     rates = {key for line in steps for key in line if key.endswith(ending)}
     names = list(dict.fromkeys(["ce", "kd", *sorted(key.removesuffix(ending) for key in rates)]))
     colours = (ACCENT, *PALETTE[1:])
-    terms = {term: (term_name(term), colours[i % len(colours)]) for i, term in enumerate(names)}
+    terms = {t: (TERMS.get(t, t), colours[i % len(colours)]) for i, t in enumerate(names)}
     lines = [line for line in steps if finite(line.get("step")) and any(t in line for t in terms)]
     lines = lines[:: max(1, -(-len(lines) // MAX_POINTS))]
     x = [line["step"] for line in lines]
@@ -151,11 +151,6 @@ def perplexity_curve(
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
     return svg(draw, (5.6, 3.5), "held-out perplexity over the training steps")
-
-
-def action_name(event: dict[str, Any]) -> str:
-    """What the guard did, in the words of the legend."""
-    return ACTIONS[_action(event)][0]
 
 
 def _above_events(

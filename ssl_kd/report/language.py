@@ -1,11 +1,10 @@
 """The content of a language run's page."""
 
-from collections import Counter
 from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any
 
-from ssl_kd.report.curves import ACTIONS, action_name, loss_curves, perplexity_curve, term_name
+from ssl_kd.report.curves import loss_curves, perplexity_curve
 from ssl_kd.report.results import RunResults
 from ssl_kd.report.wording import (
     DASH,
@@ -56,8 +55,6 @@ def content(run: RunResults) -> dict[str, Any]:
         "n_prompts": len(metrics.get("generations") or []),
         "columns": ("teacher", "student before", "student after", "reference"),
         "watched": bool(run.steps or run.events or metrics),
-        "guard": _guard(run.events),
-        "memory_text": _memory_text(run),
         "cache": facts(metrics.get("cache") or {}),
         "alignment": facts(metrics.get("alignment") or {}),
         "models": _models(config),
@@ -230,25 +227,6 @@ def _cut(text: Any) -> str | None:
         return None
     text = str(text)
     return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"
-
-
-def _guard(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count the guard's actions by part."""
-    counts = Counter((str(e.get("part")), action_name(e)) for e in events)
-    actions = [name for name, _ in ACTIONS.values() if any(a == name for _, a in counts)]
-    busiest = Counter(str(e.get("part")) for e in events).most_common()
-    rows = [
-        {"name": term_name(part), "cells": [f"{counts[part, a]:,}" for a in actions]}
-        for part, _ in busiest
-    ]
-    return {"actions": actions, "rows": rows}
-
-
-def _memory_text(run: RunResults) -> str:
-    used = [v for line in run.steps if finite(v := line.get("gpu_memory_gb")) and v > 0]
-    if not used:
-        return "metrics.jsonl holds no memory of a GPU."
-    return f"At most {number(max(used))} GiB of GPU memory were in use."
 
 
 def _models(config: dict[str, Any]) -> list[dict[str, str]]:

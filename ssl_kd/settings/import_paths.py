@@ -20,8 +20,8 @@ IMPORT_PATH = ("package.module.Class", r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 """The form of an import path: as shown, and as an expression."""
 
 
-def said(error: BaseException) -> str:
-    """What went wrong in a user's own code, and where, in one line."""
+def explain(error: BaseException) -> str:
+    """Describe an exception of a user's code in one line: type, message, file and line."""
     words = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         words = f"it ends the process by sys.exit({error.code!r})"
@@ -73,7 +73,7 @@ def import_class(path: str, base: type[T], what: str) -> type[T]:
             "installed package or in a folder of the one that you start from"
         ) from error
     except (Exception, SystemExit) as error:
-        raise InputError(f"{what} {path!r} cannot be imported: {said(error)}") from error
+        raise InputError(f"{what} {path!r} cannot be imported: {explain(error)}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         expected = f"{base.__module__}.{base.__qualname__}"
         raise InputError(f"{what} {path!r} is {found!r}, expected a subclass of {expected}")

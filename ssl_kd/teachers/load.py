@@ -55,7 +55,6 @@ def load_teacher(
     weights: str | os.PathLike[str] | None = None,
     image_size: int | None = None,
     token: str = "class",
-    hub_dir: str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
     dataset: Any = None,
 ) -> Teacher:
@@ -66,16 +65,14 @@ def load_teacher(
             `efficientnet_lite0`, `timm:<model>`, `torchvision:<model>`, or the import path of a
             class of your own, which `Teacher` describes.
         source: where DINOv2 comes from: `timm`, `hub` (torch.hub, runs the repository's code),
-            `local` (a checkout of that repository: `hub_dir`, or what torch.hub once fetched; its
-            path in place of `local` does as well), or `auto`: the hub, then timm; timm at once
-            with a weights file, for it takes the files of both. The two resize the position
-            embedding differently, so their embeddings differ a little.
+            `local` (the checkout that torch.hub once fetched), the path of a checkout, or `auto`:
+            the hub, then timm; timm at once with a weights file, for it takes the files of both.
+            The two resize the position embedding differently: their embeddings differ a little.
         weights: a local file instead of a download; it must fit exactly, but for the classifier.
         image_size: side of the input in pixels. None: the model's own; 224 for DINOv2; for
             `pixels` that of the data set, or 32 where its images differ.
         token: `class` (what the network itself pools: the class token of DINOv2), `patch` (the
             mean patch token) or `both` side by side. The last two need a ViT.
-        hub_dir: see `source`.
         device: where it runs.
         dataset: what it will embed; `pixels` takes the shape from it, `features` the width.
 
@@ -98,7 +95,7 @@ def load_teacher(
     state = None if weights is None else read_weights(weights)
     if name == "dinov2" or name in DINOV2_MODELS:
         model = DEFAULT_DINOV2 if name == "dinov2" else name
-        teacher = _dinov2(model, source, state, image_size or 224, token, hub_dir)
+        teacher = _dinov2(model, source, state, image_size or 224, token)
     elif name == "efficientnet_lite0":
         teacher = _efficientnet_lite0(state, image_size, token)
     elif kind == "timm" and model:
@@ -177,7 +174,6 @@ def _dinov2(
     state: State | None,
     image_size: int,
     token: str,
-    hub_dir: str | os.PathLike[str] | None,
 ) -> Teacher:
     if image_size % 14:
         near = max(14, 14 * round(image_size / 14))
@@ -187,17 +183,18 @@ def _dinov2(
         )
     if state is not None:
         _check_dinov2(name, state)
-    if source not in ("auto", "hub", "timm", "local"):
+    checkout: str | os.PathLike[str] | None = None
+    if source == "local":
+        checkout = Path(torch.hub.get_dir()) / f"{_DINOV2_REPOSITORY.replace('/', '_')}_main"
+    elif source not in ("auto", "hub", "timm"):
         if not (Path(source) / "hubconf.py").is_file():
             raise InputError(
                 "source must be 'auto', 'hub', 'timm', 'local' or a checkout of "
                 f"{_DINOV2_REPOSITORY}, got {source!r}"
             )
-        source, hub_dir = "local", source
-    if source == "local" and hub_dir is None:
-        hub_dir = Path(torch.hub.get_dir()) / f"{_DINOV2_REPOSITORY.replace('/', '_')}_main"
+        checkout = source
     from_timm = partial(_timm, DINOV2_MODELS[name], f"{name} (timm)", state, image_size, token)
-    from_hub = partial(_hub, name, hub_dir, state, image_size, token)
+    from_hub = partial(_hub, name, checkout, state, image_size, token)
     if source == "timm" or (source == "auto" and state is not None):
         return from_timm()
     if source != "auto":
@@ -228,12 +225,12 @@ def _check_dinov2(asked: str, state: State) -> None:
 
 def _hub(
     name: str,
-    hub_dir: str | os.PathLike[str] | None,
+    checkout: str | os.PathLike[str] | None,
     state: State | None,
     image_size: int,
     token: str,
 ) -> Teacher:
-    place, kind = (_DINOV2_REPOSITORY, "github") if hub_dir is None else (hub_dir, "local")
+    place, kind = (_DINOV2_REPOSITORY, "github") if checkout is None else (checkout, "local")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "xFormers is not available", once per layer type

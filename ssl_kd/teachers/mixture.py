@@ -86,7 +86,7 @@ class Gates:
         n_experts: N.
         logits: by layer, `[token, expert]`, attached to the graph.
         chosen: by layer, `[token, chosen]`, the experts that answered.
-        original: by layer, `[token, expert]`, what the router as it came would have said.
+        original: by layer, `[token, expert]`, the answer of the original router.
     """
 
     mask: Tensor | None
@@ -323,8 +323,8 @@ class Mixture:
             name: value.detach().cpu().contiguous()
             for name, value in self.router_parameters().items()
         }
-        said = self._identity() | {"original_rows": json.dumps(self._original_rows()[0].tolist())}
-        atomic_write_bytes(Path(path), save(tensors, metadata=said))
+        kept = self._identity() | {"original_rows": json.dumps(self._original_rows()[0].tolist())}
+        atomic_write_bytes(Path(path), save(tensors, metadata=kept))
 
     def load_router(self, path: str | os.PathLike[str]) -> None:
         """Put routers from `save_router` back; tensors take the dtype of the file.
@@ -339,18 +339,18 @@ class Mixture:
             raise FileNotFoundError(f"no router file {path}")
         try:
             with safe_open(path, framework="pt") as file:
-                said = file.metadata() or {}
+                kept = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise InputError(f"{path} is not a safetensors file: {error}") from error
         for key, own in self._identity().items():
-            if said.get(key) != own:
+            if kept.get(key) != own:
                 raise InputError(
-                    f"{path} is not a router of this teacher: {key} is {said.get(key)!r} there and "
+                    f"{path} is not a router of this teacher: {key} is {kept.get(key)!r} there and "
                     f"{own!r} here; load it onto the teacher that it was saved from"
                 )
         try:
-            theirs = torch.tensor(json.loads(said.get("original_rows", "[]")), dtype=torch.float64)
+            theirs = torch.tensor(json.loads(kept.get("original_rows", "[]")), dtype=torch.float64)
         except (ValueError, TypeError, RuntimeError, OverflowError, RecursionError):
             theirs = torch.empty(0)
         own, norms = self._original_rows()

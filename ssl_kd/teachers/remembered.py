@@ -1,4 +1,4 @@
-"""What a teacher says of a few rows, kept when the teacher itself is let go of."""
+"""A teacher's answers for a few rows, kept after the teacher itself is freed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RememberedTeacher:
     """A teacher's whole distributions over some rows, in the CPU's memory.
 
     As hidden states with one head, or as logits where the head is not linear, in the teacher's
-    dtype: what it says is to the bit what the teacher said.
+    dtype: its answers equal the teacher's bit for bit.
 
     Args:
         teacher: asked once.
@@ -33,22 +33,22 @@ class RememberedTeacher:
     def __init__(
         self, teacher: FrozenTeacher, blocks: Blocks, rows: int = REMEMBERED, batch_size: int = 8
     ) -> None:
-        self._said: dict[bytes, Tensor] = {}  # tokens of a row -> hidden states, or logits
+        self._answers: dict[bytes, Tensor] = {}  # tokens of a row -> hidden states, or logits
         self._head: tuple[Tensor, Tensor | None] | None = None
-        kept = range(min(rows, len(blocks)))
-        for start in range(0, len(kept), batch_size):
-            batch = blocks.batch(kept[start : start + batch_size], teacher.device)
+        first = range(min(rows, len(blocks)))
+        for start in range(0, len(first), batch_size):
+            batch = blocks.batch(first[start : start + batch_size], teacher.device)
             answer: Any = teacher(batch, torch.arange(batch.input_ids.numel()))
             if isinstance(answer, LinearTeacher):
-                said = answer.hidden
+                kept = answer.hidden
                 bias = None if answer.bias is None else answer.bias.cpu()
                 self._head = answer.weight.cpu(), bias
             else:
-                said = answer.logits
-            lengths, said = _lengths(batch), said.unflatten(0, batch.input_ids.shape)
-            for key, n, of in zip(_keys(batch), lengths, said, strict=True):
-                self._said[key] = of[:n].to("cpu", copy=True)
-        held = [*self._said.values(), *(x for x in self._head or () if x is not None)]
+                kept = answer.logits
+            lengths, kept = _lengths(batch), kept.unflatten(0, batch.input_ids.shape)
+            for key, n, of in zip(_keys(batch), lengths, kept, strict=True):
+                self._answers[key] = of[:n].to("cpu", copy=True)
+        held = [*self._answers.values(), *(x for x in self._head or () if x is not None)]
         self.bytes = sum(x.numel() * x.element_size() for x in held)
 
     def __call__(self, batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher | None:
@@ -61,17 +61,17 @@ class RememberedTeacher:
         Returns:
             None where a row of the batch is not among those that are kept.
         """
-        found = [self._said.get(key) for key in _keys(batch)]
-        known = [said for said in found if said is not None]
+        found = [self._answers.get(key) for key in _keys(batch)]
+        known = [kept for kept in found if kept is not None]
         if len(known) < len(found):
             return None
         width, device = batch.input_ids.shape[1], batch.input_ids.device
         padded = [torch.nn.functional.pad(x, (0, 0, 0, width - len(x))) for x in known]
-        said = torch.cat(padded)[rows.cpu()].to(device)
+        kept = torch.cat(padded)[rows.cpu()].to(device)
         if self._head is None:
-            return LogitsTeacher(said)
+            return LogitsTeacher(kept)
         weight, bias = self._head
-        return LinearTeacher(said, weight.to(device), None if bias is None else bias.to(device))
+        return LinearTeacher(kept, weight.to(device), None if bias is None else bias.to(device))
 
 
 def _keys(batch: Batch) -> list[bytes]:

@@ -42,7 +42,7 @@ PER_TOKEN, LISTED, LARGEST = 512, 2**24, 2**30
 
 
 class ServerFailed(UserError, RuntimeError):
-    """A teacher's server cannot be reached, refuses, or says what cannot be; names the server."""
+    """A server cannot be reached, refuses, or gives an invalid answer; names the server."""
 
 
 class PromptTopK(NamedTuple):
@@ -69,7 +69,7 @@ class _Again(Exception):
 
 @dataclass
 class _Wrong(Exception):
-    """What cannot be, after a token of the prompt; None: of the whole answer."""
+    """An invalid answer after a token of the prompt; None: the whole answer is invalid."""
 
     words: str
     token: int | None = None
@@ -90,7 +90,7 @@ class CompletionServer:
             as the server's Retry-After says.
 
     Raises:
-        InputError: the address, or the key in the environment, cannot be one.
+        InputError: the address, or the key in the environment, is invalid.
         MissingPackage: aiohttp is not installed.
     """
 
@@ -139,15 +139,15 @@ class CompletionServer:
 
         Args:
             prompt: ids of two tokens or more.
-            k: how many; a server of vLLM gives as many as its `--max-logprobs`, 20 if not told
-                otherwise.
+            k: how many; a server of vLLM gives as many as its `--max-logprobs`, 20 by
+                default.
             vocabulary: ids that the teacher's tokenizer has; none beyond may be among them.
             where: what the prompt is called in an error.
             first: number of its first token there.
 
         Raises:
             ServerFailed: the server did not answer for as long as the patience; it refused; or its
-                answer cannot be: of another model, misaligned, of fewer tokens, with
+                answer is invalid: of another model, misaligned, of fewer tokens, with
                 log-probabilities that are NaN, above 0 or unsorted, with ids beyond the
                 vocabulary, or with more than all of the mass. Names server, prompt and token.
         """
@@ -216,8 +216,8 @@ class CompletionServer:
     def _say(self, words: str) -> None:
         """Warn, once until it answers again."""
         with self._lock:
-            told, self._in_trouble = self._in_trouble, True
-        if not told:
+            was_in_trouble, self._in_trouble = self._in_trouble, True
+        if not was_in_trouble:
             logger.warning("the teacher's server %s %s", self.url, printable(hidden(words)))
 
     def _attempt(self, path: str, body: Mapping[str, Any] | None) -> bytes:
@@ -391,8 +391,8 @@ def _token_id(name: str, token: int) -> int:
 def _sorted(entry: Mapping[str, Any], token: int, k: int) -> tuple[list[int], list[float]]:
     """Ids and log-probabilities, the likeliest first, and at least k of them."""
     found = []
-    for name, said in entry.items():
-        fields = said if isinstance(said, dict) else {}
+    for name, given in entry.items():
+        fields = given if isinstance(given, dict) else {}
         value, rank = fields.get("logprob", ""), fields.get("rank")
         number = isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
         if not number or not (rank is None or (type(rank) is int and 0 < rank < 2**31)):

@@ -6,7 +6,6 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -70,11 +69,11 @@ def push_folder(
     """
     refuse_name(repo_id)
     api = HfApi(token=token)
-    given: dict[str, Any] = {} if private is None else {"private": private}
     try:
-        url = api.create_repo(repo_id, exist_ok=True, **given)
-        made = getattr(url, "repo_id", repo_id)
-        api.upload_folder(repo_id=made, folder_path=folder, commit_message="Written by ssl_kd")
+        url = api.create_repo(repo_id, exist_ok=True, private=private)
+        api.upload_folder(
+            repo_id=url.repo_id, folder_path=folder, commit_message="Written by ssl_kd"
+        )
     except (HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise HubRefused(
@@ -108,7 +107,7 @@ def card_of_model(title: str, of: str, parts: list[str]) -> ModelCard:
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
 
 
-def usage(repo_id: str, width: Any, teacher: str) -> str:
+def usage(repo_id: str, width: int, teacher: str) -> str:
     """Return the section of a card that shows how the model is used."""
     return f"""## Use
 

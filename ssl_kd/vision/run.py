@@ -16,6 +16,7 @@ from ssl_kd.datasets import (
     FeatureDataset,
     FolderDataset,
     ImageDataset,
+    NoSuchSplit,
     UnreadableImage,
     open_dataset,
 )
@@ -237,7 +238,6 @@ def open_data(
         test_set: Dataset | None = open_dataset(
             source, "test", whole=True, class_names=names, **given
         )
-        assert test_set is not None
         other = test_set.class_names
         if names is not None and other is not None and names != other:
             raise SettingsError(
@@ -252,7 +252,10 @@ def open_data(
                 settings.dataset,
             )
     else:
-        test_set = open_dataset(settings.dataset, "test", missing_ok=True, **given)
+        try:
+            test_set = open_dataset(settings.dataset, "test", **given)
+        except NoSuchSplit:
+            test_set = None
 
     teacher = teacher_of(settings, train_set, precision)
     return {"train": train_set} | ({} if test_set is None else {"test": test_set}), teacher

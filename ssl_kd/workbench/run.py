@@ -26,7 +26,7 @@ from ssl_kd.workbench.curate import (
     mislabelled,
     near_duplicates,
 )
-from ssl_kd.workbench.curate.pictures import Pictures, look_at
+from ssl_kd.workbench.curate.pictures import Pictures, odd_images
 from ssl_kd.workbench.explore import serve, write_site
 from ssl_kd.workbench.export import Content, export, push_run
 from ssl_kd.workbench.finished import Curation, name_samples
@@ -244,7 +244,7 @@ class Run:
         """
         samples = self.samples
         ids, rows = samples.column("file", split).tolist(), samples.splits[split]
-        return look_at(ids, lambda row: samples.image(rows.start + row), progress=progress)
+        return odd_images(ids, lambda row: samples.image(rows.start + row), progress=progress)
 
     def label_next(self, n: int = 100, split: str = "train") -> Ranked:
         """The samples of a split to label next: many others of their part of the tree are alike.

@@ -12,6 +12,7 @@ from ssl_kd.datasets import (
     FeatureDataset,
     FolderDataset,
     ImageDataset,
+    NoSuchSplit,
     open_dataset,
 )
 
@@ -54,8 +55,7 @@ def test_folder_with_splits(tmp_path, test_folder):
 def test_folder_without_splits_is_all_training(tmp_path):
     picture(tmp_path / "ant" / "a.png")
     assert len(open_dataset(str(tmp_path), "train")) == 1
-    assert open_dataset(str(tmp_path), "test", missing_ok=True) is None
-    with pytest.raises(DatasetUnavailable, match="has no test split"):
+    with pytest.raises(NoSuchSplit, match="has no test split"):
         open_dataset(str(tmp_path), "test")
 
 
@@ -178,7 +178,8 @@ def test_feature_file_and_its_test_file(tmp_path):
     assert train.labels.tolist() == [0, 1, 2, 0, 1, 2]
     assert test.labels.tolist() == [2, 0] and test.class_names == ("3", "5", "9")
     np.save(tmp_path / "alone.npy", x)
-    assert open_dataset(str(tmp_path / "alone.npy"), "test", missing_ok=True) is None
+    with pytest.raises(NoSuchSplit):
+        open_dataset(str(tmp_path / "alone.npy"), "test")
 
 
 def test_unknown_names_get_a_hint():

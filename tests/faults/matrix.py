@@ -602,7 +602,7 @@ ROWS = {
     ),
     133: Row(
         "the disk fills, or a kill comes, during an export",
-        "nothing half-written is left; folders go on where they were",
+        "nothing half-written is left",
     ),
     134: Row(
         "pictures of a run are gone",
@@ -694,8 +694,8 @@ ROWS = {
         "refused by its line, whole; nothing is taken of it, and the run goes on",
     ),
     156: Row(
-        "a page is written into a folder that holds more by now, or is killed on the way",
-        "nothing but its own is replaced; the old page is whole until the new one is",
+        "a page is written into a folder that is there, or fails on the way",
+        "refused by name, and nothing in it is touched; nothing is left of a failure",
     ),
     157: Row(
         "another user of the machine asks the explorer",
@@ -767,7 +767,7 @@ ROWS = {
     ),
     174: Row(
         "a copy of an earlier export was zeroed, or is another file of the same size",
-        "its content is compared, and it is named as in the way",
+        "the folder is refused by name, and nothing in it is touched",
     ),
     175: Row(
         "pictures whose names are not UTF-8 go out to programs that want text",

@@ -158,7 +158,7 @@ def test_all_numbers_of_the_run_are_there(run):
 def test_sections_come_in_order(run):
     source, _ = read(run)
     sections = re.findall('<section id="(.*?)">', source)
-    assert sections == ["results", "training", "generations", "guard", "memory", "data", "settings"]
+    assert sections == ["results", "training", "generations", "guard", "cache", "data", "settings"]
     change(run, "metrics.json", alignment={"coverage": 0.9876, "chunk_sizes": {"1": 300, "2": 40}})
     source, page = read(run)
     assert '<section id="alignment">' in source
@@ -221,12 +221,9 @@ def test_user_text_is_inert(run):
     assert all(text in page.text for text in evil[:3]) and "</pre><script>x" in page.text
 
 
-def test_guard_events_are_counted_part_by_part(run):
+def test_guard_events_are_counted_and_listed(run):
     source, page = read(run)
     assert "The guard stepped in 4 times on 2 parts: 2 cut out, 1 used again" in page.text
-    rows = re.findall(r'<tr><th scope="row">(dist|model).*?</th>(.*?)</tr>', source)
-    cells = {name: re.findall(r'<td class="n">(.*?)</td>', row) for name, row in rows}
-    assert cells["dist"] == ["0", "2", "1"] and cells["model"] == ["1", "0", "0"]
     assert "lower the temperature" in page.text and "1e+30" in page.text
     assert source.count(">kd</text>") == 1  # on the axis below the losses
     (run / "events.jsonl").write_text("")
@@ -247,7 +244,7 @@ def test_empty_folder_of_a_language_run_says_what_is_missing(tmp_path):
         *("It is not known what the student learned", "no metrics.json: the run has not ended"),
         *("no table of scores", "no loss curves", "no evaluation with a finite perplexity"),
         *("no generations", "No step was logged", "holds no times"),
-        *("no memory of a GPU", "describes no cache", "does not describe the models"),
+        *("describes no cache", "does not describe the models"),
         *("does not describe the data", "holds no settings", "does not hold the command"),
     ):
         assert what in page.text, what
@@ -271,7 +268,7 @@ def test_values_that_are_not_numbers_are_dashes_and_gaps(run):
     assert "At its last evaluation, step 200, perplexity was 12.9." in page.text
     assert "No finite perplexity at step 210." in page.text
     assert "steps that went through, %97.5" in page.text  # the mean of the log
-    assert "no memory of a GPU" in page.text and "holds no times" in page.text
+    assert "holds no times" in page.text
     row = source[source.index('<th scope="row">student<') :]
     cells = re.findall(r'<td class="n">(.*?)</td>', row[: row.index("</tr>")])
     assert cells == ["–", "0.99", "–", "–", "–", "35.0", "90.0"]

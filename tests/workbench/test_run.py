@@ -86,9 +86,10 @@ def test_a_notebook_shows_pictures_and_no_name_is_taken_for_html(run):
 def test_a_cluster_that_is_not_there(run, tmp_path):
     with pytest.raises(InputError, match="no cluster is called 7; there are 0, 1, 2"):
         run.cluster(7)
+    run.curation.rename(1, "twin")
     with pytest.raises(InputError, match="cluster 1 is called 'twin' already: merge the two"):
-        run.curation.rename_all({1: "twin", 0: "twin"})
-    assert run.curation.names == {}
+        run.curation.rename(0, "twin")
+    assert run.curation.names == {1: "twin"}
     with pytest.raises(RunFolderError, match="not a run's folder"):
         Run.open(tmp_path)
 

@@ -16,11 +16,9 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from ssl_kd.errors import InputError
-from ssl_kd.graph.kmeans import kmeans
 from ssl_kd.store import EmbeddingStore, find_neighbours
 from ssl_kd.store.neighbours import nearest_among, search_on
 from ssl_kd.workbench.curate.spacing import (
-    BLOCK_BYTES,
     SAME,
     Block,
     Progress,
@@ -30,14 +28,13 @@ from ssl_kd.workbench.curate.spacing import (
     units,
 )
 
-Rule = Literal["first", "typical", "semdedup", "largest"]
+Rule = Literal["first", "typical", "largest"]
 RULES: tuple[str, ...] = get_args(Rule)
 NEIGHBOURS = 20
 # Of the rows that "auto" calls copies, those that chance would make so.
 CHANCE = 0.01
 KEPT_SHARE = 0.25  # of the rows have a pair that is kept, unless a floor says otherwise
 ROWS = 4096  # compared at once
-CENTROID_ROWS, MOST_CENTROIDS = 20_000, 100
 
 Rows = NDArray[np.int64]
 
@@ -118,24 +115,17 @@ class Duplicates:
         rule: Rule = "first",
         *,
         sizes: NDArray[np.number] | None = None,
-        clusters: NDArray[np.integer] | None = None,
     ) -> NDArray[np.bool_]:
         """What is left, `[n]`, when one sample of each group stays; of equals the first.
 
         Args:
             threshold: as for `pairs`.
             rule: `first`: the first row; `typical`: the one nearest to the group's mean;
-                `semdedup`: the one furthest from the centroid of the cluster that it lies in;
                 `largest`: that of the largest image.
             sizes: `[n]`, pixels of each image, for `largest`.
-            clusters: `[n]`, -1 for none, for `semdedup`; None: those of k-means.
 
         Raises:
             InputError: no such rule, or no sizes for `largest`.
-
-        References:
-            Abbas et al., SemDeDup: Data-efficient learning at web-scale through semantic
-            deduplication, 2023, section 3.
         """
         if rule not in RULES:
             raise InputError(f"rule is {rule!r}; expected one of {', '.join(RULES)}")
@@ -143,10 +133,9 @@ class Duplicates:
             raise InputError("rule 'largest' needs the sizes of the images; give sizes")
         groups = self.groups(threshold)
         kept = np.ones(self.store.n, dtype=bool)
-        centres = self._centroids(clusters) if rule == "semdedup" and groups else None
         for rows in groups:
             kept[rows] = False
-            kept[rows[int(np.argmax(self._merit(rows, rule, sizes, centres)))]] = True
+            kept[rows[int(np.argmax(self._merit(rows, rule, sizes)))]] = True
         return kept
 
     def frame(
@@ -189,7 +178,6 @@ class Duplicates:
         rows: Rows,
         rule: str,
         sizes: NDArray[np.number] | None,
-        centres: tuple[Tensor, Tensor | None] | None,
     ) -> NDArray[np.float64]:
         """Of the rows of a group: that with the most is kept. Rounded, so that equals are equal."""
         if rule == "first":
@@ -197,27 +185,7 @@ class Duplicates:
         if sizes is not None and rule == "largest":
             return np.asarray(sizes[rows], np.float64)
         x = units(self.store.gather(torch.from_numpy(rows)))
-        if centres is None:
-            return (x @ x.mean(0)).numpy().round(9)
-        means, clusters = centres
-        cosines = x @ means.T
-        own = cosines.argmax(1) if clusters is None else clusters[torch.from_numpy(rows)]
-        return -cosines[torch.arange(len(rows)), own].numpy().round(9)
-
-    def _centroids(self, clusters: NDArray[np.integer] | None) -> tuple[Tensor, Tensor | None]:
-        """Directions of the clusters' means `[cluster, d]`: of those given, or of k-means'."""
-        if clusters is not None:
-            own = torch.from_numpy(np.asarray(clusters, np.int64) - clusters.min())  # -1 is one too
-            sums = torch.zeros(int(own.max()) + 1, self.store.dim, dtype=torch.float64)
-            for start, x in self.store.blocks(ROWS):
-                sums.index_add_(0, own[start : start + len(x)], units(x))
-            return units(sums), own
-        step = max(1, self.store.n // CENTROID_ROWS)
-        x = units(self.store.gather(torch.arange(0, self.store.n, step)))
-        n_clusters = min(MOST_CENTROIDS, max(1, len(x) // 20))
-        found = torch.from_numpy(kmeans(x.float().numpy(), n_clusters, 0))
-        sums = torch.zeros(int(found.max()) + 1, self.store.dim, dtype=torch.float64)
-        return units(sums.index_add_(0, found, x)), None
+        return (x @ x.mean(0)).numpy().round(9)
 
 
 def near_duplicates(
@@ -227,7 +195,6 @@ def near_duplicates(
     same: NDArray[np.integer] | None = None,
     search: str = "auto",
     device: str | torch.device = "cpu",
-    block_bytes: int = BLOCK_BYTES,
     progress: Progress | None = None,
 ) -> Duplicates:
     """Find the pairs of samples that may be copies of each other.
@@ -250,7 +217,6 @@ def near_duplicates(
         same: `[n]`, equal numbers for equal files, where they are known.
         search: as `find_neighbours` takes it.
         device: where all pairs are compared.
-        block_bytes: memory that one block of embeddings may take; nothing else changes with it.
         progress: called with (rows done, n).
 
     Raises:
@@ -266,13 +232,13 @@ def near_duplicates(
         return Duplicates(store, none, none, empty, empty, np.arange(n), floor or 0.0)
     k = min(NEIGHBOURS, n - 1)
     neighbours, _ = find_neighbours(store, k, search=search, device=device)
-    spacing = Spacing.measure(store, neighbours, block_bytes, progress)
+    spacing = Spacing.measure(store, neighbours, progress)
     exact, full = _equal_rows(store, neighbours, spacing, same)
     limits = _Limits.of(spacing, floor)
     near = limits.rows(spacing)
     found = [(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))]
     for rows, others, distance in chain(
-        neighbour_distances(store, neighbours[near], near, block_bytes),
+        neighbour_distances(store, neighbours[near], near),
         _between_crowds(store, exact, full, k),
     ):
         rows = np.broadcast_to(rows[:, None], others.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import pyarrow as arrow
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssl_kd.datasets import ImageDataset, UnreadableImage
+from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError
 
 BLANK = 2.0  # standard deviation of eight-bit values up to which an image shows nothing
@@ -31,7 +31,7 @@ class Pictures(NamedTuple):
         reasons: why an image is odd, by its row.
     """
 
-    ids: list[str]
+    ids: Sequence[str]
     sizes: NDArray[np.int64]
     spread: NDArray[np.float64]
     same: NDArray[np.int64]
@@ -56,29 +56,26 @@ class Pictures(NamedTuple):
 
 
 def odd_images(
-    dataset: ImageDataset, *, workers: int = 4, progress: Callable[[int, int], None] | None = None
-) -> Pictures:
-    """Decode every image once, and say which cannot be read or show nothing.
-
-    Blank is an image whose grey values have a standard deviation of 2 of 255 or less; tiny one
-    whose shorter side is 8 pixels or less where the typical one's is 32 or more.
-
-    Args:
-        dataset: n images.
-        workers: threads that decode.
-        progress: called with (images done, n).
-    """
-    return look_at(dataset.ids, dataset.image, workers=workers, progress=progress)
-
-
-def look_at(
-    ids: list[str],
+    ids: Sequence[str],
     open_image: Callable[[int], Image.Image | None],
     *,
     workers: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pictures:
-    """`odd_images`, of n names and what opens the image of a row, as `Samples.image` does."""
+    """Decode every image once, and list those that cannot be read or show nothing.
+
+    An image is blank if its gray values have a standard deviation of 2 of 255 or less, and tiny if
+    its shorter side is 8 pixels or less where the median one is 32 or more.
+
+    Args:
+        ids: `[n]`, a name for each image.
+        open_image: opens the image of a row, as `ImageDataset.image` and `Samples.image` do.
+        workers: threads that decode.
+        progress: called with (images done, n).
+
+    Raises:
+        InputError: `open_image` returned None: the data are features.
+    """
     n = len(ids)
     sides, sizes, spread = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n)
     digests: list[bytes] = []

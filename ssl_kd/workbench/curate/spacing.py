@@ -32,7 +32,6 @@ def neighbour_distances(
     store: EmbeddingStore,
     neighbours: Tensor,
     rows: NDArray[np.int64] | None = None,
-    block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[Block]:
     """Go through rows and the distances to their neighbours, nearest first.
 
@@ -40,7 +39,6 @@ def neighbour_distances(
         store: n embeddings.
         neighbours: `[n, k]` rows of it, as `find_neighbours` gives them; `[m, k]` for some.
         rows: `[m]`, those that the neighbours are of; None: all.
-        block_bytes: memory that one block may take.
 
     The difference is taken before its length, so that small distances are no rounding errors.
 
@@ -52,7 +50,7 @@ def neighbour_distances(
         InputError: a row is not finite.
     """
     k = neighbours.shape[1]
-    size = max(1, block_bytes // (4 * store.dim * (k + 1)))
+    size = max(1, BLOCK_BYTES // (4 * store.dim * (k + 1)))
     wanted = np.arange(store.n) if rows is None else rows
     for start in range(0, len(wanted), size):
         own = torch.from_numpy(wanted[start : start + size])
@@ -122,7 +120,6 @@ class Spacing:
         cls,
         store: EmbeddingStore,
         neighbours: Tensor,
-        block_bytes: int = BLOCK_BYTES,
         progress: Progress | None = None,
     ) -> Spacing:
         """From a store and its neighbours `[n, k]`, a block at a time.
@@ -130,12 +127,11 @@ class Spacing:
         Args:
             store: n embeddings.
             neighbours: `[n, k]`, as `find_neighbours` gives them.
-            block_bytes: memory that one block of embeddings may take.
             progress: called with (rows done, n).
         """
         n, k = neighbours.shape
         nearest, furthest, inverse = np.empty(n), np.empty(n), np.empty(n)
-        for rows, _, distance in neighbour_distances(store, neighbours, None, block_bytes):
+        for rows, _, distance in neighbour_distances(store, neighbours):
             nearest[rows], furthest[rows] = distance[:, 0], distance[:, -1]
             inverse[rows] = _inverse_dimension(distance)
             if progress is not None:

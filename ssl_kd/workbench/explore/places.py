@@ -40,8 +40,8 @@ def map_of(
     stores = [(rows.start, samples.store(split)) for split, rows in samples.splits.items()]
     if len({store.dim for _, store in stores}) > 1:
         raise InputError(f"the splits of {samples.path} have embeddings of different widths")
-    said = " ".join([*(store.digest for _, store in stores), str(seed), str(LANDMARKS), "1"])
-    key, path = hashlib.sha256(said.encode()).hexdigest(), samples.path / FILE
+    identity = " ".join([*(store.digest for _, store in stores), str(seed), str(LANDMARKS), "1"])
+    key, path = hashlib.sha256(identity.encode()).hexdigest(), samples.path / FILE
     remove_orphans(path)
     try:
         kept = load_tensors(path)

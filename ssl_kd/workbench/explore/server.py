@@ -58,8 +58,8 @@ _POLICY = (
 class _Refused(Exception):
     """A request that is answered by a status and one line."""
 
-    def __init__(self, status: HTTPStatus, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -90,7 +90,7 @@ class ExploreServer(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
             raise InputError(
-                f"port {port} cannot be had ({error.strerror}): --port 0 takes any that is free"
+                f"port {port} is not available ({error.strerror}): --port 0 takes any that is free"
             ) from error
         try:
             self.samples, self.curation = samples, Curation(samples)
@@ -126,7 +126,7 @@ class ExploreServer(ThreadingHTTPServer):
         return any(hmac.compare_digest(word.encode(), self.token.encode()) for word in words)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is no fault of ours."""
+        """Log a broken connection instead of printing it."""
         logger.debug("a connection broke", exc_info=True)
 
     def page(self) -> bytes:
@@ -216,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(HTTPStatus.BAD_REQUEST, str(error))
         except Exception:
             logger.exception("a request failed: %s", printable(self.path))
-            self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of ours: see the terminal")
+            self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, "an internal error: see the terminal")
 
     def _get(self, path: str, query: str) -> None:
         opened = self.server.knows(*parse_qs(query).get("token", []))

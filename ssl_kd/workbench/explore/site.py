@@ -1,19 +1,11 @@
-"""The page `explore.html` with its data: a folder that any web server serves.
-
-`explore.html` names the folder of all its other files, and a new page gets a new one: a page
-is whole even if its writer was killed. The manifest keeps what is ours.
-"""
+"""The page `explore.html` with its data: a folder that any web server serves."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
-import re
-import secrets
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -27,30 +19,21 @@ from scipy.ndimage import gaussian_filter, maximum_filter
 from ssl_kd.datasets import UnreadableImage
 from ssl_kd.errors import InputError, printable
 from ssl_kd.evaluate.sample import random_rows
-from ssl_kd.files import (
-    CorruptFileError,
-    atomic_write_bytes,
-    atomic_write_json,
-    remove_orphans,
-    sha256_file,
-    strict_json,
-)
-from ssl_kd.files.lock import Lock
+from ssl_kd.files import atomic_write_bytes
 from ssl_kd.training.clock import Progress
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.explore.places import map_of
 from ssl_kd.workbench.finished import Curation
 from ssl_kd.workbench.naming import Names
+from ssl_kd.workbench.place import new_folder
 
 logger = logging.getLogger(__name__)
 
-PAGE, MARK, DATA = "explore.html", "meta.json", "data"
-INDEX, MANIFEST, LOCK = "index.html", ".ssl_kd-explore.json", ".ssl_kd-explore.lock"
+PAGE, INDEX, MARK, DATA = "explore.html", "index.html", "meta.json", "data"
 _TO_PAGE = (
     f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={PAGE}">'
     f'<link rel="icon" href="data:,"><a href="{PAGE}">{PAGE}</a>\n'
 ).encode()
-_OURS = re.compile("explore-[0-9a-f]{12}")
 Put = Callable[[str, bytes], object]  # a file's name, and what is in it
 PICTURES, EXAMPLES, NEIGHBOURS = 10_000, 400, 12
 LOOKED_AT = 20  # samples, until a picture can be read
@@ -79,13 +62,11 @@ def write_site(
     pictures: int = PICTURES,
     progress: Progress | None = None,
 ) -> Path:
-    """Write `explore.html`, an `index.html` that leads to it, and a folder of all that it needs.
-
-    Killed at any moment, an earlier page is whole; the next call removes what was left of this one.
+    """Write a folder with `explore.html`, an `index.html` that leads to it, and all their files.
 
     Args:
         samples: the run.
-        folder: where to; beside an earlier page it may hold anything.
+        folder: the new folder; it appears once the page is complete.
         pictures: how many samples have one, examples first, others at random: about 2 KB each.
         progress: called with (stage, done, total, {}).
 
@@ -93,80 +74,20 @@ def write_site(
         The page.
 
     Raises:
-        InputError: the folder holds something else, or a file of ours that was edited.
-        LockHeld: another program writes a page there.
-        CorruptFileError: the manifest of the folder is damaged.
+        InputError: `folder` exists.
         FileNotFoundError: the embeddings of the run are gone.
     """
-    folder = Path(folder).expanduser().resolve()
-    _manifest(folder)  # nothing is written where it is refused
-    folder.mkdir(parents=True, exist_ok=True)
-    with Lock(folder / LOCK):
-        earlier, sums = _manifest(folder)
-        for name in (PAGE, INDEX, MANIFEST):
-            remove_orphans(folder / name)
-        new = f"explore-{secrets.token_hex(6)}"
-        page = page_file(PAGE).replace(b"<head>", f'<head>\n<base href="{new}/">'.encode(), 1)
-        written = {PAGE: page, INDEX: _TO_PAGE}
-        sums |= {hashlib.sha256(data).hexdigest() for data in written.values()}
-        _settle(folder, earlier, sums, [new])
-        try:
-            for name in page_files():
-                if name != PAGE:
-                    atomic_write_bytes(folder / new / name, page_file(name))
+    out = Path(folder).expanduser().absolute()
+    with new_folder(out) as page:
 
-            def put(name: str, data: bytes) -> None:
-                atomic_write_bytes(folder / new / DATA / name, data)
+        def put(name: str, data: bytes) -> None:
+            atomic_write_bytes(page / DATA / name, data)
 
-            page_data(samples, put, pictures=pictures, neighbours=True, progress=progress)
-            _manifest(folder)  # an edit of the last minutes is nothing that may be replaced either
-            for name, data in written.items():
-                atomic_write_bytes(folder / name, data)
-        finally:
-            _settle(folder, [*earlier, new], sums)
-    return folder / PAGE
-
-
-def _manifest(folder: Path) -> tuple[list[str], set[str]]:
-    """Return the folders in it that are ours, and the SHA-256 of the files that may be replaced."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{printable(str(folder))} is no folder: give an empty one, or a new one")
-    path, folders, sums = folder / MANIFEST, [], set()
-    others = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if path.exists():
-        try:
-            kept = strict_json(path.read_bytes())
-            folders, sums = kept["folders"], set(kept["files"])
-            if not all(isinstance(name, str) and _OURS.fullmatch(name) for name in folders):
-                raise ValueError("a folder is called as none of ours")
-        except (ValueError, TypeError, KeyError) as error:
-            raise CorruptFileError(
-                f"{printable(str(path))} is damaged ({error}): give another folder, or an empty one"
-            ) from error
-    elif visible := [name for name in others if not name.startswith(".")]:
-        raise InputError(
-            f"{printable(str(folder))} holds something else: give an empty folder, or a new one "
-            f"({printable(visible[0])} is there)"
-        )
-    there = {folder / name for name in (PAGE, INDEX) if name in others}
-    for file in there:
-        if file.is_symlink() or not file.is_file() or sha256_file(file) not in sums:
-            raise InputError(
-                f"{printable(str(file))} was not written by explore, or was edited since: move it "
-                "away, or give another folder"
-            )
-    return folders, set(map(sha256_file, there))
-
-
-def _settle(folder: Path, ours: list[str], sums: set[str], coming: Sequence[str] = ()) -> None:
-    """Remove our folders that the page there does not name; keep what is left in the manifest."""
-    page = folder / PAGE
-    live = re.search(rb'<base href="([^"/]+)/">', page.read_bytes()) if page.is_file() else None
-    for name in ours:
-        if not (folder / name).is_symlink() and (live is None or name != live[1].decode()):
-            shutil.rmtree(folder / name, ignore_errors=True)
-    left = [name for name in ours if (folder / name).is_dir()]
-    atomic_write_json(folder / MANIFEST, {"folders": [*left, *coming], "files": sorted(sums)})
+        for name in page_files():
+            atomic_write_bytes(page / name, page_file(name))
+        atomic_write_bytes(page / INDEX, _TO_PAGE)
+        page_data(samples, put, pictures=pictures, neighbours=True, progress=progress)
+    return out / PAGE
 
 
 def page_data(
@@ -221,7 +142,7 @@ def page_data(
         "images": first is not None,
         "searches": first is not None,
         "tiny": first is not None and max(first.size) <= TINY,
-        "sheets": None if sheets is None else sheets.told(),
+        "sheets": None if sheets is None else sheets.as_dict(),
         "lines": curation.lines,
     }
     put(MARK, as_json(meta))
@@ -317,7 +238,7 @@ class _Sheets:
         more = others[random_rows(len(others), most - len(examples), 0)]
         return cls(np.union1d(examples, more), TINY if tiny else TILE)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "rows": self.rows.tolist(),
             "tile": self.tile,

@@ -16,8 +16,8 @@ from ssl_kd.vision.hub import MODEL, card_of_model, push_folder, usage
 from ssl_kd.vision.model import DIGEST, ClusterModel
 from ssl_kd.vision.samples import Samples
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.export.place import new_folder
 from ssl_kd.workbench.export.table import write_parquet
+from ssl_kd.workbench.place import new_folder
 
 METRICS = {"acc": "accuracy (Hungarian)", "nmi": "NMI", "ari": "ARI", "ami": "AMI"}
 _NAMED = ("HEAD", "LOSS", "METHOD", "INSTANCE_WEIGHT")  # the others may be paths

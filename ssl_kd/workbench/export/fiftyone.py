@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_kd.workbench.export.content import RECORDS, Content, refuse_columns
-from ssl_kd.workbench.export.place import new_folder, write_list
+from ssl_kd.workbench.place import new_folder, write_list
 
 VERSION = "1.0.0"
 _FIELDS, _LABEL = "fiftyone.core.fields.", "fiftyone.core.labels.Classification"

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.export.place import new_folder, write_list
+from ssl_kd.workbench.place import new_folder, write_list
 
 LOCAL = "/data/local-files/?d="
 

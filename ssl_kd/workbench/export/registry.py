@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_kd.errors import InputError
 from ssl_kd.settings import nearest
+from ssl_kd.workbench.place import refuse_existing
 
 if TYPE_CHECKING:
     from ssl_kd.workbench.export.content import Content
@@ -123,15 +124,9 @@ def place_of(
         kind = f"a file whose name ends in {ending}" if ending else "a folder"
         raise InputError(f"--out is {str(place)!r}; {to} writes {kind}")
     is_file = bool(ending) and place.is_file()
-    if to != "folders" and not (force and is_file):  # those go on where they were interrupted
+    if not (force and is_file):
         refuse_existing(place, "replace it by --force" if is_file else "move it away")
     return place
-
-
-def refuse_existing(path: Path, way: str = "move it away") -> None:
-    """Raise InputError where something is at `path`, be it a broken link."""
-    if os.path.lexists(path):
-        raise InputError(f"{path} exists: name another place with --out, or {way}")
 
 
 def format_of(name: str) -> Format:

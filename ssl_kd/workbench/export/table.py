@@ -11,7 +11,7 @@ from pyarrow import parquet
 from ssl_kd.files import atomic_write
 from ssl_kd.vision.assignments import ROWS_PER_GROUP
 from ssl_kd.workbench.export.content import Content
-from ssl_kd.workbench.export.registry import refuse_existing
+from ssl_kd.workbench.place import refuse_existing
 
 
 def write_parquet(content: Content, out: Path) -> Path:

@@ -136,12 +136,6 @@ class Curation:
         """
         return self._add([{"do": "rename", "cluster": _number(cluster), "name": name}])[0]
 
-    def rename_all(self, names: Mapping[int, str]) -> list[Decision]:
-        """Give many clusters their names: all of them, or none. Raises what `rename` raises."""
-        return self._add(
-            [{"do": "rename", "cluster": _number(k), "name": name} for k, name in names.items()]
-        )
-
     def merge(self, clusters: Iterable[int], name: str | None = None) -> Decision:
         """Make several clusters one, with the lowest of their numbers.
 
@@ -153,8 +147,8 @@ class Curation:
             InputError: fewer than two, or one of them is not there.
         """
         wanted = sorted({_number(cluster) for cluster in clusters})
-        said: dict[str, Any] = {"do": "merge", "clusters": wanted}
-        return self._add([said if name is None else said | {"name": name}])[0]
+        decision: dict[str, Any] = {"do": "merge", "clusters": wanted}
+        return self._add([decision if name is None else decision | {"name": name}])[0]
 
     def split(
         self, cluster: int, rows: Sequence[int] | NDArray[Any] | None = None, name: str = ""
@@ -175,10 +169,15 @@ class Curation:
         if rows is None:
             self._refresh()
             level, parts = self._state.parts(_number(cluster))
-            said = {"do": "split", "cluster": _number(cluster), "level": level, "parts": parts}
-            return self._add([said])[0]
-        said = {"do": "split", "cluster": _number(cluster), "rows": self._rows(rows), "new": None}
-        return self._add([said | ({"name": name} if name else {})])[0]
+            decision = {"do": "split", "cluster": _number(cluster), "level": level, "parts": parts}
+            return self._add([decision])[0]
+        decision = {
+            "do": "split",
+            "cluster": _number(cluster),
+            "rows": self._rows(rows),
+            "new": None,
+        }
+        return self._add([decision | ({"name": name} if name else {})])[0]
 
     def move(
         self, rows: Sequence[int] | NDArray[Any], cluster: int | None = None, name: str = ""
@@ -194,8 +193,8 @@ class Curation:
             InputError: no such cluster or sample, or a name where the cluster has one.
         """
         where = {"new": None} if cluster is None else {"into": _number(cluster)}
-        said = {"do": "move", "rows": self._rows(rows), **where}
-        return self._add([said | ({"name": name} if name else {})])[0]
+        decision = {"do": "move", "rows": self._rows(rows), **where}
+        return self._add([decision | ({"name": name} if name else {})])[0]
 
     def exclude(self, rows: Sequence[int] | NDArray[Any]) -> Decision:
         """Take samples out: they are in no cluster, and `excluded` says so.
@@ -206,13 +205,13 @@ class Curation:
         return self._add([{"do": "exclude", "rows": self._rows(rows)}])[0]
 
     def decide(self, asked: Any) -> Decision:
-        """Add a decision as the page asks for it; raise InputError where it is none."""
+        """Add a decision sent by the page; raise InputError if it is not a valid one."""
         if checked(asked, asked=True)["do"] == "split" and "rows" not in asked:
             return self.split(asked["cluster"])
         return self._add([asked])[0]
 
     def undo(self, id: str | None = None) -> Decision:
-        """Undo a decision, by a line that says so; what is undone may be an `undo` itself.
+        """Undo a decision, by a line that says so; to redo, undo the `undo` by its id.
 
         Args:
             id: which; None: the last that holds.
@@ -225,19 +224,6 @@ class Curation:
         if id is None and (id := self._state.last) is None:
             raise InputError(f"{self.path} has no decision that could be undone")
         return self._add([{"do": "undo", "of": id}])[0]
-
-    def redo(self) -> Decision:
-        """Undo the last `undo` that holds.
-
-        Raises:
-            InputError: there is none.
-        """
-        self._refresh()
-        state = self._state
-        for line in reversed(state.lines):
-            if line["do"] == "undo" and not state.is_undone(line):
-                return self.undo(line["id"])
-        raise InputError(f"{self.path} has no undo that could be taken back")
 
     def apply(self, path: str | Path) -> list[Decision]:
         """Add the decisions of another file: all of them, or none.
@@ -256,12 +242,12 @@ class Curation:
 
     # --- The file ---------------------------------------------------------------------------------
 
-    def _add(self, said: list[dict[str, Any]], source: Path | None = None) -> list[Decision]:
+    def _add(self, decision: list[dict[str, Any]], source: Path | None = None) -> list[Decision]:
         """Check decisions one after the other, and append them with one write."""
         with _MUTEX, Lock(self.path.parent / LOCK, wait=WAIT):
             self._refresh()
             before, state = len(self._state.lines), self._state.copy()
-            for number, what in enumerate(said, 1):
+            for number, what in enumerate(decision, 1):
                 try:
                     line = checked(self._stamped(what, state)) if source is None else what
                     there = state.numbers.get(line["id"])
@@ -279,21 +265,21 @@ class Curation:
             return [_decision(line, n) for n, line in enumerate(new, before + 1)]
 
     def _refresh(self) -> None:
-        """Read the file again where somebody wrote it."""
+        """Read the file again if it changed on the disk."""
         with _MUTEX:
             try:
-                found = read_lines(self.path)
+                content = read_lines(self.path)
             except FileNotFoundError:
-                found = b""
-            if found == self._bytes:
+                content = b""
+            if content == self._bytes:
                 return
             state = Clusters(self.samples)
-            for number, line in enumerate(parsed(self.path, found), 1):
+            for number, line in enumerate(parsed(self.path, content), 1):
                 try:
                     self._follow(state, line)
                 except InputError as error:
                     raise CorruptFileError(at(self.path, number, error)) from error
-            self._bytes, self._state = found, state
+            self._bytes, self._state = content, state
 
     def _follow(self, state: Clusters, line: dict[str, Any]) -> None:
         """Let one more line change the state."""
@@ -311,17 +297,19 @@ class Curation:
                 f"{end} that is above all that were given"
             )
 
-    def _stamped(self, said: dict[str, Any], state: Clusters) -> dict[str, Any]:
+    def _stamped(self, decision: dict[str, Any], state: Clusters) -> dict[str, Any]:
         """A decision as a line: with an id, the time, the run, and numbers for what it makes."""
         n = len(self.samples)
         new = self._next_number(state)
-        if "new" in said:
-            said = said | {"new": new}
-        if "parts" in said:
-            said = said | {"parts": [[part, new + k] for k, part in enumerate(said["parts"])]}
+        if "new" in decision:
+            decision = decision | {"new": new}
+        if "parts" in decision:
+            decision = decision | {
+                "parts": [[part, new + k] for k, part in enumerate(decision["parts"])]
+            }
         time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         about = {"id": secrets.token_hex(6), "time": time, "samples": n, "digest": self._digest(n)}
-        return about | said
+        return about | decision
 
     def _next_number(self, state: Clusters) -> int:
         """A number that no cluster has or ever had."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssl_kd.errors import InputError, printable
-from ssl_kd.settings.import_paths import said
+from ssl_kd.settings.import_paths import explain
 from ssl_kd.workbench.naming.names import Name, Names
 from ssl_kd.workbench.naming.words import TOKEN, names_from_texts
 
@@ -69,7 +69,7 @@ def _asked(describe: Callable[[list[str]], str], shown: list[str], level: str, c
         answer = describe(shown)
     except Exception as error:
         raise InputError(
-            f"the language model failed at {level} {cluster}: {said(error)}"
+            f"the language model failed at {level} {cluster}: {explain(error)}"
         ) from error
     if not isinstance(answer, str):
         raise InputError(

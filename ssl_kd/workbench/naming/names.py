@@ -31,7 +31,7 @@ class Name:
 
     Args:
         text: the name.
-        made: what it was called before somebody edited it; None: nothing was found for it.
+        made: what it was called before a person edited it; None: no name was found.
         words: those that speak for it and their weights, the heaviest first.
     """
 
@@ -63,11 +63,11 @@ class Names:
 
     def __repr__(self) -> str:
         texts = {level: [name.text for name in of.values()] for level, of in self.levels.items()}
-        told = [
+        shown = [
             f"{level}: {len(of)} named" + "".join(f", {text}" for text in of[:SHOWN])
             for level, of in texts.items()
         ]
-        return f"Names({'; '.join(told)})"
+        return f"Names({'; '.join(shown)})"
 
     def of(self, level: str, cluster: int) -> str:
         """A cluster's name, or its number."""

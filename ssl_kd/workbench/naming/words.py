@@ -137,23 +137,26 @@ def _contrasted(
     places = np.searchsorted(ids, clusters[members])
     where = (places, np.flatnonzero(members))
     belongs = sparse.csr_matrix((np.ones(len(places)), where), (len(ids), len(clusters)))
-    said = sparse.csr_matrix(belongs @ counts)  # [cluster, term]
+    often_in = sparse.csr_matrix(belongs @ counts)  # [cluster, term]
     texts = sparse.csr_matrix(belongs @ (counts > 0))  # in how many texts of it
     sizes = belongs @ (np.diff(counts.indptr) > 0)  # how many texts it has
     all_texts = np.asarray(texts.sum(0)).ravel()
-    weights, totals = class_tfidf(said), np.asarray(said.sum(1)).ravel()
-    place_of, all_said = {c: place for place, c in enumerate(ids)}, np.asarray(said.sum(0)).ravel()
+    weights, totals = class_tfidf(often_in), np.asarray(often_in.sum(1)).ravel()
+    place_of, all_counts = (
+        {c: place for place, c in enumerate(ids)},
+        np.asarray(often_in.sum(0)).ravel(),
+    )
     found = {}
     for place, cluster in enumerate(ids):
-        row = said[place]
+        row = often_in[place]
         terms, often = row.indices, row.data
         others = [place_of[c] for c in beside[cluster]]
         if len(others) == len(ids) - 1:  # all the others: no need to add them up
-            theirs, total = all_said[terms] - often, totals.sum() - totals[place]
+            theirs, total = all_counts[terms] - often, totals.sum() - totals[place]
             elsewhere, n_others = all_texts[terms], sizes.sum() - sizes[place]
             elsewhere = elsewhere - texts[place, terms].toarray().ravel()
         else:
-            theirs = np.asarray(said[others][:, terms].sum(0)).ravel()
+            theirs = np.asarray(often_in[others][:, terms].sum(0)).ravel()
             elsewhere = np.asarray(texts[others][:, terms].sum(0)).ravel()
             total, n_others = totals[others].sum(), sizes[others].sum()
         lift = 1 - (theirs / max(total, 1)) / (often / max(totals[place], 1))

@@ -168,7 +168,8 @@ def test_pictures_that_show_nothing(tmp_path):
     Image.open(tmp_path / "a.png").save(tmp_path / "again.bmp")  # equal pixels, another file
     Image.new("RGB", (50, 50), "white").save(tmp_path / "white.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    found = odd_images(FolderDataset(tmp_path, "made", "train"))
+    images = FolderDataset(tmp_path, "made", "train")
+    found = odd_images(images.ids, images.image)
     table = found.frame().to_pydict()
     reasons = dict(zip(table["file"], table["reason"], strict=True))
     assert set(reasons) == {"white.png", "tiny.png", "broken.png"} and len(found) == 3

@@ -356,7 +356,7 @@ def test_decisions_stay_with_the_run_that_was_opened(run, tmp_path):
 
 
 def test_a_port_that_is_taken(server, run):
-    with pytest.raises(InputError, match=r"port \d+ cannot be had .*--port 0 takes any"):
+    with pytest.raises(InputError, match=r"port \d+ is not available .*--port 0 takes any"):
         ExploreServer(Samples(run), server.server_port)
 
 

@@ -1,4 +1,4 @@
-"""Where an export lands: a folder that is whole or not there, and names that any system takes."""
+"""New folders that are complete or absent, and file names that are valid on any system."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ssl_kd.files import sync_folder
-from ssl_kd.workbench.export.registry import refuse_existing
+from ssl_kd.errors import InputError
 
 LONGEST = 150  # bytes of a name; most systems take 255
 _UNSAFE = re.compile(r'[\\/:*?"<>|\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
+def refuse_existing(path: Path, way: str = "move it away") -> None:
+    """Raise InputError if something exists at `path`, even a broken link; `way` is the remedy."""
+    if os.path.lexists(path):
+        raise InputError(f"{path} exists: name another place, or {way}")
+
+
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill; it becomes `path` when all is well, and else nothing is left of it.
+    """Yield a temporary folder to fill; rename it to `path` at the end, or remove it on an error.
 
     Raises:
-        InputError: something is there already.
+        InputError: something exists at `path`.
     """
+    from ssl_kd.files import sync_folder  # imports torch
+
     refuse_existing(path)
     temporary = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ssl_kd.errors import InputError
-from ssl_kd.workbench.export.place import Distinct, new_folder, safe_name
+from ssl_kd.workbench.place import Distinct, new_folder, safe_name
 
 HOSTILE = [
     "..",
