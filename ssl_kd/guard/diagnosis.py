@@ -22,6 +22,7 @@ _DIVISIONS = {"div", "reciprocal", "rsqrt", "true_divide"}
 _ELEMENTWISE = {"add", "sub", "rsub", "neg", "mul", "div", "clamp", "clamp_min", "clamp_max"}
 _ELEMENTWISE |= {"maximum", "minimum", "where", "masked_fill", "_to_copy"}
 _MEAN_LOSSES = {"nll_loss_forward", "nll_loss2d_forward"}
+_SPREADS = {"std", "var", "std_mean", "var_mean"}
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp"}
 
 HUGE = 1e10
@@ -164,6 +165,10 @@ def _judge(fault: Fault) -> tuple[Cause, str]:
         return Cause.MASKED, "every entry of a row is -inf: nothing is left to normalise"
     if op in _MEAN_LOSSES and any(facts.nans for facts in fault.outputs):
         return Cause.MASKED, "every label is ignored: the loss is a mean over nothing"
+    if op == "_ctc_loss" and any(facts.infs for facts in fault.outputs):
+        return Cause.DOMAIN, "the input of CTC is too short for its target: no alignment exists"
+    if op in _SPREADS and any(facts.nans for facts in fault.outputs):
+        return Cause.DOMAIN, "the spread of one value is 0 / 0: it needs two, or unbiased=False"
     low = min((facts.low for facts in fault.inputs if facts.low is not None), default=0.0)
     high = max((facts.high for facts in fault.inputs if facts.high is not None), default=0.0)
     if any(facts.nans for facts in fault.outputs) and not fault.backward:

@@ -13,6 +13,7 @@ from ssl_kd.vision import step as guarded
 from ssl_kd.vision import train as training
 from ssl_kd.vision import training_rows as origin
 from ssl_kd.vision.objectives import OBJECTIVES
+from ssl_kd.vision.pairs import PairSampler
 from ssl_kd.vision.settings import VisionSettings
 from ssl_kd.vision.step import HeadTrainer
 from tests.pretended import pretended_cuda
@@ -111,13 +112,14 @@ def test_what_is_read_at_once_is_read_to_the_bit():
 @pytest.mark.parametrize("held", [False, True], ids=["from the CPU", "held on the device"])
 def test_a_look_at_ten_steps_waits_once_and_so_does_a_record(held):
     bank = Bank(lambda: TEMIHead(DIM, CLUSTERS), HEADS)
+    itself = torch.arange(40)[:, None]
+    sampler = PairSampler(itself, torch.ones(40, 1, dtype=torch.bool), BATCH, seed=0)
     with pretended_cuda() as device:
         gather = training.DeviceEmbeddings(torch.zeros(40, DIM, device="cuda"))
         learner = training.Heads(
             _trainer(bank),
-            lambda step: torch.zeros(2, BATCH, dtype=torch.int64).unbind(),
+            training.Plan(sampler, 100, None),
             gather if held else lambda rows: torch.zeros(len(rows), DIM),
-            steps=100,
             on_events=lambda events: None,
             on_fault=lambda fault: None,
             clusters=torch.zeros(40, dtype=torch.int64),
