@@ -83,13 +83,19 @@ def _explained(error: BaseException, again: str, memory: str, kept: str) -> tupl
 
 
 class _Screen(io.FileIO):
-    """A terminal or pipe that its reader may close: what comes after that is dropped."""
+    """A terminal or pipe that its reader may close: what comes after that is dropped.
+
+    Any other failure, such as a full disk, is raised once: Python writes again at its end.
+    """
+
+    _failed = False
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in (errno.EPIPE, errno.EIO) and not self._failed:
+                self._failed = True
                 raise
             return len(data)
 

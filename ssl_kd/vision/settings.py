@@ -343,7 +343,8 @@ class VisionSettings(EmbeddingSettings, GraphSettings, HeadSettings, AnswerSetti
             "Did you mean --n_heads?": "heads",
             "Use --use_fp16: half precision of the kind that suits the device.": """
                 bf16 bf16_full_eval fp16 fp16_full_eval tf32""",
-            "Steps run as they are.": "compile cuda_graph torch_compile torch_compile_*",
+            "Steps run as they are.": """
+                compile cuda_graph torch_compile torch_compile_backend torch_compile_mode""",
             "TensorBoard's files are always written, into tensorboard/ of the run's folder.": """
                 logging_dir project report_to tensorboard trackio_*""",
             "A tenth of the steps warms up, a cosine to zero follows.": """

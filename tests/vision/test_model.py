@@ -148,7 +148,6 @@ def trained(x, **changes):
         **{
             "n_heads": 5,
             "hidden_dim": 10,
-            "bottleneck_dim": 5,
             "batch_size": 16,
             "max_steps": 100,
             "learning_rate": 0.01,
