@@ -184,8 +184,8 @@ def indexed_neighbours(
         shutil.rmtree(work, ignore_errors=True)
     if record["recall"] < RECALL:
         logger.warning(
-            "recall of the neighbours is %.3f where %.2f is wanted: NEIGHBOURS_SEARCH exact finds "
-            "all of them, in the time of all pairs",
+            "recall of the neighbours is %.3f where %.2f is wanted: with a smaller PCA_DIM the "
+            "index finds more of them",
             record["recall"],
             RECALL,
         )
