@@ -186,9 +186,7 @@ class Microscope(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        named: Mapping[str, Tensor] | None = None,
-        within: Callable[[], str] | None = None,
+        self, named: Mapping[str, Tensor] | None = None, within: Callable[[], str] | None = None
     ) -> None:
         super().__init__()
         self._named, self._within = dict(named or {}), within

@@ -132,8 +132,7 @@ class ModuleRanges:
 def _look(
     ranges: weakref.ref[ModuleRanges], name: str, module: nn.Module, args: Any, output: Any
 ) -> None:
-    mine = ranges()
-    if mine is None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+    if (mine := ranges()) is None or not is_first_run():
         return
     for x in floating(args):
         mine.see(name, "input", x)
@@ -146,6 +145,11 @@ def _look(
 def _look_back(ranges: weakref.ref[ModuleRanges], name: str, gradient: Tensor) -> None:
     if (mine := ranges()) is not None:
         mine.see(name, "gradient", gradient)
+
+
+def is_first_run() -> bool:
+    """Whether a hook is neither traced by a compiler nor in a pass that checkpointing repeats."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 
 def floating(values: object) -> list[Tensor]:

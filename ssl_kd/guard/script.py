@@ -68,6 +68,8 @@ class ScriptWatch:
         self._losses: list[Tensor] = []
         self._overflows = 0
         self._inside = threading.local()
+        self._scopes = contextlib.ExitStack()
+        self._scope: Microscope | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -106,14 +108,12 @@ class ScriptWatch:
             hook = register_optimizer_step_pre_hook(lambda opt, *_: self._judge(opt))
             stack.callback(hook.remove)
             stack.callback(self._close)
-            self._scope = Microscope() if self.every_op else None
-            if self._scope is not None:
-                self._scope.__enter__()
+            self._begin_scope()
             yield
 
     def summary(self) -> str:
         """One line: how many steps there were, and how many of them were bad."""
-        if not self.steps:
+        if not self.steps and not self.bad:
             return "no optimizer took a step"
         if not self.bad:
             return f"{self.steps} optimizer steps, every loss and gradient finite"
@@ -174,14 +174,15 @@ class ScriptWatch:
         self._losses.clear()
         for watch in self._watches.values():
             watch.forget()
-        if self._scope is not None:  # what made a tensor is only of use within its step
-            self._scope.__exit__(None, None, None)
-            self._scope = Microscope()
-            self._scope.__enter__()
+        self._begin_scope()
+
+    def _begin_scope(self) -> None:
+        self._scopes.close()  # what made a tensor is only of use within its step
+        if self.every_op:
+            self._scope = self._scopes.enter_context(Microscope())
 
     def _close(self) -> None:
-        if self._scope is not None:
-            self._scope.__exit__(None, None, None)
+        self._scopes.close()
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()

@@ -26,7 +26,7 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.faults import Stage
 from ssl_kd.guard.microscope import Fault, Microscope, TensorFacts
 from ssl_kd.guard.norms import is_sharded
-from ssl_kd.guard.ranges import ModuleRanges, floating
+from ssl_kd.guard.ranges import ModuleRanges, floating, is_first_run
 
 if TYPE_CHECKING:
     from ssl_kd.guard.verdicts import Verdicts
@@ -280,11 +280,15 @@ class Locator:
         return [f"Step {step}:\n{found}" for step, found in self.findings.items()]
 
 
-def _before(watch: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict) -> None:
+def _listening(watch: weakref.ref[Watch]) -> Watch | None:
+    """The watch, if this forward pass is one of the training loop's."""
     mine = watch()
-    if mine is None or mine._replaying or torch.compiler.is_compiling() or _is_recomputing():
-        return
-    if torch.is_grad_enabled():
+    return mine if mine is not None and not mine._replaying and is_first_run() else None
+
+
+def _before(watch: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict) -> None:
+    mine = _listening(watch)
+    if mine is not None and torch.is_grad_enabled():
         call = _Call(args, kwargs, module.training, [], _random_states(), _autocast())
         call.versions += _versions(call.inputs)
         mine._calls.append(call)
@@ -293,10 +297,8 @@ def _before(watch: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: d
 def _after(
     watch: weakref.ref[Watch], module: nn.Module, args: tuple, kwargs: dict, output: Any
 ) -> None:
-    mine = watch()
-    if mine is None or mine._replaying or torch.compiler.is_compiling() or _is_recomputing():
-        return
-    if not mine._calls or mine._calls[-1].is_done:
+    mine = _listening(watch)
+    if mine is None or not mine._calls or mine._calls[-1].is_done:
         return
     mine._calls[-1].is_done = True
     kept = weakref.ref(mine._calls[-1])
@@ -425,11 +427,6 @@ def _inner(model: nn.Module) -> nn.Module:
 def _versions(tensors: list[Tensor]) -> list[int]:
     """How often each was written in place; those of inference mode do not count it."""
     return [-1 if x.is_inference() else x._version for x in tensors]
-
-
-def _is_recomputing() -> bool:
-    """Whether this forward pass is part of a backward pass: activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _random_states() -> dict[str, Tensor]:

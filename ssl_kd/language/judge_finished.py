@@ -50,7 +50,7 @@ def judge(
         InputError, FileNotFoundError: a model or the text cannot be read.
     """
     precision = precision_of(settings)
-    whole = settings.replace(quantization=None)  # the student is as it was saved
+    whole = settings.replace(quantization=None)  # students are saved unquantized
     student, teacher = (
         None if name == "none" else load_teacher(own, name, precision)
         for own, name in ((whole, settings.student_model), (settings, settings.teacher_model))

@@ -178,8 +178,7 @@ def _wider(task: Task, teacher: FrozenTeacher, why: str) -> Task:
         task.precision, teacher=dtype, why=f"{task.precision.why}; {words}"
     )
     lm = load_teacher(settings, task.teacher.name, precision)
-    where = {"offload": settings.teacher_offload, "shard": settings.shard}
-    frozen = at_work(precision, lm, task.ranks, **where)
+    frozen = at_work(precision, lm, task.ranks, **settings.teacher_placement)
     return dataclasses.replace(task, precision=precision, teacher=lm, frozen=frozen)
 
 

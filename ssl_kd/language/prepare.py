@@ -208,7 +208,7 @@ def prepare(
             check_family(student, lm)
             check_ids_are_known(student, lm, own, eval_blocks)
             check_room(lm, size)
-        where = {"offload": settings.teacher_offload, "shard": settings.shard}
+        where = settings.teacher_placement
         others = tuple(ExtraTeacher(lm, at_work(precision, lm, ranks, **where)) for lm in more)
     test, validation = test_and_validation(len(eval_blocks), settings.eval_rows)
     return Task(
@@ -343,8 +343,7 @@ def _answers(
     """Where the teacher's answers come from: itself at work, or its caches."""
     frozen, caches = None, []
     if teacher is not None and settings.teacher_cache is None and teacher.model is not None:
-        where = {"offload": settings.teacher_offload, "shard": settings.shard}
-        frozen = at_work(precision, teacher, ranks, **where)
+        frozen = at_work(precision, teacher, ranks, **settings.teacher_placement)
     elif teacher is not None and settings.teacher_cache and isinstance(blocks, Blocks):
         wanted = cache_of(settings, settings.temperature, teacher, texts, blocks)
         folders = cache_folders(settings.teacher_cache, settings.draws)

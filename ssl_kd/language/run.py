@@ -93,12 +93,7 @@ def _run(settings: LanguageSettings, ranks: Ranks, tell: Progress, given: InMemo
         task = _with_router_mode(task)
         settings = task.settings
         ranks.from_first(partial(folder.keep_to, task.digest))
-        resolved = {
-            "LEARNING_RATE": settings.peak_lr,
-            "DIVERGENCE": settings.kind_of_divergence,
-            "ROUTER_MODE": settings.router_mode,
-        }
-        folder.update_json("config.json", **about(task), resolved=resolved)
+        folder.update_json("config.json", **about(task))
         steps, student = settings.n_steps(len(task.blocks)), task.student.model
         logger.info("%d steps on %d rows", steps, len(task.blocks))
         with clock("judge"):

@@ -25,7 +25,7 @@ FIRST_STEPS = 5  # whose loss terms are logged
 
 
 def about(task: Task) -> dict[str, Any]:
-    """Return the facts about models and data for `config.json`."""
+    """Return the facts about models, data and the settings left to them for `config.json`."""
 
     def model(lm: CausalLM | None) -> dict[str, Any] | None:
         if lm is None or lm.model is None:
@@ -53,6 +53,11 @@ def about(task: Task) -> dict[str, Any]:
             "validated_apart": task.validated_apart,
             "turns": describe_turns(own.turns),
             "left_out": [*task.train_set.left_out, *own.left_out],
+        },
+        "resolved": {
+            "LEARNING_RATE": task.settings.peak_lr,
+            "DIVERGENCE": task.settings.kind_of_divergence,
+            "ROUTER_MODE": task.settings.router_mode,
         },
     }
 

@@ -66,6 +66,11 @@ class LanguageSettings(
         return "skew_reverse_kl" if self.is_contrastive else self.kind_of_divergence
 
     @property
+    def teacher_placement(self) -> dict[str, bool]:
+        """Where a teacher's weights are while it answers, as `at_work` takes it."""
+        return {"offload": self.teacher_offload, "shard": self.shard}
+
+    @property
     def learns_text(self) -> bool:
         """Whether there are rows that the student does not write."""
         return self.on_policy < 1 or self.is_contrastive

@@ -79,12 +79,7 @@ def absent_teacher(
 
 
 def at_work(
-    precision: Precision,
-    teacher: CausalLM,
-    ranks: Ranks,
-    *,
-    offload: bool = False,
-    shard: bool = False,
+    precision: Precision, teacher: CausalLM, ranks: Ranks, *, shard: bool, offload: bool = False
 ) -> FrozenTeacher:
     """The teacher on its device; with `shard` a piece of it on each rank's."""
     device = precision.device

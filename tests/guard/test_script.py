@@ -1,4 +1,4 @@
-"""python -m ssl_kd.guard: somebody's script, unchanged."""
+"""`python -m ssl_kd.guard` runs a script unchanged and names its first bad operation."""
 
 import runpy
 import subprocess

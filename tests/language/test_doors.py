@@ -112,7 +112,9 @@ def test_the_saved_student_is_in_float32_with_tied_weights_once(tiny, tmp_path):
     assert json.loads((tmp_path / "tied" / "config.json").read_text())["dtype"] == "float32"
     again = load_causal_lm(tmp_path / "tied").model
     assert torch.equal(again.lm_head.weight, tied.lm_head.weight.float())
-    assert {p.dtype for p in tied.parameters()} == {torch.bfloat16}  # itself as it was
+    assert {p.dtype for p in tied.parameters()} == {
+        torch.bfloat16
+    }  # the model's own weights do not change
 
 
 def test_a_field_that_holds_the_text(settings, tmp_path, tiny):
