@@ -1,11 +1,10 @@
-"""What was learned: scores of clusters, embeddings, tokens and answers; the baselines to beat."""
+"""Scores of clusters, embeddings, tokens and answers, and clustering baselines."""
 
-from ssl_kd.evaluate.answers import AnswerScores, extract_answer, same_answer, wilson_interval
+from ssl_kd.evaluate.answers import AnswerScores, extract_answer, same_answer
 from ssl_kd.evaluate.baselines import Baseline, kmeans, spectral
 from ssl_kd.evaluate.calibration import calibration, rightly_placed
 from ssl_kd.evaluate.clustering import (
     accuracy,
-    balanced_accuracy,
     cluster_sizes,
     clustering_scores,
     collapsed,
@@ -25,7 +24,6 @@ __all__ = [
     "TokenScores",
     "TokenValues",
     "accuracy",
-    "balanced_accuracy",
     "calibration",
     "cluster_sizes",
     "clustering_scores",
@@ -43,5 +41,4 @@ __all__ = [
     "same_answer",
     "spectral",
     "token_values",
-    "wilson_interval",
 ]

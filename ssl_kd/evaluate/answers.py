@@ -1,8 +1,7 @@
-"""Whether a generated answer is the right one: found in the text, and compared with tolerance.
+"""Extract the final answer from a generated text and compare it with the reference.
 
-math-verify (0.9) compares formulas that this module takes for text. It is not used, since it looks
-for a number inside an answer: of the 35 pairs of different answers in our tests it takes 13 for the
-same (`2x` and `2`, `2024-01-05` and `2024`, `A. Paris` and `A. London`), and words for none.
+math-verify (0.9) also compares formulas. It is not used because it looks for a number anywhere in
+an answer: it takes `2x` for `2`, `2024-01-05` for `2024` and `A. Paris` for `A. London`.
 """
 
 import math
@@ -11,47 +10,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scipy.stats import binomtest
+
 TOLERANCE = 1e-4  # relative
 
-# 1,234,567.8 or 12,34,567 or 1 234 567 or 1'234 or 1234.5 or .5
-_WHOLE = r"[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}|[0-9]{1,3}(?:[ '][0-9]{3})+|[0-9]+"
-_DECIMAL = rf"(?:(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)"
-_POWER = r" *(?:[x×*·]|\\times|\\cdot) *10\^\{?(?P<power>[+-]?[0-9]+)\}?"
+_DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _NUMBER = re.compile(
-    rf"(?P<sign>[+-]?) *"
-    rf"(?:(?:(?P<mixed>[0-9]+) )?(?P<over>{_DECIMAL}) */ *(?P<under>{_DECIMAL})"
-    rf"|(?P<plain>{_DECIMAL})(?:[eE](?P<e>[+-]?[0-9]+)|{_POWER})?)"
-    rf" *(?P<percent>%?) *(?P<unit>(?:[^\W\d_]|[°%/·*⁻.\- ]|\^-?[0-9])*)"
+    rf"(?P<sign>[+-]?) *(?:(?P<over>{_DECIMAL}) */ *(?P<under>{_DECIMAL})"
+    rf"|(?P<plain>(?:{_DECIMAL})(?:[eE][+-]?[0-9]+)?))"
+    rf" *(?P<percent>%?) *(?P<unit>(?:[^\W\d_]|[°/·*.\- ]|\^-?[0-9])*)"
 )
 _LAST_NUMBER = re.compile(
     r"(?<![\w.])[+-]?[$€£¥₹]?"
-    r"(?:(?:[0-9]+ )?[0-9]+/[0-9]+|[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)%?"
+    r"(?:[0-9]+/[0-9]+|[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)%?"
 )
 _SCALES = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
 _CHOICE = re.compile(r"(?:(?:option|choice|answer):? *)?\(?([a-z])(?:[).:](.*))?", re.IGNORECASE)
-_SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-# Every minus and hyphen of Unicode, the typographic apostrophe, the fractions of one character.
-_SIGNS = str.maketrans(
-    dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-")
-    | {"\u2019": "'", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"}
-)
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"))
 _MARKS = " *_`\"“”'"  # markdown and quotes around an answer
+_END = ".,;:!?" + _MARKS
 
 
 def extract_answer(text: str, *, last_number: bool = False) -> str | None:
     r"""Find the final answer in a text.
 
     Tried in this order: the last `<answer>…</answer>` (tags in any case), the last `\boxed{…}`
-    (inside the tags first, then anywhere; nested braces are kept), what follows the first `####` on
-    its line (GSM8K: a model that does not stop after it goes on to invent further questions).
+    (inside the tags first, then anywhere; nested braces are kept), the rest of the line after the
+    first `####` (GSM8K: a model that does not stop there goes on to invent further questions).
 
     Args:
-        text: What a model wrote, or a reference solution.
-        last_number: Take the last number in the text where nothing else is found. A model that
-            names no answer then gets one by chance: off unless asked for.
+        text: Generated text, or a reference solution.
+        last_number: Fall back to the last number in the text. A model that names no answer then
+            gets one by chance, so this is off by default.
 
     Returns:
-        The answer without surrounding space, or None where there is none or it is empty.
+        The answer without surrounding space, or None if there is none or it is empty.
 
     References:
         Cobbe et al., "Training Verifiers to Solve Math Word Problems" (GSM8K), 2021.
@@ -66,26 +59,24 @@ def extract_answer(text: str, *, last_number: bool = False) -> str | None:
         '7'
     """
     tagged = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL | re.IGNORECASE)
-    found = _last_box(tagged[-1] if tagged else text)
-    if found is None and tagged:
-        found = tagged[-1]
-    if found is None and (hashes := re.search(r"(?<!#)####(?!#)(.*)", text)):
-        found = hashes[1]
-    if found is None and last_number and (numbers := _LAST_NUMBER.findall(text.translate(_SIGNS))):
-        found = numbers[-1]
-    return (found or "").strip() or None
+    answer = _last_box(tagged[-1] if tagged else text)
+    if answer is None and tagged:
+        answer = tagged[-1]
+    if answer is None and (hashes := re.search(r"(?<!#)####(?!#)(.*)", text)):
+        answer = hashes[1]
+    if answer is None and last_number and (numbers := _LAST_NUMBER.findall(text.translate(_MINUS))):
+        answer = numbers[-1]
+    return (answer or "").strip() or None
 
 
 def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
-    r"""Whether two answers say the same thing.
+    r"""Return whether two answers mean the same.
 
-    Numbers are compared by value, `|a - b| <= tolerance * max(|a|, |b|)`: with or without thousands
-    separators (`1,234`, `1 234`, `1'234`; a comma is never a decimal point), currency signs,
-    Unicode minus, exponents (`1.2e3`, `1.2 × 10^3`), fractions (`1/2`, `1 1/2`, LaTeX's `\frac`)
-    and `thousand` to `trillion`. `50%` equals both `50` and `0.5`. A unit behind a number is
-    ignored where the other answer has none; two units must be the same (`5 km` is not `5 m`;
-    nothing is converted). A lower-case letter that is no common unit is a variable: `2x` is not
-    `2`.
+    Numbers are compared by value, `|a - b| <= tolerance * max(|a|, |b|)`, with or without thousands
+    separators (`1,234`; a comma is never a decimal point), currency signs, exponents (`1.2e3`) and
+    fractions (`1/2`, LaTeX's `\frac`). `50%` equals both `50` and `0.5`. A unit after a number is
+    ignored if the other answer has none; two units must be equal (`5 km` is not `5 m`; nothing is
+    converted). A lower-case letter that is no common unit is a variable: `2x` is not `2`.
 
     A letter alone is a choice: `B`, `(b)` and `B. 12 apples` are the same. Everything else is text,
     compared without case, surrounding punctuation and differences of white space.
@@ -94,13 +85,10 @@ def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
         a: One answer.
         b: The other; the order does not matter.
         tolerance: Largest relative difference of two equal numbers, at least 0. With the default of
-            1e-4, whole numbers that differ by one are the same from 10,000 on: 0 tells them apart.
-
-    Returns:
-        True where they are the same.
+            1e-4, integers that differ by one are the same from 10,000 on; 0 distinguishes them.
 
     Raises:
-        ValueError: If the tolerance is negative or not a number.
+        ValueError: If the tolerance is negative or NaN.
 
     Example:
         >>> same_answer("$1,234.50", "1234.5"), same_answer("1/2", "50%"), same_answer("(B)", "b")
@@ -124,20 +112,20 @@ def same_answer(a: str, b: str, tolerance: float = TOLERANCE) -> bool:
         return False
     if _folded(a) == _folded(b):
         return True
-    p, q = _choice(a), _choice(b)
-    if p is None or q is None or p[0] != q[0]:
+    p, q = _CHOICE.fullmatch(a), _CHOICE.fullmatch(b)
+    if not p or not q or p[1].casefold() != q[1].casefold():
         return False
-    return not p[1] or not q[1] or same_answer(p[1], q[1], tolerance)
+    return not p[2] or not q[2] or same_answer(p[2], q[2], tolerance)
 
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """How many questions were answered, and how many rightly.
+    """How many questions were answered, and how many correctly.
 
     Args:
-        n: Questions.
-        answered: Of those, how many had an answer that could be extracted.
-        right: Of those, how many were right.
+        n: Number of questions.
+        answered: Number of questions with an extractable answer.
+        right: Number of correct answers.
         faults: One sentence for each question whose generation failed. Such a question counts as
             not answered, and stays in `n`.
     """
@@ -156,14 +144,14 @@ class AnswerScores:
         tolerance: float = TOLERANCE,
         faults: Sequence[str] = (),
     ) -> "AnswerScores":
-        """Compare answers, None where there is none, with the references one by one."""
-        given = [(a, b) for a, b in zip(answers, references, strict=True) if a is not None]
-        right = sum(same_answer(a, b, tolerance) for a, b in given)
-        return cls(len(references), len(given), right, tuple(faults))
+        """Compare answers (None if there is none) with the references one by one."""
+        pairs = [(a, b) for a, b in zip(answers, references, strict=True) if a is not None]
+        right = sum(same_answer(a, b, tolerance) for a, b in pairs)
+        return cls(len(references), len(pairs), right, tuple(faults))
 
     @property
     def accuracy(self) -> float | None:
-        """Right answers per question, unanswered ones included; None without questions."""
+        """Correct answers per question, unanswered ones included; None without questions."""
         return self.right / self.n if self.n else None
 
     @property
@@ -173,47 +161,21 @@ class AnswerScores:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % confidence interval of the accuracy; None without questions."""
-        return wilson_interval(self.right, self.n) if self.n else None
-
-
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """95 % confidence interval of a share; sensible for few samples and at 0 and 1.
-
-    Args:
-        successes: From 0 to n.
-        n: Samples, at least 1.
-
-    Returns:
-        Lower and upper bound in [0, 1].
-
-    References:
-        Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927.
-
-    Example:
-        >>> low, high = wilson_interval(5, 10)
-        >>> round(low, 3), round(high, 3)
-        (0.237, 0.763)
-    """
-    if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"expected 0 <= successes <= n and n >= 1, got {successes} of {n}")
-    z, share = 1.959963984540054, successes / n
-    centre = share + z * z / (2 * n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    total = 1 + z * z / n
-    # The bounds lie around the share; at 0 and 1 rounding would not know.
-    low, high = (centre - half) / total, (centre + half) / total
-    return max(0.0, min(share, low)), min(1.0, max(share, high))
+        """95 % confidence interval of the accuracy (Wilson, 1927); None without questions."""
+        if not self.n:
+            return None
+        bounds = binomtest(self.right, self.n).proportion_ci(method="wilson")
+        return float(bounds.low), float(bounds.high)
 
 
 class _Number(NamedTuple):
     value: float
     percent: bool
-    unit: str  # "" where there is none
+    unit: str  # "" for none
 
 
 def _last_box(text: str) -> str | None:
-    r"""What stands in the last `\boxed{…}` that is closed."""
+    r"""Return the content of the last `\boxed{…}` that is closed."""
     for start in reversed([m.end() for m in re.finditer(r"\\(?:boxed|fbox) *\{", text)]):
         depth = 1
         for end in range(start, len(text)):
@@ -224,23 +186,22 @@ def _last_box(text: str) -> str | None:
 
 
 def _cleaned(text: str) -> str:
-    """One spelling for signs, spaces, currencies and LaTeX."""
+    """Normalize signs, spaces, currencies and LaTeX."""
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf) *\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\\[dt]?frac *\{([^{}]*)\} *\{([^{}]*)\}", r" \1/\2", text)
     text = text.replace("{,}", ",").replace(r"\,", " ").replace(r"\!", "").replace(r"\%", "%")
-    text = re.sub(r"\\?[$€£¥₹]", "", text).translate(_SIGNS)
-    text = re.sub("10([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+)", lambda m: "10^" + m[1].translate(_SUPERSCRIPT), text)
+    text = re.sub(r"\\?[$€£¥₹]", "", text).translate(_MINUS)
     return " ".join(text.split()).strip(_MARKS)
 
 
 def _folded(text: str) -> str:
-    """Text for comparison; what is nothing but punctuation stays as it is."""
-    return text.rstrip(".,;:!?" + _MARKS).casefold() or text
+    """Prepare text for comparison; text that is only punctuation is not changed."""
+    return text.rstrip(_END).casefold() or text
 
 
 def _number(text: str) -> _Number | None:
-    """The value of an answer that is one number; None where it is something else."""
-    match = _NUMBER.fullmatch(text.rstrip(".,;:!?" + _MARKS))
+    """Parse an answer that is one number, with or without a unit."""
+    match = _NUMBER.fullmatch(text.rstrip(_END))
     if match is None:
         return None
     first, _, rest = match["unit"].strip().partition(" ")
@@ -248,28 +209,19 @@ def _number(text: str) -> _Number | None:
     unit = rest if scale else f"{first} {rest}".strip()
     if unit and not (unit[0].isalpha() or unit[0] == "°"):
         return None
-    if len(unit) == 1 and unit.islower() and unit not in "ghlms":
+    is_variable = len(unit) == 1 and unit.islower() and unit not in "ghlms"
+    if is_variable or not {"and", "or"}.isdisjoint(unit.split()):
         return None
-    if not {"and", "or"}.isdisjoint(unit.split()):
-        return None
-    exponent = match["e"] or match["power"]
     if match["plain"]:
-        value = _decimal(match["plain"], exponent or "0")
+        value = _decimal(match["plain"])
     elif under := _decimal(match["under"]):
-        value = _decimal(match["mixed"] or "0") + _decimal(match["over"]) / under
+        value = _decimal(match["over"]) / under
     else:
         return None
     value *= (scale or 1) * (-1 if match["sign"] == "-" else 1)
-    # Case tells mW from MW, and nothing where a unit is spelt out.
+    # Case distinguishes mW from MW, and means nothing in a unit that is spelled out.
     return _Number(value, bool(match["percent"]), unit if len(unit) <= 2 else unit.casefold())
 
 
-def _decimal(text: str, exponent: str = "0") -> float:
-    # As one literal: 10.0 ** 400 raises an OverflowError, "1e400" is inf.
-    return float(re.sub("[, ']", "", text) + "e" + exponent)
-
-
-def _choice(text: str) -> tuple[str, str] | None:
-    """Letter of a multiple choice, and the text behind it."""
-    match = _CHOICE.fullmatch(text)
-    return (match[1].casefold(), (match[2] or "").strip()) if match else None
+def _decimal(text: str) -> float:
+    return float(text.replace(",", ""))

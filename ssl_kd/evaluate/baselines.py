@@ -1,4 +1,4 @@
-"""The baselines: k-means and spectral clustering of the same embeddings."""
+"""Baselines: k-means and spectral clustering of the same embeddings."""
 
 import time
 import warnings
@@ -19,11 +19,11 @@ class Baseline:
     """Clusters found by a standard method.
 
     Args:
-        name: What the method is called in tables.
-        clusters: `[n]` int64 cluster of each training sample; None where it was not run.
-        test_clusters: `[m]` int64 the same for held-out samples, where there are any.
-        note: One sentence on what was different, or why it was not run; None otherwise.
-        seconds: Time taken.
+        name: Name of the method in tables.
+        clusters: `[n]` int64 cluster of each training sample; None if it did not run.
+        test_clusters: `[m]` int64 the same for held-out samples; None without any.
+        note: One sentence on what was different, or why it did not run; None otherwise.
+        seconds: Running time.
     """
 
     name: str
@@ -42,18 +42,15 @@ def kmeans(
     test_x: NDArray | None = None,
     max_rows: int = 200_000,
 ) -> Baseline:
-    """scikit-learn's k-means, the best of `n_init` starts by inertia.
+    """Run scikit-learn's k-means, and take the best of `n_init` starts by inertia.
 
     Args:
         x: `[n, d]` embeddings.
         n_clusters: Number of clusters, at most n.
-        seed: Draws the starts.
+        seed: Seed of the starts.
         n_init: Number of starts.
-        test_x: `[m, d]` held-out embeddings, given to the nearest centre.
+        test_x: `[m, d]` held-out embeddings, assigned to the nearest center.
         max_rows: Beyond this many rows mini-batch k-means is used, and the note says so.
-
-    Returns:
-        A `Baseline`; always with clusters.
     """
     start = time.perf_counter()
     x, *test = in_range(x, test_x)
@@ -61,7 +58,7 @@ def kmeans(
     method = MiniBatchKMeans if large else KMeans
     model = method(n_clusters, random_state=seed).set_params(n_init=n_init)
     with warnings.catch_warnings():
-        # Fewer distinct samples than clusters: some clusters stay empty, as they must.
+        # With fewer distinct samples than clusters, some clusters stay empty.
         warnings.filterwarnings("ignore", "Number of distinct clusters", ConvergenceWarning)
         clusters = np.asarray(model.fit_predict(x), np.int64)
     held = np.asarray(model.predict(test[0]), np.int64) if test else None
@@ -78,19 +75,16 @@ def spectral(
     *,
     test_x: NDArray | None = None,
 ) -> Baseline:
-    """Spectral clustering on the symmetrised graph of cosine nearest neighbours.
+    """Run spectral clustering on the symmetrized graph of cosine nearest neighbors.
 
     Args:
         x: `[n, d]` embeddings.
         n_clusters: Number of clusters, below n.
-        seed: Starts the eigensolver and the k-means that reads the eigenvectors.
-        n_neighbors: Neighbours per sample in the graph; as in scikit-learn, itself is the first.
+        seed: Seed of the eigensolver and of k-means on the eigenvectors.
+        n_neighbors: Neighbors per sample in the graph, itself included as in scikit-learn.
         max_rows: Beyond this many rows a random sample of them is clustered, and the note says so;
-            the others get the commonest cluster of their neighbours in it, as held-out ones do.
-        test_x: `[m, d]` held-out embeddings; each gets the commonest cluster of its neighbours.
-
-    Returns:
-        A `Baseline`.
+            the other rows, like held-out ones, take the majority cluster of their neighbors in it.
+        test_x: `[m, d]` held-out embeddings.
 
     References:
         von Luxburg, "A Tutorial on Spectral Clustering", 2007.
@@ -107,17 +101,17 @@ def spectral(
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        found = np.asarray(model.fit_predict(unit[rows]), np.int64)
+        labels = np.asarray(model.fit_predict(unit[rows]), np.int64)
     broken = any("not fully connected" in str(w.message) for w in caught)
 
-    voters = KNeighborsClassifier(n_neighbors, algorithm="brute").fit(unit[rows], found)
-    clusters = found
+    voters = KNeighborsClassifier(n_neighbors, algorithm="brute").fit(unit[rows], labels)
+    clusters = labels
     if len(rows) < len(x):
         clusters = np.asarray(voters.predict(unit), np.int64)
-        clusters[rows] = found
+        clusters[rows] = labels
     held = np.asarray(voters.predict(test[0]), np.int64) if test else None
-    notes = ["the neighbour graph has separate parts"] if broken else []
+    notes = ["the neighbor graph is not connected"] if broken else []
     if len(rows) < len(x):
-        notes.append(f"of a random {len(rows)} samples, the others by their neighbours' vote")
+        notes.append(f"of a random {len(rows)} samples, the others by a vote of their neighbors")
     note = "; ".join(notes) or None
     return Baseline(name, clusters, held, note, time.perf_counter() - start)

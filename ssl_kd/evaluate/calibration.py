@@ -1,4 +1,4 @@
-"""Whether a confidence is what it says: of the samples with confidence 0.9, how many are right."""
+"""Calibration: how many of the samples with confidence 0.9 are correct."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ SURE = 0.9
 
 
 def rightly_placed(labels: ArrayLike, clusters: ArrayLike) -> NDArray[np.bool_]:
-    """Whether each sample is in the cluster that is paired with its class, as `accuracy` counts.
+    """Return whether each sample is in the cluster paired with its class, as in `accuracy`.
 
     Args:
         labels: `[n]` integers, -1 where unknown.
@@ -29,14 +29,14 @@ def rightly_placed(labels: ArrayLike, clusters: ArrayLike) -> NDArray[np.bool_]:
         [True, True, True, False]
     """
     labels, clusters = np.asarray(labels), np.asarray(clusters)
-    partner = np.full(clusters.max() + 2, -2)  # of each cluster; the last place is noise's
+    partner = np.full(clusters.max() + 2, -2)  # of each cluster; noise (-1) uses the last entry
     for cluster, label in match(labels, clusters).items():
         partner[cluster] = label
     return partner[clusters] == labels
 
 
 class Reliability:
-    """The reliability of a confidence in fifteen bins of equal width, gathered batch by batch.
+    """The reliability of a confidence in fifteen bins of equal width, updated batch by batch.
 
     Bins are open below and closed above, ((m - 1) / 15, m / 15]; sums are float64.
 
@@ -45,15 +45,10 @@ class Reliability:
     """
 
     def __init__(self) -> None:
-        self._sums = np.zeros((3, BINS))  # samples, their confidence, how many of them are right
+        self._sums = np.zeros((3, BINS))  # samples, sum of confidence, number correct
 
     def add(self, confidence: ArrayLike, right: ArrayLike) -> None:
-        """Add samples.
-
-        Args:
-            confidence: `[n]` in [0, 1].
-            right: `[n]`, 1 where right and 0 where not.
-        """
+        """Add samples: confidence `[n]` in [0, 1], and `[n]` 1 where correct, else 0."""
         confidence, right = np.asarray(confidence, np.float64), np.asarray(right, np.float64)
         place = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
         for sums, weights in zip(self._sums, (None, confidence, right), strict=True):
@@ -72,44 +67,35 @@ class Reliability:
     def bins(self) -> list[dict[str, Any]]:
         """The bins with samples: `low`, `high`, samples `n`, mean `confidence`, share `right`."""
         return [
-            {
-                "low": b / BINS,
-                "high": (b + 1) / BINS,
-                "n": int(n),
-                "confidence": float(confidence / n),
-                "right": float(right / n),
-            }
-            for b, (n, confidence, right) in enumerate(self._sums.T)
-            if n
+            _bin(b / BINS, (b + 1) / BINS, *sums) for b, sums in enumerate(self._sums.T) if sums[0]
         ]
 
 
+def _bin(low: float, high: float, n: float, confidence: float, right: float) -> dict[str, Any]:
+    means = {"confidence": float(confidence / n), "right": float(right / n)}
+    return {"low": low, "high": high, "n": int(n), **means}
+
+
 def calibration(confidence: ArrayLike, right: ArrayLike) -> dict[str, Any]:
-    """The reliability of a confidence, and its expected error.
+    """Compute the reliability of a confidence, and its expected error.
 
     Args:
         confidence: `[n]` in [0, 1], n at least 1.
         right: `[n]` bool.
 
     Returns:
-        `ece` and `bins` as `Reliability` has them; `sure`, the same as of a bin for all samples
-        from a confidence of 0.9 on, None where there are none.
+        `ece` and `bins` as in `Reliability`; `sure`, a bin of all samples with a confidence of at
+        least 0.9, None if there are none.
 
     Example:
         >>> calibration([0.9, 0.9, 0.9, 0.9], [True, True, True, False])["ece"]
         0.15
     """
     confidence, right = np.asarray(confidence, np.float64), np.asarray(right, bool)
-    gathered = Reliability()
-    gathered.add(confidence, right)
-    assert gathered.ece is not None, "there is a sample"
-    sure, surely = confidence >= SURE, None
-    if sure.any():
-        surely = {
-            "low": SURE,
-            "high": 1.0,
-            "n": int(sure.sum()),
-            "confidence": float(confidence[sure].mean()),
-            "right": float(right[sure].mean()),
-        }
-    return {"ece": round(gathered.ece, 6), "sure": surely, "bins": gathered.bins}
+    reliability = Reliability()
+    reliability.add(confidence, right)
+    assert reliability.ece is not None, "there is a sample"
+    sure, bin_of_sure = confidence >= SURE, None
+    if n := int(sure.sum()):
+        bin_of_sure = _bin(SURE, 1.0, n, confidence[sure].sum(), right[sure].sum())
+    return {"ece": round(reliability.ece, 6), "sure": bin_of_sure, "bins": reliability.bins}

@@ -1,8 +1,8 @@
-"""How well clusters agree with labels, and whether the clusters themselves are healthy.
+"""Agreement of clusters with labels, and cluster sizes.
 
 A label of -1 means "unknown": such samples are left out of every score. A cluster of -1 means
-"noise": no class is paired with it, so such samples count as wrong in accuracies; NMI, ARI and AMI
-take it for one more cluster, as scikit-learn does.
+"noise": it is paired with no class, so such samples count as wrong in accuracies; NMI, ARI and AMI
+treat it as one more cluster, as scikit-learn does.
 """
 
 import math
@@ -64,7 +64,7 @@ def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
         clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
-        Cluster to class. With more clusters than classes the ones left over are missing.
+        Cluster to class. If there are more clusters than classes, unpaired clusters are missing.
 
     Example:
         >>> match([0, 0, 1], [1, 1, 0])
@@ -75,7 +75,7 @@ def match(labels: ArrayLike, clusters: ArrayLike) -> dict[int, int]:
 
 
 def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
-    """Share of samples in the cluster that is paired with their class, under the best pairing.
+    """Return the share of samples whose cluster is paired with their class, for the best pairing.
 
     `max_m mean_i [m(cluster_i) = label_i]` over one-to-one pairings `m`; the numbers of classes and
     clusters may differ.
@@ -99,37 +99,15 @@ def accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
     return float(paired / (np.asarray(labels) >= 0).sum())
 
 
-def balanced_accuracy(labels: ArrayLike, clusters: ArrayLike) -> float:
-    """Mean over classes of the share found, so that rare classes count as much as common ones.
-
-    `max_m mean_c mean_{i: label_i = c} [m(cluster_i) = c]` over one-to-one pairings `m`. A class
-    without a cluster of its own counts 0; one without a sample is left out.
-
-    Args:
-        labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers from 0, -1 for noise.
-
-    Returns:
-        A number in [0, 1].
-
-    Example:
-        >>> balanced_accuracy([0, 0, 0, 1], [0, 0, 0, 0]), accuracy([0, 0, 0, 1], [0, 0, 0, 0])
-        (0.5, 0.75)
-    """
-    sizes = np.bincount(_known(labels, clusters)[0])
-    recall = contingency(labels, clusters)[sizes > 0] / sizes[sizes > 0, None]
-    return float(recall[linear_sum_assignment(recall, maximize=True)].sum() / len(recall))
-
-
 def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str, float | None]:
-    """All four scores at once: Hungarian accuracy, NMI, ARI and AMI.
+    """Compute Hungarian accuracy, NMI, ARI and AMI.
 
     Args:
         labels: `[n]` integers, -1 where unknown, or None.
         clusters: `[n]` integers from 0, -1 for noise.
 
     Returns:
-        Keys `acc`, `nmi`, `ari`, `ami`. All None where no label is known.
+        Keys `acc`, `nmi`, `ari`, `ami`. All None if no label is known.
 
     Example:
         >>> clustering_scores([0, 0, 1, 1], [1, 1, 0, 0])
@@ -147,25 +125,15 @@ def clustering_scores(labels: ArrayLike | None, clusters: ArrayLike) -> dict[str
 
 
 def confusion(
-    labels: ArrayLike,
-    clusters: ArrayLike,
-    n_classes: int | None = None,
-    n_clusters: int | None = None,
+    labels: ArrayLike, clusters: ArrayLike, n_classes: int, n_clusters: int
 ) -> tuple[Ints, Ints]:
-    """Contingency table with its columns ordered so that matched pairs lie on the diagonal.
+    """Return the contingency table with matched pairs on the diagonal, and its column order.
 
-    Args:
-        labels: `[n]` integers, -1 where unknown.
-        clusters: `[n]` integers from 0, -1 for noise.
-        n_classes: Number of rows; None takes the largest label + 1.
-        n_clusters: Number of columns; None takes the largest cluster + 1.
-
-    Returns:
-        The table `[n_classes, n_clusters]` int64, and the cluster of each column `[n_clusters]`
-        int64. Clusters without a partner come last, the fullest first.
+    The order `[n_clusters]` holds the cluster of each column; unpaired clusters come last, the
+    largest first. For the arguments see `contingency`.
 
     Example:
-        >>> table, order = confusion([0, 0, 1], [1, 1, 0])
+        >>> table, order = confusion([0, 0, 1], [1, 1, 0], 2, 2)
         >>> table.tolist(), order.tolist()
         ([[2, 0], [0, 1]], [1, 0])
     """
@@ -177,7 +145,7 @@ def confusion(
 
 
 def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
-    """Number of samples in each cluster.
+    """Count the samples in each cluster.
 
     Args:
         clusters: `[..., n]` integers in `[0, n_clusters)`; leading axes (heads) are kept.
@@ -203,14 +171,14 @@ def cluster_sizes(clusters: ArrayLike, n_clusters: int) -> Ints:
 
 
 def effective_clusters(sizes: ArrayLike) -> NDArray[np.float64]:
-    """Number of equally full clusters that would be as varied as these: `exp(entropy(sizes))`.
+    """Return the effective number of clusters, `exp(entropy(sizes))`.
 
     Args:
         sizes: `[..., n_clusters]` counts.
 
     Returns:
-        `[...]` float64, from 1 (one cluster holds everything; 0 where there is nothing at all) to
-        `n_clusters` (all equal).
+        `[...]` float64, from 1 (one cluster holds everything; 0 if all are empty) to `n_clusters`
+        (all equal).
 
     Example:
         >>> effective_clusters([5, 5, 0, 0]).item()
@@ -224,16 +192,13 @@ def effective_clusters(sizes: ArrayLike) -> NDArray[np.float64]:
 
 
 def collapsed(sizes: ArrayLike) -> NDArray[np.bool_]:
-    """Whether a clustering uses less than half of its clusters, by `effective_clusters`.
+    """Return whether fewer than half of the clusters are in use, by `effective_clusters`.
 
     A natural imbalance (a largest class twenty times the smallest, evenly graded) stays well above
     this line; a head that gives most samples to a few clusters falls below.
 
     Args:
         sizes: `[..., n_clusters]` counts.
-
-    Returns:
-        `[...]` bool.
 
     Example:
         >>> collapsed([[10, 10, 10, 10], [40, 0, 0, 0]]).tolist()
@@ -243,7 +208,7 @@ def collapsed(sizes: ArrayLike) -> NDArray[np.bool_]:
 
 
 def _known(labels: ArrayLike, clusters: ArrayLike) -> tuple[Ints, Ints]:
-    """Both as int64, without the samples whose label is unknown."""
+    """Check both, and return them as int64 without the samples whose label is unknown."""
     labels, clusters = np.asarray(labels), np.asarray(clusters)
     for name, values in (("labels", labels), ("clusters", clusters)):
         if values.dtype.kind not in "iu":

@@ -1,11 +1,12 @@
-"""What a language model writes after a prompt, greedily, or why it wrote nothing."""
+"""Greedy generation after prompts; a failure is reported instead of raised."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,19 +30,19 @@ def generate(
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> list[str]:
-    """What a model writes after each prompt, greedily; the prompt is not repeated.
+    """Generate a text after each prompt, greedily; the prompt is not repeated.
 
     Args:
         model: a causal language model of transformers, or a `FrozenTeacher`.
-        tokenizer: its tokenizer; never changed.
+        tokenizer: its tokenizer; not modified.
         prompts: texts.
-        max_new_tokens: tokens at most; fewer where the model's text or its positions end.
-        ids: the prompts in tokens; None for `prompt_ids`, which a chat's template is not for.
-        batch_size: prompts at once; padded on the left and masked, they do not see each other.
-        autocast: makes the context that the model runs in; a `FrozenTeacher` has its own dtype.
+        max_new_tokens: length limit; shorter if the text or the model's positions end.
+        ids: the prompts in tokens; None for `prompt_ids`, which does not apply a chat template.
+        batch_size: prompts at once, padded on the left and masked.
+        autocast: returns the context that the model runs in; a `FrozenTeacher` has its own dtype.
 
     Returns:
-        A text for each prompt. It is empty where generating failed; the log then says why.
+        A text for each prompt; empty if generation failed, which is logged.
     """
     ids = [prompt_ids(tokenizer, prompt) for prompt in prompts] if ids is None else ids
     texts = []
@@ -57,16 +58,16 @@ def generate(
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """A prompt as in training, see `make_blocks`: BOS where the tokenizer puts it, no EOS."""
+    """Tokenize a prompt as in training (`make_blocks`): BOS if the tokenizer adds it, no EOS."""
     bos, of_nothing = tokenizer.bos_token_id, tokenizer("").input_ids
     start = [bos] if bos is not None and of_nothing[:1] == [bos] else []
     ids = start + tokenizer(prompt, add_special_tokens=False).input_ids
-    # An empty prompt is the beginning of a text.
+    # An empty prompt starts a text.
     return ids or [tokenizer.eos_token_id if bos is None else bos]
 
 
 Continued = tuple[str, str | None]
-"""The text, or why there is none."""
+"""The generated text, and why there is none."""
 
 
 def continue_prompts(
@@ -77,7 +78,7 @@ def continue_prompts(
     batch_size: int,
     autocast: Autocast,
 ) -> list[Continued]:
-    """Continue each prompt; where a batch crashes, its prompts are tried one by one."""
+    """Continue each prompt; if a batch raises, its prompts are tried one by one."""
     if isinstance(model, FrozenTeacher):
         with model.on_device():
             return continue_prompts(
@@ -89,7 +90,7 @@ def continue_prompts(
         for ids in prompts
     ]
     fits = [i for i, ids in enumerate(prompts) if len(ids) + max_new_tokens <= room]
-    # What would reach the last position writes less, and alone: no other text is cut short for it.
+    # A prompt close to the last position runs alone, so that no other text is cut short.
     tight = [i for i, ids in enumerate(prompts) if room - max_new_tokens < len(ids) < room]
     batches = [fits[i : i + batch_size] for i in range(0, len(fits), batch_size)]
     batches += [[i] for i in tight]
@@ -111,9 +112,9 @@ def continue_prompts(
 
 
 class _Watch:
-    """Notes the first new token of each text whose logits were not finite.
+    """Records the first new token of each text whose logits were not finite.
 
-    Greedy search takes the largest logit, and a NaN counts as the largest: nothing would be raised.
+    Greedy search takes the largest logit, and a NaN counts as the largest, so nothing is raised.
     """
 
     def __init__(self, width: int, ends: Tensor) -> None:
@@ -135,13 +136,25 @@ def _greedy(
 
     device = next(model.parameters()).device
     ends = end_tokens(model, tokenizer)
-    inputs = _side_by_side(prompts, device)
-    width = inputs["input_ids"].shape[1]
+    width = max(map(len, prompts))
+    padding = [width - len(ids) for ids in prompts]
+    ids = [[0] * n + ids for n, ids in zip(padding, prompts, strict=True)]
+    mask = [[0] * n + [1] * (width - n) for n in padding]
     watch = _Watch(width, torch.tensor(ends, device=device, dtype=torch.long))
     out = model.generate(
-        **inputs,
+        input_ids=torch.tensor(ids, device=device),
+        attention_mask=torch.tensor(mask, device=device),
         logits_processor=LogitsProcessorList([watch]),  # pyright: ignore[reportArgumentType]
-        **_greedily(ends, max_new_tokens),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+        # A model's own sampling settings are overridden: a penalty would change greedy search.
+        do_sample=False,
+        num_beams=1,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=50,
+        repetition_penalty=1.0,
     )
     results: list[Continued] = []
     for row, (prompt, new) in enumerate(zip(prompts, out[:, width:].tolist(), strict=True)):
@@ -149,46 +162,39 @@ def _greedy(
             results.append(("", f"logits not finite at new token {watch.first[row]}"))
             continue
         stop = next((i for i, token in enumerate(new) if token in ends), len(new))
-        # Both with the prompt: alone, many tokenizers drop the space at the beginning.
+        # Decode both with the prompt: many tokenizers drop a leading space.
         before, whole = (tokenizer.decode(x) for x in (prompt, prompt + new[:stop]))
         text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new[:stop])
         results.append((text, None))
     return results
 
 
-def _greedily(ends: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
-    """Return the arguments of a model's `generate` for greedy search.
-
-    A model brings its own sampling settings: transformers warns that greedy search ignores them,
-    and a penalty would not be ignored.
-    """
-    return {
-        "max_new_tokens": max_new_tokens,
-        "eos_token_id": list(ends) or None,
-        "pad_token_id": ends[0] if ends else 0,
-        "do_sample": False,
-        "num_beams": 1,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 50,
-        "repetition_penalty": 1.0,
-    }
-
-
-def _side_by_side(prompts: Sequence[list[int]], device: torch.device) -> dict[str, Tensor]:
-    """Prompts in one batch, padded on the left and masked."""
-    width = max(map(len, prompts))
-    gaps = [width - len(ids) for ids in prompts]
-    ids = [[0] * gap + ids for gap, ids in zip(gaps, prompts, strict=True)]
-    seen = [[0] * gap + [1] * (width - gap) for gap in gaps]
-    return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": torch.tensor(seen, device=device),
-    }
-
-
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends a text, according to the model or the tokenizer."""
+    """Return the tokens that end a text, according to the model or the tokenizer."""
     ends = model.generation_config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
     return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
+
+
+def repetition(texts: Sequence[Sequence[Hashable]], n: int = 4) -> float | None:
+    """Return the share of n-grams that occurred earlier in the same text, averaged over texts.
+
+    `seq-rep-n = 1 - unique n-grams / n-grams`
+
+    Args:
+        texts: tokens of each text; texts of fewer than n tokens are ignored.
+        n: tokens in an n-gram.
+
+    Returns:
+        A number from 0 to 1; None if no text has n tokens.
+
+    References:
+        Welleck et al., Neural text generation with unlikelihood training, ICLR 2020, equation 10.
+
+    Example:
+        >>> repetition([["so", "it", "goes"] * 3], n=3)
+        0.5714285714285714
+    """
+    grams = [[tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in texts]
+    shares = [1 - len(set(row)) / len(row) for row in grams if row]
+    return fmean(shares) if shares else None

@@ -1,4 +1,4 @@
-"""k-NN accuracy of frozen embeddings: what the teacher knows before any head is trained."""
+"""k-NN accuracy of frozen embeddings."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,25 +20,24 @@ def knn_accuracy(
     max_train: int = 100_000,
     max_test: int = 10_000,
 ) -> float | None:
-    """Accuracy of a weighted vote among the k nearest training embeddings.
+    """Return the accuracy of a weighted vote among the k nearest training embeddings.
 
     `argmax_c sum_{i in kNN(x)} exp(cos(x, x_i) / T) [y_i = c]`. Without held-out data every
-    training sample is judged by the others (leave one out; itself excluded by index).
+    training sample is classified by the others (leave one out; itself excluded by index).
 
     Args:
         train_x: `[n, d]` embeddings.
         train_y: `[n]` integer labels, -1 where unknown (left out).
         test_x: `[m, d]` held-out embeddings, or None for leave-one-out.
         test_y: `[m]` labels of those.
-        k: Number of neighbours, at least 1; fewer where there are fewer samples.
+        k: Number of neighbors, at least 1; at most the number of samples.
         temperature: T > 0.
-        seed: Draws the sample where there are more rows than the next two.
+        seed: Seed of the random subsets below.
         max_train: Largest number of training rows searched.
-        max_test: Largest number of rows judged; leave-one-out uses this many in all.
+        max_test: Largest number of rows classified; of all rows in leave-one-out.
 
     Returns:
-        A number in [0, 1]; None where fewer than two training labels, or no held-out label, are
-        known.
+        A number in [0, 1]; None if fewer than two training labels, or no held-out label, are known.
 
     References:
         Caron et al., "Emerging Properties in Self-Supervised Vision Transformers", 2021, appendix;
@@ -66,7 +65,7 @@ def knn_accuracy(
     classifier.set_params(weights=votes)
     classifier.fit(normalize(x), y)
     if test_x is None or test_y is None:
-        return float((classifier.predict(None) == y).mean())  # None: neighbours exclude self
+        return float((classifier.predict(None) == y).mean())  # None: neighbors exclude self
     query_x, query_y = labelled_sample(test_x, test_y, max_test, seed)
     if not len(query_y):
         return None

@@ -1,4 +1,4 @@
-"""What a language model is worth: its predictions on held-out blocks, its answers to questions."""
+"""Evaluate language models: predictions on held-out blocks, answers to questions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from ssl_kd.datasets.blocks import Batch, Blocks
 from ssl_kd.datasets.records import Example
 from ssl_kd.datasets.render import show_chat
 from ssl_kd.evaluate.answers import TOLERANCE, AnswerScores, extract_answer
-from ssl_kd.evaluate.generation import Autocast, continue_prompts, generate, prompt_ids
-from ssl_kd.evaluate.texts import repetition
+from ssl_kd.evaluate.generation import (
+    Autocast,
+    continue_prompts,
+    generate,
+    prompt_ids,
+    repetition,
+)
 from ssl_kd.evaluate.tokens import TokenScores, TokenValues, token_values
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, logits_of
 from ssl_kd.losses.token_distillation import next_token_targets
@@ -30,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 PROMPT_CHARACTERS = 120
 
-Predict = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher]
-"""A batch, and rows of its flattened `[batch * token]` positions -> the model's answer there."""
+Predict = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher | None]
+"""Map a batch, and rows of its flattened `[batch * token]` positions, to a model's output there.
 
-Beside = Callable[[Batch, Tensor], LinearTeacher | LogitsTeacher | None]
-"""The same of a teacher; None of a batch that it does not know."""
+A teacher returns None for a batch that its cache does not hold.
+"""
 
 
 @torch.no_grad()
@@ -42,26 +47,26 @@ def judge_tokens(
     model: Any,
     blocks: Blocks,
     *,
-    teacher: Beside | None = None,
+    teacher: Predict | None = None,
     batch_size: int = 8,
     autocast: Autocast = nullcontext,
 ) -> TokenScores:
-    """How well a model predicts the targets of blocks, and how close it is to its teacher.
+    """Score how well a model predicts the targets of blocks, and how close it is to its teacher.
 
-    Logits exist a chunk at a time where the heads are linear. Dropout is off and there is no KV
-    cache; the model's modes come back afterwards.
+    If the output layer is linear, logits are computed a chunk at a time. Dropout and the KV cache
+    are off; the model's training modes are restored afterwards.
 
     Args:
-        model: a causal language model of transformers, or a `FrozenTeacher` to be judged itself.
+        model: a causal language model of transformers, or a `FrozenTeacher`.
         blocks: held-out text.
-        teacher: a `FrozenTeacher` on the same device, or a `RememberedTeacher`; None for no
-            agreement and no divergence. They are means over the rows that it knows.
-        batch_size: blocks of a forward pass.
-        autocast: makes the context that the model runs in: `Precision.autocast`. (A `FrozenTeacher`
-            runs in its own dtype.)
+        teacher: a `FrozenTeacher` on the same device, or a `RememberedTeacher`; None computes
+            neither agreement nor divergence. Both are averaged over the rows that it knows.
+        batch_size: blocks in a forward pass.
+        autocast: returns the context that the model runs in: `Precision.autocast`. (A
+            `FrozenTeacher` runs in its own dtype.)
 
     Returns:
-        The scores. Batches that are not finite are left out, and named by their blocks.
+        The scores. Batches with non-finite values are left out, and listed by their blocks.
     """
     scores = TokenScores()
     with nullcontext() if isinstance(model, FrozenTeacher) else evaluating(model):
@@ -75,29 +80,31 @@ def judge_tokens(
             positions, targets = next_token_targets(batch.input_ids, batch.counts)
             if len(targets):
                 with autocast():
-                    answer = predict(batch, positions)
-                teacher_answer = None if teacher is None else teacher(batch, positions)
-                values = list(_values(answer, teacher_answer, targets, autocast))
+                    output = predict(batch, positions)
+                teacher_output = None if teacher is None else teacher(batch, positions)
+                values = list(_values(output, teacher_output, targets, autocast))
                 scores.add(values, rows, batch.characters)
     return scores
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a model went on with after a prompt.
+    """A question, and the text that a model generated for it.
 
     Attributes:
-        where: where the question was read: `file.jsonl:17`.
-        prompt: what the model was given.
-        text: what it wrote; empty where that failed.
-        reference: the answer that is right.
-        fault: why there is no text; None where there is one.
+        where: place of the question in the data: `file.jsonl:17`.
+        prompt: the model's input.
+        ids: the same in tokens.
+        reference: the correct answer, or the data's own continuation.
+        text: the generated text; empty if generation failed.
+        fault: why there is no text; None if there is one.
     """
 
     where: str
     prompt: str
-    text: str
+    ids: list[int]
     reference: str
+    text: str = ""
     fault: str | None = None
 
 
@@ -113,33 +120,33 @@ def judge_answers(
     tolerance: float = TOLERANCE,
     autocast: Autocast = nullcontext,
 ) -> tuple[AnswerScores, list[Generation]]:
-    """Ask a model questions, greedily, and compare its answers.
+    """Generate answers to questions greedily, and compare them with the references.
 
-    A question is an example with a prompt and a completion, or chat messages up to the assistant's
-    last, of which `extract_answer` finds an answer in what is learned; other examples are passed
-    over. A generation that fails, or whose logits are not finite before it ends, counts as not
-    answered and is named in the scores' `faults`.
+    A question is an example with prompt and completion, or chat messages up to the assistant's
+    last, whose completion states an answer (`extract_answer`); other examples are skipped. A
+    generation that fails, or whose logits become non-finite, counts as not answered and is listed
+    in the scores' `faults`.
 
     Args:
         model: a causal language model of transformers, or a `FrozenTeacher`.
-        tokenizer: its tokenizer; never changed.
+        tokenizer: its tokenizer; not modified.
         examples: held-out examples.
-        limit: questions asked at most, the first ones; None for all.
-        batch_size: questions asked at once.
-        max_new_tokens: of an answer, at most; fewer where the model's positions end.
-        last_number: see `extract_answer`; for what the model writes, not for the references.
+        limit: use at most this many questions, the first ones; None for all.
+        batch_size: questions in a batch.
+        max_new_tokens: length limit of an answer, further limited by the model's positions.
+        last_number: see `extract_answer`; applies to generated text, not to references.
         tolerance: relative, see `same_answer`.
-        autocast: makes the context that the model runs in; a `FrozenTeacher` has its own dtype.
+        autocast: returns the context that the model runs in; a `FrozenTeacher` has its own dtype.
 
     Returns:
-        The scores, and what was generated, a question each.
+        The scores, and the generation for each question.
     """
     questions = list(islice(_questions(examples, tokenizer), limit))
     continued = continue_prompts(
         model, tokenizer, [q.ids for q in questions], max_new_tokens, batch_size, autocast
     )
     generations = [
-        Generation(q.where, q.prompt, text, q.reference, fault)
+        replace(q, text=text, fault=fault)
         for q, (text, fault) in zip(questions, continued, strict=True)
     ]
     scores = AnswerScores.of(
@@ -149,16 +156,13 @@ def judge_answers(
         faults=[f"{g.where}: {g.fault}" for g in generations if g.fault],
     )
     if scores.faults:
-        found = len(scores.faults), scores.n, scores.faults[0]
-        logger.warning("%d of %d questions got no answer, the first: %s", *found)
+        counts = len(scores.faults), scores.n, scores.faults[0]
+        logger.warning("%d of %d questions got no answer, the first: %s", *counts)
     return scores, generations
 
 
-# --- tokens ---------------------------------------------------------------------------------------
-
-
 def _predictor(model: Any) -> Predict:
-    head = linear_head(model)  # a probe by a forward pass: once, and not for each batch
+    head = linear_head(model)  # probes by a forward pass: once, and not for each batch
 
     def predict(batch: Batch, rows: Tensor) -> LinearTeacher | LogitsTeacher:
         inputs = batch.model_inputs()
@@ -171,46 +175,35 @@ def _predictor(model: Any) -> Predict:
 
 
 def _values(
-    answer: LinearTeacher | LogitsTeacher,
-    teacher_answer: LinearTeacher | LogitsTeacher | None,
+    output: LinearTeacher | LogitsTeacher,
+    teacher_output: LinearTeacher | LogitsTeacher | None,
     targets: Tensor,
     autocast: Autocast,
 ) -> Iterator[TokenValues]:
-    """What is known of each target token, a chunk of logits at a time."""
-    linear = isinstance(answer, LinearTeacher)
-    vocabulary = len(answer.weight) if linear else answer.logits.shape[-1]
+    """Yield the values of the target tokens, a chunk of logits at a time."""
+    linear = isinstance(output, LinearTeacher)
+    vocabulary = len(output.weight) if linear else output.logits.shape[-1]
     size = max(1, CHUNK_BYTES // (4 * vocabulary))
     for start in range(0, len(targets), size):
         chunk = slice(start, start + size)
         with autocast():
-            logits = logits_of(answer, chunk)
-        teacher_logits = None if teacher_answer is None else logits_of(teacher_answer, chunk)
+            logits = logits_of(output, chunk)
+        teacher_logits = None if teacher_output is None else logits_of(teacher_output, chunk)
         yield token_values(logits, targets[chunk], teacher_logits)
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Question:
-    where: str
-    prompt: str
-    ids: list[int]
-    reference: str
-
-
-def _questions(examples: Iterable[Example], tokenizer: Any) -> Iterator[_Question]:
+def _questions(examples: Iterable[Example], tokenizer: Any) -> Iterator[Generation]:
     for example in examples:
-        asked = _asked(example, tokenizer) if example.text is None else None
-        if asked and (answer := extract_answer(asked.reference)) is not None:
-            yield replace(asked, reference=answer)
+        question = _question(example, tokenizer) if example.text is None else None
+        if question and (answer := extract_answer(question.reference)) is not None:
+            yield replace(question, reference=answer)
 
 
-def _asked(example: Example, tokenizer: Any) -> _Question | None:
-    """What any kind of example asks, with its own continuation.
+def _question(example: Example, tokenizer: Any) -> Generation | None:
+    """Split an example into a prompt and its continuation.
 
-    None where the tokenizer's template refuses the messages, none of them is the assistant's, or
-    there are images, which nothing is asked about.
+    Returns None if the chat template refuses the messages, if no message is the assistant's, or if
+    there are images.
     """
     if example.images:
         return None
@@ -222,25 +215,22 @@ def _asked(example: Example, tokenizer: Any) -> _Question | None:
             return None
         try:
             prompt, _ = show_chat(messages[:-1], example.tools, tokenizer, prompt=True)
-        except TemplateError:  # the blocks name such an example among those left out
+        except TemplateError:  # `make_blocks` lists such examples
             return None
         ids = tokenizer(prompt, add_special_tokens=False).input_ids
-        return _Question(example.where, prompt, ids, messages[-1]["content"])
+        return Generation(example.where, prompt, ids, messages[-1]["content"])
     if example.text is None:
         prompt, rest = example.prompt or "", example.completion or ""
     else:
         end = example.text.rfind(" ", 0, PROMPT_CHARACTERS)
         end = PROMPT_CHARACTERS if end < 1 else end
         prompt, rest = example.text[:end], example.text[end : 4 * end]
-    return _Question(example.where, prompt, prompt_ids(tokenizer, prompt), rest)
-
-
-# --- one judge for a whole run --------------------------------------------------------------------
+    return Generation(example.where, prompt, prompt_ids(tokenizer, prompt), rest)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Held-out text as a model reads it.
+    """Held-out text, tokenized for a model.
 
     Attributes:
         tokenizer: the model's tokenizer.
@@ -252,23 +242,22 @@ class Reading:
 
 
 class LanguageJudge:
-    """Looks at models through the same held-out rows, prompts and questions.
+    """Evaluates several models on the same held-out rows, prompts and questions.
 
     Args:
         examples: held-out documents, for prompts and questions.
-        student: how every model but a `FrozenTeacher` reads them.
-        teacher: how a `FrozenTeacher` does; None where there is none to be judged.
-        beside: the teacher whose distributions the student's are compared with; None for no
-            agreement and no divergence.
-        validation: rows in the students' tokens, by which one of them is chosen; None: those of
-            `student`.
-        batch_size: blocks of a forward pass.
-        answer_prompts: questions asked at most.
-        generations: prompts that answers are kept of.
-        max_new_tokens: of an answer, at most.
-        autocast: makes the context that a student runs in.
-        original_router: makes a context in which a mixture of experts has the routers that it came
-            with: all rows of the table are beside one teacher, whatever its routers learn.
+        student: the held-out text for every model except a `FrozenTeacher`.
+        teacher: the held-out text for a `FrozenTeacher`; None if none is evaluated.
+        beside: the teacher that the student's distributions are compared with; None computes
+            neither agreement nor divergence.
+        validation: rows in the students' tokens for model selection; None: those of `student`.
+        batch_size: blocks in a forward pass.
+        answer_prompts: largest number of questions.
+        generations: number of prompts whose generated texts are reported.
+        max_new_tokens: length limit of a generated text.
+        autocast: returns the context that a student runs in.
+        original_router: returns a context in which a mixture of experts has its original routers,
+            so that all rows of the table are compared with one teacher, whatever its routers learn.
     """
 
     def __init__(
@@ -277,7 +266,7 @@ class LanguageJudge:
         student: Reading,
         teacher: Reading | None = None,
         *,
-        beside: Beside | None = None,
+        beside: Predict | None = None,
         validation: Blocks | None = None,
         batch_size: int = 8,
         answer_prompts: int = 100,
@@ -289,26 +278,23 @@ class LanguageJudge:
         self._examples, self._student, self._teacher = examples, student, teacher
         self._validation = student.blocks if validation is None else validation
         self._beside, self._batch_size, self._answer_prompts = beside, batch_size, answer_prompts
-        self._max_new_tokens, self._autocast, self._as_it_came = (
-            max_new_tokens,
-            autocast,
-            original_router,
-        )
+        self._max_new_tokens, self._autocast = max_new_tokens, autocast
+        self._original_router = original_router
         readings = [student] if teacher is None else [student, teacher]
-        every = (
-            [q for reading in readings if (q := _asked(example, reading.tokenizer)) is not None]
+        by_example = (
+            [q for reading in readings if (q := _question(example, reading.tokenizer)) is not None]
             for example in examples
         )
-        # As the student reads it, and as the teacher does where there is one.
-        both = (asked for asked in every if len(asked) == len(readings))
-        self._prompts = list(islice(both, generations))
+        complete = (questions for questions in by_example if len(questions) == len(readings))
+        # The question in the student's tokens, then in the teacher's.
+        self._prompts = list(islice(complete, generations))
 
     def validation(self, student: Any) -> TokenScores:
-        """Scores of a student on the rows that one is chosen by."""
+        """Return a student's scores on the rows for model selection."""
         return self._scores(student, self._validation)
 
     def _scores(self, model: Any, blocks: Blocks) -> TokenScores:
-        with self._as_it_came():
+        with self._original_router():
             return judge_tokens(
                 model,
                 blocks,
@@ -318,18 +304,21 @@ class LanguageJudge:
             )
 
     def row(self, name: str, model: Any) -> tuple[dict[str, Any], list[str]]:
-        """A row of the report's table, of rows that no choice is made on; and what the model wrote.
+        """Evaluate a model on the rows that are not used for model selection.
 
         Args:
-            name: of the row.
+            name: name of the row in the report's table.
             model: a student, or a `FrozenTeacher`.
 
         Returns:
-            The scores by name, and a text after each prompt.
+            The scores by name, and a generated text for each prompt.
         """
-        reading = self._reading(model)
+        reading, side = self._student, 0
+        if isinstance(model, FrozenTeacher):
+            assert self._teacher is not None
+            reading, side = self._teacher, -1
         row = self._scores(model, reading.blocks).table_row(name)
-        with self._as_it_came():
+        with self._original_router():
             answers, _ = judge_answers(
                 model,
                 reading.tokenizer,
@@ -338,43 +327,33 @@ class LanguageJudge:
                 max_new_tokens=self._max_new_tokens,
                 autocast=self._autocast,
             )
-            texts = self._texts(model, reading.tokenizer)
-        written = [reading.tokenizer(t, add_special_tokens=False).input_ids for t in texts]
+            questions = [pair[side] for pair in self._prompts]
+            texts = generate(
+                model,
+                reading.tokenizer,
+                [question.prompt for question in questions],
+                self._max_new_tokens,
+                ids=[question.ids for question in questions],
+                autocast=self._autocast,
+            )
+        tokens = [reading.tokenizer(t, add_special_tokens=False).input_ids for t in texts]
         return row | {
-            "repetition": repetition(written),
+            "repetition": repetition(tokens),
             "answer_accuracy": answers.accuracy,
             "answer_rate": answers.answer_rate,
             "n": answers.n,
             "interval": answers.interval,
         }, texts
 
-    def _texts(self, model: Any, tokenizer: Any) -> list[str]:
-        """What a model writes after each prompt; empty where that failed, and the log says why."""
-        asked = [both[-1 if isinstance(model, FrozenTeacher) else 0] for both in self._prompts]
-        return generate(
-            model,
-            tokenizer,
-            [question.prompt for question in asked],
-            self._max_new_tokens,
-            ids=[question.ids for question in asked],
-            autocast=self._autocast,
-        )
-
     @property
     def prompts(self) -> list[list[int]]:
-        """The prompts that answers are kept of, in the student's tokens."""
-        return [asked[0].ids for asked in self._prompts]
+        """The prompts whose generated texts are reported, in the student's tokens."""
+        return [pair[0].ids for pair in self._prompts]
 
     def side_by_side(self, generations: dict[str, list[str]]) -> list[dict[str, str]]:
-        """Each prompt with what each model wrote, and the text's own continuation."""
+        """Return each prompt with each model's generated text and the data's continuation."""
         return [
-            {"prompt": asked[0].prompt, "reference": asked[0].reference}
+            {"prompt": pair[0].prompt, "reference": pair[0].reference}
             | {name: texts[i] for name, texts in generations.items()}
-            for i, asked in enumerate(self._prompts)
+            for i, pair in enumerate(self._prompts)
         ]
-
-    def _reading(self, model: Any) -> Reading:
-        if not isinstance(model, FrozenTeacher):
-            return self._student
-        assert self._teacher is not None
-        return self._teacher

@@ -1,4 +1,4 @@
-"""A 2-D map of embeddings, for people to look at."""
+"""A 2-D map of embeddings."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,25 +11,25 @@ from ssl_kd.evaluate.sample import in_range, random_rows
 def embedding_map(
     x: NDArray, seed: int = 0, *, max_points: int = 1500
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Lay embeddings out in the plane so that neighbours stay neighbours (t-SNE).
+    """Project embeddings into the plane by t-SNE, which keeps neighbors close.
 
     Distances between far groups mean little. Takes about two seconds for 1,500 points on one core.
 
     Args:
         x: `[n, d]` embeddings.
-        seed: Draws the sample and starts the layout.
-        max_points: Beyond this many rows a random sample of them is laid out.
+        seed: Seed of the sample and of the layout.
+        max_points: Beyond this many rows a random sample of them is used.
 
     Returns:
-        The rows that were laid out, ascending, `[m]` int64, and their places `[m, 2]` float32,
-        centred, within [-1, 1].
+        The rows used, ascending, `[m]` int64, and their coordinates `[m, 2]` float32, centered,
+        within [-1, 1].
 
     References:
         van der Maaten and Hinton, "Visualizing Data using t-SNE", 2008.
     """
     rows = random_rows(len(x), max_points, seed)
     (z,) = in_range(x[rows])
-    if len(z) < 4 or np.ptp(z, axis=0).max() == 0:  # too few, or all alike: nothing to lay out
+    if len(z) < 4 or np.ptp(z, axis=0).max() == 0:  # too few, or all equal
         places = np.zeros((len(z), 2), np.float32)
         places[:, 0] = np.linspace(-1, 1, len(z)) if len(z) > 1 else 0
         return rows, places

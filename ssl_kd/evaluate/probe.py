@@ -1,4 +1,4 @@
-"""Linear probe: how much of the labels a linear classifier reads out of frozen embeddings."""
+"""Linear probe: accuracy of a linear classifier on frozen embeddings."""
 
 import logging
 import warnings
@@ -16,8 +16,8 @@ from ssl_kd.evaluate.sample import labelled_sample
 logger = logging.getLogger(__name__)
 
 INVERSE_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-# Beyond this many numbers (rows x features x classes) the probe works on a sample of the rows, so
-# that the whole search stays within about a minute on one core.
+# Beyond rows x features x classes of this product a sample of the rows is used, so that the search
+# takes at most about a minute on one core.
 BUDGET = 10_000_000_000
 
 
@@ -30,23 +30,23 @@ def linear_probe(
     *,
     max_iter: int = 200,
 ) -> dict[str, Any]:
-    """Accuracy of logistic regression on standardised embeddings.
+    """Return the accuracy of logistic regression on standardized embeddings.
 
     The inverse penalty C is chosen from 1e-4 to 10 on a fifth of the training data, from strong to
     weak, each fit starting at the one before; then the classifier is fitted on all of it. Held-out
-    data is only judged. Without held-out data a quarter of the training data is held out first.
+    data is used only for the accuracy; without any, a quarter of the training data is held out.
 
     Args:
         train_x: `[n, d]` embeddings.
         train_y: `[n]` integer labels, -1 where unknown (left out).
         test_x: `[m, d]` held-out embeddings, or None.
         test_y: `[m]` labels of those.
-        seed: Draws the splits, and the sample of a large set.
+        seed: Seed of the splits, and of the sample of a large set.
         max_iter: Largest number of L-BFGS steps per fit.
 
     Returns:
-        `accuracy` and `C` (None where fewer than two classes or ten samples are labelled),
-        `rows` fitted on, `converged`, and `note`: None, or one sentence on what was different.
+        `accuracy` and `C` (None if fewer than two classes or ten samples are labeled), `rows`
+        fitted on, `converged`, and `note`: None, or one sentence on what was different.
     """
     if (test_x is None) != (test_y is None):
         raise ValueError("give both test_x and test_y, or neither")
@@ -62,7 +62,7 @@ def linear_probe(
         return nothing | {"note": note}
     if test_x is None or test_y is None:
         x, held_x, y, held_y = _split(x, y, 0.25, seed)
-        notes.append("judged on a quarter of the training data, held out for this")
+        notes.append("tested on a quarter of the training data, held out for this")
     else:
         held_x, held_y = labelled_sample(test_x, test_y, max_rows, seed)
     if not len(held_y):
@@ -96,7 +96,7 @@ def linear_probe(
 
 
 def _fit(classifier: LogisticRegression, x: NDArray, y: NDArray) -> bool:
-    """Fit, and say whether L-BFGS converged."""
+    """Fit, and return whether L-BFGS converged."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         classifier.fit(x, y)
@@ -104,7 +104,7 @@ def _fit(classifier: LogisticRegression, x: NDArray, y: NDArray) -> bool:
 
 
 def _split(x: NDArray, y: NDArray, share: float, seed: int) -> list[NDArray]:
-    """Random split, stratified by class where every class is large enough on both sides."""
+    """Split at random, stratified by class if every class is large enough on both sides."""
     _, inverse, counts = np.unique(y, return_inverse=True, return_counts=True)
     smaller_side = int(np.ceil(share * len(y)))
     stratify = inverse if counts.min() >= 2 and smaller_side >= len(counts) else None

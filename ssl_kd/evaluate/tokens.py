@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenValues(NamedTuple):
-    """What is known of each target token once its logits are gone; all `[n]`, same float dtype.
+    """Values of each target token, kept instead of its logits; all `[n]`, of one float dtype.
 
     Args:
         nll: Negative log-likelihood of the target, in nats.
@@ -26,7 +26,7 @@ class TokenValues(NamedTuple):
         correct: 1 where the likeliest token is the target.
         kl: `KL(teacher || student)` in nats, or None without a teacher.
         agrees: 1 where student and teacher have the same likeliest token, or None.
-        acceptance: Probability that the teacher accepts a token that the student drafts, or None.
+        acceptance: Probability that the teacher accepts a token drafted by the student, or None.
     """
 
     nll: Tensor
@@ -43,25 +43,24 @@ def token_values(
 ) -> TokenValues:
     """Reduce the logits of some tokens to a few numbers per token, at temperature 1.
 
-    `nll = -log q_target`, `kl = sum_v p_v (log p_v - log q_v)` and, of speculative sampling,
-    `acceptance = sum_v min(p_v, q_v)`, which is one minus the total variation distance; q of the
-    student, p of the teacher. However the tokens are cut into chunks, the values are the same, so
-    only one chunk of logits needs to exist at a time.
+    `nll = -log q_target`, `kl = sum_v p_v (log p_v - log q_v)` and, for speculative sampling,
+    `acceptance = sum_v min(p_v, q_v)`, with q of the student and p of the teacher. The values do
+    not depend on how the tokens are split into chunks.
 
     Args:
-        logits: `[n, V]` of the student; in float32 inside, float64 where they are.
+        logits: `[n, V]` of the student; computed in float32, in float64 if they are float64.
         targets: `[n]` int64 in `[0, V)`.
-        teacher_logits: `[n, V']`. What compares is of the common vocabulary, both sides
-            renormalised: the first `min(V, V')` entries (the rest is padding), without those that
-            either side excludes (-inf) at all n tokens, as `token_kd` has it.
+        teacher_logits: `[n, V']`. Comparisons use the common vocabulary, both sides renormalized:
+            the first `min(V, V')` entries (the rest is padding), without those that either side
+            excludes (-inf) at all n tokens, as in `token_kd`.
 
     Returns:
-        `TokenValues`. Where the student excludes an entry of that vocabulary at a token, and the
-        teacher does not, `kl` is inf.
+        `TokenValues`. Where the student excludes an entry at a token and the teacher does not, `kl`
+        is inf.
 
     References:
         Leviathan et al., Fast inference from transformers via speculative decoding, ICML 2023,
-        theorem 3.5 and corollary 3.6: the acceptance.
+        theorem 3.5 and corollary 3.6.
     """
     log_q = logits.to(compute_dtype(logits)).log_softmax(-1)
     top, choice = log_q.max(-1)
@@ -84,13 +83,13 @@ def token_values(
 
 
 class TokenScores:
-    """Means over all target tokens of a text, gathered batch by batch in float64.
+    """Means over all target tokens of a text, accumulated in float64 batch by batch.
 
-    A batch with a number that is not finite is named, left out of every mean and counted: one
-    infinity or NaN would otherwise be the whole result.
+    A batch with a non-finite number is listed and left out of every mean, since one NaN would
+    otherwise make the whole result NaN.
 
     Attributes:
-        tokens: Target tokens counted.
+        tokens: Number of target tokens counted.
         left_out: One sentence for each batch that is left out.
     """
 
@@ -109,8 +108,8 @@ class TokenScores:
 
         Args:
             chunks: The values of its target tokens, in any number of chunks.
-            rows: The blocks the batch is made of, for its name should it be left out.
-            characters: Of text that its targets stand for, where known.
+            rows: The numbers of its blocks, to list it if it is left out.
+            characters: Length of the text that its targets represent, if known.
         """
         columns = {
             name: torch.cat(parts).cpu().double()
@@ -121,8 +120,9 @@ class TokenScores:
             return
         bad = {name: int((~values.isfinite()).sum()) for name, values in columns.items()}
         if any(bad.values()):
-            found = ", ".join(f"{name} in {count}" for name, count in bad.items() if count)
-            self.left_out.append(f"blocks {_row_numbers(rows)}: not finite: {found} of {n} tokens")
+            counts = ", ".join(f"{name} in {count}" for name, count in bad.items() if count)
+            blocks = f"{rows[0]} to {rows[-1]}" if len(rows) > 1 else f"{rows[0]}"
+            self.left_out.append(f"blocks {blocks}: not finite: {counts} of {n} tokens")
             logger.warning("An evaluation batch is left out: %s", self.left_out[-1])
             if any(bad[name] for name in ("nll", "confidence", "correct")):
                 return
@@ -136,25 +136,22 @@ class TokenScores:
 
     @property
     def nll(self) -> float | None:
-        """Mean negative log-likelihood of a token in nats; None where no token was counted."""
+        """Mean negative log-likelihood of a token in nats; None without tokens."""
         return self._mean("nll")
 
     @property
     def perplexity(self) -> float | None:
-        """`exp(nll)`; None where no token was counted, or beyond 1e304 (`nll` above 700)."""
+        """`exp(nll)`; None without tokens, or beyond 1e304 (`nll` above 700)."""
         return math.exp(self.nll) if self.nll is not None and self.nll <= 700 else None
 
     @property
     def bits_per_character(self) -> float | None:
-        """`sum nll / characters / ln 2`; None where the characters are not known.
-
-        Comparable between tokenizers, as perplexity is not.
-        """
+        """`sum nll / characters / ln 2`, comparable between tokenizers; None if not known."""
         return self._sums["nll"] / self._characters / math.log(2) if self._characters else None
 
     @property
     def agreement(self) -> float | None:
-        """Share of tokens where student and teacher would choose the same; None without one."""
+        """Share of tokens with the same choice as the teacher; None without a teacher."""
         return self._mean("agrees")
 
     @property
@@ -164,7 +161,7 @@ class TokenScores:
 
     @property
     def acceptance(self) -> float | None:
-        """How likely the teacher is to accept a token that the student drafts; None without one."""
+        """Mean probability that the teacher accepts a drafted token; None without a teacher."""
         return self._mean("acceptance")
 
     @property
@@ -173,30 +170,10 @@ class TokenScores:
         return self._reliability.ece
 
     def table_row(self, name: str) -> dict[str, str | float | int | None]:
-        """The scores as a row of the report's table, each a finite number or None.
-
-        Args:
-            name: Whose scores they are.
-        """
-        return {
-            "name": name,
-            "perplexity": self.perplexity,
-            "nll": self.nll,
-            "bits_per_character": self.bits_per_character,
-            "agreement": self.agreement,
-            "kl": self.kl,
-            "acceptance": self.acceptance,
-            "ece": self.ece,
-            "left_out": len(self.left_out),
-        }
+        """Return the scores as a row of the report's table, each a finite number or None."""
+        columns = ("perplexity", "nll", "bits_per_character", "agreement", "kl", "acceptance")
+        scores = {column: getattr(self, column) for column in (*columns, "ece")}
+        return {"name": name, **scores, "left_out": len(self.left_out)}
 
     def _mean(self, name: str) -> float | None:
         return self._sums[name] / self._counted[name] if name in self._sums else None
-
-
-def _row_numbers(rows: Sequence[int]) -> str:
-    """`8 to 15` where the rows follow each other, all of them otherwise."""
-    rows = [int(row) for row in rows]
-    if len(rows) > 1 and rows == list(range(rows[0], rows[-1] + 1)):
-        return f"{rows[0]} to {rows[-1]}"
-    return ", ".join(map(str, rows))

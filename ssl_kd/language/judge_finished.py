@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 from ssl_kd.datasets.aligned import aligned_blocks
 from ssl_kd.datasets.blocks import Blocks
 from ssl_kd.datasets.text import TextDataset
 from ssl_kd.evaluate.language import LanguageJudge, Reading
-from ssl_kd.evaluate.texts import distinct, rouge_l
 from ssl_kd.guard.precision import default_torch_state
 from ssl_kd.language.judge_in_run import ANSWER_PROMPTS
 from ssl_kd.language.prepare import test_and_validation
@@ -79,7 +77,7 @@ def judge(
     models = {"teacher": frozen} if frozen is not None else {}
     models["student"] = answering.model
     tell, n = partial(progress, "judge"), len(models)
-    table, shown = _looked_at(looks, models, readings, lambda i, who: tell(i, n, {"of": who}))
+    table, shown = _looked_at(looks, models, lambda i, who: tell(i, n, {"of": who}))
     tell(n, n, {})
     return {
         "student": student.name,
@@ -120,7 +118,6 @@ def _readings(
 def _looked_at(
     looks: LanguageJudge,
     models: dict[str, Any],
-    readings: list[Reading],
     tell: Callable[[int, str], object],
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """A row for each model, and each prompt with what each of them wrote."""
@@ -129,18 +126,4 @@ def _looked_at(
         tell(len(table), name)
         row, wrote[name] = looks.row(name, model)
         table.append(row)
-    shown = looks.side_by_side(wrote)
-
-    def rouge(name: str, other: str) -> float | None:
-        pairs = ((one[name], one[other]) for one in shown if name != other and other in one)
-        values = [value for pair in pairs if (value := rouge_l(*pair)) is not None]
-        return fmean(values) if values else None
-
-    for row in table:
-        name = row["name"]
-        tokenizer = readings[-1 if name == "teacher" else 0].tokenizer
-        texts = [tokenizer(text, add_special_tokens=False).input_ids for text in wrote[name]]
-        row["distinct_2"] = distinct(texts, 2)
-        row["rouge_l"] = rouge(name, "reference")
-        row["rouge_l_teacher"] = rouge(name, "teacher")
-    return table, shown
+    return table, looks.side_by_side(wrote)

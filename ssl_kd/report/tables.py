@@ -16,9 +16,6 @@ SCORES = {
     "acceptance": ("accepted as a draft, 1 - TVD", "{:.1%}"),
     "ece": ("calibration error (ECE)", "{:.3f}"),
     "repetition": ("repeated 4-grams (seq-rep-4)", "{:.1%}"),
-    "distinct_2": ("different 2-grams (distinct-2)", "{:.1%}"),
-    "rouge_l": ("ROUGE-L to the text's own", "{:.3f}"),
-    "rouge_l_teacher": ("ROUGE-L to the teacher's", "{:.3f}"),
     "answer_accuracy": ("right answers", "{:.1%}"),
     "answer_rate": ("questions answered", "{:.1%}"),
 }

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,8 +23,6 @@ def test_the_right_ones_are_those_that_accuracy_counts(rows):
 
 @given(st.lists(st.tuples(st.integers(0, 97), st.booleans()), min_size=1))
 def test_the_error_is_that_of_tokens(rows):
-    import torch
-
     confidence, right = (np.array(column) for column in zip(*rows, strict=True))
     confidence = confidence / 97  # now and then on an edge
     found = calibration(confidence, right)

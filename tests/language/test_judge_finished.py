@@ -32,8 +32,7 @@ def test_a_student_is_judged_beside_its_teacher(at, models, tmp_path, text_file,
     teacher, student = found["table"]
     assert (teacher["name"], student["name"]) == ("teacher", "student")
     assert teacher["kl"] is None and student["kl"] > 0 and 0 < student["acceptance"] < 1
-    assert 0 <= student["repetition"] <= 1 and 0 < student["distinct_2"] <= 1
-    assert 0 <= student["rouge_l_teacher"] <= 1 and teacher["rouge_l_teacher"] is None
+    assert 0 <= student["repetition"] <= 1
     assert len(found["generations"]) == 3
     for title in ("Held-out text", "accepted as a draft", "Results: scores/a.json"):
         assert title in shown
