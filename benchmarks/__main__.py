@@ -1,7 +1,7 @@
-"""What there is to measure, as the table in docs/benchmarks.md: from the docstrings.
+"""List the benchmarks, from their docstrings.
 
 python -m benchmarks          # prints the table
-python -m benchmarks --write  # puts it into the page
+python -m benchmarks --write  # writes it to docs/results.md
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks.results_page import write_section
+
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parent / "docs" / "benchmarks.md"
-BEGIN = "<!-- table: python -m benchmarks --write -->\n\n"
 
 
 def benchmarks() -> dict[str, str]:
-    """Name -> docstring of every file that is a command."""
-    found = {}
+    """Return the docstring of every file that is a command, by name."""
+    docstrings = {}
     for file in sorted(FOLDER.glob("[a-z]*.py")):
         source = file.read_text(encoding="utf-8")
         if "__main__" in source:
-            found[file.stem] = ast.get_docstring(ast.parse(source)) or ""
-    return found
+            docstrings[file.stem] = ast.get_docstring(ast.parse(source)) or ""
+    return docstrings
 
 
 def commands(name: str, docstring: str) -> list[str]:
-    """Its commands: the lines of the docstring that call it, without what they say behind #."""
-    wanted = rf"^\s*((?:python|torchrun)\b.*\bbenchmarks[./]{name}\b.*?)(?:\s*#.*)?$"
-    return re.findall(wanted, docstring, re.M) or [f"python -m benchmarks.{name}"]
+    """Return the lines of the docstring that call the benchmark, without their comments."""
+    pattern = rf"^\s*((?:python|torchrun)\b.*\bbenchmarks[./]{name}\b.*?)(?:\s*#.*)?$"
+    return re.findall(pattern, docstring, re.M) or [f"python -m benchmarks.{name}"]
 
 
 def table() -> str:
-    """A row for each: how to run it, and the first line of what it says of itself."""
+    """Return a table: the first line of each docstring, and the commands."""
     rows = ["| what it measures | command |", "|---|---|"]
     for name, docstring in benchmarks().items():
         first, *more = docstring.splitlines()
@@ -43,14 +43,8 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def page() -> str:
-    """The page with the table of today."""
-    head, _, _ = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return head + BEGIN + table()
-
-
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(page(), encoding="utf-8")
+        write_section("benchmarks", table())
     else:
         print(table(), end="")

@@ -1,6 +1,6 @@
 """How often the microscope names the right operation and the right cause.
 
-    python -m benchmarks.diagnosis    # 200 and 100 injections; writes docs/diagnosis.md
+    python -m benchmarks.diagnosis    # 200 and 100 injections; writes docs/results.md
 
 The 200 are of heads, here; the 100 of students, in `benchmarks.diagnosis_language`. Each injection
 puts one fault of a known cause into a step of random sizes, depth, activation and loss. The truth
@@ -19,13 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.results_page import write_section
 from ssl_kd.guard.diagnosis import Cause, diagnose
 from ssl_kd.guard.microscope import Microscope
 
@@ -40,7 +40,6 @@ SETTINGS = {
 Stage = tuple[str, Callable[[Tensor], Tensor]]
 Drawn = tuple[Cause, str, Cause, str, int]
 """The truth, cause and operation; what was said; and how many draws before it held no fault."""
-PAGE = Path(__file__).parents[1] / "docs" / "diagnosis.md"
 
 
 @dataclass
@@ -354,7 +353,7 @@ def section(score: Score) -> list[str]:
         f"- operation right: {share(score.right_op)}",
         f"- cause right: {share(score.right_cause)}",
         "",
-        "Rows: what was injected. Columns: what was said.",
+        "Rows: what was injected. Columns: what was reported.",
         "",
         "| | " + " | ".join(c.value for c in causes) + " |",
         "|---|" + "---|" * len(causes),
@@ -366,33 +365,28 @@ def section(score: Score) -> list[str]:
     return lines
 
 
-def page(heads: Score, students: Score, seed: int) -> str:
-    """`docs/diagnosis.md`."""
+def report(heads: Score, students: Score) -> str:
+    """Return the section of `docs/results.md`."""
     lines = [
-        "# What the microscope finds",
-        "",
         f"{heads.total} faults of a known cause in random steps (sizes, depth, activation, loss), "
-        "each found again from",
-        "the numbers alone. The truth comes from the injection. Draws in which the fault harmed "
-        "neither loss nor",
-        "gradient, or whose first operation is not certain in advance "
-        f"({heads.redrawn} more), were drawn again.",
+        "each diagnosed from the",
+        "numbers alone. The truth comes from the injection. Draws in which the fault harmed "
+        "neither loss nor gradient, or",
+        f"whose first operation is not certain in advance ({heads.redrawn} more), were drawn "
+        "again.",
         "",
         *section(heads),
         "",
-        "## Students of the language mode",
+        "### Students of the language mode",
         "",
         f"{students.total} faults in random steps of distillation: tiny Llama, GPT-2 and Mixtral "
-        "models of random sizes and",
-        "weights as student and teacher, random vocabulary, batch, divergence, temperature and "
-        "weights of the terms, in",
-        "float32 or emulated float16. Each goes through the guarded step; counted is what its "
-        "event says. Drawn again,",
-        f"as above: {students.redrawn}.",
+        "models of random sizes and weights",
+        "as student and teacher, random vocabulary, batch, divergence, temperature and weights of "
+        "the terms, in float32 or",
+        "emulated float16, each in a guarded step whose event is compared with the truth. Drawn "
+        f"again: {students.redrawn}.",
         "",
         *section(students),
-        "",
-        f"`python -m benchmarks.diagnosis --seed {seed}` writes this page.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -404,15 +398,13 @@ def main() -> None:
     parser.add_argument("--injections", type=int, default=200, help="of heads")
     parser.add_argument("--students", type=int, default=100, help="injections of students")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--page", type=Path, default=PAGE, help="where the table is written")
     args = parser.parse_args()
     began = time.perf_counter()
     logging.disable(logging.WARNING)  # of every guard that finds what was injected
     heads = measure(KINDS, draw, args.injections, args.seed)
     students = measure(language.KINDS, language.draw, args.students, args.seed)
-    text = page(heads, students, args.seed)
-    args.page.parent.mkdir(parents=True, exist_ok=True)
-    args.page.write_text(text, encoding="utf-8")
+    text = report(heads, students)
+    write_section("diagnosis", text)
     seconds = f"{time.perf_counter() - began:.1f} s"
     print(text, *heads.misses, *students.misses, seconds, sep="\n")
 

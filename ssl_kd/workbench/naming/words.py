@@ -15,7 +15,7 @@ from ssl_kd.errors import InputError
 from ssl_kd.workbench.naming.names import Names, named, siblings
 
 WORDS = 10  # kept of each cluster
-SHARPNESS = 3  # chosen on half of the articles of docs/names.md, and better on the other half
+SHARPNESS = 3  # fitted on half of the articles of docs/results.md#names
 CHANCE = 0.01  # that a cluster of random texts gets a name
 LEAST_LIFT = 0.5  # a word of a name is at least twice as frequent as in the siblings' texts
 TOKEN = r"(?u)[^\W\d_]{2,}"  # letters; a number says nothing of what is in a picture
