@@ -1,9 +1,8 @@
-"""Divergences between teacher p and student q: one table, read by losses, settings and caches.
+"""Divergences between teacher p and student q: the table that losses, settings and caches read.
 
-To add one, write its function and its entry in `DIVERGENCES`: nothing else in the library lists
-them, and `make config` writes their names into scripts/config.py. The tests meet it by its formula
-in tests/oracles/token_objectives.py. torch is imported where it is used: `ssl_kd distill --help`
-shows the names without it.
+To add one, write its function, its entry in `DIVERGENCES` and its formula in
+tests/oracles/token_objectives.py; nothing else lists them. `make config` writes their names into
+scripts/config.py. torch is imported inside functions, so that `ssl_kd distill --help` needs none.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 JS_BETA = r"js:0?\.\d*[1-9]\d*"
-"""How `js` is written with a weight of its own, above 0 and below 1."""
+"""Pattern of `js` with another weight than 0.5, above 0 and below 1."""
 SKEW = 0.1  # alpha of DistiLLM: the share of the first distribution in the mixture
 
 ValueAndGradient: TypeAlias = "tuple[Tensor, Tensor | None]"
@@ -30,19 +29,18 @@ class Divergence:
     """A divergence D(p, q) of two categorical distributions, with its gradient in closed form.
 
     With g = dD/dq, the gradient with respect to q's logits is `q_j (g_j - sum_i q_i g_i)`. Every
-    form below keeps the weight next to a logarithm that stays finite, so nothing becomes 0 times
-    infinity.
+    form below multiplies a weight by a finite logarithm, so nothing becomes 0 times infinity.
 
     Attributes:
         compute: called as `compute(log_p, p, log_q, q, gradient, exact)`, each tensor `[n, vocab]`
             and finite. `log_p` and `p`, of the teacher, may be overwritten; `log_q` and `q`, of the
             student, may not. Returns D `[n]`, and its gradient with respect to the student's logits
-            `[n, vocab]`, or None where `gradient` is False. D is at least 0, and near 0 as exact as
-            the logarithms' differences; without `exact`, which waits for the device, only where it
-            is not `near_0`.
+            `[n, vocab]`, or None if not `gradient`. D is at least 0 and, near 0, as exact as the
+            differences of the logarithms; without `exact`, which waits for the device, only where
+            it is not `near_0`.
         from_samples: an unbiased estimate from tokens that were sampled from the teacher, called as
             `from_samples(indices, weights, entropy, log_q, q, gradient)` with the fields of a
-            `SampledTeacher`; None: there is none.
+            `SampledTeacher`; None if there is none.
     """
 
     compute: Callable[..., ValueAndGradient]
@@ -65,7 +63,7 @@ def _forward_kl(
 def _sampled_forward_kl(
     indices: Tensor, weights: Tensor, entropy: Tensor, log_q: Tensor, q: Tensor, gradient: bool
 ) -> ValueAndGradient:
-    """`sum_i w_i (-log q_i)` less the teacher's entropy."""
+    """`sum_i w_i (-log q_i)` minus the teacher's entropy."""
     value = -(weights * log_q.gather(-1, indices)).sum(-1) - entropy
     if not gradient:
         return value, None
@@ -81,7 +79,7 @@ def _reverse_kl(
     value = weighted.sum(-1)
     if exact:
         _exact_(value, lambda p, q, ratio: _kl_near_0(q, p, -ratio), p, q, ratio)
-    return value, _centred_(weighted, q) if gradient else None
+    return value, _centered_(weighted, q) if gradient else None
 
 
 def _js(
@@ -107,7 +105,7 @@ def _js(
     value = weighted.sum(-1) - of_teacher * beta
     if exact:
         _exact_(value, exactly, p, q, ratio)
-    return value, _centred_(weighted, q) if gradient else None
+    return value, _centered_(weighted, q) if gradient else None
 
 
 def _skew_kl(
@@ -124,7 +122,7 @@ def _skew_kl(
         _exact_(value, exactly, p, q, log_mixture)
     if not gradient:
         return value, None
-    return value, _centred_(log_mixture.neg_().exp_().mul_(q).mul_(SKEW - 1), q)
+    return value, _centered_(log_mixture.neg_().exp_().mul_(q).mul_(SKEW - 1), q)
 
 
 def _skew_reverse_kl(
@@ -142,7 +140,7 @@ def _skew_reverse_kl(
         _exact_(value, exactly, p, q, log_share)
     if not gradient:
         return value, None
-    return value, _centred_(weighted.addcmul_(log_share.exp_(), q, value=-SKEW), q)
+    return value, _centered_(weighted.addcmul_(log_share.exp_(), q, value=-SKEW), q)
 
 
 def _tvd(
@@ -158,31 +156,28 @@ def _tvd(
         return value, None
     # The sign by division: torch.sign makes a NaN 0.
     sign = difference.div_(size.clamp_(min=torch.finfo(q.dtype).tiny))
-    return value, _centred_(sign.mul_(q).div_(2), q)
+    return value, _centered_(sign.mul_(q).div_(2), q)
 
 
 def near_0(value: Tensor) -> Tensor:
-    """Where rounding takes the digits of a divergence `[n]`: boolean `[n]`.
-
-    A sum of `a (log a - log b)` is as wrong as the logarithms are, some units of eps.
-    """
+    """Return where rounding errors of the logarithms dominate a divergence `[n]`."""
     import torch
 
     return value < 2**14 * torch.finfo(value.dtype).eps
 
 
 def _exact_(value: Tensor, exactly: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Put `exactly` of the tensors' rows into `value` `[n]` where it is `near_0`."""
+    """Replace `value` `[n]` by `exactly` of the same rows of the tensors where it is `near_0`."""
     close = near_0(value).nonzero().flatten()
     if len(close):
         value[close] = exactly(*(x[close] for x in tensors))
 
 
 def _kl_near_0(a: Tensor, b: Tensor, log_ratio: Tensor) -> Tensor:
-    """KL(a, b) with `log_ratio` = log(b / a), as a sum of terms that are all at least 0.
+    """KL(a, b) with r = `log_ratio` = log(b / a), as a sum of terms that are all at least 0.
 
-    `a (e^r - 1 - r)`: what it adds to `-a r` is b - a, whose sum is 0. An error of the logarithms,
-    which shifts all r alike, counts only squared.
+    `a (e^r - 1 - r)` adds b - a, whose sum is 0, to `-a r`. An error in the logarithms that shifts
+    all r equally enters only squared.
     """
     import torch
 
@@ -197,16 +192,15 @@ def _difference_(a: Tensor, b: Tensor) -> Tensor:
     return torch.sub(a, b, out=b)
 
 
-def _centred_(weighted: Tensor, q: Tensor) -> Tensor:
-    """The gradient from `q * g`, in place; any multiple of q in it makes no difference."""
+def _centered_(weighted: Tensor, q: Tensor) -> Tensor:
+    """Turn `q * g` into the gradient, in place; adding a multiple of q changes nothing."""
     return weighted.addcmul_(q, weighted.sum(-1, keepdim=True), value=-1)
 
 
 def _log_mixture(x: Tensor, share: float) -> Tensor:
     """`log(1 + share * (e^x - 1))`: the log of a mixture over its first part, exact near x = 0.
 
-    `x` is held at 80, where the first part weighs e^-80 of the second and no longer counts: without
-    that, e^x overflows.
+    `x` is clamped to 80, beyond which e^x overflows and the first part no longer counts.
     """
     return x.clamp(max=80).expm1_().mul_(share).log1p_()
 
@@ -224,13 +218,13 @@ DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
 
 
 def divergence_named(name: str) -> Divergence:
-    """The divergence of a name; `js:BETA` is GKD's generalised Jensen-Shannon divergence.
+    """Return the divergence of a name; `js:BETA` is GKD's generalised Jensen-Shannon divergence.
 
-    `BETA KL(p, m) + (1 - BETA) KL(q, m)` with m = BETA p + (1 - BETA) q: near 0 it is like
-    `forward_kl`, near 1 like `reverse_kl` (each times what is near 0), and `js` is `js:0.5`.
+    `BETA KL(p, m) + (1 - BETA) KL(q, m)` with m = BETA p + (1 - BETA) q. Divided by BETA it tends
+    to `forward_kl` for BETA near 0; divided by 1 - BETA, to `reverse_kl` for BETA near 1.
 
     Raises:
-        ValueError: there is none; names it and those there are.
+        ValueError: the name is unknown; the message lists those there are.
 
     References:
         Agarwal et al., On-Policy Distillation of Language Models (GKD), ICLR 2024, equation 3.

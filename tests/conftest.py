@@ -76,7 +76,7 @@ def kept_every_50_steps(monkeypatch):
 def free(monkeypatch):
     """Says whether a loss may look at numbers whenever it likes, as on the CPU."""
     module = sys.modules[linear_distillation.__module__]  # its name is the function's, too
-    return lambda are: monkeypatch.setattr(module, "_are_free", lambda device: are)
+    return lambda are: monkeypatch.setattr(module, "_reads_are_free", lambda device: are)
 
 
 @pytest.fixture

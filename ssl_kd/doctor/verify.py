@@ -19,8 +19,7 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sources import Plain
 from ssl_kd.language.step import Distiller, precision_of
 from ssl_kd.language.teacher_cache import TeacherCache, TeacherFingerprint, identity, write
-from ssl_kd.losses.linear_distillation import linear_distillation
-from ssl_kd.losses.token_distillation import next_token_targets, token_kd
+from ssl_kd.losses.token_distillation import linear_distillation, next_token_targets, token_kd
 from ssl_kd.settings import SettingsError
 from ssl_kd.teachers.causal import n_ids
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states

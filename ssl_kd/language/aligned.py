@@ -109,7 +109,7 @@ class Aligned(torch.nn.Module):
             distance, rows = self._uld(batch, logits)
         else:
             distance, rows = self._chunks(batch, logits)
-        draws = [distance(self.answer(batch.teacher, rows)) for _ in range(self.draws)]
+        draws = [distance(self.answer(batch.teacher, rows)).sum() for _ in range(self.draws)]
         return torch.stack(draws).mean(0)
 
     # Each: a function from the teacher's answer to the distance, and the rows to ask it about.
@@ -121,7 +121,7 @@ class Aligned(torch.nn.Module):
         student = projection(hidden[groups.student.rows[groups.student.first]])
 
         def distance(answer: Any) -> Tensor:
-            return hidden_matching(student, answer.hidden, reduction="sum")
+            return hidden_matching(student, answer.hidden)
 
         return distance, groups.teacher.rows[groups.teacher.first]
 
@@ -133,7 +133,7 @@ class Aligned(torch.nn.Module):
 
         def distance(answer: Any) -> Tensor:
             t = self.settings.temperature
-            return uld(student, logits_of(answer), temperature=t, reduction="sum")
+            return uld(student, logits_of(answer), temperature=t)
 
         return distance, groups.teacher.rows[groups.teacher.first]
 
@@ -155,7 +155,6 @@ class Aligned(torch.nn.Module):
                 vocabulary.teacher,
                 temperature=self.settings.temperature,
                 divergence=self.divergence,
-                reduction="sum",
             )
 
         return distance, groups.teacher.rows

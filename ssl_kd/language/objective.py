@@ -22,9 +22,8 @@ from ssl_kd.language.settings import LanguageSettings
 from ssl_kd.language.sick_rows import FirstPass, Out, overwritten, without
 from ssl_kd.language.sources import Source
 from ssl_kd.losses.legacy_clamp import LegacyClamp
-from ssl_kd.losses.linear_distillation import distillation_terms
-from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, chosen
-from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, select_rows
+from ssl_kd.losses.token_distillation import distillation_terms, next_token_targets
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import LinearHead, hidden_states, linear_head
 
@@ -231,7 +230,7 @@ class Objective:
         """Positions and targets of `some`; what was answered there, of answers to all of `text`."""
         here = some.counts[:, 1:][text.counts[:, 1:]].nonzero().flatten()
         theirs = [
-            chosen(answer, to_device_async(here, text.input_ids.device)) for answer in answers
+            select_rows(answer, to_device_async(here, text.input_ids.device)) for answer in answers
         ]
         return next_token_targets(some.input_ids, some.counts), theirs
 
@@ -252,7 +251,7 @@ class Objective:
             "temperature": self.settings.temperature,
             "weights": (self.settings.alpha_ce, self.settings.alpha_kd),
             "legacy_clamp": self.clamp,
-            "late": late,
+            "corrections": late,
         }
         if isinstance(batch, AlignedBatch) and self.aligned is not None:
             ce = distillation_terms(student.x, *head, targets, **options)[0]
@@ -263,7 +262,7 @@ class Objective:
             sums = []
             for at, has_target, divergence in self._parts(text, len(targets), out):
                 whole = at is None
-                answers = teachers if whole else [chosen(teacher, at) for teacher in teachers]
+                answers = teachers if whole else [select_rows(teacher, at) for teacher in teachers]
                 sums.append(
                     distillation_terms(
                         student.x if whole else student.at(at).x,

@@ -15,9 +15,8 @@ from ssl_kd.guard.events import Event
 from ssl_kd.guard.seeds import seed_of, seeded
 from ssl_kd.language.setting_groups import RouterSettings
 from ssl_kd.language.sources import Answer, Source, named_rows
-from ssl_kd.losses.linear_distillation import linear_distillation
 from ssl_kd.losses.teacher_output import TeacherOutput
-from ssl_kd.losses.token_distillation import next_token_targets
+from ssl_kd.losses.token_distillation import linear_distillation, next_token_targets
 from ssl_kd.teachers.causal import without_adapters
 from ssl_kd.teachers.frozen import FrozenTeacher, hidden_states
 from ssl_kd.teachers.mixture import Gates, Mixture, Routing

@@ -3,7 +3,6 @@
 from ssl_kd.divergences import DIVERGENCES, Divergence
 from ssl_kd.guard.finite import safe_normalize_weights
 from ssl_kd.losses.legacy_clamp import LegacyClamp
-from ssl_kd.losses.linear_distillation import linear_distillation, logits_distillation
 from ssl_kd.losses.mutual_information import (
     InstanceWeight,
     agreement,
@@ -13,7 +12,7 @@ from ssl_kd.losses.mutual_information import (
     temi,
 )
 from ssl_kd.losses.self_distillation import (
-    centred_targets,
+    centered_targets,
     sharpened_cross_entropy,
     sinkhorn_targets,
 )
@@ -24,7 +23,12 @@ from ssl_kd.losses.teacher_output import (
     TeacherOutput,
     TopKTeacher,
 )
-from ssl_kd.losses.token_distillation import next_token_targets, token_kd
+from ssl_kd.losses.token_distillation import (
+    linear_distillation,
+    logits_distillation,
+    next_token_targets,
+    token_kd,
+)
 
 __all__ = [
     "DIVERGENCES",
@@ -38,7 +42,7 @@ __all__ = [
     "TopKTeacher",
     "agreement",
     "beta_mi",
-    "centred_targets",
+    "centered_targets",
     "instance_weights",
     "linear_distillation",
     "log_probabilities",

@@ -1,15 +1,14 @@
-"""Distillation between models whose tokenizers differ, on an alignment made beforehand.
+"""Distillation between models whose tokenizers differ, on text aligned beforehand.
 
-Everything here works on compacted positions: a row of logits is a position that predicts a token
-that counts, a group is a stretch of text that both tokenizers cut at the same characters. Which row
-and which group is the alignment's business (`ssl_kd.datasets.aligned`). Arithmetic is float32
-inside (float64 for float64), gradients flow to the student only, and a NaN stays a NaN: finding it
-is the guard's business, and `reduction="none"` shows which group it is in.
+A row of logits is a position that predicts a token that counts; a group is a stretch of text that
+both tokenizers cut at the same characters (`ssl_kd.datasets.aligned` finds them). Every loss
+returns one value per group, `[group]`, float32 (float64 for float64). Gradients flow to the student
+only, and a NaN stays in its group, for the guard to find.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from ssl_kd.divergences import divergence_named
 from ssl_kd.guard.finite import compute_dtype
 from ssl_kd.losses.mutual_information import check_temperature
 from ssl_kd.losses.rows import lifted, row_divergences, saturated
-
-Reduction = Literal["mean", "sum", "none"]
 
 
 class Positions(NamedTuple):
@@ -40,7 +37,7 @@ class Positions(NamedTuple):
 
 
 class VocabularyMap(NamedTuple):
-    """Which class of the common vocabulary each token of one side belongs to.
+    """The class in the common vocabulary of each token of one side.
 
     Attributes:
         classes: `[tokens]` int64; `size` for a token that belongs to none.
@@ -51,52 +48,31 @@ class VocabularyMap(NamedTuple):
     size: int
 
 
-def _reduce(values: Tensor, reduction: Reduction) -> Tensor:
-    """The mean is 0 where there is nothing to average, and still part of the graph."""
-    if reduction == "mean":
-        return values.sum() / max(len(values), 1)
-    return values.sum() if reduction == "sum" else values
-
-
-def _check_rows(student: Tensor, teacher: Tensor, what: str) -> None:
+def _check_rows(student: Tensor, teacher: Tensor, kind: str) -> None:
     if len(student) != len(teacher):
         raise ValueError(
-            f"{len(student)} {what} of the student and {len(teacher)} of the teacher: "
+            f"{len(student)} {kind} of the student and {len(teacher)} of the teacher: "
             "both sides must come from the same alignment"
         )
 
 
-def uld(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    reduction: Reduction = "mean",
-) -> Tensor:
+def uld(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     r"""Universal logit distillation: L1 distance of the sorted next-token probabilities.
 
     $\sum_i |q_{(i)} - p_{(i)}|$, with student $q$ and teacher $p$ in descending order and the
-    smaller vocabulary padded with zeros. It needs no correspondence between the vocabularies, only
-    positions that stand before the same character of the text; the value lies in [0, 2].
+    smaller vocabulary padded with zeros, in [0, 2]. The vocabularies need not correspond.
 
     Args:
         student_logits: `[group, vocabulary]`, at the positions that predict a group's first token.
-        teacher_logits: `[group, vocabulary']` at the same character boundaries; no gradient.
+        teacher_logits: `[group, vocabulary']` at the same character boundaries.
         temperature: divides the logits of both sides.
-        reduction: `mean` or `sum` over groups, or `none`.
-
-    Returns:
-        A scalar, or `[group]`.
-
-    Raises:
-        ValueError: the numbers of groups differ, or the temperature is out of range.
 
     References:
         Boizard et al., Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss
         for LLMs, 2024, equation 5 (there by token index, here at common character boundaries).
 
     >>> uld(torch.zeros(1, 2), torch.zeros(1, 4))  # |1/2 - 1/4| twice, |0 - 1/4| twice
-    tensor(1.)
+    tensor([1.])
     """
     check_temperature("temperature", temperature)
     _check_rows(student_logits, teacher_logits, "aligned positions")
@@ -107,21 +83,19 @@ def uld(
     missing = student.shape[-1] - teacher.shape[-1]
     student = torch.nn.functional.pad(student, (0, max(-missing, 0)))
     teacher = torch.nn.functional.pad(teacher, (0, max(missing, 0)))
-    return _reduce((student - teacher.to(student.dtype)).abs().sum(-1), reduction)
+    return (student - teacher.to(student.dtype)).abs().sum(-1)
 
 
 def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor:
-    """A next-token distribution over classes of tokens, given that one of them comes.
-
-    `log sum_{v in class} softmax(logits)_v`, renormalised over the classes.
+    """Return `log sum_{v in class} softmax(logits)_v`, renormalised over the classes.
 
     Args:
-        logits: `[row, vocabulary]`; entries beyond the map (padding of the output layer) count for
-            nothing.
-        vocabulary: the class of each token. A class without a token gets no mass: -inf.
+        logits: `[row, vocabulary]`; entries beyond the map (padding of the output layer) are
+            ignored.
+        vocabulary: the class of each token.
 
     Returns:
-        `[row, class]`, float32 (float64 for float64).
+        `[row, class]`; -inf for a class without a token.
     """
     known = min(logits.shape[-1], len(vocabulary.classes))
     logits = saturated(logits[:, :known])
@@ -135,72 +109,57 @@ def class_log_probabilities(logits: Tensor, vocabulary: VocabularyMap) -> Tensor
 
 
 def chunk_log_likelihood(logits: Tensor, targets: Tensor, groups: Tensor, size: int) -> Tensor:
-    r"""Log-probability of each group's own tokens, by the chain rule.
-
-    $\log p(c) = \sum_{t \in c} \log p(x_t \mid x_{<t})$: row t of `logits` must be the position
-    *before* its target.
+    r"""Return the log-probability of each group's tokens, $\sum_t \log p(x_t \mid x_{<t})$.
 
     Args:
-        logits: `[row, vocabulary]`.
+        logits: `[row, vocabulary]`, at the position before each target.
         targets: `[row]` int64, the token each row predicts.
         groups: `[row]` int64 in `[0, size)`, the group that the target belongs to.
         size: number of groups.
 
     Returns:
-        `[size]`, at most 0, float32 (float64 for float64); 0 for a group without a row.
+        `[size]`, at most 0; 0 for a group without a row.
     """
     token = torch.log_softmax(saturated(logits), -1).gather(1, targets.unsqueeze(1)).squeeze(1)
     return token.new_zeros(size).index_add(0, groups, token)
 
 
 def likelihood_matching(
-    student_log_likelihood: Tensor,
-    teacher_log_likelihood: Tensor,
-    *,
-    temperature: float = 100.0,
-    reduction: Reduction = "mean",
+    student_log_likelihood: Tensor, teacher_log_likelihood: Tensor, *, temperature: float = 100.0
 ) -> Tensor:
-    r"""Approximate likelihood matching: how far apart both models hold a chunk to be likely.
+    r"""Approximate likelihood matching: distance of the probabilities that both give to a chunk.
 
     With $a = p(c)^{1/\tau}$ of the teacher and $b = q(c)^{1/\tau}$ of the student, the binary
     divergence "this chunk or another" is
     $\tau \, [a \log \frac{a}{b} + (1 - a) \log \frac{1 - a}{1 - b}]$.
 
-    Why this form: it is zero only where both agree (a chunk the teacher finds unlikely is not
-    pushed up, as plain likelihood would), and a large temperature keeps a and b off 0, where the
-    gradient of an improbable chunk would vanish. The factor tau keeps the size of the loss: for
-    large tau it tends to $u \log(u / v) + v - u$ with the surprisals $u = -\log p(c)$ and
-    $v = -\log q(c)$, in nats, which needs no normalisation by length. A gradient that is not 0 or
-    huge at surprisal 0 is seen to by an additive `eps` of the dtype on both surprisals.
+    It is zero only where both agree (plain likelihood would also raise a chunk that the teacher
+    finds unlikely), and a large temperature keeps a and b off 0, where the gradient of an
+    improbable chunk would vanish. The factor tau keeps the size of the loss: for large tau it tends
+    to $u \log(u / v) + v - u$ with the surprisals $u = -\log p(c)$ and $v = -\log q(c)$, in nats,
+    which needs no normalisation by length.
 
     Args:
         student_log_likelihood: `[group]` from `chunk_log_likelihood`.
-        teacher_log_likelihood: `[group]`; no gradient.
+        teacher_log_likelihood: `[group]`.
         temperature: tau; 1 compares the probabilities as they are.
-        reduction: `mean` or `sum` over groups, or `none`.
-
-    Returns:
-        A scalar, or `[group]`.
-
-    Raises:
-        ValueError: the numbers of groups differ, or the temperature is out of range.
 
     References:
         Minixhofer et al., Universal Cross-Tokenizer Distillation via Approximate Likelihood
         Matching, 2025, section 3 (there without the factor tau, at tau = 100 in their code).
 
     >>> likelihood_matching(torch.tensor([-1.0]), torch.tensor([-2.0]), temperature=1e4)
-    tensor(0.3863)
+    tensor([0.3863])
     """
     check_temperature("temperature", temperature)
     _check_rows(student_log_likelihood, teacher_log_likelihood, "groups")
     dtype = compute_dtype(student_log_likelihood)
-    eps = torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps  # keeps the gradient at surprisal 0 finite
     v = (eps - student_log_likelihood.to(dtype)) / temperature
     u = (eps - teacher_log_likelihood.detach().to(dtype)) / temperature
     other_u, other_v = -torch.expm1(-u), -torch.expm1(-v)
     values = (-u).exp() * (v - u) + other_u * (other_u.log() - other_v.log())
-    return _reduce(lifted(temperature * values), reduction)
+    return lifted(temperature * values)
 
 
 def chunk_matching(
@@ -215,18 +174,17 @@ def chunk_matching(
     temperature: float = 2.0,
     likelihood_temperature: float = 100.0,
     divergence: str = "forward_kl",
-    reduction: Reduction = "mean",
 ) -> Tensor:
-    """Divergence where one token stands against one of the same text, likelihood elsewhere.
+    """Compute a divergence where one token matches one of the same text, likelihoods elsewhere.
 
-    A matched group gets T^2 times the divergence of the two next-token distributions, carried onto
-    the common vocabulary (`class_log_probabilities`); any other group `likelihood_matching` of its
-    two chunk likelihoods. Both are in nats a group. With one tokenizer on both sides every group is
+    A matched group gets T^2 times the divergence of the two next-token distributions over the
+    common vocabulary (`class_log_probabilities`); any other group `likelihood_matching` of its two
+    chunk likelihoods. Both are in nats a group. With one tokenizer on both sides every group is
     matched and this is `token_kd`.
 
     Args:
         student_logits: `[n, vocabulary]`, of `student.rows`.
-        teacher_logits: `[n', vocabulary']`, of `teacher.rows`; no gradient.
+        teacher_logits: `[n', vocabulary']`, of `teacher.rows`.
         student: the student's positions.
         teacher: the teacher's positions, of the same G groups.
         matched: `[G]` bool.
@@ -235,14 +193,10 @@ def chunk_matching(
         temperature: of the divergence.
         likelihood_temperature: of the likelihood matching.
         divergence: see `token_kd`.
-        reduction: `mean` or `sum` over groups, or `none`.
-
-    Returns:
-        A scalar, or `[G]`.
 
     Raises:
         ValueError: the sides have different numbers of groups or classes, a temperature is out of
-            range, or there is no such divergence.
+            range, or the divergence is unknown.
     """
     check_temperature("temperature", temperature)
     kind = divergence_named(divergence)
@@ -252,51 +206,40 @@ def chunk_matching(
             f"{student_vocabulary.size} classes of the student and {teacher_vocabulary.size} of "
             "the teacher: both maps must come from the same common vocabulary"
         )
-    groups = len(matched)
+    n_groups = len(matched)
     teacher_logits = teacher_logits.detach()
     alike, others = matched.nonzero().squeeze(1), (~matched).nonzero().squeeze(1)
-    values = row_divergences(
+    divergences = row_divergences(
         class_log_probabilities(student_logits[student.first[alike]], student_vocabulary),
         class_log_probabilities(teacher_logits[teacher.first[alike]], teacher_vocabulary),
         temperature,
         kind,
     )
-    likelihoods = [
-        _likelihood_of(logits, side, others, groups)
-        for logits, side in ((student_logits, student), (teacher_logits, teacher))
-    ]
-    rest = likelihood_matching(*likelihoods, temperature=likelihood_temperature, reduction="none")
-    every = rest.new_zeros(groups).index_copy(0, alike, values)
-    return _reduce(every.index_copy(0, others, rest), reduction)
+    number = torch.full((n_groups,), -1, device=others.device)
+    number[others] = torch.arange(len(others), device=others.device)
+    likelihoods = []
+    for logits, side in ((student_logits, student), (teacher_logits, teacher)):
+        group = number[side.groups]
+        rows = (group >= 0).nonzero().squeeze(1)
+        likelihoods.append(
+            chunk_log_likelihood(logits[rows], side.targets[rows], group[rows], len(others))
+        )
+    rest = likelihood_matching(*likelihoods, temperature=likelihood_temperature)
+    values = rest.new_zeros(n_groups).index_copy(0, alike, divergences)
+    return values.index_copy(0, others, rest)
 
 
-def _likelihood_of(logits: Tensor, side: Positions, chosen: Tensor, groups: int) -> Tensor:
-    """`chunk_log_likelihood` of some groups, from their rows alone."""
-    number = torch.full((groups,), -1, device=chosen.device)
-    number[chosen] = torch.arange(len(chosen), device=chosen.device)
-    group = number[side.groups]
-    rows = (group >= 0).nonzero().squeeze(1)
-    return chunk_log_likelihood(logits[rows], side.targets[rows], group[rows], len(chosen))
+def hidden_matching(projected_student: Tensor, teacher_hidden: Tensor) -> Tensor:
+    r"""Compute the mean squared distance of hidden states before the same character of the text.
 
-
-def hidden_matching(
-    projected_student: Tensor, teacher_hidden: Tensor, *, reduction: Reduction = "mean"
-) -> Tensor:
-    r"""Mean squared distance of hidden states that stand before the same character of the text.
-
-    $\frac{1}{H} \| W h_i - g_i / \mathrm{rms}(g_i) \|^2$ for boundary i of the text, H wide. The
-    student is projected and the teacher is not: it is what stays fixed, so that no projection can
-    come to meet the student. At unit root mean square the value begins near 1, whatever the size of
-    the teacher's states. Only common boundaries are compared: between them one side has read text
-    that the other has not.
+    $\frac{1}{H} \| W h_i - g_i / \mathrm{rms}(g_i) \|^2$ for boundary i of the text, H wide. Only
+    the student is projected: a projection of the teacher could map both sides to the same point. At
+    unit root mean square the value begins near 1, whatever the size of the teacher's states. Only
+    common boundaries are compared: between them one side has read text that the other has not.
 
     Args:
         projected_student: `[group, H]`, the student's hidden states through the projection.
-        teacher_hidden: `[group, H]`, the teacher's at the same boundaries; no gradient.
-        reduction: `mean` or `sum` over groups, or `none`.
-
-    Returns:
-        A scalar, or `[group]`.
+        teacher_hidden: `[group, H]`, the teacher's at the same boundaries.
 
     Raises:
         ValueError: the numbers of groups or the widths differ.
@@ -306,7 +249,7 @@ def hidden_matching(
         the regressor.
 
     >>> hidden_matching(torch.tensor([[1.0, 0.0]]), torch.tensor([[30.0, -30.0]]))
-    tensor(0.5000)
+    tensor([0.5000])
     """
     _check_rows(projected_student, teacher_hidden, "aligned positions")
     if projected_student.shape[-1] != teacher_hidden.shape[-1]:
@@ -321,4 +264,4 @@ def hidden_matching(
     # By the largest first: the squares of bfloat16's largest states overflow.
     target = target / target.abs().amax(-1, keepdim=True).clamp(min=tiny)
     target = target * target.square().mean(-1, keepdim=True).clamp(min=tiny).rsqrt()
-    return _reduce((projected_student.to(dtype) - target).square().mean(-1), reduction)
+    return (projected_student.to(dtype) - target).square().mean(-1)

@@ -9,22 +9,17 @@ from ssl_kd.losses.rows import saturated
 
 
 def state_distance(student: Tensor, teacher: Tensor) -> Tensor:
-    r"""Half the squared distance of two states that are scaled to unit length.
+    r"""Compute $\frac{1}{2} \| s / |s| - t / |t| \|^2 = 1 - \cos(s, t)$, from 0 to 2.
 
-    $\frac{1}{2} \| s / |s| - t / |t| \|^2 = 1 - \cos(s, t)$, in float32, from 0 to 2. Lengths do
-    not count: a few channels of a language model's states are hundreds of times the others, and
-    grow with depth.
+    Lengths do not count: a few channels of a language model's states are hundreds of times the
+    others, and grow with depth. States beyond +-65504 count as that; a zero vector stays one.
 
     Args:
-        student: `[..., dim]`, projected to the teacher's width where that is another.
-        teacher: `[..., dim]`; gets no gradient. An infinity on either side counts as 65504, and a
-            zero vector stays one.
+        student: `[..., dim]`, projected to the teacher's width if that differs.
+        teacher: `[..., dim]`; gets no gradient.
 
     Returns:
         `[...]`; float64 for a float64 student, float32 otherwise. NaN where a state holds one.
-
-    Raises:
-        ValueError: the shapes differ.
 
     References:
         The cosine loss of DistilBERT, arXiv 1910.01108, section 2; layer by layer as in TinyBERT,
@@ -36,8 +31,8 @@ def state_distance(student: Tensor, teacher: Tensor) -> Tensor:
     """
     if student.shape != teacher.shape:
         raise ValueError(
-            f"states {tuple(student.shape)} of the student and {tuple(teacher.shape)} of the "
-            "teacher: expected the same shape; project the student's to the teacher's width"
+            f"hidden states {tuple(student.shape)} of the student and {tuple(teacher.shape)} of "
+            "the teacher: expected the same shape; project the student's to the teacher's width"
         )
     s = safe_normalize(saturated(student))
     t = safe_normalize(saturated(teacher.detach().to(s.dtype)))

@@ -1,27 +1,26 @@
-"""The clamps of older scripts, to be compared with: what they allow, and the loss under them."""
+"""The clamps of older scripts, for comparison: what they allow, and the loss under them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssl_kd.divergences import Divergence
 from ssl_kd.errors import InputError
-from ssl_kd.losses.rows import Outside, row_divergences, saturated
+from ssl_kd.losses.rows import row_divergences, saturated
 from ssl_kd.losses.teacher_output import LinearTeacher, LogitsTeacher, TeacherOutput, logits_of
+from ssl_kd.losses.token_terms import TokenObjective
 
 
 @dataclass(frozen=True)
 class LegacyClamp:
-    """The clamps of older scripts: logits held in [-c, c], each token's terms in a window.
+    """Logits clamped to [-c, c], and each token's loss terms to a window.
 
-    They are here to be compared with. Values held have no gradient, and the lowest perplexity that
-    clamped logits allow is far above 1 (`lowest_perplexity`).
+    Clamped values have no gradient, and the lowest perplexity that clamped logits allow is far
+    above 1 (`lowest_perplexity`).
 
     Args:
         logits: c, positive.
@@ -29,7 +28,7 @@ class LegacyClamp:
         high: upper end.
 
     Raises:
-        ValueError: c that is not positive, half a window, or an empty one.
+        ValueError: c is not positive, or the window has one end only or is empty.
     """
 
     logits: float
@@ -49,7 +48,7 @@ class LegacyClamp:
         """Read `"2.5"` (logits) or `"2.5:0.1:5.0"` (logits, and the loss window).
 
         Raises:
-            ValueError: anything else.
+            ValueError: the text has neither form.
         """
         try:
             numbers = [float(part) for part in text.split(":")]
@@ -60,7 +59,7 @@ class LegacyClamp:
         return cls(*numbers)
 
     def lowest_perplexity(self, vocab: int) -> float:
-        """The best any model can do: the target at c, all others at -c.
+        """Return the perplexity of the best model: the target's logit is c, all others -c.
 
         >>> round(LegacyClamp(2.5).lowest_perplexity(50257))
         340
@@ -68,80 +67,58 @@ class LegacyClamp:
         return 1 + (vocab - 1) * math.exp(-2 * self.logits)
 
     def check(self, vocab: int) -> None:
-        """Refuse a window that holds every possible loss: its gradient is 0 for every model.
+        """Refuse a window that contains no loss these logits can have: its gradient is always 0.
 
         Raises:
-            ValueError: names the lowest (or highest) cross-entropy that the clamp allows.
+            InputError: names the cross-entropies that the clamp allows.
         """
         if self.low is None or self.high is None:
             return
         perplexity = self.lowest_perplexity(vocab)
         lowest = math.log(perplexity)
         highest = math.log1p((vocab - 1) * math.exp(2 * self.logits))
-        if self.high <= lowest:
+        if self.low >= highest or self.high <= lowest:
+            constant = self.high if self.high <= lowest else self.low
             raise InputError(
-                f"logits held at +-{self.logits:g} allow no perplexity below {perplexity:.3g} "
-                f"(cross-entropy {lowest:.3g}) with {vocab} tokens, and the loss is held at "
-                f"{self.high:g} or less: it is the constant {self.high:g} for every model, and "
-                "nothing is learned. Leave the clamp out, or raise the window's upper end"
+                f"logits clamped to +-{self.logits:g} allow no perplexity below {perplexity:.3g} "
+                f"with {vocab} tokens, so cross-entropies from {lowest:.3g} to {highest:.3g}; "
+                f"clamped to {self.low:g} to {self.high:g} they are the constant {constant:g} for "
+                "every model, and nothing is learned. Leave the clamp out, or widen the window"
             )
-        if self.low >= highest:
-            raise InputError(
-                f"logits held at +-{self.logits:g} allow no cross-entropy above {highest:.3g} "
-                f"with {vocab} tokens, and the loss is held at {self.low:g} or more: it is a "
-                "constant, and nothing is learned. Leave the clamp out, or lower the window"
-            )
-
-    def held(self, logits: Tensor) -> Tensor:
-        """The logits in [-c, c], in the dtype of the arithmetic."""
-        return saturated(logits).clamp(-self.logits, self.logits)
-
-    def in_window(self, terms: Tensor) -> Tensor:
-        """Each token's term, held in the window if there is one."""
-        return terms if self.high is None else terms.clamp(self.low, self.high)
 
 
 def clamped_distillation(
-    clamp: LegacyClamp,
-    student_logits: Tensor,
-    targets: Tensor | None,
-    teachers: Sequence[TeacherOutput],
-    shares: Sequence[float],
-    temperature: float,
-    divergence: Divergence,
-    common: int,
-    outside: Outside | None,
-) -> Tensor:
-    """`logits_distillation` as older scripts had it: by autograd, with all logits held at once.
+    clamp: LegacyClamp, student_logits: Tensor, objective: TokenObjective
+) -> tuple[Tensor, Tensor]:
+    """Compute `logits_distillation` as older scripts did: by autograd, from whole logits.
 
     Args:
         clamp: the clamps.
         student_logits: `[n, vocab]`.
-        targets: `[n]` int64, or None: no cross-entropy.
-        teachers: any number.
-        shares: of each in the mean of their divergences.
-        temperature: of both softmaxes in the distillation.
-        divergence: of teacher and student.
-        common: size of the vocabulary that all share, its first part.
-        outside: entries of it that one of them leaves out; None for none.
+        objective: targets, teachers, temperature and divergence.
 
     Returns:
-        `[2]`, the sum of cross-entropies, and of T^2 D averaged over the teachers.
+        The sum of cross-entropies, and of T^2 D averaged over the teachers.
 
     Raises:
-        ValueError: nothing could be learned, or a teacher is given without its logits.
+        InputError: nothing could be learned.
+        ValueError: a teacher's output holds no logits.
     """
     clamp.check(student_logits.shape[-1])
-    z = clamp.held(student_logits)
+
+    def in_window(terms: Tensor) -> Tensor:
+        return terms if clamp.high is None else terms.clamp(clamp.low, clamp.high)
+
+    z = saturated(student_logits).clamp(-clamp.logits, clamp.logits)
     ce = kd = z[:0].sum()  # 0, on the graph
-    if targets is not None:
-        ce = clamp.in_window(F.cross_entropy(z, targets, reduction="none")).sum()
-    student = z[:, :common]
-    for teacher, share in zip(teachers, shares, strict=False):  # none where nothing is common
-        logits = clamp.held(_logits(teacher).to(z.dtype))[:, :common]
-        rows = row_divergences(student, logits, temperature, divergence, outside)
-        kd = kd + clamp.in_window(rows).sum() * share
-    return torch.stack([ce, kd])
+    if objective.targets is not None:
+        ce = in_window(F.cross_entropy(z, objective.targets, reduction="none")).sum()
+    common, outside, t = objective.common, objective.outside, objective.temperature
+    for teacher, share in zip(objective.teachers, objective.shares, strict=False):
+        logits = saturated(_logits(teacher).to(z.dtype)).clamp(-clamp.logits, clamp.logits)
+        rows = row_divergences(z[:, :common], logits[:, :common], t, objective.divergence, outside)
+        kd = kd + in_window(rows).sum() * share
+    return ce, kd
 
 
 @torch.no_grad()

@@ -21,26 +21,22 @@ InstanceWeight = Literal["none", "own", "mean"]
 
 
 def check_temperature(name: str, value: float) -> None:
-    """Refuse a temperature that is not in [1e-4, 1e4].
-
-    Raises:
-        ValueError: names the argument, the value and the range.
-    """
+    """Raise ValueError if a temperature is not in [1e-4, 1e4]."""
     low, high = TEMPERATURE_RANGE
     if not isinstance(value, Real) or not low <= float(value) <= high:  # also catches NaN
         raise ValueError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
 
 
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """`log softmax(logits / temperature)` over the last axis, in float32 (float64 for float64).
+    """Return `log softmax(logits / temperature)`, last axis, in float32 (float64 for float64).
 
-    Upcast before the division: float16 logits of 2,621 overflow at a temperature of 0.04.
+    Cast before the division: float16 logits of 2,621 overflow at a temperature of 0.04.
     """
     return along_clusters(torch.log_softmax, logits.to(compute_dtype(logits)) / temperature)
 
 
 def log_marginal(marginal: Tensor) -> Tensor:
-    """`log(marginal + floor)` in float32 (float64 for float64); an exact 0 stays finite."""
+    """Return `log(marginal + floor)` in float32 (float64 for float64); finite for an exact 0."""
     marginal = marginal.detach().to(compute_dtype(marginal))
     return (marginal + probability_floor(marginal.dtype)).log()
 
@@ -100,7 +96,7 @@ def beta_mi(
     teacher_temperature: float = 0.1,
     clip_min: float = -100.0,
 ) -> Tensor:
-    r"""Negative beta-weighted pointwise mutual information of each sample.
+    r"""Compute the negative beta-weighted pointwise mutual information of each sample.
 
     $-\log \sum_k (p_k q_k)^\beta / \pi_k$, with student $p$, teacher $q$ and marginal $\pi$,
     computed as `-logsumexp(beta * (log p + log q) - log pi)`.
@@ -114,8 +110,8 @@ def beta_mi(
         beta: exponent in (0, 1]; below 1 it keeps clusters from collapsing.
         student_temperature: positive; below 0.05 gradients become very large.
         teacher_temperature: positive; below 0.04 the teacher is nearly one-hot.
-        clip_min: the pointwise mutual information is held from below here; the gradient is the one
-            of the value before holding, so that a sample that is held still learns.
+        clip_min: lower bound of the pointwise mutual information; the gradient is that of the value
+            before clipping, so that a clipped sample still learns.
 
     Returns:
         `[head, batch]`, float32 (float64 for float64 input).
@@ -149,7 +145,7 @@ def beta_mi(
 
 
 def agreement(teacher_log_probs: Tensor) -> Tensor:
-    """How far a head's teacher puts both views of a sample into one cluster: `sum_k q1_k q2_k`.
+    """Compute how often a head's teacher puts two views into one cluster: `sum_k q1_k q2_k`.
 
     Args:
         teacher_log_probs: `[head, view, batch, cluster]`, two views or more.
@@ -167,16 +163,15 @@ def agreement(teacher_log_probs: Tensor) -> Tensor:
 
 
 def instance_weights(agreements: Tensor, how: InstanceWeight) -> Tensor | None:
-    """Weights of the samples of a batch, from the teachers' agreement.
+    """Return the weights of the samples of a batch, from the teachers' agreement.
 
     Args:
         agreements: `[head, batch]`; a head with an entry that is not finite is left out.
-        how: `mean`: the mean over heads, as in the paper, one weight for all heads (it couples
-            them); `own`: each head's own; `none`: all samples count alike.
+        how: `mean`: the mean over heads, `[1, batch]`, as in the paper (it couples the heads);
+            `own`: of each head, `[head, batch]`; `none`: None, all samples have equal weight.
 
     Returns:
-        `[1, batch]` for `mean`, `[head, batch]` for `own`, each row summing to one; None for
-        `none`.
+        Rows that sum to one, or None.
     """
     if how == "none":
         return None
@@ -196,11 +191,11 @@ def temi(
     student_temperature: float = 0.1,
     clip_min: float = -100.0,
 ) -> Tensor:
-    """The TEMI objective of each head: `beta_mi` over samples and ordered pairs of views.
+    """Compute the TEMI objective of each head: `beta_mi` over samples and ordered pairs of views.
 
-    The student sees one view, the teacher another; a pair of the same view is left out. Logits that
-    overflow float32 when divided by their temperature make the loss of their head NaN: the training
-    loop cuts that head out, and the pass over all logits that would hold them costs every step.
+    The student's view is never the teacher's. Logits that overflow float32 when divided by their
+    temperature make the loss of their head NaN, and the guard cuts that head out: clamping them
+    would cost a pass over all logits in every step.
 
     Args:
         student_logits: `[head, view, batch, cluster]`, two views or more.
@@ -220,7 +215,7 @@ def temi(
 
     References:
         Adaloglou et al., BMVC 2023, equations 7 to 9. Their weights are not normalised; ours sum
-        to one, so that the learning rate keeps its meaning while the teachers become surer.
+        to one, so that the learning rate keeps its meaning while teachers become more confident.
     """
     _check(beta, student_temperature, clip_min)
     views = student_logits.shape[1]

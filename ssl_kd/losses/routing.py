@@ -1,9 +1,8 @@
-"""What keeps the gates of a mixture of experts in order: load, distance and spread, in float32.
+"""Regularization of a mixture of experts' router: load balance, entropy, distance; in float32.
 
-The objective of a student-aware router itself is a token divergence with the roles swapped. With p
-the teacher whose router learns and q the student, held fixed, it is KL(p || q): `token_kd` or
-`linear_distillation` with p as the *student* argument, q as the *teacher* argument and
-`divergence="reverse_kl"`, which is KL(first || second).
+The objective of a student-aware router itself is `linear_distillation` with the roles swapped: the
+teacher whose router learns is the *student* argument, the fixed student the *teacher* argument,
+with `divergence="reverse_kl"`, which is KL(first || second).
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ _EPS = 1e-10
 
 
 def load_balance(mass: Tensor, counts: Tensor) -> Tensor:
-    """How unevenly experts are used: `CV(m)^2 + CV(P)^2`, CV = standard deviation / mean.
-
-    With every expert active the counts are all equal, and only P has a gradient.
+    """Compute `CV(m)^2 + CV(P)^2`, CV = standard deviation / mean: 0 for an even load.
 
     Args:
         mass: P, `[..., expert]`, gate probabilities summed over real tokens (not over padding).
@@ -28,9 +25,6 @@ def load_balance(mass: Tensor, counts: Tensor) -> Tensor:
 
     Returns:
         `[...]`, at least 0, float32 (float64 for float64); 0 where there was no token.
-
-    Raises:
-        ValueError: the shapes differ, or there are fewer than 2 experts.
 
     References:
         Shazeer et al., Outrageously Large Neural Networks, 2017, section 4 and appendix A; weighted
@@ -54,28 +48,18 @@ def _squared_variation(x: Tensor) -> Tensor:
 
 
 def gate_entropy(logits: Tensor) -> Tensor:
-    """Entropy of the gate of each token, in nats: 0 for one expert, log N for all alike.
+    """Compute the entropy `[token]` of gate logits `[token, expert]`, in nats.
 
-    Args:
-        logits: `[token, expert]`.
-
-    Returns:
-        `[token]`, float32 (float64 for float64), with gradient: of its mean, too.
+    It is 0 for one expert, log N for N experts of equal weight.
     """
     log_p = torch.log_softmax(saturated(logits, infinities=False), dim=-1)
     return -_times_log(log_p.exp(), log_p)
 
 
 def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
-    """How far a gate has gone: KL(original || now) of each token, in nats.
+    """Compute KL(original || current) `[token]` of two routers' logits `[token, expert]`, in nats.
 
-    Args:
-        original_logits: `[token, expert]`, of the original router, on the same hidden states; no
-            gradient.
-        logits: `[token, expert]`, of the router as it is.
-
-    Returns:
-        `[token]`, at least 0, float32 (float64 for float64).
+    Both are of the same hidden states; the original gets no gradient.
     """
     original = original_logits.detach().to(compute_dtype(logits))
     log_p = torch.log_softmax(saturated(original, infinities=False), dim=-1)
@@ -84,5 +68,5 @@ def gate_kl(original_logits: Tensor, logits: Tensor) -> Tensor:
 
 
 def _times_log(p: Tensor, log: Tensor) -> Tensor:
-    """Sum of `p * log`, where an expert at -inf (p exactly 0) adds 0."""
+    """Sum `p * log`, where an expert at -inf (p exactly 0) adds 0."""
     return (p * torch.where(p == 0, 0, log)).sum(-1)

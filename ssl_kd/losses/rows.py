@@ -1,4 +1,4 @@
-"""Rows of logits: what an overflow counts as, their log-probabilities, the distance of two."""
+"""Rows of logits: saturation of overflows, softmax over part of a vocabulary, row divergences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 from ssl_kd.divergences import Divergence
 from ssl_kd.guard.finite import SHORT, compute_dtype
 
-SATURATION = 65504.0  # the largest finite float16: what an overflowed logit is taken for
+SATURATION = 65504.0  # the largest finite float16: logits beyond it are clamped to it
 NOWHERE = -1e9  # log-probability of an entry outside the vocabulary: finite, and exp of it is 0
 
 
 def along_clusters(function: Callable[..., Tensor], logits: Tensor) -> Tensor:
-    """`function(logits, dim=-1)`, a softmax, with the samples last in memory if clusters are few.
+    """Apply a softmax to logits `[head, ..., cluster]`, along clusters.
 
-    Logits `[head, ..., cluster]` of `TEMIHead.stacked` come like this; so does what is returned.
+    Where clusters are few, samples are last in memory, as in the logits of `TEMIHead.stacked`: this
+    is faster.
     """
     if logits.ndim > 2 and logits.shape[-1] < SHORT:
         return function(logits.movedim(-1, 1), dim=1).movedim(1, -1)
@@ -28,7 +29,7 @@ def along_clusters(function: Callable[..., Tensor], logits: Tensor) -> Tensor:
 
 
 def rolled_views(values: Tensor, shift: int) -> Tensor:
-    """`values.roll(shift, dims=1)`, which lies in memory as `values` does."""
+    """Return `values.roll(shift, dims=1)` in the memory layout of `values`."""
     rolled = torch.empty_like(values)
     rolled[:, shift:] = values[:, :-shift]
     rolled[:, :shift] = values[:, -shift:]
@@ -49,10 +50,10 @@ class _Final(torch.autograd.Function):
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the `backward` of a function: differentiating its result raises an error.
+    """Make the second derivative of an autograd function's `backward` an error.
 
-    `once_differentiable` says so only where the incoming gradient requires one itself; under
-    `create_graph=True` it lets a gradient through that looks constant.
+    PyTorch's `once_differentiable` raises only if the incoming gradient requires one itself; under
+    `create_graph=True` its result looks constant.
     """
 
     @functools.wraps(backward)
@@ -70,7 +71,7 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saturate_(logits: Tensor) -> Tensor:
-    """Hold logits in +-65504, in place; a NaN stays a NaN."""
+    """Clamp logits to +-65504, in place; a NaN stays a NaN."""
     return logits.clamp_(-SATURATION, SATURATION)
 
 
@@ -79,15 +80,15 @@ class Outside:
     """Entries that are outside the common vocabulary.
 
     Attributes:
-        entries: `[k]`, which.
-        at: boolean `[n, k]`, at which tokens each is; None: at all.
+        entries: `[k]`, their indices.
+        at: boolean `[n, k]`, the tokens at which each is outside; None: all.
     """
 
     entries: Tensor
     at: Tensor | None = None
 
     def of(self, tokens: slice | Tensor) -> Outside:
-        """The same for some of the tokens."""
+        """Return the same for some of the tokens."""
         return self if self.at is None else Outside(self.entries, self.at[tokens])
 
     def fill_(self, logits: Tensor, value: float) -> None:
@@ -99,19 +100,19 @@ class Outside:
 
 
 def outside_of(sides: Sequence[tuple[Tensor, bool]]) -> Outside | None:
-    """The entries that some side leaves out at every token, but for tokens that were filtered.
+    """Return the entries that a side leaves out (-inf) at every token, except in filtered tokens.
 
-    A vocabulary lacks the same few entries at every token. A top-k or top-p filter lacks most of
-    them, others at each token: there an entry is no less part of the vocabulary, its probability is
-    0. So a token of a teacher that keeps less than half of the entries leaves none out; nor does
-    any, where most of what is -inf is so at some tokens only.
+    A padded vocabulary lacks the same few entries at every token. A top-k or top-p filter lacks
+    most entries, different ones at each token: these are in the vocabulary, with probability 0. So
+    a teacher's token that keeps less than half of the entries leaves none out; nor does any token
+    if most of the -inf entries are -inf at some tokens only.
 
     Args:
-        sides: logits `[n, vocab]` of each, or its bias `[1, vocab]`; and whether these are what a
-            teacher answered, which may be filtered.
+        sides: logits `[n, vocab]` or the bias `[1, vocab]` of each model, and whether they are a
+            teacher's logits, which may be filtered.
 
     Returns:
-        None where there are none.
+        None where nothing is left out.
     """
     masks = [logits.amax(0) == -torch.inf for logits, _ in sides if len(logits)]
     if not masks:
@@ -120,17 +121,17 @@ def outside_of(sides: Sequence[tuple[Tensor, bool]]) -> Outside | None:
     if not len(entries):
         return None
     at = entries.new_zeros((1, 1), dtype=torch.bool)
-    for mask, (logits, answered) in zip(masks, sides, strict=True):
-        here = mask[entries]
-        if answered:
+    for mask, (logits, may_be_filtered) in zip(masks, sides, strict=True):
+        left_out = mask[entries]
+        if may_be_filtered:
             missing = (logits == -torch.inf).sum(1)
-            whole = 2 * missing <= len(mask)
-            shared = 2 * here.sum() * whole.sum() >= missing[whole].sum()
-            here = (whole & shared | (missing == len(mask))).unsqueeze(1) & here
-        at = at | here
+            unfiltered = 2 * missing <= len(mask)
+            shared = 2 * left_out.sum() * unfiltered.sum() >= missing[unfiltered].sum()
+            left_out = (unfiltered & shared | (missing == len(mask))).unsqueeze(1) & left_out
+        at = at | left_out
     if bool(at.all()):
         return Outside(entries)
-    if len(entries) == len(masks[0]):  # where none were left, nothing could be compared
+    if len(entries) == len(masks[0]):  # a token without any entry could not be compared
         at = at & ~at.all(1, keepdim=True)
     return Outside(entries, at) if bool(at.any()) else None
 
@@ -138,18 +139,10 @@ def outside_of(sides: Sequence[tuple[Tensor, bool]]) -> Outside | None:
 def log_softmax_(
     logits: Tensor, temperature: float, outside: Outside | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`log softmax(logits / temperature)` and its exponential.
+    """Return `log softmax(logits / temperature)`, in the memory of the logits, and its exponential.
 
-    The maximum goes before the division: a difference of large logits is exact, their quotients'
-    difference is not.
-
-    Args:
-        logits: `[n, vocab]`, float32 or float64; overwritten by the log-probabilities.
-        temperature: positive.
-        outside: entries that get no mass: log-probability about -1e9, probability 0.
-
-    Returns:
-        Log-probabilities and probabilities, `[n, vocab]`.
+    The maximum is subtracted before the division: a difference of large logits is exact, that of
+    their quotients is not. Entries `outside` get log-probability -1e9 and probability 0.
     """
     if outside is not None:
         outside.fill_(logits, -torch.inf)
@@ -164,7 +157,7 @@ def log_softmax_(
 
 
 class _Saturated(torch.autograd.Function):
-    """What is beyond +-65504 becomes that; its gradient passes: an overflow can be unlearned."""
+    """Clamp to +-65504 and pass the gradient on, so that training can correct an overflow."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, infinities: bool) -> Tensor:
@@ -177,15 +170,15 @@ class _Saturated(torch.autograd.Function):
 
 
 def saturated(logits: Tensor, *, infinities: bool = True) -> Tensor:
-    """Logits held in +-65504, in the dtype of the arithmetic, for autograd.
+    """Return logits clamped to +-65504, in the dtype of the arithmetic, for autograd.
 
-    Without `infinities` these stay what they are: for a guard to find, or as a mask of -inf.
+    Without `infinities`, infinite logits stay: for a guard to find, or as a mask of -inf.
     """
     return _Saturated.apply(logits.to(compute_dtype(logits)), infinities)  # pyright: ignore[reportReturnType]
 
 
 def lifted(values: Tensor) -> Tensor:
-    """Values that rounding took below 0 become 0; the gradient is what it was."""
+    """Replace values that rounding made negative by 0; the gradient does not change."""
     return values + values.detach().neg().clamp(min=0)
 
 
@@ -199,7 +192,7 @@ class _RowDivergences(torch.autograd.Function):
         divergence: Divergence,
         outside: Outside | None,
     ) -> Tensor:
-        # A class that one model has no output for is -inf there: as good as never, but finite.
+        # A class that one model has no output for is -inf there: never predicted, but finite.
         teacher = teacher.to(student.dtype).clamp(min=-SATURATION)
         log_p, p = log_softmax_(teacher, temperature, outside)
         log_q, q = log_softmax_(student.clamp(min=-SATURATION), temperature, outside)
@@ -212,7 +205,7 @@ class _RowDivergences(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        # A term that the guard cut out comes with 0, and 0 times its NaN would spread.
+        # A term that the guard cut out has a gradient of 0, and 0 times its NaN would spread.
         scale = grad_output.unsqueeze(-1)
         return (gradient * scale).masked_fill_(scale == 0, 0), None, None, None, None
 
@@ -224,5 +217,5 @@ def row_divergences(
     divergence: Divergence,
     outside: Outside | None = None,
 ) -> Tensor:
-    """`T^2 D(p, q)` of each row of logits `[n, vocab]`, with the gradient in closed form; `[n]`."""
+    """Compute `T^2 D(p, q)` `[n]` of logits `[n, vocab]`, with the gradient in closed form."""
     return _RowDivergences.apply(student_logits, teacher_logits, temperature, divergence, outside)  # pyright: ignore[reportReturnType]

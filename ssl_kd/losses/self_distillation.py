@@ -1,6 +1,7 @@
-"""Temperature-sharpened self-distillation: a sharper, centred teacher sets the target.
+"""Self-distillation with a sharpened teacher, whose targets are centered or balanced (Sinkhorn).
 
-Finite logits beyond +-65504 count as that; an infinity stays one, for the guard to find.
+Finite logits beyond +-65504 count as that; an infinity stays one, for the guard to find. Results
+are float32 (float64 for float64 input).
 """
 
 from __future__ import annotations
@@ -22,17 +23,14 @@ from ssl_kd.losses.rows import (
 )
 
 
-def centred_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
-    """The teacher's targets `softmax((logits - center) / temperature)`.
+def centered_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> Tensor:
+    """Return the teacher's targets `softmax((logits - center) / temperature)`.
 
     Args:
         teacher_logits: `[head, ..., cluster]`.
-        center: `[head, cluster]`, a running mean of the teacher's logits: it keeps one cluster from
-            taking everything.
+        center: `[head, cluster]`, a running mean of the teacher's logits, without which one cluster
+            may take all samples.
         temperature: positive; smaller than the student's, which sharpens the target.
-
-    Returns:
-        Probabilities of the same shape, float32 (float64 for float64).
 
     References:
         Caron et al., Emerging Properties in Self-Supervised Vision Transformers, 2021, section 3.1.
@@ -44,19 +42,15 @@ def centred_targets(teacher_logits: Tensor, center: Tensor, temperature: float) 
 
 
 def sinkhorn_targets(teacher_logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
-    """The teacher's targets, balanced so that a batch uses all clusters equally.
+    """Return the teacher's targets, balanced so that a batch uses all clusters equally.
 
     Sinkhorn-Knopp in log space: rows and columns are normalised in turn, and no exponential of a
     large logit is ever formed.
 
     Args:
-        teacher_logits: `[head, ..., cluster]`; every axis between is one batch.
+        teacher_logits: `[head, ..., cluster]`; the axes between are one batch.
         temperature: positive; smaller than the student's.
         iterations: at least 1; three are enough in practice.
-
-    Returns:
-        Probabilities of the same shape, summing to one over clusters, float32 (float64 for
-        float64).
 
     References:
         Caron et al., Unsupervised Learning of Visual Features by Contrasting Cluster Assignments,
@@ -79,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
         wide = logits.to(compute_dtype(logits))
-        # 0 times an infinity is NaN: only what is finite is held.
+        # Adding 0 times an infinity gives NaN: only finite logits are clamped.
         log_probs = log_probabilities(saturate_(wide.clone()).add_(wide, alpha=0), temperature)
         ctx.save_for_backward(log_probs, targets)
         ctx.dtype, ctx.temperature = logits.dtype, temperature
@@ -100,17 +94,14 @@ def sharpened_cross_entropy(
     *,
     student_temperature: float = 0.1,
 ) -> Tensor:
-    """Cross-entropy of the student against the teacher's targets on the other view.
+    """Compute the cross-entropy `[head]` of the student against targets from the other views.
 
     Args:
         student_logits: `[head, view, batch, cluster]`, two views or more.
-        targets: the same shape, or one head for all; probabilities from `centred_targets` or
+        targets: the same shape, or one head for all; probabilities from `centered_targets` or
             `sinkhorn_targets`; no gradient.
         weights: `[1 or head, batch]`, each row summing to one; None for a plain mean.
         student_temperature: positive.
-
-    Returns:
-        `[head]`, float32 (float64 for float64 input).
 
     Raises:
         ValueError: names the argument that is out of range.

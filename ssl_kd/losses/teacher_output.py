@@ -1,4 +1,4 @@
-"""What a teacher gives at some positions: hidden states with a head, logits, or parts of them."""
+"""What a teacher answers at n positions: hidden states with a head, logits, or parts of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from ssl_kd.divergences import DIVERGENCES
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class SampledTeacher:
     Of those that have `from_samples` in `ssl_kd.divergences`: `forward_kl`.
 
     Args:
-        indices: `[n, k]`, integer; a token may come up more than once.
+        indices: `[n, k]`, integer; a token may occur more than once.
         weights: `[n, k]`, of each draw, so that the expected weight of a token is its probability.
         entropy: `[n]`, of `softmax(logits / temperature)`, in nats.
     """
@@ -67,19 +69,39 @@ TeacherOutput: TypeAlias = LinearTeacher | LogitsTeacher | TopKTeacher | Sampled
 
 
 def logits_of(teacher: LinearTeacher | LogitsTeacher, rows: slice = slice(None)) -> Tensor:
-    """Logits `[n, vocab]` of some rows."""
+    """Return the logits `[n, vocab]` of some rows."""
     if isinstance(teacher, LogitsTeacher):
         return teacher.logits[rows]
     return F.linear(teacher.hidden[rows], teacher.weight, teacher.bias)
 
 
-def chosen(teacher: TeacherOutput, tokens: slice | Tensor) -> TeacherOutput:
-    """What a teacher gives at some of the tokens."""
+def select_rows(teacher: TeacherOutput, rows: slice | Tensor) -> TeacherOutput:
+    """Return the teacher's answer at some of the positions."""
     if isinstance(teacher, LinearTeacher):
-        return replace(teacher, hidden=teacher.hidden[tokens])
-    return type(teacher)(*(x[tokens] for x in vars(teacher).values()))
+        return replace(teacher, hidden=teacher.hidden[rows])
+    return type(teacher)(*(x[rows] for x in vars(teacher).values()))
 
 
-def rows_of(teacher: TeacherOutput, start: int, stop: int) -> TeacherOutput:
-    """Rows `start` to `stop` of a teacher."""
-    return chosen(teacher, slice(start, stop))
+def check_teacher(teacher: TeacherOutput, n: int, vocab: int, divergence: str) -> None:
+    """Raise ValueError or TypeError if a teacher does not fit `n` tokens of a student."""
+    kind = type(teacher).__name__
+    if not isinstance(teacher, (LinearTeacher, LogitsTeacher, TopKTeacher, SampledTeacher)):
+        raise TypeError(f"a teacher is a {kind}, expected LogitsTeacher(logits) or another of them")
+    for name, value in vars(teacher).items():
+        if name not in ("weight", "bias") and len(value) != n:
+            raise ValueError(f"{kind}.{name} has {len(value)} rows, the student {n}")
+    estimated = [name for name, entry in DIVERGENCES.items() if entry.from_samples]
+    if isinstance(teacher, SampledTeacher) and divergence not in estimated:
+        raise ValueError(
+            f"sampled tokens estimate {', '.join(estimated)}, not {divergence}: store the top k "
+            "for that"
+        )
+    if isinstance(teacher, (TopKTeacher, SampledTeacher)):
+        indices = teacher.indices
+        # On a GPU this would wait for the device, whose own assertion finds wrong indices.
+        on_cpu = n and indices.device.type == "cpu"
+        if on_cpu and not 0 <= indices.min() <= indices.max() < vocab:
+            raise ValueError(
+                f"{kind}.indices go from {indices.min()} to {indices.max()}, the student's "
+                f"vocabulary to {vocab - 1}: not the same tokenizer"
+            )

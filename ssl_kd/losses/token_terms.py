@@ -1,23 +1,35 @@
-"""Cross-entropy and divergence of tokens with their weighted gradient: a pass over the logits."""
+"""Cross-entropy and distillation of tokens, one chunk of logits at a time, with their gradients.
+
+The logits `[n, vocab]` of a batch are the largest tensor of a language-model step, so they are
+never formed. `compute_terms` takes the tokens in chunks. For each chunk it multiplies hidden states
+by the output weights (of the student and of each `LinearTeacher`), computes both terms and
+d loss / d logits in closed form (`_chunk_terms`), and adds that gradient's products to the
+gradients of hidden states, weight and bias.
+
+The backward pass (`_Distillation`) then only scales those gradients. It computes them again only if
+the loss is not the weighted sum that the forward pass expected, as when a guard cuts one term out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssl_kd.divergences import Divergence
-from ssl_kd.losses.chunked_logits import ChunkedLogits, GivenLogits
-from ssl_kd.losses.rows import NOWHERE, Outside, log_softmax_, saturate_
+from ssl_kd.divergences import Divergence, near_0
+from ssl_kd.guard.finite import compute_dtype
+from ssl_kd.losses.rows import NOWHERE, Outside, differentiated_once, log_softmax_, saturate_
 from ssl_kd.losses.teacher_output import (
     LinearTeacher,
     LogitsTeacher,
     SampledTeacher,
     TeacherOutput,
     TopKTeacher,
-    rows_of,
+    select_rows,
 )
 
 CHUNK_BYTES = 64 << 20  # of logits in float32: fewer, larger products than at 16 MiB
@@ -27,34 +39,252 @@ CHUNK_BYTES = 64 << 20  # of logits in float32: fewer, larger products than at 1
 CHUNK_ROWS = 440
 CPU_ROWS = 256  # tokens on a CPU, at most: more are no quicker (measured)
 ROW_BYTES = 1 << 20  # of logits that the arithmetic takes at once on a CPU: stays in its cache
+VOCABULARY_BLOCK = 8192  # rows of the output weights that a half-precision gradient takes at once
 
 
 def chunk_rows(vocabulary: int, device: torch.device | str) -> int:
-    """Tokens whose logits exist at once: a chunk of the loss."""
+    """Return the number of tokens whose logits exist at once."""
     rows = max(1, CHUNK_BYTES // (4 * vocabulary))
     return max(rows, CHUNK_ROWS) if torch.device(device).type == "cuda" else min(rows, CPU_ROWS)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to compute of some tokens."""
+class TokenObjective:
+    """What to compute for n tokens, and how."""
 
     targets: Tensor | None
     teachers: Sequence[TeacherOutput]
-    shares: Sequence[float]  # of each teacher in the mean of their divergences
+    shares: Sequence[float]  # of each teacher in the mean of their divergences; they sum to 1
     temperature: float
     divergence: Divergence
-    common: int  # the vocabulary that student and teachers share: the first entries
+    common: int  # size of the vocabulary that student and teachers share, its first entries
     outside: Outside | None  # entries among these that one of them leaves out
     chunk: int
-    autocast: torch.dtype | None  # the dtype that products are in, instead of the inputs'
-    exact: bool = True  # near 0 too, chunk by chunk: each of them waits for the device
+    autocast: torch.dtype | None  # dtype of the products; None: that of the inputs
+    exact: bool = True  # exact values near 0 in each chunk, for which a GPU is waited for
 
 
-def _top_k(
+def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of d loss / d logits: float16 would lose what is below 6e-8."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+class ChunkedLogits:
+    """Logits `hidden @ weight.T + bias` a chunk at a time, and the gradients of these three.
+
+    Args:
+        hidden: `[n, dim]`.
+        weight: `[vocab, dim]`.
+        bias: `[vocab]` or None.
+        chunk: rows of logits that exist at once.
+        autocast: dtype of the products; None: that of the weight.
+        needs: which of hidden, weight and bias need a gradient.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chunk: int,
+        autocast: torch.dtype | None,
+        needs: tuple[bool, ...] = (False, False, False),
+    ) -> None:
+        dtype = weight.dtype
+        if autocast is not None and dtype != torch.float64:
+            dtype = autocast
+        self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+        self.shape = (len(hidden), len(weight))
+        self.dtype, self.device = compute_dtype(hidden), hidden.device
+        size = (chunk, len(weight))
+        self._logits = self._gradient = hidden.new_empty(size, dtype=dtype)
+        if any(needs) and _gradient_dtype(dtype) != dtype:
+            self._gradient = hidden.new_empty(size, dtype=_gradient_dtype(dtype))
+        self.gradients: list[Tensor | None] = [
+            x.new_zeros(x.shape, dtype=self.dtype) if x is not None and needed else None
+            for x, needed in zip((hidden, weight, bias), needs, strict=True)
+        ]
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """Return logits `[stop - start, vocab]` in a buffer that the next call overwrites."""
+        out = self._logits[: stop - start]
+        if self.bias is None:
+            return torch.mm(self.hidden[start:stop], self.weight.T, out=out)
+        return torch.addmm(self.bias, self.hidden[start:stop], self.weight.T, out=out)
+
+    def gradient(self, start: int, stop: int) -> Tensor:
+        """Return the buffer for the gradient of these logits; it may be the logits' own."""
+        return self._gradient[: stop - start]
+
+    def accumulate(self, start: int, stop: int) -> None:
+        """Add the products of the gradient buffer to the gradients of hidden, weight and bias."""
+        rows, hidden = self._gradient[: stop - start], self.hidden[start:stop]
+        d_hidden, d_weight, d_bias = self.gradients
+        if d_bias is not None:
+            d_bias += rows.sum(0, dtype=d_bias.dtype)
+        exact = rows.dtype == self.weight.dtype != torch.bfloat16
+        step = len(self.weight) if exact else VOCABULARY_BLOCK
+        for first in range(0, len(self.weight), step):
+            block = rows[:, first : first + step]
+            if d_hidden is not None:
+                weight = self.weight[first : first + step].to(rows.dtype)
+                _add_product(d_hidden[start:stop], block, weight)
+            if d_weight is not None:
+                _add_product(d_weight[first : first + step], block.T, hidden.to(rows.dtype))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+class WholeLogits:
+    """Logits `[n, vocab]` of a head that is not linear, with the interface of `ChunkedLogits`."""
+
+    def __init__(self, logits: Tensor, needed: bool) -> None:
+        self._logits = logits
+        self.shape = (logits.shape[0], logits.shape[1])
+        self.dtype, self.device = compute_dtype(logits), logits.device
+        gradient = logits.new_zeros(logits.shape, dtype=_gradient_dtype(logits.dtype))
+        self.gradients: list[Tensor | None] = [gradient if needed else None, None, None]
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """Return logits `[stop - start, vocab]`."""
+        return self._logits[start:stop]
+
+    def gradient(self, start: int, stop: int) -> Tensor:
+        """Return the part of `gradients` that belongs to these logits."""
+        return self.gradients[0][start:stop]  # pyright: ignore[reportOptionalSubscript]
+
+    def accumulate(self, start: int, stop: int) -> None:
+        """Do nothing: the gradient of the logits is the result."""
+
+
+def compute_terms(
+    student: ChunkedLogits | WholeLogits, objective: TokenObjective, weights: tuple[float, float]
+) -> Tensor:
+    """Return cross-entropy and `T^2 D` of each token `[2, n]`, and add to `student.gradients`.
+
+    Args:
+        student: its logits and gradients.
+        objective: what to compute.
+        weights: of the two terms in the gradient; a term of weight 0 adds nothing to it.
+    """
+    n, vocab = student.shape
+    chunk, targets = objective.chunk, objective.targets
+    terms = torch.zeros((2, n), dtype=student.dtype, device=student.device)
+    if targets is None and not objective.teachers:
+        return terms
+    n_rows = chunk
+    if student.device.type == "cpu":
+        n_rows = min(chunk, max(1, ROW_BYTES // (vocab * student.dtype.itemsize)))
+    scratch = torch.empty((n_rows, vocab), dtype=student.dtype, device=student.device)
+    slope = torch.empty_like(scratch) if any(x is not None for x in student.gradients) else None
+    teachers = [
+        _chunked_teacher(t, objective) if isinstance(t, LinearTeacher) else t
+        for t in objective.teachers
+    ]
+    for start in range(0, n, chunk):
+        stop = min(start + chunk, n)
+        logits = student.logits(start, stop)
+        answers = [
+            LogitsTeacher(t.logits(start, stop))
+            if isinstance(t, ChunkedLogits)
+            else select_rows(t, slice(start, stop))
+            for t in teachers
+        ]
+        for first in range(0, stop - start, n_rows):
+            last = min(first + n_rows, stop - start)
+            tokens, part = slice(start + first, start + last), slice(first, last)
+            gradient = None if slope is None else slope[: last - first]
+            outside = objective.outside
+            terms[0, tokens], terms[1, tokens] = _chunk_terms(
+                scratch[: last - first].copy_(logits[part]),
+                replace(
+                    objective,
+                    targets=None if targets is None else targets[tokens],
+                    teachers=[select_rows(answer, part) for answer in answers],
+                    outside=None if outside is None else outside.of(tokens),
+                ),
+                weights,
+                gradient,
+            )
+            if gradient is not None:
+                student.gradient(start, stop)[part] = gradient
+        if slope is not None:
+            student.accumulate(start, stop)
+    return terms
+
+
+def _chunked_teacher(teacher: LinearTeacher, objective: TokenObjective) -> ChunkedLogits:
+    # In half precision by its own dtype: what fits bfloat16 may be beyond autocast's float16.
+    autocast = None if teacher.weight.itemsize == 2 else objective.autocast
+    return ChunkedLogits(teacher.hidden, teacher.weight, teacher.bias, objective.chunk, autocast)
+
+
+def _chunk_terms(
+    logits: Tensor,
+    objective: TokenObjective,
+    weights: tuple[float, float],
+    gradient: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return cross-entropy and `T^2 D` of each row, and write their weighted gradient.
+
+    Args:
+        logits: `[r, vocab]`, in the dtype of the arithmetic; overwritten.
+        objective: targets and teachers of these rows.
+        weights: of the two gradients; that of a term with weight 0 is not computed.
+        gradient: `[r, vocab]`, overwritten by the gradient; None for values alone.
+    """
+    saturate_(logits)
+    ce = kd = logits.new_zeros(len(logits))
+    written = False
+    if objective.targets is not None:
+        column = objective.targets.unsqueeze(-1)
+        log_q, q = log_softmax_(logits, 1.0)  # shifts the logits, which changes no softmax
+        ce = -log_q.gather(-1, column).squeeze(-1)
+        if gradient is not None and weights[0] != 0:
+            q.scatter_add_(-1, column, q.new_full(column.shape, -1))
+            torch.mul(q, weights[0], out=gradient)
+            written = True
+    if gradient is not None and not written:
+        gradient.zero_()
+    if objective.teachers:
+        t, needed = objective.temperature, gradient is not None and weights[1] != 0
+        log_q, q = log_softmax_(logits[:, : objective.common], t, objective.outside)
+        for teacher, share in zip(objective.teachers, objective.shares, strict=True):
+            value, slope = _divergence(teacher, log_q, q, objective, needed)
+            kd = kd + value * (t**2 * share)
+            if slope is not None and gradient is not None:
+                scale = weights[1] * t * share
+                gradient[:, : objective.common].add_(slope, alpha=scale)
+    return ce, kd
+
+
+def _divergence(
+    teacher: TeacherOutput, log_q: Tensor, q: Tensor, objective: TokenObjective, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return D of each row `[r]`, and its gradient with respect to the student's logits / T."""
+    divergence = objective.divergence
+    if isinstance(teacher, TopKTeacher):
+        return _top_k_divergence(teacher, log_q, divergence, gradient, objective.exact)
+    if isinstance(teacher, SampledTeacher):
+        assert divergence.from_samples is not None  # check_teacher
+        weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)
+        return divergence.from_samples(teacher.indices.long(), weights, entropy, log_q, q, gradient)
+    assert isinstance(teacher, LogitsTeacher)  # compute_terms has multiplied a LinearTeacher out
+    logits = saturate_(teacher.logits[:, : objective.common].to(q.dtype, copy=True))
+    log_p, p = log_softmax_(logits, objective.temperature, objective.outside)
+    return divergence.compute(log_p, p, log_q, q, gradient, objective.exact)
+
+
+def _top_k_divergence(
     teacher: TopKTeacher, log_q: Tensor, divergence: Divergence, gradient: bool, exact: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The divergence over k + 1 outcomes; the tail's gradient is shared out as q has it."""
+    """Compute D over k + 1 outcomes; the tail's gradient is divided in proportion to q."""
     indices = teacher.indices.long()
     # By logarithms: a tail that q has emptied beyond its least number is to be filled again.
     tail = log_q.scatter(-1, indices, 2 * NOWHERE)
@@ -70,130 +300,187 @@ def _top_k(
     return value, tail.mul_(slope[:, -1:] / total).scatter_(-1, indices, slope[:, :-1])
 
 
-def _terms_(
-    logits: Tensor,
-    targets: Tensor | None,
-    teachers: Sequence[TeacherOutput],
-    objective: Wanted,
-    weights: tuple[float, float],
-    gradient: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and T^2 * divergence of each row, and their weighted gradient.
-
-    Args:
-        logits: `[r, vocab]`, in the dtype of the arithmetic; overwritten.
-        targets: `[r]` or None.
-        teachers: these rows of each teacher.
-        objective: what to compute.
-        weights: of the two gradients; that of a term with weight 0 is not looked at.
-        gradient: `[r, vocab]`, gets the gradient; None for values alone.
-    """
-    saturate_(logits)
-    ce = kd = logits.new_zeros(len(logits))
-    written = False
-    if targets is not None:
-        column = targets.unsqueeze(-1)
-        log_q, q = log_softmax_(logits, 1.0)  # shifts the logits, which changes no softmax
-        ce = -log_q.gather(-1, column).squeeze(-1)
-        if gradient is not None and weights[0] != 0:
-            q.scatter_add_(-1, column, q.new_full(column.shape, -1))
-            torch.mul(q, weights[0], out=gradient)
-            written = True
-    if gradient is not None and not written:
-        gradient.zero_()
-    if teachers:
-        t, wanted = objective.temperature, gradient is not None and weights[1] != 0
-        log_q, q = log_softmax_(logits[:, : objective.common], t, objective.outside)
-        for teacher, share in zip(teachers, objective.shares, strict=True):
-            value, slope = _divergence_of(teacher, log_q, q, objective, wanted)
-            kd = kd + value * (t**2 * share)
-            if slope is not None and gradient is not None:
-                scale = weights[1] * t * share
-                gradient[:, : objective.common].add_(slope, alpha=scale)
-    return ce, kd
+# --- autograd -------------------------------------------------------------------------------------
 
 
-def _divergence_of(
-    teacher: TeacherOutput, log_q: Tensor, q: Tensor, objective: Wanted, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    if isinstance(teacher, TopKTeacher):
-        return _top_k(teacher, log_q, objective.divergence, gradient, objective.exact)
-    if isinstance(teacher, SampledTeacher):
-        assert objective.divergence.from_samples is not None  # check_teacher
-        weights, entropy = teacher.weights.to(q.dtype), teacher.entropy.to(q.dtype)
-        indices = teacher.indices.long()
-        return objective.divergence.from_samples(indices, weights, entropy, log_q, q, gradient)
-    assert isinstance(teacher, LogitsTeacher)  # run_ has multiplied a LinearTeacher out
-    logits = saturate_(teacher.logits[:, : objective.common].to(q.dtype, copy=True))
-    log_p, p = log_softmax_(logits, objective.temperature, objective.outside)
-    return objective.divergence.compute(log_p, p, log_q, q, gradient, objective.exact)
-
-
-def student_of(
+def _student_logits(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    objective: Wanted,
+    objective: TokenObjective,
     needs: tuple[bool, ...],
-) -> ChunkedLogits | GivenLogits:
-    """The logits; `needs` says which of the three gets a gradient."""
+) -> ChunkedLogits | WholeLogits:
     if weight is None:
-        return GivenLogits(x, needs[0])
+        return WholeLogits(x, needs[0])
     return ChunkedLogits(x, weight, bias, objective.chunk, objective.autocast, needs)
 
 
-def _multiplied(teacher: LinearTeacher, chunk: int, autocast: torch.dtype | None) -> ChunkedLogits:
-    # In half precision by its own dtype: what fits bfloat16 may be beyond autocast's float16.
-    if teacher.weight.itemsize == 2:
-        autocast = None
-    return ChunkedLogits(teacher.hidden, teacher.weight, teacher.bias, chunk, autocast)
+def summed_terms(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    objective: TokenObjective,
+    weights: tuple[float, float],
+    corrections: list[Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of cross-entropies and of `T^2 D`, for autograd.
+
+    Args:
+        x: hidden states `[n, dim]`; without a weight, logits `[n, vocab]`.
+        weight: `[vocab, dim]` of the student's head, or None.
+        bias: `[vocab]` or None.
+        objective: what to compute.
+        weights: of the two terms in the loss, up to a factor.
+        corrections: see `distillation_terms`.
+    """
+    needs = tuple(
+        torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)
+    )
+    return _Distillation.apply(x, weight, bias, objective, weights, needs, corrections)  # pyright: ignore
 
 
-def run_(
-    student: ChunkedLogits | GivenLogits, objective: Wanted, weights: tuple[float, float]
+class _Distillation(torch.autograd.Function):
+    """`summed_terms`; the gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        objective: TokenObjective,
+        weights: tuple[float, float],
+        needs: tuple[bool, bool, bool],
+        corrections: list[Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # a term that was cut out has the gradient None
+        ctx.near_0 = None
+        with torch.autocast(x.device.type, enabled=False):
+            student = _student_logits(x, weight, bias, objective, needs)
+            terms = compute_terms(student, objective, weights)
+            if objective.teachers and not objective.exact:
+                near = near_0(terms[1] / objective.temperature**2)
+                if corrections is None or not any(needs):
+                    close = near.nonzero().flatten()
+                    terms[1, close] = _exact_divergences(close, x, weight, bias, objective)
+                else:
+                    corrections.append(terms.new_zeros(()))
+                    ctx.near_0 = terms[1], _read_later(near.sum()), corrections[-1]
+        ctx.save_for_backward(x, weight, bias)
+        ctx.objective, ctx.weights, ctx.needs = objective, weights, needs
+        ctx.without_wait = corrections is not None and not objective.exact
+        ctx.gradients = student.gradients
+        ce, kd = terms.sum(1)
+        return ce, kd
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, *incoming: Tensor | None) -> Any:
+        if all(g is None for g in incoming):
+            return (None,) * 7
+        x, weight, bias = ctx.saved_tensors
+        # A term that was not computed has no gradient, whatever comes in for it.
+        computed = ctx.objective.targets is not None, bool(ctx.objective.teachers)
+        incoming = tuple(g if c else None for g, c in zip(incoming, computed, strict=True))
+        # Handed over, not kept: a gradient without another reference becomes .grad without a copy.
+        gradients, ctx.gradients = ctx.gradients, None
+        scale = _scale_without_wait if ctx.without_wait else _scale
+        weights, factor = scale(incoming, ctx.weights)
+        with torch.autocast(x.device.type, enabled=False):
+            if ctx.near_0 is not None:
+                (values, count, correction), ctx.near_0 = ctx.near_0, None
+                close = values.argsort()[: count()]
+                exact = _exact_divergences(close, x, weight, bias, ctx.objective)
+                correction += (exact - values[close]).sum()
+            if gradients is None or weights != ctx.weights:  # a second backward, or a term cut out
+                objective = replace(
+                    ctx.objective,
+                    targets=ctx.objective.targets if weights[0] != 0 else None,
+                    teachers=ctx.objective.teachers if weights[1] != 0 else (),
+                    exact=False,  # values are not used
+                )
+                gradients = None  # frees the memory for the new ones
+                student = _student_logits(x, weight, bias, objective, ctx.needs)
+                compute_terms(student, objective, (weights[0], weights[1]))
+                gradients = student.gradients
+        unscaled = isinstance(factor, float) and factor == 1
+        scaled = (
+            None if g is None else (g if unscaled else g.mul_(factor)).to(like.dtype)
+            for g, like in zip(gradients, (x, weight, bias), strict=True)
+        )
+        return *scaled, None, None, None, None
+
+
+def _exact_divergences(
+    rows: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    objective: TokenObjective,
 ) -> Tensor:
-    """Both terms of each token, unweighted `[2, n]`; what they add to gradients is in `student`."""
-    n, vocab = student.shape
-    chunk, targets = objective.chunk, objective.targets
-    terms = torch.zeros((2, n), dtype=student.exact, device=student.device)
-    if targets is None and not objective.teachers:
-        return terms
-    rows = chunk
-    if student.device.type == "cpu":
-        rows = min(chunk, max(1, ROW_BYTES // (vocab * student.exact.itemsize)))
-    scratch = torch.empty((rows, vocab), dtype=student.exact, device=student.device)
-    slope = torch.empty_like(scratch) if any(x is not None for x in student.gradients) else None
-    teachers = [
-        _multiplied(t, chunk, objective.autocast) if isinstance(t, LinearTeacher) else t
-        for t in objective.teachers
-    ]
-    for start in range(0, n, chunk):
-        stop = min(start + chunk, n)
-        logits = student.logits(start, stop)
-        here = [
-            LogitsTeacher(t.logits(start, stop))
-            if isinstance(t, ChunkedLogits)
-            else rows_of(t, start, stop)
-            for t in teachers
-        ]
-        for first in range(0, stop - start, rows):
-            last = min(first + rows, stop - start)
-            place = slice(start + first, start + last)
-            part = None if slope is None else slope[: last - first]
-            outside = objective.outside
-            some = objective
-            if outside is not None and outside.at is not None:
-                some = replace(objective, outside=outside.of(place))
-            terms[0, place], terms[1, place] = _terms_(
-                scratch[: last - first].copy_(logits[first:last]),
-                None if targets is None else targets[place],
-                [rows_of(t, first, last) for t in here],
-                some,
-                weights,
-                part,
-            )
-            if part is not None:
-                student.gradient(start, stop)[first:last] = part
-        if slope is not None:
-            student.accumulate(start, stop)
-    return terms
+    """Compute the `T^2 D` of some rows `[k]` again, in the form that is exact near 0."""
+    if not len(rows):
+        return x.new_zeros(0, dtype=compute_dtype(x))
+    objective = replace(
+        objective,
+        targets=None,
+        teachers=[select_rows(teacher, rows) for teacher in objective.teachers],
+        outside=None if objective.outside is None else objective.outside.of(rows),
+        chunk=min(objective.chunk, len(rows)),
+        exact=True,
+    )
+    student = _student_logits(x[rows], weight, bias, objective, (False, False, False))
+    return compute_terms(student, objective, (0.0, 0.0))[1]
+
+
+def _read_later(number: Tensor) -> Callable[[], int]:
+    """Start to copy a number to the CPU; the returned function waits for that copy alone."""
+    if number.device.type != "cuda":
+        return lambda: int(number)
+    copied = number.to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream(number.device).record_event()
+
+    def get() -> int:
+        event.synchronize()
+        return int(copied)
+
+    return get
+
+
+def _scale(
+    incoming: Sequence[Tensor | None], weights: tuple[float, ...]
+) -> tuple[tuple[float, ...], float]:
+    """Return weights and a factor whose product is `incoming`; waits for the device.
+
+    The weights are `weights` with 0 for each term that was cut out, where that fits: one term left
+    then has, to the bit, the gradient that it has alone.
+    """
+    given = [g for g in incoming if g is not None]
+    values = iter(torch.stack(given).tolist() if given else ())
+    numbers = tuple(0.0 if g is None else next(values) for g in incoming)
+    left = tuple(w if number else 0.0 for w, number in zip(weights, numbers, strict=True))
+    largest = max(range(len(left)), key=lambda i: abs(left[i]))
+    if left[largest] == 0:
+        return numbers, 1.0
+    factor = numbers[largest] / left[largest]
+    pairs = zip(numbers, left, strict=True)
+    if all(math.isclose(number, factor * weight, rel_tol=1e-6) for number, weight in pairs):
+        return left, factor
+    return numbers, 1.0
+
+
+def _scale_without_wait(
+    incoming: Sequence[Tensor | None], weights: tuple[float, ...]
+) -> tuple[tuple[float, ...], Tensor | float]:
+    """Do as `_scale`, with a term cut out only where it is None, and a factor of NaN for no fit."""
+    left = tuple(0.0 if g is None else w for w, g in zip(weights, incoming, strict=True))
+    largest = max(range(len(left)), key=lambda i: abs(left[i]))
+    if (most := incoming[largest]) is None or left[largest] == 0:
+        return left, 1.0
+    factor = most / left[largest]
+    for i, got in enumerate(incoming):
+        if i != largest and got is not None:
+            expected = factor * left[i]
+            fits = (got - expected).abs() <= 1e-5 * expected.abs()
+            factor = torch.where(fits, factor, torch.nan)
+    return left, factor

@@ -143,7 +143,7 @@ class Sharpened(Objective):
         """Probabilities, centred, and the mean of the logits."""
         from ssl_kd import losses
 
-        targets = losses.centred_targets(logits, marginal, self._temperature)
+        targets = losses.centered_targets(logits, marginal, self._temperature)
         return targets, logits.float().mean((1, 2))
 
     def log_probabilities(self, targets: Tensor) -> Tensor:

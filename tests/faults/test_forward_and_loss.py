@@ -227,7 +227,7 @@ def test_huge_logits_in_either_loss_leave_no_row_dead(dtype, value):
             targets = losses.log_probabilities(logits.flip(2), 0.1)
             value_of = losses.temi(student, targets, torch.full((2, 5), 0.2))
         else:
-            targets = losses.centred_targets(logits.flip(2), torch.zeros(2, 5), 0.04)
+            targets = losses.centered_targets(logits.flip(2), torch.zeros(2, 5), 0.04)
             value_of = losses.sharpened_cross_entropy(student, targets)
         value_of.sum().backward()
         assert torch.isfinite(value_of).all() and torch.isfinite(student.grad).all()
@@ -370,7 +370,7 @@ def test_a_bad_temperature_is_refused_by_every_loss(name, value):
         calls += [lambda: losses.temi(logits, log_q, marginal, student_temperature=value)]
         calls += [lambda: losses.sharpened_cross_entropy(logits, q, student_temperature=value)]
     else:
-        calls += [lambda: losses.centred_targets(logits, torch.zeros(1, 3), value)]
+        calls += [lambda: losses.centered_targets(logits, torch.zeros(1, 3), value)]
         calls += [lambda: losses.sinkhorn_targets(logits, value)]
     for call in calls:
         with pytest.raises(ValueError, match=rf"{name} is .*from 0.0001 to 10000"):

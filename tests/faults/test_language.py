@@ -37,11 +37,11 @@ from ssl_kd.language.step import precision_of  # noqa: E402
 from ssl_kd.language.teacher_cache import TeacherFingerprint, identity, write  # noqa: E402
 from ssl_kd.language.train import rows_of_step  # noqa: E402
 from ssl_kd.losses import LegacyClamp, LogitsTeacher, token_kd  # noqa: E402
-from ssl_kd.losses.linear_distillation import (  # noqa: E402
+from ssl_kd.losses.rows import SATURATION  # noqa: E402
+from ssl_kd.losses.token_distillation import (  # noqa: E402
     linear_distillation,
     logits_distillation,
 )
-from ssl_kd.losses.rows import SATURATION  # noqa: E402
 from ssl_kd.settings import SettingsError  # noqa: E402
 from ssl_kd.store.shards import read_manifest, write_manifest  # noqa: E402
 from ssl_kd.teachers.causal import load_causal_lm  # noqa: E402

@@ -1,5 +1,3 @@
-"""Distances of hidden states against a float64 formula, one token at a time."""
-
 import math
 
 import pytest
@@ -68,13 +66,8 @@ def test_the_fp16_matrix(name, infinite):
     if not infinite:  # through a saturated entry a slope passes, which the formula has not
         error = (gradient.double() - slope)[within].abs().max()
         assert error <= 2e-3 * slope[within].abs().max() + 1e-6
-
-
-def test_an_overflow_can_be_unlearned():
-    student, teacher = states(8, 6).half(), states(8, 6, seed=1).half()
-    student[2, 1] = INF
-    value, gradient = value_and_gradient(state_distance, student, teacher)
-    assert value.isfinite().all() and gradient.isfinite().all() and gradient[2].abs().sum() > 0
+    elif name == "ordinary":  # an overflow can be unlearned
+        assert gradient[4].any()
 
 
 def test_a_zero_state_has_a_distance_and_a_finite_slope():
@@ -83,16 +76,13 @@ def test_a_zero_state_has_a_distance_and_a_finite_slope():
     assert value.item() == pytest.approx(0.5) and gradient.isfinite().all()
 
 
-def test_a_nan_stays_where_it_is_seen():
-    student, teacher = states(8, 6), states(8, 6, seed=1)
+def test_a_nan_stays_in_its_row_and_the_teacher_gets_no_gradient():
+    student, teacher = states(8, 6), states(8, 6, seed=1).requires_grad_()
     student[4, 0] = NAN
-    assert state_distance(student, teacher).isnan().nonzero().flatten().tolist() == [4]
-
-
-def test_the_teacher_gets_no_gradient():
-    student, teacher = states(8, 6).requires_grad_(), states(8, 6, seed=1).requires_grad_()
-    state_distance(student, teacher).sum().backward()
-    assert teacher.grad is None and student.grad.abs().sum() > 0
+    distance = state_distance(student.requires_grad_(), teacher)
+    assert distance.isnan().nonzero().flatten().tolist() == [4]
+    distance[:4].sum().backward()
+    assert teacher.grad is None and student.grad[:4].all()
 
 
 def test_shapes_that_do_not_fit_are_named():

@@ -16,7 +16,7 @@ def _case(seed=0):
 def test_value_and_gradient_equal_the_oracle():
     student, teacher, center = _case()
     a, b = student.clone().requires_grad_(), student.clone().requires_grad_()
-    targets = losses.centred_targets(teacher, center, 0.04)
+    targets = losses.centered_targets(teacher, center, 0.04)
     ours = losses.sharpened_cross_entropy(a, targets)
     reference = oracle.sharpened(b, teacher, center)
     torch.testing.assert_close(ours, reference)
@@ -45,7 +45,7 @@ def test_a_sharper_teacher_is_sharper():
     _, teacher, center = _case()
 
     def entropy(t):
-        p = losses.centred_targets(teacher, center, t)
+        p = losses.centered_targets(teacher, center, t)
         return -(p * p.log()).sum(-1).mean()
 
     assert entropy(0.04) < entropy(0.1)
@@ -55,7 +55,7 @@ def test_centring_stops_a_cluster_that_every_sample_prefers():
     logits = torch.randn(1, 2, 20, 4, generator=torch.Generator().manual_seed(4)) * 0.05
     logits[..., 2] += 5.0
     center = logits.mean((1, 2))
-    shares = losses.centred_targets(logits, center, 0.05).mean((1, 2))
+    shares = losses.centered_targets(logits, center, 0.05).mean((1, 2))
     assert shares.max() < 0.5
 
 
@@ -63,7 +63,7 @@ def test_centring_stops_a_cluster_that_every_sample_prefers():
 def test_bad_temperatures_are_named(bad):
     student, teacher, center = _case()
     with pytest.raises(ValueError, match="teacher_temperature"):
-        losses.centred_targets(teacher, center, bad)
+        losses.centered_targets(teacher, center, bad)
     with pytest.raises(ValueError, match="teacher_temperature"):
         losses.sinkhorn_targets(teacher, bad)
     with pytest.raises(ValueError, match="student_temperature"):
@@ -77,7 +77,7 @@ def test_finite_logits_beyond_half_precision_count_as_its_largest(balanced):
     signs = torch.randn(2, 2, 3, 7, generator=torch.Generator().manual_seed(0)).sign()
 
     def loss(student, teacher):
-        targets = losses.centred_targets(teacher, torch.zeros(2, 7), 0.04)
+        targets = losses.centered_targets(teacher, torch.zeros(2, 7), 0.04)
         if balanced:
             targets = losses.sinkhorn_targets(teacher, 0.04)
         return losses.sharpened_cross_entropy(student, targets)

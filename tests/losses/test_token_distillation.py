@@ -118,21 +118,6 @@ def test_float64_equals_the_oracle(name, temperature):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradcheck(name):
-    student, teacher = _case()
-    student.requires_grad_()
-    assert torch.autograd.gradcheck(lambda s: token_kd(s, teacher, divergence=name), student)
-
-
-def test_an_overflowed_student_is_still_corrected():
-    (student, teacher), _ = _student_only()
-    best = teacher[0, 1].argmax()
-    _, gradient = _ours(student, teacher)
-    assert gradient[0, 1, best] < -0.01
-    torch.testing.assert_close(gradient.sum(-1), torch.zeros(2, 3).half(), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", [0, 1])
 def test_an_entry_outside_the_vocabulary_is_dropped_on_both_sides(name, side):
     student, teacher = _case()
@@ -176,19 +161,6 @@ def test_a_nan_in_a_real_token_stays_one(name, side):
     both[side][1, 1, 4] = float("nan")
     value, gradient = _ours(*both, divergence=name)
     assert value.isnan() and gradient[1, 1].isnan().any() and gradient[0].isfinite().all()
-
-
-def test_every_token_masked_is_a_zero_on_the_graph():
-    student, teacher = _case()
-    value, gradient = _ours(student, teacher, mask=torch.zeros(2, 3))
-    assert value == 0 and torch.equal(gradient, torch.zeros_like(gradient))
-
-
-def test_no_gradient_into_the_teacher():
-    student, teacher = _case()
-    student.requires_grad_(), teacher.requires_grad_()
-    token_kd(student, teacher).backward()
-    assert teacher.grad is None and student.grad is not None
 
 
 @settings(max_examples=80, deadline=None)
@@ -323,25 +295,6 @@ def test_a_second_derivative_is_refused_and_not_taken_for_0(reduction):
         slope.square().sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reduction": "batchmean"}, "reduction is 'batchmean', expected one of mean, sum, none"),
-        ({"num_items_in_batch": 0}, "num_items_in_batch is 0, expected"),
-        ({"num_items_in_batch": 3, "reduction": "sum"}, "the mean alone"),
-        ({"divergence": "kl", "reduction": "none"}, "forward_kl, reverse_kl, js"),
-        ({"temperature": 0.0, "reduction": "none"}, "temperature is 0.0"),
-        ({"divergence": "kl"}, "forward_kl, reverse_kl, js"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"mask": torch.ones(3, 2)}, r"mask \(3, 2\)"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        token_kd(*_case(), **options)
-
-
 def test_targets_are_the_next_tokens_that_count():
     ids = torch.tensor([[5, 6, 7, 8], [9, 1, 2, 0]])
     counts = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]]).bool()
@@ -349,55 +302,6 @@ def test_targets_are_the_next_tokens_that_count():
     assert rows.tolist() == [1, 2, 4] and targets.tolist() == [7, 8, 1]
     with pytest.raises(ValueError, match=r"counts \(2, 3\)"):
         next_token_targets(ids, counts[:, 1:])
-
-
-def test_the_clamp_says_the_lowest_perplexity():
-    assert LegacyClamp(2.5).lowest_perplexity(50257) == pytest.approx(339.6, abs=0.1)
-    assert LegacyClamp(5.0).lowest_perplexity(50257) == pytest.approx(3.28, abs=0.01)
-    logits = torch.full((1, 50257), -2.5)
-    logits[0, 7] = 2.5
-    best = torch.nn.functional.cross_entropy(logits.double(), torch.tensor([7]))
-    assert math.exp(best) == pytest.approx(LegacyClamp(2.5).lowest_perplexity(50257))
-
-
-def test_the_clamp_that_cannot_learn_is_refused():
-    clamp = LegacyClamp.parse("2.5:0.1:5.0")
-    assert clamp == LegacyClamp(2.5, 0.1, 5.0)
-    with pytest.raises(ValueError, match="no perplexity below 340"):
-        clamp.check(50257)
-    clamp.check(100)
-    with pytest.raises(ValueError, match="no cross-entropy above"):
-        LegacyClamp(0.5, 6.0, 7.0).check(100)
-    hidden, weight = torch.randn(3, 4), torch.randn(50257, 4)
-    with pytest.raises(ValueError, match="nothing is learned"):
-        losses.linear_distillation(
-            hidden, weight, None, torch.zeros(3).long(), temperature=1.0, legacy_clamp=clamp
-        )
-
-
-@pytest.mark.parametrize("text", ["", "2.5:1", "a", "0", "-1", "nan", "2.5:5:1", "1:2:3:4"])
-def test_a_clamp_that_makes_no_sense_is_refused(text):
-    with pytest.raises(ValueError, match="clamp|window"):
-        LegacyClamp.parse(text)
-
-
-def test_a_step_without_a_real_token_has_loss_0_whoever_counted():
-    logits, mask = torch.randn(1, 2, 3, requires_grad=True), torch.zeros(1, 2)
-    for items in (None, torch.tensor(0)):
-        loss = token_kd(logits, logits.detach(), mask=mask, num_items_in_batch=items)
-        assert loss == 0 and loss.requires_grad
-
-
-@pytest.mark.parametrize("items", [float("inf"), True, "6", torch.tensor([6]), torch.tensor(True)])
-def test_a_count_that_is_no_number_is_named(items):
-    with pytest.raises(ValueError, match="num_items_in_batch is"):
-        token_kd(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), num_items_in_batch=items)
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(1, 2, 0), torch.zeros(1, 2, 3, dtype=torch.cfloat)])
-def test_logits_that_are_none_are_named(wrong):
-    with pytest.raises(ValueError, match="student_logits"):
-        token_kd(wrong, wrong)
 
 
 def test_a_weighted_js_is_js_at_a_half_and_tends_to_the_two_kls():
@@ -415,13 +319,6 @@ def test_a_weighted_js_is_js_at_a_half_and_tends_to_the_two_kls():
         expected, wanted = _ours(student, teacher, divergence=name)
         torch.testing.assert_close(value.div(share), expected, rtol=1e-4, atol=0)
         torch.testing.assert_close(slope.div(share), wanted, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["js:0", "js:1", "js:0.0", "js:1.0", "js:-0.1", "js:", "js:nan"])
-def test_a_weight_of_js_is_above_0_and_below_1(name):
-    student, teacher = _case()
-    with pytest.raises(ValueError, match="js:BETA with BETA between 0 and 1"):
-        token_kd(student, teacher, divergence=name)
 
 
 def _filtered(logits, k):
@@ -502,11 +399,58 @@ def test_a_wide_nucleus_is_no_vocabulary_and_a_stray_infinity_is_no_nucleus(name
     )
 
 
-def test_one_row_is_worth_the_same_beside_another_and_the_exact_divergence():
-    student, teacher = _case(tokens=5, vocab=32, scale=1.0, dtype=torch.float32)
-    teacher = _filtered(teacher, 6)
-    alone = token_kd(student[:1], teacher[:1], reduction="none")
-    torch.testing.assert_close(alone, token_kd(student, teacher, reduction="none")[:1])
-    p, log_q = (teacher[0] / 2).softmax(-1), (student[0] / 2).log_softmax(-1)
-    exact = 4 * torch.where(p == 0, 0, p * (p.log() - log_q)).sum(-1)
-    torch.testing.assert_close(alone[0], exact)
+def test_every_token_masked_is_a_zero_on_the_graph():
+    student, teacher = _case()
+    student.requires_grad_(), teacher.requires_grad_()
+    for items in (None, torch.tensor(0)):
+        value = token_kd(student, teacher, mask=torch.zeros(2, 3), num_items_in_batch=items)
+        value.backward()
+        assert value == 0 and not student.grad.any() and teacher.grad is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduction": "batchmean"}, "reduction is 'batchmean', expected one of mean, sum, none"),
+        ({"num_items_in_batch": 3, "reduction": "sum"}, "only the mean"),
+        *[
+            ({"num_items_in_batch": items}, "num_items_in_batch is .* expected the number")
+            for items in (0, INF, "6", torch.tensor([6]))
+        ],
+        ({"divergence": "kl", "reduction": "none"}, "forward_kl, reverse_kl, js"),
+        ({"temperature": 0.0, "reduction": "none"}, "temperature is 0.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"mask": torch.ones(3, 2)}, r"mask \(3, 2\)"),
+        ({"student_logits": torch.zeros(2, 3, 0)}, "student_logits"),
+        ({"student_logits": torch.zeros(2, 3, 7, dtype=torch.cfloat)}, "student_logits"),
+        *[
+            ({"divergence": f"js:{beta}"}, "js:BETA with BETA between 0 and 1")
+            for beta in ("0", "1", "0.0", "1.0", "-0.1", "", "nan")
+        ],
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    student, teacher = _case()
+    with pytest.raises(ValueError, match=message):
+        token_kd(**{"student_logits": student, "teacher_logits": teacher} | options)
+
+
+def test_the_clamp_that_cannot_learn_is_refused_with_the_lowest_perplexity():
+    clamp = LegacyClamp.parse("2.5:0.1:5.0")
+    assert clamp == LegacyClamp(2.5, 0.1, 5.0)
+    assert LegacyClamp(5.0).lowest_perplexity(50257) == pytest.approx(3.28, abs=0.01)
+    logits = torch.full((1, 50257), -2.5)
+    logits[0, 7] = 2.5
+    best = torch.nn.functional.cross_entropy(logits.double(), torch.tensor([7]))
+    assert math.exp(best) == pytest.approx(clamp.lowest_perplexity(50257))
+    with pytest.raises(ValueError, match="no perplexity below 340 .* nothing is learned"):
+        losses.logits_distillation(logits, torch.tensor([7]), temperature=1.0, legacy_clamp=clamp)
+    clamp.check(100)
+    with pytest.raises(ValueError, match="from 3.62 to 5.6; .* the constant 6"):
+        LegacyClamp(0.5, 6.0, 7.0).check(100)
+
+
+@pytest.mark.parametrize("text", ["", "2.5:1", "a", "0", "-1", "nan", "2.5:5:1", "1:2:3:4"])
+def test_a_clamp_that_makes_no_sense_is_refused(text):
+    with pytest.raises(ValueError, match="clamp|window"):
+        LegacyClamp.parse(text)
