@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import sys
 from pathlib import Path
@@ -56,18 +55,3 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def leave_to_the_system(address: int, size: int) -> None:
-    """Have the pages of a shared mapping of a file not count as this process's (Linux).
-
-    They stay with the system as long as it has room, are written where they were changed, and come
-    back when they are next read.
-
-    Args:
-        address: of the mapping, at the start of a page.
-        size: of it, in bytes.
-    """
-    if sys.platform == "linux":
-        words = ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_DONTNEED
-        ctypes.CDLL(None).madvise(*words)

@@ -1,4 +1,4 @@
-"""What a frozen teacher knows, written once: verified shards of columns, and neighbours."""
+"""Caches of teacher outputs in verified shards, and nearest neighbors."""
 
 from ssl_kd.store.approximate import find_neighbours, kept_neighbours
 from ssl_kd.store.embeddings import EmbeddingStore, EmbeddingWriter

@@ -1,13 +1,13 @@
-"""The embeddings of one split: a cache whose columns are `embeddings` [m, D] and `labels` [m].
+"""The embeddings of one split: a cache with columns `embeddings` [m, D] and `labels` [m].
 
-For a split `train` it is called `embeddings_train`; `ssl_kd.store.shards` says which files that
-makes. Labels are int64, -1 where unknown.
+The cache of the split `train` is called `embeddings_train`; for its files see
+`ssl_kd.store.shards`. Labels are int64, -1 where unknown.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,23 @@ from ssl_kd.store.fingerprint import Fingerprint
 from ssl_kd.store.shards import ANEW, Columns, Content, Manifest, ShardStore
 from ssl_kd.store.writer import ShardWriter
 
-# A larger value is not plausible in an embedding: the square of its norm nears float32's limit.
+# Larger values are implausible: the square of the norm approaches float32's limit.
 LARGEST = 1e12
-# Nor is one that is this many times the typical row's largest value.
+# So are values this many times the median row's largest value.
 LARGEST_RATIO = 1e6
-# Embeddings of real samples differ in size by ten or so, by twenty or fifty where their tails are
-# heavy (Student's t, lognormal). Beyond that a few rows may hold more of the sum of squares, by
-# which the heads' input is scaled, than all others together; only then are they spoken of.
+# Embeddings of real samples differ in size by ten or so, by fifty if their distribution has heavy
+# tails. Beyond that a few rows may dominate the sum of squares that scales the heads' input; only
+# then they are reported.
 EXTREME_RATIO = 30
 # Cosines of rows whose directions spread by s differ by s squared: below a few units of float32's
-# resolution the nearest neighbours are rounding errors. Embeddings spread by 0.1 to 1.
+# resolution the nearest neighbors are rounding errors. Embeddings spread by 0.1 to 1.
 LEAST_SPREAD = (10 * torch.finfo(torch.float32).eps) ** 0.5
 ROWS_PER_SCAN = 8192
 STORED = ("float32", "float16", "bfloat16")
 
 
 def row_peaks(embeddings: Tensor) -> Tensor:
-    """The largest absolute value of each row, float32; NaN for a row that holds one."""
+    """Return the largest absolute value of each row, float32; NaN for a row with a NaN."""
     peaks = [
         torch.linalg.vector_norm(block, float("inf"), dim=1, dtype=torch.float32)
         for block in embeddings.split(ROWS_PER_SCAN)
@@ -44,7 +44,7 @@ def row_peaks(embeddings: Tensor) -> Tensor:
 
 
 def is_bad(peaks: Tensor) -> Tensor:
-    """Which rows are NaN, infinite or out of range, by their `row_peaks`."""
+    """Return which rows are NaN, infinite or out of range, given their `row_peaks`."""
     typical = peaks[peaks.isfinite() & (peaks > 0)]
     limit = LARGEST
     if len(typical):
@@ -53,15 +53,15 @@ def is_bad(peaks: Tensor) -> Tensor:
 
 
 def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
-    """What is strange about embeddings though they are finite, in words; empty as a rule.
+    """Describe problems of finite embeddings; return an empty string if there are none.
 
     Args:
         blocks: all rows in order, `[b, D]` each.
-        n_clusters: how many clusters are to be found in them.
+        n_clusters: number of clusters to find.
 
     Returns:
         How many rows outweigh all others together, and how many are zero, with the first of each;
-        that there are fewer distinct rows than clusters, or that all point the same way.
+        whether there are fewer distinct rows than clusters, or all have nearly one direction.
     """
     peaks, distinct, n_units, units = [], set(), 0, torch.zeros((), dtype=torch.float64)
     enough = max(2, n_clusters)
@@ -75,66 +75,65 @@ def odd_rows(blocks: Iterable[Tensor], n_clusters: int) -> str:
         norms = torch.linalg.vector_norm(block, dim=1, keepdim=True, dtype=torch.float64)
         n_units += int((norms > 0).sum())
         units = units + torch.where(norms > 0, block.double() / norms, 0.0).sum(0)
-    found = _odd_sizes(torch.cat(peaks))
+    problems = _odd_sizes(torch.cat(peaks))
     spread = max(0.0, 1 - float((units / max(n_units, 1)).square().sum())) ** 0.5
     if len(distinct) == 1:
-        found.append("all rows are the same: there is nothing to tell apart")
+        problems.append("all rows are the same: there is nothing to cluster")
     elif len(distinct) < n_clusters:
-        found.append(
-            f"{len(distinct)} distinct rows, {n_clusters} clusters: some of them must stay empty, "
-            "so ask for fewer"
+        problems.append(
+            f"{len(distinct)} distinct rows, {n_clusters} clusters: some clusters must stay empty, "
+            "so choose fewer"
         )
     elif n_units > 1 and spread < LEAST_SPREAD:
-        found.append(
-            f"all rows point almost the same way (their directions spread by {spread:.2g}), so "
-            "that float32 cannot tell which are nearest by cosine: subtract each column's mean "
-            "before you give or save them"
+        problems.append(
+            f"all rows point almost the same way (directions spread by {spread:.2g}), so float32 "
+            "cannot rank neighbors by cosine: subtract each column's mean first"
         )
-    return "; ".join(found)
+    return "; ".join(problems)
 
 
 def _odd_sizes(peaks: Tensor) -> list[str]:
-    """What is strange about the sizes of rows, by their `row_peaks`."""
-    found, typical = [], peaks[peaks > 0]
+    """Describe problems with the sizes of rows, given their `row_peaks`."""
+    problems, typical = [], peaks[peaks > 0]
     if len(typical):
         ratio = (peaks / typical.median()).double()
         far = ratio >= EXTREME_RATIO
         if far.any() and ratio[far].square().sum() > ratio[~far].square().sum():
             first = int(far.nonzero()[0])
-            found.append(
-                f"{int(far.sum())} of {len(peaks)} rows are {EXTREME_RATIO} times as large as the "
-                f"typical one or more, first row {first} ({float(ratio[first]):.2g} times): beside "
-                "them all others look alike, so take them out of the data"
+            problems.append(
+                f"{int(far.sum())} of {len(peaks)} rows are at least {EXTREME_RATIO} times as "
+                f"large as the median row, first row {first} ({float(ratio[first]):.2g} times): "
+                "all other rows look alike beside them, so remove them from the data"
             )
     if len(zero := (peaks == 0).nonzero()):
-        found.append(
+        problems.append(
             f"{len(zero)} of {len(peaks)} rows are zero throughout, first row {int(zero[0])}: they "
-            "are as near to one sample as to any other"
+            "are equally near to every sample"
         )
-    return found
+    return problems
 
 
 def _name(split: str) -> str:
-    """What a split's files are called: the split becomes part of it."""
+    """Return the file name prefix of a split."""
     if not re.fullmatch(r"[A-Za-z0-9-]+", split):
         raise ValueError(f"split is {split!r}; expected letters, digits and hyphens, like 'train'")
     return f"embeddings_{split}"
 
 
 class EmbeddingStore(ShardStore):
-    """The embeddings of one split, verified, with what is known of each sample.
+    """The verified embeddings of one split, with labels and names; made by `open`.
 
-    Made by `open`. Rows are numbered 0 to n - 1 in the order of the data set; samples that could
-    not be read have no row.
+    Rows are numbered 0 to n - 1 in the order of the data set; samples that could not be read have
+    no row.
 
     Attributes:
-        folder: where the files are.
-        split: which split this is.
+        folder: folder of the files.
+        split: name of the split.
         manifest: the manifest, as written.
         n: number of rows.
         dim: length of a row.
-        labels: int64 [n], -1 where unknown; None when the data set has none.
-        indices: int64 [n], each row's place in the data set.
+        labels: int64 [n], -1 where unknown; None if the data set has none.
+        indices: int64 [n], each row's index in the data set.
         class_names: names of the labels, or None.
         fingerprint: what the embeddings were computed from.
     """
@@ -164,8 +163,8 @@ class EmbeddingStore(ShardStore):
             and not (-1 <= int(labels.min()) <= int(labels.max()) < known)
         ):
             raise CorruptFileError(
-                f"{self.folder / name}.json: class names that are no text, or labels beyond them. "
-                f"{ANEW}"
+                f"{self.folder / name}.json: class names must be strings, and labels below their "
+                f"number. {ANEW}"
             )
 
     @classmethod
@@ -181,30 +180,30 @@ class EmbeddingStore(ShardStore):
         """Open the cache of one split.
 
         Args:
-            folder: where it is.
+            folder: its folder.
             split: `train` or `test`.
-            expect: what it must have been computed from; None accepts any.
-            verify: read everything once: checksums, and every row for NaN, infinities and values
-                out of range. Sizes and shapes are always compared.
-            exclude_bad: leave such rows out instead of raising; they have no row then.
+            expect: the required fingerprint; None accepts any.
+            verify: read all files once, and check checksums and every row for NaN, infinities and
+                values out of range. Sizes and shapes are always checked.
+            exclude_bad: exclude such rows instead of raising.
 
         Raises:
             FileNotFoundError: there is no complete cache.
-            FingerprintMismatch: it is of something else; the message names each difference.
+            FingerprintMismatch: it was computed from something else; names each difference.
             CorruptFileError: a file is damaged; the message names it.
-            NonFiniteRow: a row is; the message names file, row and sample.
+            NonFiniteRow: a row is bad; the message names file, row and sample.
         """
         name = _name(split)
         return cls(folder, name, expect=expect, verify=verify, exclude_bad=exclude_bad)
 
     def relabel(self, labels: Tensor | None, class_names: Sequence[str] | None) -> None:
-        """Take other labels than those in the files, int64 [n], or none; the files stay."""
+        """Replace the labels (int64 [n], or None) in memory; the files are not changed."""
         self.labels = labels
         self.class_names = None if class_names is None else tuple(class_names)
 
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
-        """The columns of a cache with this manifest."""
+        """Return the columns of a cache with this manifest."""
         if manifest["dtype"] not in STORED or manifest["dim"] < 1:
             raise ValueError(f"dtype {manifest['dtype'][:50]!r} of width {manifest['dim']}")
         dtype = getattr(torch, manifest["dtype"])
@@ -212,7 +211,7 @@ class EmbeddingStore(ShardStore):
 
     @classmethod
     def faults(cls, content: Content, whole: bool) -> dict[int, str]:
-        """Rows that are NaN, infinite or out of range; only a whole shard shows what is typical."""
+        """Return rows that are NaN, infinite or out of range; the median needs a complete shard."""
         peaks = row_peaks(content["embeddings"])
         bad = is_bad(peaks) if whole else ~(peaks <= LARGEST)
         return {
@@ -225,7 +224,7 @@ class EmbeddingStore(ShardStore):
 
     @classmethod
     def statistics(cls, content: Content) -> Manifest:
-        """Extremes and norms of a shard, a block at a time."""
+        """Return extremes and norms of a shard, computed block by block."""
         embeddings = content["embeddings"]
         low, high, norms, zeros = [], [], 0.0, 0
         for block in embeddings.split(ROWS_PER_SCAN):
@@ -245,7 +244,7 @@ class EmbeddingStore(ShardStore):
 
     @classmethod
     def total(cls, entries: list[Manifest]) -> Manifest:
-        """The `statistics` of all rows."""
+        """Combine the `statistics` of all shards."""
         kept = [(entry["rows"], entry["statistics"]) for entry in entries if entry["rows"]]
         rows = sum(m for m, _ in kept)
         norms = sum(m * statistics["mean_norm"] for m, statistics in kept)
@@ -261,45 +260,37 @@ class EmbeddingStore(ShardStore):
         return f"EmbeddingStore({str(self.folder)!r}, {self.split!r}, n={self.n}, dim={self.dim})"
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The embeddings of some rows, at a cost that does not grow with the store.
-
-        Args:
-            rows: integers [b] in 0 ... n - 1, in any order, repeated or not.
-
-        Returns:
-            float32 [b, D], a copy.
-        """
+        """Return the embeddings of some rows (integers [b], any order), float32 [b, D], a copy."""
         return self.take("embeddings", rows).float()
 
     def tensor(self) -> Tensor:
-        """All embeddings in memory, float32 [n, D]."""
+        """Return all embeddings, float32 [n, D]."""
         embeddings = torch.empty(self.n, self.dim)
         for start, block in self.blocks(ROWS_PER_SCAN):
             embeddings[start : start + len(block)] = block
         return embeddings
 
     def blocks(self, rows_per_block: int) -> Iterator[tuple[int, Tensor]]:
-        """Go through the rows in order: `(first row, float32 [b, D])`, b <= `rows_per_block`."""
+        """Yield all rows in order: `(first row, float32 [b, D])`, b <= `rows_per_block`."""
         for start in range(0, self.n, rows_per_block):
             yield start, self.gather(torch.arange(start, min(start + rows_per_block, self.n)))
 
 
 class EmbeddingWriter(ShardWriter[EmbeddingStore]):
-    """Write the cache of one split: a `ShardWriter` of embeddings and labels.
+    """Writes the cache of one split: a `ShardWriter` of embeddings and labels.
 
     Args:
-        folder: where the cache goes.
+        folder: folder of the cache.
         split: `train` or `test`.
         fingerprint: what the embeddings are computed from.
-        n: number of samples in the data set, with those that turn out to be unreadable.
+        n: number of samples in the data set, unreadable ones included.
         dim: length of an embedding.
-        dtype: what is stored: float32, float16 or bfloat16 (reading gives float32); None: what the
-            fingerprint says that the teacher computed in, or what a cache of the same fingerprint
-            that is there already stores.
-        labels: int64 [n], -1 for unknown; None when there are none.
-        ids: the samples' names, n of them.
+        dtype: stored dtype: float32, float16 or bfloat16 (reading gives float32); None: the dtype
+            of an existing cache of the same fingerprint, or else of the fingerprint.
+        labels: int64 [n], -1 where unknown; None if there are none.
+        ids: the n sample names.
         class_names: names of the labels 0, 1, ...
-        shard_rows, only, force, rebuild, exclude_bad, back: as a `ShardWriter` takes them.
+        options: other arguments of `ShardWriter`.
 
     Raises:
         FingerprintMismatch, CorruptFileError, NonFiniteRow, LockHeld: as a `ShardWriter`.
@@ -317,12 +308,7 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
         labels: Tensor | None = None,
         ids: Sequence[str],
         class_names: Sequence[str] | None = None,
-        shard_rows: int | None = None,
-        only: slice | None = None,
-        force: bool = False,
-        rebuild: bool = False,
-        exclude_bad: bool = False,
-        back: Callable[[Manifest], bool] = lambda entry: False,
+        **options: Any,
     ):
         if n < 1 or dim < 1:
             raise ValueError(f"n is {n} and dim is {dim}; a cache needs at least 1 of each")
@@ -348,33 +334,18 @@ class EmbeddingWriter(ShardWriter[EmbeddingStore]):
             fingerprint,
             header,
             ids=ids,
-            # Which labels are known is not part of what was computed; a run brings its own.
+            # Labels are not part of what was computed; a run brings its own.
             adopt=("labelled", "class_names", *(("dtype",) if dtype is None else ())),
-            shard_rows=shard_rows,
-            only=only,
-            force=force,
-            rebuild=rebuild,
-            exclude_bad=exclude_bad,
-            back=back,
+            **options,
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is stored."""
+        """The stored dtype."""
         return self._columns["embeddings"][1]
 
     def append(self, embeddings: Tensor, rows: Tensor) -> None:
-        """Add some samples' embeddings; those that are stored already are ignored.
-
-        Args:
-            embeddings: floating [b, D], on any device.
-            rows: int64 [b], their rows in the data set, increasing.
-
-        Raises:
-            ValueError: rows came twice or out of order, or one before them never came.
-            NonFiniteRow: one is bad and not `exclude_bad`; nothing of this call was taken then.
-            OSError: the disk is full; complete shards are kept.
-        """
+        """Add the embeddings, floating [b, D], of increasing rows, int64 [b]; see `put`."""
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
         self._check_rows(rows)
         self.put({"embeddings": embeddings, "labels": self._labels[rows]}, rows)

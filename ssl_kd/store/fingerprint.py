@@ -1,4 +1,4 @@
-"""What a cache was computed from: equal fingerprints, equal content."""
+"""Fingerprints: equal fingerprints mean equal cache content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssl_kd.errors import InputError
 
 
 class FingerprintMismatch(InputError):
-    """A cache was not computed from what this run asks for."""
+    """A cache was computed from something else than this run needs."""
 
     def __init__(self, path: Path, differences: Sequence[str], way_out: str):
         self.path = path
@@ -30,17 +30,14 @@ _KINDS = {str: "str", int: "int", float: "float", bool: "bool", type(None): "Non
 
 @dataclass(frozen=True)
 class BaseFingerprint:
-    """Everything that decides what a cache holds: the fields of a frozen dataclass.
-
-    Their values are strings and numbers, which JSON keeps as they are.
-    """
+    """Everything that determines a cache's content: strings and numbers, which JSON preserves."""
 
     way_out: ClassVar[str]
-    """What a user whose cache is of something else can do: a sentence."""
+    """A sentence that tells the user how to resolve a mismatch."""
 
     @classmethod
     def odd(cls, values: Mapping[str, object]) -> list[str]:
-        """Return the names of values that are missing, not known or of another kind."""
+        """Return the names of values that are missing, unknown or of a wrong type."""
         kinds = {field.name: str(field.type).split(" | ") for field in fields(cls)}
         wrong = {
             name
@@ -51,7 +48,7 @@ class BaseFingerprint:
         return sorted(wrong | (kinds.keys() ^ values.keys()))
 
     def differences(self, expected: Self) -> list[str]:
-        """One sentence for each field in which this (the cache's) and `expected` differ."""
+        """Describe each field in which this fingerprint (the cache's) and `expected` differ."""
         return [
             f"{name}: cache has {cached!r}, this run asks for {getattr(expected, name)!r}"
             for name, cached in vars(self).items()
@@ -66,7 +63,7 @@ class BaseFingerprint:
 
 @dataclass(frozen=True)
 class Fingerprint(BaseFingerprint):
-    """Everything that decides what a teacher's embeddings are.
+    """Everything that determines a teacher's embeddings.
 
     Args:
         teacher: name of the teacher.

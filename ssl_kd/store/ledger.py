@@ -1,4 +1,4 @@
-"""Which shards of a cache are stored: the manifests of a finished one and of unfinished writers."""
+"""The manifests of a cache: that of the finished cache and that of unfinished writers."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from ssl_kd.store.shards import Manifest, ShardStore, shard_file, write_manifest
 
 logger = logging.getLogger(__name__)
 
-# For a change of the manifest and the names of files, which takes milliseconds.
+# To change the manifest and rename files, which takes milliseconds.
 SECONDS_TO_WAIT = 120
 
 
 class Ledger:
     """The two manifests of a cache, read and changed by any number of writers on any machines.
 
-    What is finished lies in `folder`; what is not, in `partial`, whose manifest lists the shards
-    that are whole. It is changed under a lock that is held for milliseconds, so an entry is never
-    lost, and a shard that two writers compute is that of the first.
+    Finished content is in `folder`, unfinished content in `partial`, whose manifest lists the
+    complete shards. It is changed under a lock that is held for milliseconds, so no entry is lost;
+    if two writers compute a shard, the first one's is kept.
 
     Args:
-        kind: the store that reads it.
-        folder: where the cache goes.
-        name: what its files are called.
+        kind: the store class that reads the cache.
+        folder: folder of the cache.
+        name: prefix of its files.
         fingerprint: what the content is computed from.
-        header: what else the manifest says.
+        header: further fields of the manifest.
         shard_rows: rows of the data set in a shard.
-        adopt: names in the header whose value a cache of the same fingerprint keeps.
-        force: let neither the finished cache nor what an earlier writer left count.
-        rebuild: start over where the finished cache's manifest is damaged.
+        adopt: fields of the header whose value an existing cache of the same fingerprint keeps.
+        force: ignore the finished cache and shards of earlier writers.
+        rebuild: start over if the finished cache's manifest is damaged.
         shared: whether other writers store other shards.
 
     Attributes:
-        partial: the folder of what is not finished.
-        header: as given; `look` takes over what is adopted.
+        partial: the folder of unfinished content.
+        header: as given; `look` updates adopted fields.
         shard_rows: as given; a cache of the same fingerprint keeps its own.
     """
 
@@ -71,33 +71,33 @@ class Ledger:
 
     @property
     def n_shards(self) -> int:
-        """How many shards the whole data set has."""
+        """Number of shards of the whole data set."""
         return -(-self.header["n"] // self.shard_rows)
 
     def shard_of(self, entry: Manifest) -> int:
-        """The number of an entry's shard."""
+        """Return the number of an entry's shard."""
         return entry["start"] // self.shard_rows
 
     def rows(self, shard: int) -> tuple[int, int]:
-        """The rows of the data set that a shard holds, `(start, stop)`."""
+        """Return the rows of the data set in a shard, `(start, stop)`."""
         return shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.header["n"])
 
     def file(self, shard: int) -> str:
-        """The name of a shard's file."""
+        """Return the file name of a shard."""
         return shard_file(self.name, shard, self.n_shards)
 
     def paths(self, entry: Manifest, place: Path) -> list[Path]:
-        """Where the file of an entry in the manifest of `place` may be."""
-        # A writer killed while publishing leaves some of its shards in the folder already.
+        """Return where the file of an entry in the manifest of `place` may be."""
+        # A writer killed while publishing has already moved some of its shards to the folder.
         places = [self.folder] if place == self.folder else [self.partial, self.folder]
         return [folder / entry["file"] for folder in places]
 
     def look(self) -> dict[Path, Manifest]:
-        """The manifests of this cache, by folder; the form of the first is taken over.
+        """Return the manifests of this cache by folder, and adopt the form of the first.
 
         Raises:
-            FingerprintMismatch: there is one of something else alone, and not `force`.
-            CorruptFileError: the finished one is damaged, and not `force`.
+            FingerprintMismatch: there is only a cache of something else, and not `force`.
+            CorruptFileError: the finished manifest is damaged, and not `force`.
         """
         same, foreign = self._read(begin=True)
         if self.force:  # a share joins the others' new cache
@@ -111,7 +111,7 @@ class Ledger:
         return self._fitting(same)
 
     def begin_anew(self, shards: Collection[int], join: bool) -> None:
-        """Make room for a cache that is all new, whatever is finished.
+        """Start a new cache, whatever is finished.
 
         Args:
             shards: to be computed by this writer.
@@ -127,32 +127,32 @@ class Ledger:
             self._list({n: entry for n, entry in numbered.items() if n not in shards})
 
     def begin(self, stored: Mapping[int, Manifest], refused: Collection[Manifest]) -> None:
-        """Make room for shards: in what unfinished writers of this cache have, or anew.
+        """Start writing: join unfinished writers of this cache, or start a new one.
 
         Args:
-            stored: entries of shards that are good.
-            refused: entries of those that have to be computed again.
+            stored: entries of intact shards.
+            refused: entries of shards that have to be recomputed.
         """
         self._refused = refused
         with self._changing:
             same = self.look()
-            if len(self._published(same)) < self.n_shards:  # else another has just finished
+            if len(self._published(same)) < self.n_shards:  # else another writer finished
                 self._join(same, stored, refused)
 
     def add(self, ready: Path, entry: Manifest, stored: Mapping[int, Manifest]) -> Manifest:
-        """Enter a shard, if no other writer has; one that is published is left as it is.
+        """Enter a shard unless another writer has; a published shard is not changed.
 
         Args:
             ready: its file, which is moved or removed.
-            entry: of the manifest.
-            stored: entries of other shards, for the case that the manifest is gone.
+            entry: its entry in the manifest.
+            stored: entries of other shards, in case the manifest is gone.
 
         Returns:
             The entry that counts.
 
         Raises:
             FingerprintMismatch: writers of another cache have replaced it.
-            FileNotFoundError: another writer has published the cache, and `ready` with it.
+            FileNotFoundError: another writer has published the cache, and removed `ready` with it.
         """
         shard = self.shard_of(entry)
         with self._changing:
@@ -162,7 +162,7 @@ class Ledger:
             same = self._fitting(same)
             if shard in (published := self._published(same)):
                 ready.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # others' files are in it
+                with contextlib.suppress(OSError):  # it contains others' files
                     self.partial.rmdir()
                 return published[shard]
             entries = self._join(same, stored)
@@ -184,7 +184,7 @@ class Ledger:
             listed = [(entry, place) for place, found in same.items() for entry in found["shards"]]
             if len({self.shard_of(entry) for entry, _ in listed}) < self.n_shards:
                 return None
-            entries = {  # the unfinished writers' come last, and count
+            entries = {  # the unfinished writers' come last, and win
                 self.shard_of(entry): entry
                 for entry, place in listed
                 if any(_has_size(path, entry["bytes"]) for path in self.paths(entry, place))
@@ -199,7 +199,7 @@ class Ledger:
     def _read(
         self, begin: bool = False
     ) -> tuple[dict[Path, Manifest], dict[Path, FingerprintMismatch]]:
-        """The manifests of this cache, and what those of another one differ in."""
+        """Return the manifests of this cache, and how those of another cache differ."""
         same: dict[Path, Manifest] = {}
         foreign: dict[Path, FingerprintMismatch] = {}
         for place in (self.folder, self.partial):
@@ -215,7 +215,7 @@ class Ledger:
                     logger.warning("%s Starting over.", error)
                 continue
             if differences := self._differences(manifest, cached):
-                if place == self.folder or manifest["shards"]:  # else nothing would be lost
+                if place == self.folder or manifest["shards"]:  # otherwise nothing would be lost
                     way_out = self.fingerprint.way_out
                     foreign[place] = FingerprintMismatch(path, differences, way_out)
             else:
@@ -237,7 +237,7 @@ class Ledger:
         return {place: found for place, found in same.items() if form.items() <= found.items()}
 
     def _published(self, same: Mapping[Path, Manifest]) -> dict[int, Manifest]:
-        """The shards of the finished cache, but for those that this writer has refused."""
+        """Return the shards of the finished cache, except those refused by this writer."""
         listed = same[self.folder]["shards"] if self.folder in same else []
         return {self.shard_of(entry): entry for entry in listed if entry not in self._refused}
 
@@ -247,7 +247,7 @@ class Ledger:
         stored: Mapping[int, Manifest],
         refused: Collection[Manifest] = (),
     ) -> dict[int, Manifest]:
-        """What the unfinished writers' manifest lists, with `stored`; it is begun where none is."""
+        """Return the entries of the unfinished manifest with `stored`; create it if necessary."""
         listed: dict[int, Manifest] | None = None
         if self.partial in same:
             listed = {self.shard_of(entry): entry for entry in same[self.partial]["shards"]}
@@ -275,9 +275,9 @@ class Ledger:
         }
 
     def _move(self, manifest: Manifest) -> None:
-        """Move everything to its place, the manifest last.
+        """Move all files to their final place, the manifest last.
 
-        Killed in between, the next writer finds each shard in one place or the other.
+        If killed in between, the next writer finds each shard in one place or the other.
         """
         write_manifest(self._path(self.partial), manifest)
         current = [entry["file"] for entry in manifest["shards"]]

@@ -1,12 +1,11 @@
-"""Exact nearest neighbours, never the sample itself, in memory that does not grow with N².
+"""Exact nearest neighbors, without the sample itself, in memory that does not grow with N².
 
-Both sides are cut into blocks. A pair of blocks gives candidates; the best k so far are kept.
+Both sides are cut into blocks; of the candidates in each pair of blocks the best k so far are kept.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import sys
 import warnings
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "faiss", "torch")
 
 Search = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""Queries `[b, D]`, candidates `[c, D]`, k -> the k largest products and columns, `[b, k]`."""
+"""Queries `[b, D]`, candidates `[c, D]`, k -> the k largest dot products, and their columns."""
 
 
 def _with_one(x: Tensor) -> Tensor:
@@ -39,7 +38,7 @@ def _with_length(x: Tensor) -> Tensor:
 
 
 METRICS = {"cosine": (safe_normalize, safe_normalize), "euclidean": (_with_one, _with_length)}
-"""Metric -> what becomes of queries and of candidates, so that the dot product ranks them."""
+"""Metric -> transforms of queries and of candidates, so that the dot product ranks them."""
 
 
 def nearest_neighbours(
@@ -52,23 +51,23 @@ def nearest_neighbours(
     block_rows: int = 4096,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The k nearest other rows of every row, by comparing all pairs.
+    """Find the k nearest other rows of every row by comparing all pairs.
 
-    The row itself is left out by its number, so a duplicate of it is a neighbour like any other.
-    A row of zeros is equally far from everything.
+    The row itself is excluded by its number, so a duplicate of it is a neighbor like any other. A
+    row of zeros is equally far from everything.
 
     Args:
         embeddings: a store, or floating [n, D], finite.
-        k: how many, 1 ... n - 1.
-        metric: `cosine` or `euclidean`; for the latter centre them first, float32 is short.
-        backend: `faiss` (CPU only), `torch`, or `auto`: FAISS on a Linux CPU when it is installed,
-            torch elsewhere (two OpenMP runtimes in one process may crash on macOS).
-        device: where torch computes.
+        k: number of neighbors, 1 ... n - 1.
+        metric: `cosine` or `euclidean`; center the rows first for the latter (float32).
+        backend: `faiss` (CPU only), `torch`, or `auto`: FAISS on a Linux CPU, torch elsewhere (two
+            OpenMP runtimes in one process may crash on macOS).
+        device: device of the torch backend.
         block_rows: rows in a block on either side; memory grows with its square.
         progress: called with (rows done, n) after each block.
 
     Returns:
-        int64 [n, k] on the CPU, nearest first; among equals any order.
+        int64 [n, k] on the CPU, nearest first; ties in any order.
 
     >>> nearest_neighbours(torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 1.0]]), 1).tolist()
     [[1], [0], [1]]
@@ -88,24 +87,24 @@ def nearest_neighbours(
     as_query, as_candidate = METRICS[metric]
 
     def prepared(prepare: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Blocks and their first rows: nearest has the largest dot product."""
         for start, block in _blocks(embeddings, block_rows):
             yield start, prepare(block.float()).to(device)
 
-    candidates_kept: list[tuple[int, Tensor]] | None = None
+    on_gpu: list[tuple[int, Tensor]] | None = None
     if device.type == "cuda":
-        if 3 * n * _dim(embeddings) * 4 < torch.cuda.mem_get_info(device)[0]:
-            candidates_kept = list(prepared(as_candidate))
+        dim = embeddings.dim if isinstance(embeddings, EmbeddingStore) else embeddings.shape[1]
+        if 3 * n * dim * 4 < torch.cuda.mem_get_info(device)[0]:
+            on_gpu = list(prepared(as_candidate))
 
     neighbours = torch.empty(n, k, dtype=torch.int64)
     for first, queries in prepared(as_query):
         if not (finite := queries.isfinite().all(1)).all():
             row = first + int((~finite).nonzero()[0, 0])
-            raise InputError(f"row {row} is not finite in float32, so it has no nearest neighbours")
+            raise InputError(f"row {row} is not finite in float32, so it has no nearest neighbors")
         itself = torch.arange(first, first + len(queries), device=device)
-        candidates = candidates_kept or prepared(as_candidate)
-        found = nearest_among(queries, itself, candidates, k, search)
-        neighbours[first : first + len(queries)] = found.cpu()
+        candidates = on_gpu or prepared(as_candidate)
+        rows = nearest_among(queries, itself, candidates, k, search)
+        neighbours[first : first + len(queries)] = rows.cpu()
         if progress is not None:
             progress(first + len(queries), n)
     return neighbours
@@ -118,29 +117,29 @@ def nearest_among(
     k: int,
     search: Search,
 ) -> Tensor:
-    """The k candidates with the largest dot products, never the query itself.
+    """Return the k candidates with the largest dot products, without the query itself.
 
     Args:
         queries: float32 `[b, D]`.
-        itself: int64 `[b]`, the number of each.
+        itself: int64 `[b]`, the row number of each query.
         candidates: blocks of rows `[c, D]`, each with the number of its first row.
-        k: how many.
-        search: as `search_on` gives it.
+        k: number of neighbors.
+        search: a function returned by `search_on`.
 
     Returns:
-        int64 `[b, k]`, numbers of rows, nearest first; fewer columns where there are fewer rows.
+        int64 `[b, k]`, row numbers, nearest first; fewer columns if there are fewer rows.
     """
     best = queries.new_empty(len(queries), 0)
-    found = itself.new_empty(len(queries), 0)
+    rows = itself.new_empty(len(queries), 0)
     for start, block in candidates:
         # One more than k: the row itself may be among them.
         scores, columns = search(queries, block, min(k + 1, len(block)))
         columns = columns + start
         scores = scores.masked_fill(columns == itself.unsqueeze(1), -torch.inf)
-        scores, columns = torch.cat([best, scores], 1), torch.cat([found, columns], 1)
+        scores, columns = torch.cat([best, scores], 1), torch.cat([rows, columns], 1)
         best, order = scores.topk(min(k, scores.shape[1]))
-        found = columns.gather(1, order)
-    return found
+        rows = columns.gather(1, order)
+    return rows
 
 
 def cached_neighbours(
@@ -150,13 +149,10 @@ def cached_neighbours(
     device: str | torch.device = "cpu",
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """`nearest_neighbours` of a store, kept beside it in `neighbours_{split}.pt`.
+    """Compute `nearest_neighbours` of a store, and keep them in `neighbours_{split}.pt`.
 
-    The file is used for exactly the same embeddings and the same or a smaller k; one that is
-    damaged or of other embeddings is replaced.
-
-    Returns:
-        int64 [n, k], nearest first.
+    The file is reused for the same embeddings and the same or a smaller k; otherwise, or if it is
+    damaged, it is replaced.
     """
     check_k(k, store.n)
     if (kept := kept_exactly(store, k)) is not None:
@@ -167,12 +163,12 @@ def cached_neighbours(
     try:
         save_tensors(_path(store), tensors)
     except OSError as error:
-        logger.warning("neighbours are not kept for the next run: %s", error)
+        logger.warning("neighbors are not kept for the next run: %s", error)
     return neighbours
 
 
 def kept_exactly(store: EmbeddingStore, k: int) -> Tensor | None:
-    """What `cached_neighbours` finds kept for these embeddings and this or a larger k."""
+    """Return what `cached_neighbours` kept for these embeddings and k or more; else None."""
     path = _path(store)
     try:
         kept = load_tensors(path)
@@ -184,7 +180,7 @@ def kept_exactly(store: EmbeddingStore, k: int) -> Tensor | None:
     except FileNotFoundError:
         pass
     except (CorruptFileError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("neighbours are computed again: %s", error)
+        logger.warning("neighbors are computed again: %s", error)
     return None
 
 
@@ -197,20 +193,16 @@ def _key(store: EmbeddingStore) -> str:
 
 
 def check_k(k: int, n: int) -> None:
-    """Raise InputError unless n samples have k others."""
+    """Raise InputError unless 1 <= k < n."""
     if not 1 <= k < n:
         raise InputError(
-            f"{k} neighbours asked for among {n} samples; each has {max(n - 1, 0)} others, "
-            "so expected 1 <= k < n"
+            f"k is {k}, but each of {n} samples has {max(n - 1, 0)} other samples: expected "
+            "1 <= k < n"
         )
 
 
 def _checksum(neighbours: Tensor) -> str:
     return hashlib.sha256(neighbours.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _dim(embeddings: EmbeddingStore | Tensor) -> int:
-    return embeddings.dim if isinstance(embeddings, EmbeddingStore) else embeddings.shape[1]
 
 
 def _blocks(embeddings: EmbeddingStore | Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
@@ -222,34 +214,29 @@ def _blocks(embeddings: EmbeddingStore | Tensor, rows: int) -> Iterator[tuple[in
 
 
 def search_on(device: torch.device, backend: str = "auto") -> Search:
-    """The search among a block of candidates that suits the device."""
+    """Return the search function for a device."""
     if backend == "auto":
-        use_faiss = device.type == "cpu" and sys.platform == "linux"
-        backend = "faiss" if use_faiss and importlib.util.find_spec("faiss") else "torch"
-    return _faiss_search() if backend == "faiss" else _torch_search
+        backend = "faiss" if device.type == "cpu" and sys.platform == "linux" else "torch"
+    return _faiss_search if backend == "faiss" else _torch_search
 
 
 def _torch_search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return (queries @ candidates.T).topk(k)
 
 
+def _faiss_search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    faiss = load_faiss()
+    scores, columns = faiss.knn(
+        queries.numpy(), candidates.numpy(), k, metric=faiss.METRIC_INNER_PRODUCT
+    )
+    return torch.from_numpy(scores), torch.from_numpy(columns)
+
+
 def load_faiss() -> Any:
-    """The module `faiss`, with as many threads as torch."""
+    """Import `faiss`, with as many threads as torch."""
     with warnings.catch_warnings():  # its wrappers warn on import under Python 3.12
         warnings.simplefilter("ignore", DeprecationWarning)
         import faiss
 
     faiss.omp_set_num_threads(torch.get_num_threads())  # its OpenMP is not torch's
     return faiss
-
-
-def _faiss_search() -> Search:
-    faiss = load_faiss()
-
-    def search(queries: Tensor, candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        scores, columns = faiss.knn(
-            queries.numpy(), candidates.numpy(), k, metric=faiss.METRIC_INNER_PRODUCT
-        )
-        return torch.from_numpy(scores), torch.from_numpy(columns)
-
-    return search

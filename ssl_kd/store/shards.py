@@ -1,22 +1,19 @@
-"""Rows of named columns on disk: verified once, then taken from memory-mapped shards.
+"""Rows of named columns on disk, verified once, then read from memory-mapped shards.
 
-On disk, for a cache called `NAME`:
+Files of a cache called `NAME`:
 
-- `NAME.pt`, or `NAME_00000.pt`, `NAME_00001.pt`, ... where there are more rows than one shard
-  holds. Each is what `torch.save` writes of a dictionary: the columns, each [m, ...]; `indices`
-  int64 [m] (the rows of the data set); and `ids` (uint8, a JSON list of the samples' names).
-- `NAME.json`, the manifest: fingerprint, sizes, and for each shard its checksum and statistics.
+- `NAME.pt`, or `NAME_00000.pt`, `NAME_00001.pt`, ... if one shard cannot hold all rows. Each is a
+  dictionary saved by `torch.save`: the columns, each [m, ...]; `indices` int64 [m] (the rows of the
+  data set); and `ids` (uint8, a JSON list of the samples' names).
+- `NAME.json`, the manifest: fingerprint, sizes, and the checksum and statistics of each shard.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
-import mmap
 import os
-import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -30,17 +27,13 @@ from ssl_kd.errors import UserError
 from ssl_kd.files import CorruptFileError, atomic_write_json, load_tensors, sha256_file, size_of
 from ssl_kd.store.fingerprint import BaseFingerprint, FingerprintMismatch
 
-# Mapped pages count as resident memory: they are released when there may be this much.
-RESIDENT_BYTES = 512 << 20
-# One touched row may bring in a whole huge page of the page cache.
-BYTES_PER_TOUCH = 2 << 20
 REBUILD = "--rebuild_damaged rebuilds this shard alone"
 ANEW = "--force-recompute makes the whole cache anew"
 
 Manifest = dict[str, Any]
 Content = dict[str, Tensor]
 Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""For each column the shape and dtype of one row."""
+"""Column name -> shape and dtype of one row."""
 
 
 class NonFiniteRow(UserError, ValueError):
@@ -56,26 +49,9 @@ class NonFiniteRow(UserError, ValueError):
         self.file, self.row, self.sample = file, row, sample
         super().__init__(
             f"{file}, row {position} (row {row} of the data set, sample {sample!r}): {what}. "
-            "Compute its shard again with --rebuild_damaged, remove the sample from the data, or "
-            "leave such rows out with exclude_bad=True."
+            "Recompute its shard with --rebuild_damaged, remove the sample from the data, or "
+            "exclude such rows with exclude_bad=True."
         )
-
-
-def _drop_pages(mapped: Tensor) -> bool:
-    """Release a mapped tensor's pages; the system reads them again when they are needed.
-
-    Where this is False, the file has to be mapped anew, which costs several times as much. torch
-    owns the mapping, so Python's `mmap.madvise` cannot be used on it.
-    """
-    if sys.platform != "linux":
-        return False
-    page = mmap.PAGESIZE
-    start = -(-mapped.data_ptr() // page) * page  # whole pages of this tensor alone
-    length = (mapped.data_ptr() + mapped.nbytes) // page * page - start
-    if length <= 0:
-        return True
-    address, size = ctypes.c_void_p(start), ctypes.c_size_t(length)
-    return ctypes.CDLL(None).madvise(address, size, mmap.MADV_DONTNEED) == 0
 
 
 def _checksum(manifest: Manifest) -> str:
@@ -92,7 +68,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         FileNotFoundError: there is none.
-        CorruptFileError: it is not what was written.
+        CorruptFileError: it is damaged, or of another version.
     """
     size_of(path)
     try:
@@ -106,8 +82,8 @@ def read_manifest(path: Path) -> Manifest:
     if manifest.get("version") != 1:
         version = json.dumps(manifest.get("version"))[:50]
         raise CorruptFileError(
-            f"{path} has version {version}, this library reads version 1. Use the library that "
-            f"wrote it. {ANEW}"
+            f"{path} has version {version}, this library reads version 1. Use the library version "
+            f"that wrote it. {ANEW}"
         )
     return manifest
 
@@ -120,7 +96,7 @@ _LEFT_OUT = {"row": int, "id": str, "reason": str}
 
 
 def odd_fields(values: object, kinds: Mapping[str, Any]) -> list[str]:
-    """Return the names of fields that are missing, of another kind, or not from 0 to 2^53."""
+    """Return the names of fields that are missing, of a wrong type, or not from 0 to 2^53."""
     known = values if isinstance(values, dict) else {}
     return [
         name
@@ -131,12 +107,12 @@ def odd_fields(values: object, kinds: Mapping[str, Any]) -> list[str]:
 
 
 def shard_file(name: str, shard: int, n_shards: int) -> str:
-    """Return the name of a shard's file, for a cache called `name`."""
+    """Return the file name of a shard of the cache `name`."""
     return f"{name}.pt" if n_shards == 1 else f"{name}_{shard:05d}.pt"
 
 
 def _check_shards(manifest: Manifest, name: str, row_bytes: int) -> None:
-    """Raise ValueError where the shards are not what a writer lists, in its order."""
+    """Raise ValueError unless the shards are listed as by a writer, in order."""
     size, n, last = manifest["shard_rows"], manifest["n"], -1
     for entry in manifest["shards"]:
         shard, stop = entry["start"] // max(size, 1), min(entry["start"] + size, n)
@@ -153,36 +129,36 @@ def _check_shards(manifest: Manifest, name: str, row_bytes: int) -> None:
 
 
 class ShardStore:
-    """A verified cache. A subclass says which columns it has and what a bad row is.
+    """A verified cache; a subclass defines its columns and what a bad row is.
 
     Rows are numbered 0 to n - 1 in the order of the data set; samples that were left out have no
     row.
 
     Attributes:
-        folder: where the files are.
-        name: what their names begin with.
+        folder: folder of the files.
+        name: prefix of the file names.
         manifest: the manifest, as written.
         n: number of rows.
-        indices: int64 [n], each row's place in the data set.
+        indices: int64 [n], each row's index in the data set.
         fingerprint: what the content was computed from.
     """
 
     fingerprint_type: ClassVar[type[BaseFingerprint]]
     fields: ClassVar[Mapping[str, Any]]
-    """What its manifest holds beyond every manifest's fields: name -> type."""
+    """Fields of its manifest in addition to the common ones: name -> type."""
 
     @classmethod
     def describe(cls, path: Path) -> tuple[Manifest, BaseFingerprint]:
-        """Read a manifest, and what it says that its cache was computed from.
+        """Read a manifest and its fingerprint.
 
         Raises:
             FileNotFoundError: there is none.
-            CorruptFileError: it is damaged, or holds other fields than this version's.
+            CorruptFileError: it is damaged, or its fields are not those of this version.
         """
         manifest = read_manifest(path)
         try:
             if odd := cls._odd(manifest):
-                raise ValueError(f"{', '.join(odd)}: missing, of another kind or not known")
+                raise ValueError(f"{', '.join(odd)}: missing, of a wrong type or unknown")
             fingerprint = cls.fingerprint_type(**manifest["fingerprint"])
             columns = cls.columns(manifest).values()
             row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in columns)
@@ -195,14 +171,14 @@ class ShardStore:
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise CorruptFileError(
-                f"{path} is not one of this version ({reason}). Use the version that wrote it. "
-                f"{ANEW}"
+                f"{path} is not one of this version ({reason}). Use the library version that wrote "
+                f"it. {ANEW}"
             ) from error
         return manifest, fingerprint
 
     @classmethod
     def _odd(cls, manifest: Manifest) -> list[str]:
-        """Return the fields of a manifest that are missing, of another kind or not known."""
+        """Return the fields of a manifest that are missing, of a wrong type or unknown."""
         odd = odd_fields(manifest, {**_FIELDS, **cls.fields})
         shards = [] if "shards" in odd else manifest["shards"]
         odd += sorted({name for entry in shards for name in odd_fields(entry, _SHARD_FIELDS)})
@@ -215,22 +191,22 @@ class ShardStore:
 
     @classmethod
     def columns(cls, manifest: Manifest) -> Columns:
-        """The columns of a cache with this manifest."""
+        """Return the columns of a cache with this manifest."""
         raise NotImplementedError
 
     @classmethod
     def faults(cls, content: Content, whole: bool) -> dict[int, str]:
-        """What is wrong with rows, by position; `whole`: these are all rows of a shard."""
+        """Return bad rows: position -> reason; `whole`: `content` is a complete shard."""
         raise NotImplementedError
 
     @classmethod
     def statistics(cls, content: Content) -> Manifest:
-        """Finite statistics of a shard's rows."""
+        """Return finite statistics of a shard's rows."""
         raise NotImplementedError
 
     @classmethod
     def total(cls, entries: list[Manifest]) -> Manifest:
-        """The `statistics` of all rows, from the manifest's entries of the shards."""
+        """Combine the `statistics` in the manifest's shard entries."""
         raise NotImplementedError
 
     def __init__(
@@ -261,11 +237,10 @@ class ShardStore:
         self._stops = sizes.cumsum(0)
         self._starts = (self._stops - sizes).tolist()
         self._maps: dict[int, Content] = {}
-        self._resident: dict[int, int] = {}
         self._named: tuple[int, list[str]] = (0, [])  # first row of a shard, and its names
         self._identity = [self._stat(shard) for shard in range(len(self._paths))]
 
-        # Columns with one number per row are held in memory.
+        # Columns with one number per row are kept in memory.
         small = ["indices", *(key for key, (shape, _) in self._columns.items() if not shape)]
         held: list[Content] = []
         good = []
@@ -288,7 +263,7 @@ class ShardStore:
 
     @classmethod
     def read_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> Content:
-        """Map a shard and compare its shapes with the manifest."""
+        """Map a shard, and compare its shapes with the manifest."""
         m = entry["rows"]
         shapes = {
             key: ((m, *shape), dtype) for key, (shape, dtype) in cls.columns(manifest).items()
@@ -306,13 +281,10 @@ class ShardStore:
 
     @classmethod
     def check_shard(cls, path: Path, entry: Manifest, manifest: Manifest) -> dict[int, str]:
-        """Compare a shard with its checksum and check every row.
-
-        Returns:
-            What is wrong with rows, by position.
+        """Verify a shard's checksum, and return its bad rows: position -> reason.
 
         Raises:
-            CorruptFileError: not the bytes that were written.
+            CorruptFileError: the file is not as it was written.
         """
         fault = ""
         faults: dict[int, str] = {}
@@ -345,7 +317,7 @@ class ShardStore:
 
     @property
     def ids(self) -> LazyStrings:
-        """The name of each row's sample; those of one shard are in memory at a time."""
+        """The sample name of each row; only one shard's names are in memory at a time."""
         return LazyStrings(self.n, self._id)
 
     def _id(self, row: int) -> str:
@@ -361,21 +333,21 @@ class ShardStore:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the content: what it was computed from, each shard, and rows left out."""
+        """SHA-256 of the fingerprint, each shard's checksum, and the excluded rows."""
         parts = [self.fingerprint.digest, *(entry["sha256"] for entry in self.manifest["shards"])]
         if self._kept is not None:
             parts.append(hashlib.sha256(self._kept.numpy().tobytes()).hexdigest())
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def take(self, column: str, rows: Tensor) -> Tensor:
-        """A column of some rows, at a cost that does not grow with the store.
+        """Read a column of some rows; the cost does not depend on the size of the store.
 
         Args:
             column: its name.
             rows: integers [b] in 0 ... n - 1, in any order, repeated or not.
 
         Returns:
-            As stored, [b, ...], a copy.
+            [b, ...] in the stored dtype, a copy.
         """
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
         if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.n):
@@ -389,7 +361,7 @@ class ShardStore:
         taken = torch.empty(len(rows), *shape, dtype=dtype)
         for shard in shards.unique().tolist():
             at = (shards == shard).nonzero().squeeze(1)
-            mapped = self._map(shard, len(at))[column]
+            mapped = self._map(shard)[column]
             taken[at] = mapped.index_select(0, rows[at] - self._starts[shard])
         return taken
 
@@ -400,16 +372,7 @@ class ShardStore:
             raise CorruptFileError(f"{self._paths[shard]} is missing; {REBUILD}") from error
         return found.st_ino, found.st_size, found.st_mtime_ns
 
-    def _map(self, shard: int, rows: int) -> Content:
-        # Pages that were touched stay resident: when they may be too many, all are released.
-        size = self.manifest["shards"][shard]["bytes"]
-        reach = min(rows * BYTES_PER_TOUCH, size)
-        self._resident[shard] = min(self._resident.get(shard, 0) + reach, size)
-        if sum(self._resident.values()) > RESIDENT_BYTES:
-            columns = [column for content in self._maps.values() for column in content.values()]
-            if not all(_drop_pages(column) for column in columns):
-                self._maps.clear()
-            self._resident = {shard: reach}
+    def _map(self, shard: int) -> Content:
         mapped = self._maps.get(shard)
         if mapped is None:
             if self._stat(shard) != self._identity[shard]:
@@ -421,13 +384,13 @@ class ShardStore:
 
 
 def bad_row(shard: Content, file: str, position: int, what: str) -> NonFiniteRow:
-    """The error that names a row of a shard."""
+    """Return the error for a bad row of a shard."""
     row = int(shard["indices"][position])
     return NonFiniteRow(file, position, row, _decode_ids(shard, file)[position], what)
 
 
 def _form(value: object) -> str:
-    """Return dtype and shape of a tensor that holds what it says; else what it is instead."""
+    """Describe a dense CPU tensor by dtype and shape, anything else by what it is."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
@@ -438,11 +401,7 @@ def _form(value: object) -> str:
 
 
 def _decode_ids(shard: Content, file: str) -> list[str]:
-    """Return the names of a shard's rows.
-
-    Raises:
-        CorruptFileError: they are not as many names, or not text.
-    """
+    """Return the names of a shard's rows; raise CorruptFileError if they are damaged."""
     try:
         names = json.loads(shard["ids"].numpy().tobytes())
         good = [name for name in names if isinstance(name, str)]

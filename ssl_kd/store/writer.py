@@ -1,4 +1,4 @@
-"""Write a cache: shard by shard, killed at any moment, resumed at the next."""
+"""Write a cache shard by shard; an interrupted writer resumes after its last complete shard."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ S = TypeVar("S", bound=ShardStore)
 
 
 class ShardWriter(Generic[S]):
-    """Write a cache; complete shards of an earlier, interrupted writer are kept.
+    """Writes a cache; complete shards of an earlier, interrupted writer are kept.
 
     Every row of the data set goes either to `put`, in the data set's order, or to `skip`. A shard
-    is written when its last row came; until then no row of a later shard is taken. Until `close`
-    everything goes to the folder `{name}.partial`, so an older cache stays readable to the end.
+    is written when its last row arrives; until then no row of a later shard is accepted. Until
+    `close` everything goes to the folder `{name}.partial`, so an older cache stays readable.
 
-    A writer of all shards is alone: a lock is held from construction until `close` or the end of
-    the `with` block. Any number of writers, on any machines that see the folder, may write `only`
-    some shards each, beside it or without it. The first writer to enter a shard into the manifest
-    owns it; entering and `publish` take a lock for milliseconds.
+    A writer of all shards is exclusive: it holds a lock from construction until `close` or the end
+    of the `with` block. Any number of writers, on any machines that see the folder, may write
+    `only` some shards each, with or without such a writer. The first writer to enter a shard into
+    the manifest owns it; entering and `publish` hold a lock for milliseconds.
 
     Args:
-        kind: the store that reads it, which says what its columns are and what a bad row is.
-        folder: where the cache goes.
-        name: what its files are called.
+        kind: the store class that reads the cache and defines its columns and bad rows.
+        folder: folder of the cache.
+        name: prefix of its files.
         fingerprint: what the content is computed from.
-        header: what else the manifest says, in JSON's types; decides the columns.
-        adopt: names in the header whose value a cache of the same fingerprint keeps.
-        ids: the samples' names, one for each row of the data set.
-        shard_rows: rows of the data set in a shard; None makes shards of about 256 MiB. A cache of
-            the same fingerprint keeps its own.
-        only: which of the shards are this writer's, `slice(rank, None, world)`; None: all.
-        force: compute all shards, whatever is there. A writer of all starts anew. One of `only`
-            some joins those that started anew and have not finished, and drops its own shards
-            alone. `slice(0)` starts anew for others, who then join it without `force`.
-        rebuild: compute damaged shards alone (`missing` says what they held).
+        header: further fields of the manifest, in JSON's types; determines the columns.
+        adopt: fields of the header whose value an existing cache of the same fingerprint keeps.
+        ids: sample names, one for each row of the data set.
+        shard_rows: rows of the data set in a shard; None makes shards of about 256 MiB. An existing
+            cache of the same fingerprint keeps its own.
+        only: the shards of this writer, `slice(rank, None, world)`; None: all.
+        force: compute all shards, whatever exists. A writer of all starts a new cache. One of
+            `only` some joins an unfinished new cache, and drops only its own shards. `slice(0)`
+            starts a new cache for others, who join it without `force`.
+        rebuild: recompute damaged shards only (`missing` lists their rows).
         exclude_bad: skip a bad row instead of raising.
-        back: whether a sample that an earlier writer left out can be had now, by its entry in the
-            manifest; the shard that lacks it is then missing.
+        back: whether a sample that an earlier writer skipped is available now, given its entry in
+            the manifest; its shard is then missing.
 
     Raises:
-        FingerprintMismatch: there is a cache of something else, or an interrupted writer's
-            complete shards of it, and not `force`.
-        CorruptFileError: the cache that is there is damaged, and neither `force` nor `rebuild`.
-        NonFiniteRow: it holds a bad row, and neither.
+        FingerprintMismatch: there is a cache, or complete shards of an unfinished one, that was
+            computed from something else, and not `force`.
+        CorruptFileError: the existing cache is damaged, and neither `force` nor `rebuild`.
+        NonFiniteRow: it contains a bad row, and neither.
         LockHeld: another process is writing all shards here.
     """
 
@@ -132,7 +132,7 @@ class ShardWriter(Generic[S]):
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """Ranges `(start, stop)` of the data set's rows that are to come and not stored yet."""
+        """Ranges `(start, stop)` of rows of this writer that are not stored yet."""
         ranges: list[tuple[int, int]] = []
         for start, stop in map(self._ledger.rows, self.absent):
             if ranges and ranges[-1][1] == start:
@@ -147,42 +147,42 @@ class ShardWriter(Generic[S]):
 
     @property
     def shards(self) -> range:
-        """The numbers of the shards that are this writer's."""
+        """The numbers of this writer's shards."""
         return range(self._ledger.n_shards)[slice(None) if self._only is None else self._only]
 
     @property
     def n_shards(self) -> int:
-        """How many shards the whole data set has."""
+        """Number of shards of the whole data set."""
         return self._ledger.n_shards
 
     @property
     def absent(self) -> list[int]:
-        """Those of `shards` that are not stored yet."""
+        """The `shards` that are not stored yet."""
         return [shard for shard in self.shards if shard not in self._stored]
 
     @property
     def rows(self) -> int:
-        """How many rows of the data set are in them."""
+        """Number of rows of the data set in `shards`."""
         return sum(stop - start for start, stop in map(self._ledger.rows, self.shards))
 
     @property
     def done(self) -> int:
-        """The first row of the data set that is to come and not stored yet; n when all are."""
+        """The first row of this writer that is not stored yet; n if all are."""
         missing = self.missing
         return missing[0][0] if missing else self.n
 
     def lacks(self, row: int) -> bool:
-        """Whether a row is in a shard of this writer that is not stored yet."""
+        """Return whether a row is in a shard of this writer that is not stored yet."""
         return self._awaits(row // self.shard_rows)
 
     def _awaits(self, shard: int) -> bool:
         return shard in self.shards and shard not in self._stored
 
     def batches(self, batch_size: int) -> list[range]:
-        """The batches, on one grid over the data set, that hold rows which are `missing`.
+        """Return the batches, on one grid over the data set, that contain `missing` rows.
 
-        A row's result may depend, in its rounding, on the others in its batch. On one grid it does
-        not depend on where an earlier writer was interrupted.
+        The rounding of a row may depend on the other rows of its batch. On one grid these do not
+        depend on where an earlier writer was interrupted.
         """
         starts = {
             at
@@ -192,15 +192,15 @@ class ShardWriter(Generic[S]):
         return [range(at, min(at + batch_size, self.n)) for at in sorted(starts)]
 
     def put(self, content: Content, rows: Tensor) -> None:
-        """Add some rows; those that are stored already, or of no shard of this writer, are ignored.
+        """Add some rows; those already stored, or of no shard of this writer, are ignored.
 
         Args:
             content: the columns, each [b, ...], on any device.
-            rows: int64 [b], their places in the data set, increasing.
+            rows: int64 [b], their indices in the data set, increasing.
 
         Raises:
-            ValueError: rows came twice or out of order, or one before them never came.
-            NonFiniteRow: one is bad and not `exclude_bad`; nothing of this call was taken then.
+            ValueError: rows are repeated or out of order, or an earlier row is missing.
+            NonFiniteRow: a row is bad and not `exclude_bad`; nothing of this call was added.
             OSError: the disk is full; complete shards are kept.
         """
         rows = torch.as_tensor(rows).to("cpu", torch.int64)
@@ -228,27 +228,20 @@ class ShardWriter(Generic[S]):
         self._write_complete()
 
     def skip(self, row: int, id: str, reason: str) -> None:
-        """Leave a sample out; the manifest's `unreadable` lists it.
-
-        Args:
-            row: its row in the data set, in any shard that is not stored yet.
-            id: its name.
-            reason: what is wrong with it.
-        """
+        """Leave out a row of the data set; the manifest's `unreadable` lists its name and why."""
         self._check_rows(torch.tensor([row]))
         if self.lacks(row):
             self._left_out[row] = {"row": row, "id": id, "reason": reason}
             self._write_complete()
 
     def publish(self) -> Manifest | None:
-        """Make the cache visible if all its shards are stored, by any writer.
+        """Make the cache visible if all shards are stored, by any writer.
 
         Returns:
             Its manifest; None if a shard of another writer is missing.
 
         Raises:
-            ValueError: some rows of this writer were neither appended nor skipped. Complete shards
-                are kept.
+            ValueError: some rows of this writer were neither added nor skipped.
         """
         self._check_complete(self.n)
         return self._ledger.publish()
@@ -257,14 +250,12 @@ class ShardWriter(Generic[S]):
         """Make the finished cache visible and open it.
 
         Raises:
-            ValueError: some rows were neither appended nor skipped. Complete shards are kept.
+            ValueError: some rows were neither added nor skipped. Complete shards are kept.
         """
         if self._store is None:
             try:
                 if self.publish() is None:
-                    raise ValueError(
-                        f"shards of {self.name} that other writers store are not there yet"
-                    )
+                    raise ValueError(f"shards of {self.name} by other writers are not stored yet")
                 self._store = self.kind(
                     self.folder,
                     self.name,
@@ -275,10 +266,8 @@ class ShardWriter(Generic[S]):
                 self._release()
         return self._store
 
-    # Recovering what is there
-
     def _recover(self) -> None:
-        """Find this writer's shards, of the finished cache or of unfinished ones, that are good."""
+        """Collect the intact shards of this writer, of a finished cache or of unfinished ones."""
         same, refused = self._ledger.look(), []
         if self._ledger.force:
             if self.shards or self._only == slice(0):
@@ -301,7 +290,7 @@ class ShardWriter(Generic[S]):
     def _recover_shard(
         self, entry: Manifest, manifest: Manifest, place: Path
     ) -> list[Exception] | None:
-        """Why a shard has to be computed again, faults of its file; None: it is good."""
+        """Return why a shard has to be recomputed, or None if it is intact (and now stored)."""
         if any(map(self._back, entry["unreadable"])):
             return []
         faults: list[Exception] = []
@@ -312,13 +301,11 @@ class ShardWriter(Generic[S]):
                     raise bad_row(content, path.name, position, what)
                 self._stored[self._ledger.shard_of(entry)] = entry
                 return None
-            # The file may go to its final place meanwhile, where the next look finds it.
+            # Another writer may just have moved the file to its final place.
             except (CorruptFileError, NonFiniteRow, FileNotFoundError) as error:
                 faults.append(error)
-        logger.warning("Will be computed again: %s", faults[0])
+        logger.warning("Will be recomputed: %s", faults[0])
         return faults
-
-    # Shards
 
     def _check_rows(self, rows: Tensor) -> None:
         if self._closed:
@@ -327,7 +314,7 @@ class ShardWriter(Generic[S]):
             raise ValueError(f"rows {first} to {last} of a data set of {self.n}")
 
     def _without_bad(self, rows: Tensor, content: Content, whole: bool) -> tuple[Tensor, Content]:
-        """Leave out the rows that are bad, or raise; `whole`: these are all rows of a shard."""
+        """Leave out bad rows, or raise; `whole`: these are all rows of a shard."""
         faults = self.kind.faults(content, whole=whole)
         for position, what in faults.items():
             row = int(rows[position])
@@ -344,9 +331,9 @@ class ShardWriter(Generic[S]):
         return rows[good], {name: column[good] for name, column in content.items()}
 
     def _begin_shard(self) -> None:
-        """Make room for the first shard that is missing."""
+        """Allocate the first missing shard."""
         start, stop = self._ledger.rows(self.absent[0]) if self.absent else (0, 0)
-        self._rows: list[int] = []  # those that came, in order
+        self._rows: list[int] = []  # added, in order
         self._content = {
             name: torch.empty(stop - start, *shape, dtype=dtype)
             for name, (shape, dtype) in self._columns.items()
@@ -367,10 +354,10 @@ class ShardWriter(Generic[S]):
         return [row for row in range(start, stop) if row not in came]
 
     def _write_complete(self) -> None:
-        """Write the shards, from the first that is missing, all of whose rows came."""
+        """Write all complete shards, starting with the first missing one."""
         while self.done < self.n:
             start, stop = self._ledger.rows(self.done // self.shard_rows)
-            # The count alone says no at nearly every batch.
+            # The count alone decides for nearly every batch.
             if len(self._rows) + len(self._left_out) < stop - start or self._absent(start, stop):
                 return
             self._write(start, stop)
@@ -378,9 +365,9 @@ class ShardWriter(Generic[S]):
     def _write(self, start: int, stop: int) -> None:
         keep = [at for at, row in enumerate(self._rows) if row not in self._left_out]
         rows, content = torch.tensor(self._rows, dtype=torch.int64)[keep], self._content
-        if len(keep) < stop - start:  # a whole shard is saved as it is: this copies it
+        if len(keep) < stop - start:  # this copies; a complete shard is saved as it is
             content = {name: column[keep] for name, column in content.items()}
-        # By the same rule that reading goes by.
+        # The same rule as for reading.
         rows, content = self._without_bad(rows, content, whole=True)
         names = json.dumps([self._ids[row] for row in rows.tolist()]).encode()
         tensors = {
@@ -401,7 +388,7 @@ class ShardWriter(Generic[S]):
             try:
                 self._save(entry, tensors)
                 break
-            except FileNotFoundError:  # who made the cache visible removed the folder
+            except FileNotFoundError:  # a writer that published the cache removed the folder
                 if not attempts_left:
                     raise
         for row in left_out:
@@ -409,7 +396,7 @@ class ShardWriter(Generic[S]):
         self._begin_shard()
 
     def _save(self, entry: Manifest, tensors: Content) -> None:
-        """Write a shard's file and enter it into the manifest, if no other writer has."""
+        """Write a shard's file, and enter it into the manifest unless another writer has."""
         ready = self._ledger.partial / f".{entry['file']}.{secrets.token_hex(4)}.tmp"
         try:
             save_tensors(ready, tensors)
@@ -419,19 +406,16 @@ class ShardWriter(Generic[S]):
             ready.unlink(missing_ok=True)
         self._stored[self._ledger.shard_of(entry)] = counts
 
-    # The end
-
     def _check_complete(self, stop: int) -> None:
-        """Raise an error if a shard before row `stop` is not stored."""
-        self._write_complete()  # names the bad row again that kept a shard from being written
+        """Raise ValueError if a shard before row `stop` is not stored."""
+        self._write_complete()  # raises again if a bad row blocks a shard
         absent = [
             row for first, last in self.missing for row in self._absent(first, min(last, stop))
         ]
         if absent:
             raise ValueError(
-                f"{len(absent)} rows were neither appended nor skipped, the first is row "
-                f"{absent[0]} ({self._ids[absent[0]]!r}). Complete shards are kept: run again to "
-                "continue."
+                f"{len(absent)} rows were neither added nor skipped, the first is row {absent[0]} "
+                f"({self._ids[absent[0]]!r}). Complete shards are kept: run again to continue."
             )
 
     def _release(self) -> None:

@@ -541,8 +541,8 @@ def test_nothing_but_duplicates(settings, tmp_path):
     ("value", "words"),
     [
         (None, ""),
-        (1e7, "1 of 64 rows are 30 times as large as the typical one or more, first row 7 ("),
-        (2e4, "1 of 64 rows are 30 times as large as the typical one or more, first row 7 ("),
+        (1e7, "1 of 64 rows are at least 30 times as large as the median row, first row 7 ("),
+        (2e4, "1 of 64 rows are at least 30 times as large as the median row, first row 7 ("),
         (0.0, "2 of 64 rows are zero throughout, first row 7"),
         ("offset", "all rows point almost the same way"),
         ("same", "all rows are the same"),

@@ -1,5 +1,6 @@
 """Rows 110 and 111: many writers of one cache."""
 
+import json
 import os
 from dataclasses import replace
 
@@ -10,9 +11,29 @@ from ssl_kd.store import EmbeddingStore, FingerprintMismatch
 from tests.faults.matrix import row
 from tests.kills import kill_again_and_again
 from tests.store import test_ledger as ledger
-from tests.store.test_ledger import FINGERPRINT, content, fill, fill_shares, stored, writer, x
+from tests.store.test_ledger import FINGERPRINT, content, fill, writer, x
 
 alone = ledger.alone
+
+
+def fill_shares(folder):
+    """Two shares, one after the other, in one process."""
+    for rank in (1, 0):
+        with writer(folder, slice(rank, None, 2)) as one:
+            fill(one)
+            one.publish()
+
+
+def stored(folder):
+    """The shards that the manifest lists, and the times of their files."""
+    for place in (folder / "embeddings_train.partial", folder):
+        manifest = place / "embeddings_train.json"
+        if manifest.exists():
+            names = [entry["file"] for entry in json.loads(manifest.read_bytes())["shards"]]
+            files = {name: (place / name, folder / name) for name in names}
+            found = {name: next(f for f in at if f.exists()) for name, at in files.items()}
+            return {(name, file.stat().st_mtime_ns) for name, file in found.items()}
+    return set()
 
 
 @row(110)

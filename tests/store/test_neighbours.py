@@ -1,4 +1,4 @@
-"""Neighbours: exact, never the row itself, whatever the blocks; kept beside the store."""
+"""Exact neighbors: never the row itself, whatever the blocks; kept beside the store."""
 
 import os
 import subprocess
@@ -52,8 +52,7 @@ def write(folder, x, shard_rows=30, fingerprint=FINGERPRINT, force=False) -> Emb
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("block_rows", [2, 16, 100, 101, 4096])
-@pytest.mark.parametrize("k", [1, 5, 40])
+@pytest.mark.parametrize(("block_rows", "k"), [(2, 5), (16, 40), (100, 1), (101, 5), (4096, 40)])
 def test_equals_brute_force_across_block_borders(backend, block_rows, k):
     x = torch.randn(101, 8)
     found = nearest_neighbours(x, k, backend=backend, block_rows=block_rows)
@@ -61,7 +60,7 @@ def test_equals_brute_force_across_block_borders(backend, block_rows, k):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("block_rows", [1, 4, 7, 64])
+@pytest.mark.parametrize("block_rows", [1, 7, 64])
 def test_more_duplicates_than_neighbours(backend, block_rows):
     """Dropping the first column instead of the row itself fails here."""
     x = torch.randn(60, 5)
@@ -77,15 +76,9 @@ def test_more_duplicates_than_neighbours(backend, block_rows):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("block_rows", [3, 64])
-def test_all_rows_alike_or_zero(backend, block_rows):
+def test_equal_and_zero_rows_give_no_nan(backend):
     for x in (torch.ones(20, 4), torch.zeros(20, 4)):
-        found = nearest_neighbours(x, 7, backend=backend, block_rows=block_rows)
-        assert_exact(x, found, 7)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_zero_rows_are_far_from_everything_not_nan(backend):
+        assert_exact(x, nearest_neighbours(x, 7, backend=backend, block_rows=3), 7)
     x = torch.randn(40, 6).abs()  # every true pair has a positive cosine
     x[[4, 30]] = 0
     found = nearest_neighbours(x, 5, backend=backend, block_rows=8)
@@ -102,29 +95,32 @@ def test_the_fewest_samples(backend, k):
     assert found.tolist() == [row[:k] for row in [[1, 2], [2, 0], [1, 0]]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float16, 1.0), (torch.bfloat16, 100.0), (torch.float64, 1e-6)]
+)
 def test_any_dtype_and_scale(dtype, scale):
     x = (torch.randn(50, 8) * scale).to(dtype).requires_grad_()
     found = nearest_neighbours(x, 3, block_rows=16)
     assert_exact(x.detach(), found, 3)
 
 
-@pytest.mark.parametrize("k, n", [(5, 5), (6, 5), (1, 1), (1, 0), (0, 5), (-1, 5)])
+@pytest.mark.parametrize("k, n", [(5, 5), (1, 1), (1, 0), (0, 5), (-1, 5)])
 def test_too_few_samples_says_both_numbers(k, n):
-    with pytest.raises(ValueError, match=f"{k} neighbours asked for among {n} samples"):
+    with pytest.raises(ValueError, match=f"k is {k}, but each of {n} samples has"):
         nearest_neighbours(torch.randn(n, 3), k)
 
 
-def test_bad_arguments():
-    x = torch.randn(5, 3)
-    for settings, message in [
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ({"backend": "annoy"}, "backend is 'annoy'; expected one of auto, faiss, torch"),
         ({"backend": "faiss", "device": "cuda"}, "backend 'faiss' computes on the CPU"),
         ({"block_rows": 0}, "block_rows is 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            nearest_neighbours(x, 2, **settings)
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        nearest_neighbours(torch.randn(5, 3), 2, **arguments)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -135,17 +131,10 @@ def test_a_bad_row_is_named(value):
         nearest_neighbours(x, 3, block_rows=8)
 
 
-def test_without_faiss_torch_does_it(monkeypatch):
-    monkeypatch.setattr(neighbours, "_faiss_search", None)
-    monkeypatch.setattr(neighbours.importlib.util, "find_spec", lambda name: None)
-    x = torch.randn(30, 4)
-    assert_exact(x, nearest_neighbours(x, 3), 3)
-
-
 def test_progress():
-    seen = []
-    nearest_neighbours(torch.randn(10, 3), 2, block_rows=4, progress=lambda *p: seen.append(p))
-    assert seen == [(4, 10), (8, 10), (10, 10)]
+    calls = []
+    nearest_neighbours(torch.randn(10, 3), 2, block_rows=4, progress=lambda *p: calls.append(p))
+    assert calls == [(4, 10), (8, 10), (10, 10)]
 
 
 @pytest.mark.gpu
@@ -222,8 +211,6 @@ def test_kept_for_the_next_time(tmp_path, counted):
     assert counted == [10]
     assert_exact(x, cached_neighbours(again, 12), 12)
     assert counted == [10, 12]
-    with pytest.raises(ValueError, match="80 neighbours asked for among 80"):
-        cached_neighbours(again, 80)
 
 
 def test_other_embeddings_are_other_neighbours(tmp_path, counted):
@@ -252,30 +239,27 @@ def test_a_left_out_row_is_no_neighbour(tmp_path, counted):
     assert counted == [5, 5]
 
 
-@pytest.mark.parametrize("damage", ["bit", "empty", "random", "tensors", "list", "values"])
+@pytest.mark.parametrize("damage", ["bit", "empty", "tensors", "list", "values"])
 def test_a_damaged_file_is_computed_again(tmp_path, counted, caplog, damage):
-    x = torch.randn(80, 8)
-    store = write(tmp_path, x)
+    store = write(tmp_path, torch.randn(80, 8))
     first = cached_neighbours(store, 5)
     path = tmp_path / "neighbours_train.pt"
-    data = bytearray(path.read_bytes())
-    if damage == "bit":
+    data, saved = bytearray(path.read_bytes()), torch.load(path, weights_only=True)
+    if damage in ("bit", "empty"):
         data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "random":
-        path.write_bytes(os.urandom(2000))
-    elif damage == "tensors":
-        torch.save({"neighbours": torch.zeros(80, 5)}, path)
-    elif damage == "list":
-        torch.save([1, 2], path)
+        path.write_bytes(data if damage == "bit" else b"")
     else:
-        torch.save(torch.load(path, weights_only=True) | {"neighbours": first.int() * 0}, path)
-    assert torch.equal(cached_neighbours(store, 5), first)
+        torch.save(
+            {
+                "tensors": {"neighbours": torch.zeros(80, 5)},
+                "list": [1, 2],
+                "values": saved | {"neighbours": first.int() * 0},
+            }[damage],
+            path,
+        )
+    for _ in range(2):
+        assert torch.equal(cached_neighbours(store, 5), first)
     assert counted == [5, 5] and "computed again" in caplog.text
-    assert torch.equal(cached_neighbours(store, 5), first)
-    assert counted == [5, 5]
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path, monkeypatch, caplog):

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import pickle
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from ssl_kd.store import (
     FingerprintMismatch,
     NonFiniteRow,
     nearest_neighbours,
-    shards,
 )
 from ssl_kd.store.embeddings import odd_rows
 from ssl_kd.store.fingerprint import BaseFingerprint
@@ -92,7 +90,7 @@ def change_row(path: Path, row: int, value: float):
 # Writing and reading
 
 
-@pytest.mark.parametrize("shard_rows", [None, 12, 50, 1])
+@pytest.mark.parametrize("shard_rows", [None, 12, 1])
 def test_what_was_written_comes_back(tmp_path, shard_rows):
     x = rows_of()
     write(tmp_path, shard_rows=shard_rows)
@@ -121,12 +119,9 @@ def test_the_guides_one_line_opens_it(tmp_path):
     assert torch.equal(shard["embeddings"], rows_of())
     assert torch.equal(shard["labels"], LABELS)
     assert torch.equal(shard["indices"], torch.arange(N))
-
-
-def test_large_sets_become_numbered_shards_of_the_same_form(tmp_path):
-    write(tmp_path)
-    assert shard_names(tmp_path) == [f"embeddings_train_{i:05d}.pt" for i in range(5)]
-    last = torch.load(tmp_path / "embeddings_train_00004.pt", weights_only=True)
+    write(tmp_path / "large")
+    assert shard_names(tmp_path / "large") == [f"embeddings_train_{i:05d}.pt" for i in range(5)]
+    last = torch.load(tmp_path / "large" / "embeddings_train_00004.pt", weights_only=True)
     assert torch.equal(last["embeddings"], rows_of()[48:])
     assert last["indices"].tolist() == [48, 49]
 
@@ -168,18 +163,13 @@ def test_no_labels(tmp_path):
     assert store.labels is None and store.class_names is None
 
 
-def test_a_column_of_some_rows_is_theirs_whether_it_is_mapped_or_held(tmp_path):
+def test_columns_are_copied_whether_mapped_or_in_memory(tmp_path):
     store, rows = write(tmp_path), torch.tensor([49, 0, 13, 13])
     assert store.take("indices", rows).tolist() == [49, 0, 13, 13]
     assert torch.equal(store.take("labels", rows), LABELS[rows])
-    assert torch.equal(store.take("embeddings", rows), rows_of()[rows])
-
-
-def test_what_is_gathered_is_the_callers(tmp_path):
-    store = write(tmp_path, shard_rows=None)
     for taken in (store.gather(torch.arange(N)), store.tensor(), next(store.blocks(N))[1]):
         taken.zero_()
-    assert torch.equal(store.tensor(), rows_of())
+    assert torch.equal(store.take("embeddings", rows), rows_of()[rows])
 
 
 @pytest.mark.parametrize("rows", [[-1], [N], [0, N + 5]])
@@ -216,7 +206,7 @@ def test_rows_out_of_order_are_refused_and_change_nothing(tmp_path):
             ([8, 8], "row 8 came after row 8"),
             ([5], "row 5 came after row 7"),
             ([7, 8], "row 7 came after row 7"),
-            ([12], r"4 rows were neither appended nor skipped, .* row 8 \('folder 8"),
+            ([12], r"4 rows were neither added nor skipped, .* row 8 \('folder 8"),
         ]:
             with pytest.raises(ValueError, match=message):
                 writer.append(x[rows] * 2, torch.tensor(rows))
@@ -227,7 +217,9 @@ def test_rows_out_of_order_are_refused_and_change_nothing(tmp_path):
 def test_statistics(tmp_path):
     x = rows_of()
     x[[3, 20]] = 0
-    statistics = write(tmp_path, x).manifest["statistics"]
+    store = write(tmp_path, x)
+    assert 3 not in nearest_neighbours(store, 3)[3]
+    statistics = store.manifest["statistics"]
     assert statistics["min"] == x.min().item() and statistics["max"] == x.max().item()
     assert statistics["mean_norm"] == pytest.approx(x.norm(dim=1).mean().item(), rel=1e-6)
     assert statistics["zero_rows"] == 2 and statistics["rows"] == N
@@ -241,15 +233,21 @@ def test_a_split_cannot_leave_its_folder(tmp_path, split):
         EmbeddingWriter(tmp_path, split, FINGERPRINT, 1, D, ids=["a"])
 
 
-def test_bad_arguments(tmp_path):
-    for settings, message in [
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ({"ids": IDS[:3]}, "3 ids"),
         ({"labels": LABELS[:3]}, r"shape \(3,\)"),
         ({"dtype": torch.int64}, "dtype is torch.int64"),
         ({"shard_rows": 0}, "shard_rows is 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make_writer(tmp_path, **settings)
+    ],
+)
+def test_bad_arguments(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_writer(tmp_path, **arguments)
+
+
+def test_bad_rows_of_a_writer(tmp_path):
     with pytest.raises(ValueError, match="n is 0"):
         EmbeddingWriter(tmp_path, "train", FINGERPRINT, 0, D, ids=[])
     with make_writer(tmp_path) as writer:
@@ -260,12 +258,14 @@ def test_bad_arguments(tmp_path):
         fill(writer)
     with pytest.raises(ValueError, match="closed"):
         writer.append(torch.zeros(1, D), torch.tensor([0]))
+    with pytest.raises(FileNotFoundError):
+        EmbeddingStore.open(tmp_path / "nothing", "train")
 
 
 def test_rows_that_never_came_are_an_error(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"1 rows were neither appended nor skipped, .* row 30 \('folder 30/é30.png'\)",
+        match=r"1 rows were neither added nor skipped, .* row 30 \('folder 30/é30.png'\)",
     ):
         with make_writer(tmp_path) as writer:
             rows = torch.tensor([row for row in range(N) if row != 30])
@@ -273,62 +273,6 @@ def test_rows_that_never_came_are_an_error(tmp_path):
     with make_writer(tmp_path) as writer:
         assert writer.missing == [(24, N)]
         fill(writer)
-
-
-def test_there_is_no_cache(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        EmbeddingStore.open(tmp_path, "train")
-
-
-# Memory
-
-
-@pytest.mark.parametrize("platform", ["linux", "any other"])
-def test_pages_are_let_go_and_the_rows_stay_right(tmp_path, monkeypatch, platform):
-    if platform == "any other":  # maps anew
-        monkeypatch.setattr(shards.sys, "platform", platform)
-    monkeypatch.setattr(shards, "RESIDENT_BYTES", 600_000)
-    x = rows_of(2000, 128)
-    with EmbeddingWriter(
-        tmp_path, "train", FINGERPRINT, 2000, 128, ids=["x"] * 2000, shard_rows=512
-    ) as writer:
-        writer.append(x, torch.arange(2000))
-        store = writer.close()
-    for _ in range(30):
-        rows = torch.randint(0, 2000, (300,))
-        assert torch.equal(store.gather(rows), x[rows])
-        assert sum(store._resident.values()) <= 600_000
-    assert torch.equal(store.tensor(), x)
-
-
-def mapped_mib() -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("RssFile"))
-    return int(line.split()[1]) / 1024
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc on this system")
-def test_the_resident_set_is_bounded(tmp_path, monkeypatch):
-    n, d = 48_000, 512  # 94 MiB in 12 shards
-    with EmbeddingWriter(
-        tmp_path, "train", FINGERPRINT, n, d, ids=["x"] * n, shard_rows=4000
-    ) as writer:
-        for rows in torch.arange(n).split(4000):
-            writer.append(torch.ones(len(rows), d), rows)
-        store = writer.close()
-    store.gather(torch.arange(16))  # pages of the libraries count too: touch them first
-
-    def growth(limit):
-        monkeypatch.setattr(shards, "RESIDENT_BYTES", limit)
-        before = mapped_mib()
-        most = 0.0
-        for _ in range(30):
-            store.gather(torch.randint(0, n, (512,)))
-            most = max(most, mapped_mib() - before)
-        return most
-
-    assert growth(16 << 20) < 30
-    assert growth(1 << 40) > 60  # so it is measured right
 
 
 def test_a_shard_replaced_in_use_is_noticed(tmp_path):
@@ -341,12 +285,16 @@ def test_a_shard_replaced_in_use_is_noticed(tmp_path):
 # Fault rows 1, 2 and 3: bad rows
 
 
-@pytest.mark.parametrize("fitting", [True, False])
 @pytest.mark.parametrize(
-    "value, what",
-    [(float("nan"), "is NaN"), (float("inf"), "out of range"), (-1e30, "out of range"),
-     (5e7, "out of range")],
-)  # fmt: skip
+    ("value", "what", "fitting"),
+    [
+        (float("nan"), "is NaN", True),
+        (float("nan"), "is NaN", False),
+        (float("inf"), "out of range", True),
+        (-1e30, "out of range", False),
+        (5e7, "out of range", True),
+    ],
+)
 def test_a_bad_cached_row_is_named(tmp_path, value, what, fitting):
     write(tmp_path)
     path = tmp_path / "embeddings_train_00002.pt"
@@ -389,18 +337,6 @@ def test_a_bad_row_is_not_written(tmp_path, value):
     assert listed["row"] == 20 and listed["id"] == IDS[20] and "embedding is" in listed["reason"]
 
 
-def test_a_bad_row_can_be_skipped_by_the_caller(tmp_path):
-    x = rows_of()
-    x[20, 1] = float("nan")
-    with make_writer(tmp_path) as writer:
-        for row in range(N):
-            try:
-                writer.append(x[[row]], torch.tensor([row]))
-            except NonFiniteRow as error:
-                writer.skip(error.row, error.sample, "NaN")
-    assert EmbeddingStore.open(tmp_path, "train").n == N - 1
-
-
 def test_a_bad_row_found_when_its_shard_is_complete_can_be_skipped_too(tmp_path):
     x = rows_of()
     x[20, 1] = 1e9  # plausible alone, not beside its neighbours
@@ -410,14 +346,6 @@ def test_a_bad_row_found_when_its_shard_is_complete_can_be_skipped_too(tmp_path)
         writer.skip(caught.value.row, caught.value.sample, "too large")
         fill(writer, rows_of())
     assert 20 not in EmbeddingStore.open(tmp_path, "train").indices
-
-
-def test_an_all_zero_row_is_counted_and_has_neighbours(tmp_path):
-    x = rows_of()
-    x[9] = 0
-    store = write(tmp_path, x)
-    assert EmbeddingStore.open(tmp_path, "train").manifest["statistics"]["zero_rows"] == 1
-    assert 9 not in nearest_neighbours(store, 3)[9]
 
 
 # Fault rows 4, 5 and 12: damaged files
@@ -439,8 +367,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("shard_rows", [12, None])
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("damage", "shard_rows"), [*((d, 12) for d in DAMAGE), ("one bit", None)])
 def test_a_damaged_shard_is_named_and_rebuilt_alone(tmp_path, damage, shard_rows):
     write(tmp_path, shard_rows=shard_rows)
     whole = content(tmp_path)
@@ -526,30 +453,21 @@ def test_a_cache_of_something_else_is_refused_by_field(tmp_path, field):
     before = content(tmp_path)
     asked = replace(FINGERPRINT, **{field: "other"})
     cached = getattr(FINGERPRINT, field)
-    message = f"{field}: cache has '{cached}', this run asks for 'other'"
+    difference = f"{field}: cache has '{cached}', this run asks for 'other'"
+    path = tmp_path / "embeddings_train.json"
     for attempt in (
         lambda: EmbeddingStore.open(tmp_path, "train", expect=asked),
         lambda: make_writer(tmp_path, fingerprint=asked),
     ):
-        with pytest.raises(FingerprintMismatch, match=message) as caught:
+        with pytest.raises(FingerprintMismatch) as caught:
             attempt()
-        assert "--force-recompute" in str(caught.value) and "--embeddings_dir" in str(caught.value)
-        assert caught.value.differences == [message]
+        assert caught.value.path == path and caught.value.differences == [difference]
+        message = f"{path} was made from something else: {difference}. {FINGERPRINT.way_out}"
+        assert str(caught.value) == message
     assert content(tmp_path) == before
     write(tmp_path, rows_of() * 2, fingerprint=asked, force=True)
     store = EmbeddingStore.open(tmp_path, "train", expect=asked)
     assert torch.equal(store.tensor(), rows_of() * 2)
-
-
-def test_a_mismatch_says_where_what_and_what_to_do(tmp_path):
-    write(tmp_path)
-    with pytest.raises(FingerprintMismatch) as caught:
-        EmbeddingStore.open(tmp_path, "train", expect=replace(FINGERPRINT, dtype="float16"))
-    path = tmp_path / "embeddings_train.json"
-    difference = "dtype: cache has 'float32', this run asks for 'float16'"
-    assert caught.value.path == path and caught.value.differences == [difference]
-    message = f"{path} was made from something else: {difference}. {FINGERPRINT.way_out}"
-    assert str(caught.value) == message
 
 
 def test_a_digest_is_of_every_field_in_no_order():
@@ -564,16 +482,6 @@ def test_a_digest_is_of_every_field_in_no_order():
     assert Reversed(**vars(FINGERPRINT)).digest == FINGERPRINT.digest
     digests = {replace(FINGERPRINT, **{name: "other"}).digest for name in vars(FINGERPRINT)}
     assert len(digests | {FINGERPRINT.digest}) == 6
-
-
-def test_every_differing_field_is_named():
-    other = Fingerprint("a", "b", "28px", "c", "digits")
-    assert [text.split(":")[0] for text in FINGERPRINT.differences(other)] == [
-        "teacher", "weights", "dtype",
-    ]  # fmt: skip
-    assert FINGERPRINT.differences(FINGERPRINT) == []
-    assert FINGERPRINT.digest != other.digest
-    assert FINGERPRINT.digest == replace(FINGERPRINT).digest
 
 
 def test_a_changed_shape_is_a_mismatch(tmp_path):
@@ -680,24 +588,6 @@ def test_what_is_stored_already_cannot_be_skipped_any_more(tmp_path):
     assert torch.equal(store.tensor(), rows_of()) and store.manifest["unreadable"] == []
 
 
-def test_shards_that_are_missing_side_by_side_are_one_range(tmp_path):
-    write(tmp_path)
-    for shard in (0, 2, 3):
-        (tmp_path / f"embeddings_train_{shard:05d}.pt").unlink()
-    with pytest.raises(CorruptFileError, match="embeddings_train_00000.pt is missing"):
-        EmbeddingStore.open(tmp_path, "train")
-    with make_writer(tmp_path, rebuild=True) as writer:
-        assert writer.missing == [(0, 12), (24, 48)] and writer.done == 0
-        assert writer.batches(10) == [
-            range(0, 10),
-            range(10, 20),
-            range(20, 30),
-            range(30, 40),
-            range(40, 50),
-        ]
-        assert fill(writer) == [*range(12), *range(24, 48)]
-
-
 def test_a_sample_that_can_be_read_after_all_is_not_listed(tmp_path):
     with make_writer(tmp_path) as writer:
         writer.skip(3, IDS[3], "unreadable")
@@ -719,8 +609,7 @@ def test_a_damaged_shard_of_an_interrupted_writer_is_computed_again(tmp_path):
     assert torch.equal(EmbeddingStore.open(tmp_path, "train").tensor(), rows_of())
 
 
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("after", range(7))
+@pytest.mark.parametrize(("after", "old"), [*((n, True) for n in range(7)), (0, False), (5, False)])
 def test_killed_while_publishing(tmp_path, monkeypatch, after, old):
     asked = replace(FINGERPRINT, teacher="other") if old else FINGERPRINT
     folder = tmp_path / "killed"
@@ -801,19 +690,13 @@ def test_a_failure_gives_the_lock_back(tmp_path):
     make_writer(tmp_path).close()
 
 
-def test_a_cache_may_be_moved(tmp_path):
-    write(tmp_path / "here")
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    assert torch.equal(EmbeddingStore.open(tmp_path / "there", "train").tensor(), rows_of())
-
-
 def test_names_that_are_not_utf8(tmp_path):
     ids = [os.fsdecode(b"caf\xe9"), *IDS[1:]]
     assert write(tmp_path, ids=ids).ids == ids
     assert json.loads((tmp_path / "embeddings_train.json").read_text())["n"] == N
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
-def test_heavy_tails_alone_are_not_strange(sigma):
+@pytest.mark.parametrize("sigma", [0.5, 1.5])
+def test_heavy_tails_alone_are_not_reported(sigma):
     x = (sigma * torch.randn(4000, 64, generator=torch.manual_seed(0))).exp()
     assert odd_rows([x], 10) == "" and odd_rows([x - x.mean(0)], 10) == ""
